@@ -1,6 +1,6 @@
 """Replay traces on real processes, beside the simulator: ``python -m benchmarks.replay``.
 
-Without options it takes less than two minutes. ``--full`` has more systems, more scenarios and minutes of each.
+Without options it takes about three minutes. ``--full`` has more systems, more scenarios and minutes of each.
 ``--tail`` compares the slowest first tokens at ten requests a second with those of other systems, in three minutes.
 """
 
@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +30,10 @@ from benchmarks.replay.prediction import simulate
 from benchmarks.replay.systems import MEANING, SYSTEMS, System, system_named
 
 _NEAR = 0.15  # of what was measured
+_UNITS = {"attainment": "%", "starts": ""}
 _COMPARED = ("ttft_p50", "ttft_p99", "node_s")
-_SHORT = {"scenarios": "azure-code,poisson-2", "systems": "medusa,medusa-bundle,medusa-agent", "seconds": 10.0}
+_SEEDS = range(1, 10)  # of simulated runs, whose starts differ as those that were sampled do
+_SHORT = {"scenarios": "azure-code,poisson-2", "systems": "medusa,medusa-bundle,medusa-agent", "seconds": 20.0}
 _FULL = {
     "scenarios": "azure-code,azure-conv,gamma,poisson-2,poisson-10",
     "systems": "medusa,medusa-bundle,medusa-agent,transformers,vllm-eager,vllm-warm-cache",
@@ -47,13 +49,14 @@ _TAIL_LESS = 0.53  # MEDUSA's Figure 10: p99 TTFT below vLLM's, at most
 
 @dataclass(frozen=True)
 class Options:
-    """How each scenario is replayed. ``simulated``: calibrate the simulator, and show its answer beside."""
+    """How each scenario is replayed, and how often. ``simulated``: with the simulator's answer beside."""
 
     slots: int
     keep_alive_s: float
     ttft_slo_s: float
     tpot_slo_s: float
     context: int
+    repeat: int = 1
     simulated: bool = True
 
 
@@ -72,7 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in SYSTEMS:
             raise ConfigError(f"--systems: expected names of {', '.join(SYSTEMS)}, found {name!r}")
     options = Options(
-        arguments.slots, arguments.keep_alive, arguments.ttft_slo, arguments.tpot_slo, context, not arguments.tail
+        arguments.slots,
+        arguments.keep_alive,
+        arguments.ttft_slo,
+        arguments.tpot_slo,
+        context,
+        arguments.repeat,
+        not arguments.tail,
     )
     compile_packages(sys.executable)
     result = Result()
@@ -102,6 +111,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--scenarios", metavar="LIST", help=f"of {', '.join(scenario.SCENARIOS)}, and files *.csv")
     parser.add_argument("--systems", metavar="LIST", help=f"of {', '.join(SYSTEMS)}; - for none, with --lab")
     parser.add_argument("--seconds", type=float, metavar="S", help="length of each scenario")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="replay each scenario N times; 1")
     parser.add_argument(
         "--begin", type=float, default=186.0, metavar="S", help="where in a recorded trace it begins; 186"
     )
@@ -119,6 +129,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.tail and (arguments.full or arguments.lab):
         raise ConfigError("--tail: expected neither --full nor --lab beside it")
+    if arguments.repeat < 1:
+        raise ConfigError(f"--repeat: expected a number of at least 1, found {arguments.repeat}")
     for name, value in (_TAIL if arguments.tail else _FULL if arguments.full else _SHORT).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
@@ -136,30 +148,34 @@ def measure(result: Result, system: System, traces: dict[str, list[Request]], op
     fill_caches(system)
     if options.simulated:
         sample(system, options.context, samples)
-    replayed = {}
-    for name, requests in traces.items():
+    replayed: dict[str, list[Replayed]] = {name: [] for name in traces}
+    for name, requests in list(traces.items()) * options.repeat:
         system.settle()
         print(f"  {name}: {len(requests)} requests …", file=sys.stderr, flush=True)
         machine = Machine(system, slots=options.slots, keep_alive_s=options.keep_alive_s)
-        replayed[name] = machine.replay(requests)
+        replayed[name].append(machine.replay(requests))
         if options.simulated:
             sample(system, options.context, samples)
-        else:
-            add_measured(result, f"{name}, {system.name}", replayed[name], options)
     if not options.simulated:
+        for name, found in replayed.items():
+            add_measured(result, f"{name}, {system.name}", found, options)
         return
     calibration = calibrate(samples)
     for stage, seconds in calibration.recorded.items():
         result.add(system.name, f"recorded {stage}", "s", [seconds])
     for name, requests in traces.items():
-        outcome = simulate(
-            calibration,
-            requests,
-            slots=options.slots,
-            concurrency=system.concurrency,
-            keep_alive_s=options.keep_alive_s,
-        )
-        add_both(result, f"{name}, {system.name}", replayed[name], outcome, options)
+        outcomes = [
+            simulate(
+                calibration,
+                requests,
+                slots=options.slots,
+                concurrency=system.concurrency,
+                keep_alive_s=options.keep_alive_s,
+                seed=seed,
+            )
+            for seed in _SEEDS
+        ]
+        add_both(result, f"{name}, {system.name}", replayed[name], outcomes, options)
 
 
 def measure_lab(
@@ -169,41 +185,53 @@ def measure_lab(
     samples = Samples()
     cluster.sample(options.context, Samples())
     cluster.sample(options.context, samples)
-    replayed = {}
-    for name, requests in traces.items():
+    replayed: dict[str, list[Replayed]] = {name: [] for name in traces}
+    for name, requests in list(traces.items()) * options.repeat:
         cluster.settle()
         print(f"  {name}: {len(requests)} requests …", file=sys.stderr, flush=True)
-        replayed[name] = cluster.replay(requests)
+        replayed[name].append(cluster.replay(requests))
         cluster.sample(options.context, samples)
     calibration = calibrate(samples)
     for name, requests in traces.items():
-        outcome = lab.simulate(calibration, requests, folder, nodes)
-        add_both(result, f"{name}, {cluster.name}", replayed[name], outcome, options)
+        outcomes = [lab.simulate(calibration, requests, folder, nodes, seed) for seed in _SEEDS]
+        add_both(result, f"{name}, {cluster.name}", replayed[name], outcomes, options)
 
 
-def add_both(result: Result, row: str, measured: Replayed, simulated: Outcome, options: Options) -> None:
-    add_measured(result, row, measured, options)
-    _add(result, row, "simulated ", list(simulated.ttft_s), list(simulated.tpot_s), simulated.device_s, options)
-    result.add(row, "simulated starts", "", [float(simulated.cold_starts)])
-
-
-def add_measured(result: Result, row: str, measured: Replayed, options: Options) -> None:
-    times = [answer.ttft_s for answer in measured.answers], [answer.tpot_s for answer in measured.answers]
-    _add(result, row, "", *times, measured.node_s, options)
-    result.add(row, "starts", "", [float(measured.starts)])
-    result.add(row, "unanswered", "", [float(unanswered(measured))])
-
-
-def _add(
-    result: Result, row: str, kind: str, ttft: Sequence[float], tpot: Sequence[float], node_s: float, options: Options
+def add_both(
+    result: Result, row: str, measured: Sequence[Replayed], simulated: Sequence[Outcome], options: Options
 ) -> None:
-    for part in (50, 95, 99):
-        result.add(row, f"{kind}ttft_p{part}", "s", [percentile(ttft, part / 100)])
-    result.add(row, f"{kind}tpot_mean", "s", [sum(tpot) / len(tpot)])
+    add_measured(result, row, measured, options)
+    figures = [_figures(one.ttft_s, one.tpot_s, one.device_s, one.cold_starts, options) for one in simulated]
+    _add(result, row, "simulated ", figures)
+
+
+def add_measured(result: Result, row: str, measured: Sequence[Replayed], options: Options) -> None:
+    figures = []
+    for one in measured:
+        times = [answer.ttft_s for answer in one.answers], [answer.tpot_s for answer in one.answers]
+        figures.append(_figures(*times, one.node_s, one.starts, options))
+    _add(result, row, "", figures)
+    result.add(row, "unanswered", "", [float(unanswered(one)) for one in measured])
+
+
+def _add(result: Result, row: str, kind: str, runs: Sequence[Mapping[str, float]]) -> None:
+    for metric in runs[0]:
+        result.add(row, f"{kind}{metric}", _UNITS.get(metric, "s"), [figures[metric] for figures in runs])
+
+
+def _figures(
+    ttft: Sequence[float], tpot: Sequence[float], node_s: float, starts: int, options: Options
+) -> dict[str, float]:
+    """Return what a run has shown, by metric."""
     pairs = zip(ttft, tpot, strict=True)
     met = sum(first <= options.ttft_slo_s and later <= options.tpot_slo_s for first, later in pairs)
-    result.add(row, f"{kind}attainment", "%", [100 * met / len(ttft)])
-    result.add(row, f"{kind}node_s", "s", [node_s])
+    return {
+        **{f"ttft_p{part}": percentile(ttft, part / 100) for part in (50, 95, 99)},
+        "tpot_mean": sum(tpot) / len(tpot),
+        "attainment": 100 * met / len(ttft),
+        "node_s": node_s,
+        "starts": float(starts),
+    }
 
 
 def table(result: Result, traces: dict[str, list[Request]], names: Sequence[str]) -> str:
@@ -224,18 +252,29 @@ def table(result: Result, traces: dict[str, list[Request]], names: Sequence[str]
 
 
 def nearness(result: Result, traces: dict[str, list[Request]], names: Sequence[str]) -> str:
-    """By how much each simulated figure is off what was measured, and how many are within 15 %."""
-    lines, off = [], []
-    for row in (f"{trace}, {name}" for trace in traces for name in names):
+    """By how much each simulated figure is off the measured median, and how many are within 15 %.
+
+    Where a scenario was replayed several times, also the range of these runs. A figure that is further off, but in that
+    range, is one that the machine itself does not repeat.
+    """
+    lines, near, ranged = [], 0, 0
+    found = {(row.name, row.metric): row for row in result.rows}
+    for name in (f"{trace}, {name}" for trace in traces for name in names):
         for metric in _COMPARED:
-            measured, simulated = result.median(row, metric), result.median(row, f"simulated {metric}")
-            if measured and simulated:
-                off.append(simulated / measured - 1)
-                shown = f"{row}: {metric}, simulated {simulated:.3g}, measured {measured:.3g}"
-                lines.append(f"{'near' if abs(off[-1]) <= _NEAR else 'OFF ':4}  {100 * off[-1]:+6.1f} %  {shown}")
-    near = sum(abs(one) <= _NEAR for one in off)
-    lines.append(f"{near} of {len(off)} simulated figures are within {100 * _NEAR:g} % of what was measured")
-    return "\n".join(lines)
+            measured, simulated = found.get((name, metric)), result.median(name, f"simulated {metric}")
+            if measured is None or not measured.median or not simulated:
+                continue
+            off = simulated / measured.median - 1
+            word = "OFF" if abs(off) > _NEAR else "near"
+            shown = f"{name}: {metric}, simulated {simulated:.3g}, measured {measured.median:.3g}"
+            if measured.runs > 1:
+                shown += f" ({measured.min:.3g} to {measured.max:.3g})"
+                word = "runs" if word == "OFF" and measured.min <= simulated <= measured.max else word
+            near += word == "near"
+            ranged += word == "runs"
+            lines.append(f"{word:4}  {100 * off:+6.1f} %  {shown}")
+    total = f"{near} of {len(lines)} simulated figures are within {100 * _NEAR:g} % of what was measured"
+    return "\n".join([*lines, total + (f", {ranged} more in the range of the runs" if ranged else "")])
 
 
 def tails(result: Result, traces: dict[str, list[Request]], names: Sequence[str]) -> list[Target]:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from statistics import median
+from functools import partial
+from math import log
+from statistics import median, stdev
 
 from medusa_adapters.bench.openai_client import Completion, stream
 from medusa_adapters.bench.served_instance import ServedInstance
@@ -20,13 +22,15 @@ from medusa_runtime.timeline import Stage
 from benchmarks.replay.systems import System, body
 
 PROMPT = 16  # tokens of a start's request
+_STARTS = 2  # of a sample
 _DECODED = 24
-_PAUSE_S = 0.1  # before each request that is timed: a process that has slept answers later
+_BURSTS = (4, 8)  # prompts at once
+_PAUSE_S = 0.3  # before each request that is timed: a process that has slept answers later
 
 
 @dataclass
 class Samples:
-    """Measured seconds: of starts, of prefills by tokens, of decode steps by sequences, and of ends."""
+    """Measured seconds: of starts, of prefills by all prompts' tokens, of decode steps by sequences, and of ends."""
 
     start: list[tuple[float, tuple[Stage, ...]]] = field(default_factory=list)  # to the first token
     prefill: list[tuple[int, float]] = field(default_factory=list)
@@ -36,11 +40,15 @@ class Samples:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The simulator's constants for a system on this machine; ``recorded``: medians of the stages behind them."""
+    """The simulator's constants for a system on this machine; ``recorded``: medians of the stages behind them.
+
+    ``start_spread``: the standard deviation of the logarithms of starts.
+    """
 
     stages: Stages
     speed: Speed
     recorded: dict[str, float]
+    start_spread: float = 0.0
 
 
 def fill_caches(system: System) -> None:
@@ -51,26 +59,40 @@ def fill_caches(system: System) -> None:
 
 
 def sample(system: System, context: int, found: Samples) -> None:
-    """Start an instance, time its first token, then prefills and decodes when it is warm, and its end."""
-    system.settle()
-    instance = system.start()
-    with instance:
-        with closing(instance.connect()) as connection:
-            first = stream(connection, body(Request(0.0, 0, PROMPT, 2), system.model))
-        taken = (first.first_token_ns - instance.started_ns) / 1e9
-        found.start.append((taken, instance.stages() if not system.model and system.concurrency > 1 else ()))
-        probe(lambda request: _ask(instance, system, request), context, system.concurrency, found)
-        ending = time.monotonic()
-    found.end.append(time.monotonic() - ending)
+    """Start instances, time their first tokens and their ends, and prefills and decodes of the last when it is warm."""
+    for number in range(_STARTS):
+        system.settle()
+        instance = system.start()
+        with instance:
+            with closing(instance.connect()) as connection:
+                first = stream(connection, body(Request(0.0, 0, PROMPT, 2), system.model))
+            taken = (first.first_token_ns - instance.started_ns) / 1e9
+            found.start.append((taken, instance.stages() if not system.model and system.concurrency > 1 else ()))
+            if number == _STARTS - 1:
+                probe(partial(_ask, instance, system), context, system.concurrency, found)
+            ending = time.monotonic()
+        found.end.append(time.monotonic() - ending)
 
 
 def probe(ask: Callable[[Request], Completion], context: int, concurrency: int, found: Samples) -> None:
-    """Time prefills, and decodes of several sequences at a time, on an instance that is warm."""
-    for number, tokens in enumerate((PROMPT, context // 8, context // 2 - 1) * 3, 1):
+    """Time prefills, alone and in bursts, and decodes of several sequences at a time, on an instance that is warm.
+
+    As in a replay, a prompt's time begins when it is due, before the process wakes and gives it to a thread. The first
+    prompt of a burst is prefilled alone, and the others together as soon as that has its token.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        for number, tokens in enumerate((PROMPT, context // 8, context // 2 - 1) * 3, 1):
+            due_ns = time.monotonic_ns() + round(_PAUSE_S * 1e9)
+            time.sleep(_PAUSE_S)
+            completion = pool.submit(ask, Request(float(number), 0, tokens, 1)).result()
+            found.prefill.append((tokens, (completion.first_token_ns - due_ns) / 1e9))
+    for prompts in _BURSTS * 2 if concurrency > 1 else ():
         time.sleep(_PAUSE_S)
-        began = time.monotonic_ns()
-        completion = ask(Request(float(number), 0, tokens, 1))
-        found.prefill.append((tokens, (completion.first_token_ns - began) / 1e9))
+        each = context // 2 - 1
+        asked = [Request(50.0 * prompts + number, 0, each, 1) for number in range(prompts)]
+        with ThreadPoolExecutor(prompts) as pool:
+            came = sorted(completion.first_token_ns for completion in pool.map(ask, asked))
+        found.prefill.append(((prompts - 1) * each, (came[-1] - came[0]) / 1e9))
     for sequences in (1, 4, 8) if concurrency > 1 else (1,):
         time.sleep(_PAUSE_S)
         asked = [Request(100.0 * sequences + number, 0, PROMPT, _DECODED) for number in range(sequences)]
@@ -88,7 +110,9 @@ def _ask(instance: ServedInstance, system: System, request: Request) -> Completi
 def calibrate(found: Samples) -> Calibration:
     """Fit lines through prefills and decodes, and divide a start into its recorded stages."""
     speed = Speed(*_line(found.prefill), *_line(found.decode))
-    total = median(taken for taken, _ in found.start)
+    starts = [taken for taken, _ in found.start]
+    total = median(starts)
+    spread = stdev(log(taken) for taken in starts) if len(starts) > 1 else 0.0
     rest = max(total - speed.prefill(PROMPT), 0.0)
     end = median(found.end)
     recorded: dict[str, float] = {}
@@ -104,15 +128,17 @@ def calibrate(found: Samples) -> Calibration:
         imports = min(times.import_s, max(rest - container - device, 0.0))
     init = max(rest - container - device - imports, 0.0)
     stages = Stages(container, device, imports, 1e15, init, 0.0, 0.0, 0.0, 0.0, 0.0, end_s=end)
-    return Calibration(stages, speed, recorded)
+    return Calibration(stages, speed, recorded, spread)
 
 
 def _line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Fit the medians of each size by least squares; neither number is below 0."""
-    sizes = sorted({size for size, _ in samples})
+    """Fit the medians of each size by least squares of the deviations in percent; neither number is below 0."""
+    sizes = {size for size, _ in samples}
     points = [(size, median(taken for other, taken in samples if other == size)) for size in sizes]
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    slope = max(sum((x - mean_x) * (y - mean_y) for x, y in points) / spread, 0.0) if spread else 0.0
+    weights = [1 / max(y, 1e-9) ** 2 for _, y in points]
+    mean_x = sum(weight * x for weight, (x, _) in zip(weights, points, strict=True)) / sum(weights)
+    mean_y = sum(weight * y for weight, (_, y) in zip(weights, points, strict=True)) / sum(weights)
+    spread = sum(weight * (x - mean_x) ** 2 for weight, (x, _) in zip(weights, points, strict=True))
+    product = sum(weight * (x - mean_x) * (y - mean_y) for weight, (x, y) in zip(weights, points, strict=True))
+    slope = max(product / spread, 0.0) if spread else 0.0
     return max(mean_y - slope * mean_x, 0.0), slope

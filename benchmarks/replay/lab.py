@@ -119,15 +119,15 @@ def cluster_of(folder: Path, nodes: int) -> Iterator[LabSystem]:
             cluster.stop()
 
 
-def simulate(calibration: Calibration, requests: Sequence[Request], folder: Path, nodes: int) -> Outcome:
+def simulate(calibration: Calibration, requests: Sequence[Request], folder: Path, nodes: int, seed: int = 1) -> Outcome:
     """Simulate these nodes with the controller's own policy and the laboratory's links."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     profile = Profile(size, 1, calibration.stages, calibration.speed)
     model = Model(_NAME, profile, max=nodes, concurrency=CONCURRENCY, batch_tokens=2048)
     machine = Machine("n", nodes, _BYTES_PER_S, memory_bytes=10**10)
     strategy = Strategy("replay", cache="lru", policy=Options())
-    fleet = Fleet("laboratory", (machine,), (model,), hop_s=0.0)
-    return Simulation(fleet, strategy, requests, tick_s=_TICK_S, quiet_s=_TICK_S).run()
+    fleet = Fleet("laboratory", (machine,), (model,), hop_s=0.0, start_spread=calibration.start_spread)
+    return Simulation(fleet, strategy, requests, tick_s=_TICK_S, quiet_s=_TICK_S, seed=seed).run()
 
 
 def _until(condition: Callable[[], bool], what: str) -> None:

@@ -18,12 +18,18 @@ _BATCH_TOKENS = 2048  # the default of `medusa serve` and of vLLM on a CPU
 
 
 def simulate(
-    calibration: Calibration, requests: Sequence[Request], *, slots: int, concurrency: int, keep_alive_s: float
+    calibration: Calibration,
+    requests: Sequence[Request],
+    *,
+    slots: int,
+    concurrency: int,
+    keep_alive_s: float,
+    seed: int = 1,
 ) -> Outcome:
-    """Simulate one machine that has the weights."""
+    """Simulate one machine that has the weights. ``seed``: of how much its starts differ."""
     profile = Profile(1, 1, calibration.stages, calibration.speed)
     model = Model("model", profile, max=slots, concurrency=concurrency, batch_tokens=_BATCH_TOKENS)
     machine = Machine("machine", 1, 1e12, slots)
     strategy = Strategy("replay", cache="all", policy=policy(keep_alive_s))
-    fleet = Fleet("machine", (machine,), (model,), hop_s=0.0)
-    return Simulation(fleet, strategy, requests, tick_s=TICK_S, quiet_s=TICK_S).run()
+    fleet = Fleet("machine", (machine,), (model,), hop_s=0.0, start_spread=calibration.start_spread)
+    return Simulation(fleet, strategy, requests, tick_s=TICK_S, quiet_s=TICK_S, seed=seed).run()

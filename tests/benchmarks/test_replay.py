@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import sys
 from pathlib import Path
@@ -102,6 +103,28 @@ def test_lines_are_fitted_and_a_start_is_what_the_first_prefill_leaves() -> None
     assert found.stages.end_s == 0.3
 
 
+def test_a_line_weighs_deviations_in_percent_and_starts_have_a_spread() -> None:
+    samples = Samples(
+        start=[(math.exp(at), ()) for at in (-0.1, 0.0, 0.1)],
+        prefill=[(10, 0.02), (100, 0.11), (2000, 3.0)],  # the last one is far off the line of the others
+        decode=[(1, 0.012)],
+        end=[0.3],
+    )
+    found = calibrate(samples)
+    assert found.start_spread == pytest.approx(0.1)
+    assert found.speed.prefill(10) == pytest.approx(0.02, rel=0.25)
+    assert found.speed.prefill(100) == pytest.approx(0.11, rel=0.5)
+
+
+def test_simulated_starts_differ_by_their_spread_and_by_the_seed() -> None:
+    calibration = Calibration(Stages(1.0, 0, 0, 1e15, 0, 0), Speed(0.01, 0, 0.01, 0), {}, start_spread=0.2)
+    wanted = [Request(10.0 * number, 0, 10, 2) for number in range(30)]
+    runs = [simulate(calibration, wanted, slots=1, concurrency=8, keep_alive_s=0.5, seed=seed) for seed in (1, 1, 2)]
+    first, again, other = (list(run.ttft_s) for run in runs)
+    assert first == again != other
+    assert min(first) < 0.9 < 1.1 < max(first)
+
+
 def test_each_simulated_figure_is_shown_with_its_deviation_and_they_are_counted() -> None:
     result = Result()
     for metric, measured, simulated in (("ttft_p50", 1.0, 1.1), ("ttft_p99", 2.0, 1.0), ("node_s", 10.0, 10.0)):
@@ -111,6 +134,18 @@ def test_each_simulated_figure_is_shown_with_its_deviation_and_they_are_counted(
     assert lines[0] == "near   +10.0 %  gamma, medusa: ttft_p50, simulated 1.1, measured 1"
     assert lines[1].startswith("OFF    -50.0 %")
     assert lines[-1] == "2 of 3 simulated figures are within 15 % of what was measured"
+
+
+def test_a_figure_that_is_off_may_be_in_the_range_of_the_runs() -> None:
+    result = Result()
+    for metric, simulated in (("ttft_p50", 1.3), ("ttft_p99", 2.3), ("node_s", 1.1)):
+        result.add("gamma, medusa", metric, "s", [0.8, 1.0, 2.0])
+        result.add("gamma, medusa", f"simulated {metric}", "s", [simulated])
+    lines = nearness(result, {"gamma": []}, ["medusa"]).splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == ["runs", "OFF", "near"]
+    assert lines[0].endswith("simulated 1.3, measured 1 (0.8 to 2)")
+    assert lines[-1].startswith("1 of 3 simulated figures")
+    assert lines[-1].endswith("1 more in the range of the runs")
 
 
 def test_the_tails_of_ours_are_compared_with_each_other_system() -> None:
@@ -146,6 +181,8 @@ def test_an_instance_that_does_not_start_ends_the_replay() -> None:
 def test_bad_calls_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected names of medusa, medusa-bundle"):
         main(["--systems", "fast"])
+    with pytest.raises(ConfigError, match="--repeat: expected a number of at least 1"):
+        main(["--repeat", "0"])
     with pytest.raises(ConfigError, match="--tail: expected neither"):
         main(["--tail", "--full"])
     with pytest.raises(ConfigError, match=r"no config\.json"):
