@@ -6,9 +6,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from medusa_cluster.simulation.result import percentile
 from medusa_runtime.errors import ConfigError
 
-from benchmarks.simulation import blitzscale, scale
+from benchmarks.simulation import blitzscale, medusa, scale
 from benchmarks.simulation.__main__ import FIGURES, main
 from benchmarks.simulation.figure import Figure, Line
 
@@ -44,6 +45,18 @@ def test_the_parts_of_blitzscale_help_in_the_papers_order() -> None:
     steps = ("s-llm", "s-llm+network", "s-llm+multicast")
     means = [blitzscale.run(step, "azure-conv", 30).mean_ttft_s() for step in steps]
     assert means == sorted(means, reverse=True)
+
+
+def test_a_burst_waits_less_than_with_weights_from_disks() -> None:
+    line = FIGURES["blitzscale-21"](0).lines[-1]
+    assert line.what.endswith("mean TTFT below S-LLM's")
+    assert line.ours >= 75
+
+
+def test_shorter_loading_phases_have_shorter_tails_in_the_papers_order() -> None:
+    tails = [percentile(medusa.run("llama2-7b@a100", system, 10.0, 60).ttft_s, 0.99) for system in medusa.SYSTEMS]
+    assert tails == sorted(tails, reverse=True)
+    assert 1 - tails[-1] / tails[0] == pytest.approx(0.505, rel=0.2)
 
 
 def test_a_figures_deviation() -> None:
