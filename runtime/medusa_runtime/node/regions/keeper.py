@@ -256,7 +256,8 @@ class RegionKeeper:
         elif message.kind == "sealed":
             held.sealed = True
             held.shard_fds = message.descriptors
-            held.announce(None)  # recorded when it is complete: no other agent takes a part of a region
+            held.announce(None)
+            self._record()  # after the answers: it writes a file
         elif message.kind == "sources":
             held.sources = message.body
 
