@@ -82,7 +82,12 @@ class _Tick:
         self._index = memory.index
         self._catalog = memory.index.catalog(state.deployments)
         self._placement = Placement(
-            state.nodes, memory.index, now_s, memory.deadlines_s, contention_aware=options.contention_aware
+            state.nodes,
+            memory.index,
+            self._catalog.by_url,
+            now_s,
+            memory.deadlines_s,
+            contention_aware=options.contention_aware,
         )
         self._fetches = Fetches(
             state.nodes,

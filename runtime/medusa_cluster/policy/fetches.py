@@ -137,10 +137,8 @@ class Fetches:
         node, deployment = self.nodes[fetch.node], self.by_url[fetch.url]
         if not node.memory_bytes or not deployment.size_bytes:
             return []
-        running = {instance.model for instance in node.instances}
-        by_url = self.by_url
-        keep = {copy.url for copy in node.copies if copy.url in by_url and by_url[copy.url].name in running}
-        return evict(node, deployment.size_bytes, self.by_url, keep) or []
+        starts = not fetch.pin and fetch.layers is None  # of a group, a worker goes only where there is room without
+        return evict(node, deployment.size_bytes, self.by_url, pinned=starts) or []
 
 
 def is_target(index: Index, deployment: Deployment, node: str) -> bool:

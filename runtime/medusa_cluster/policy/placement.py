@@ -10,7 +10,7 @@ from itertools import count
 
 from .contention import Fetching, newcomer_bytes_per_s
 from .index import Index
-from .pool import is_current, room
+from .pool import evict, is_current, room
 from .sizing import Server
 from .state import Deployment, Node
 
@@ -27,6 +27,7 @@ class Placement:
 
     nodes: Mapping[str, Node]
     index: Index
+    by_url: Mapping[str, Deployment]
     now_s: float
     deadlines_s: Mapping[tuple[str, str], float]
     contention_aware: bool = True
@@ -112,7 +113,23 @@ class Placement:
             space = room(node) if node.memory_bytes else math.inf
             if space >= deployment.size_bytes and self._can_run(name, deployment):
                 return name
-        return None
+        return self._for_the_pool(deployment)
+
+    def _for_the_pool(self, deployment: Deployment) -> str | None:
+        """Return the node whose copies of the pool, in the place of which the weights go, were unused the longest."""
+        found: list[tuple[float, str]] = []
+        for name in self._candidates():
+            if name in self._added or not self._can_run(name, deployment):
+                continue
+            node = self.nodes[name]
+            drops = evict(node, deployment.size_bytes, self.by_url, pinned=True)
+            if drops is None:
+                continue
+            gone = {drop.url for drop in drops}
+            found.append((max(copy.used_at_s for copy in node.copies if copy.url in gone), name))
+            if len(found) == _LOOKED_AT:
+                break
+        return min(found)[1] if found else None
 
     def _can_run(self, name: str, deployment: Deployment) -> bool:
         if self.free_slots(name) <= 0:

@@ -1,13 +1,14 @@
 """The global parameter pool: the cluster holds at least one complete copy of each deployed model in host memory.
 
 BlitzScale §5.3. A copy of the pool is pinned; all others are the nodes' caches, from which the least recently used ones
-go first. A copy of an older version is no copy.
+go first. A copy of an older version is no copy. Where the deployed models are more than the cluster's memory holds, an
+instance that finds no other room takes that of pinned copies which nobody uses: their models start from the store.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from .index import Index
@@ -105,20 +106,26 @@ def spread(index: Index, nodes: Mapping[str, Node], deployments: Iterable[Deploy
     return chosen
 
 
-def evict(node: Node, needed_bytes: int, deployed: Collection[str], keep: Collection[str] = ()) -> list[Drop] | None:
+def evict(
+    node: Node, needed_bytes: int, by_url: Mapping[str, Deployment], *, pinned: bool = False
+) -> list[Drop] | None:
     """Return the copies to drop so that so many bytes are free; None if that cannot be.
 
-    Never what is pinned, in ``keep`` or used by an instance. First models that nobody deploys any more, then the least
-    recently used. ``deployed`` and ``keep`` are URLs.
+    Never what an instance uses. First models that nobody deploys any more, then the least recently used. ``pinned``:
+    also copies of the pool, after all others.
     """
     free = node.free_bytes
     drops: list[Drop] = []
-    for copy in sorted(node.copies, key=lambda copy: (copy.url in deployed, copy.used_at_s, copy.url)):
+    in_use = _in_use(node)
+    for copy in sorted(node.copies, key=lambda copy: (copy.pinned, copy.url in by_url, copy.used_at_s, copy.url)):
         if free >= needed_bytes:
             break
-        if copy.pinned or copy.url in keep or not copy.is_complete:
+        if not copy.is_complete or (copy.pinned and not pinned):
             continue
-        drops.append(Drop(node.name, copy.url, "least recently used"))
+        if copy.url in by_url and by_url[copy.url].name in in_use:
+            continue
+        reason = "the least recently used of the pool, for an instance" if copy.pinned else "least recently used"
+        drops.append(Drop(node.name, copy.url, reason))
         free += copy.total_bytes
     return drops if free >= needed_bytes else None
 
@@ -162,13 +169,14 @@ def _outdated(
             if deployment is None:
                 if copy.pinned:
                     changes.append(Pin(name, url, pinned=False))
-            elif not is_current(copy, deployment) and not _in_use(nodes[name], deployment):
+            elif not is_current(copy, deployment) and deployment.name not in _in_use(nodes[name]):
                 changes.append(Drop(name, url, f"version {copy.version}, not {deployment.version}"))
     return changes
 
 
-def _in_use(node: Node, deployment: Deployment) -> bool:
-    return any(instance.model == deployment.name for instance in node.instances)
+def _in_use(node: Node) -> set[str]:
+    """Return the names of the models of which it has instances."""
+    return {instance.model for instance in node.instances}
 
 
 def _rebalance(index: Index, nodes: Mapping[str, Node], by_url: Mapping[str, Deployment]) -> dict[str, str]:

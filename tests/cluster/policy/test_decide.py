@@ -13,6 +13,7 @@ from cluster_model import ClusterModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from medusa_cluster.policy.decide import Memory, Options, decide
+from medusa_cluster.policy.scaling import Bounds
 from medusa_cluster.policy.state import (
     ChangeRole,
     ClusterState,
@@ -219,6 +220,31 @@ def test_memory_is_made_for_a_model_that_is_needed() -> None:
     cluster.deployments["b"] = model("b")
     decisions = cluster.tick()
     assert [type(decision) for decision in decisions] == [Drop, Fetch]
+
+
+def test_where_memory_is_less_than_the_models_each_starts_in_the_place_of_one_that_nobody_uses() -> None:
+    deployed = [model(name) for name in "abcdef"]
+    cluster = ClusterModel(nodes(2, memory=250 * MB), deployed, Options(Bounds(keep_alive_s=1.0)))
+    cluster.run(10)
+    assert sum(len(node.copies) for node in cluster.nodes.values()) == 4  # the pool, as far as there is room
+    for name in "fedcbafedcba":
+        cluster.load(name, waiting=1)
+        cluster.run(5)
+        assert len(cluster.instances(name)) == 1, name
+        cluster.load(name)
+        cluster.run(5)
+        assert not cluster.instances(name)
+        assert all(node.free_bytes >= 0 for node in cluster.nodes.values())
+    settled = cluster.run(5)
+    assert not settled  # nothing is fetched for the pool in the place of other models
+
+
+def test_a_model_that_serves_keeps_its_copy_from_one_that_waits() -> None:
+    cluster = ClusterModel(nodes(1, memory=150 * MB, devices=2), [model("a", min=1), model("b")])
+    cluster.run(5)
+    cluster.load("b", waiting=1)
+    assert not of(Drop, cluster.run(5))
+    assert len(cluster.instances("a")) == 1
 
 
 def test_senders_that_serve_are_paced_while_they_send() -> None:

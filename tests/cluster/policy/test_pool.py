@@ -103,11 +103,11 @@ def test_eviction_takes_removed_models_first_then_the_least_recently_used() -> N
         replace(whole("arriving", pinned=False), fetched_bytes=1),
         whole("serving", pinned=False, used_at_s=0.0),
     )
-    busy = node("a", *copies, memory=600)
-    deployed = ("pool", "old", "new", "arriving", "serving")
+    busy = node("a", *copies, memory=600, instances=(Instance("i", "SERVING", "a", "ready"),))
+    deployed = {url: model(url) for url in ("pool", "old", "new", "arriving", "serving")}
 
-    def dropped(needed: int) -> list[str] | None:
-        drops = evict(busy, needed, deployed, keep=("serving",))
+    def dropped(needed: int, *, pinned: bool = False) -> list[str] | None:
+        drops = evict(busy, needed, deployed, pinned=pinned)
         return None if drops is None else [drop.url for drop in drops]
 
     assert dropped(0) == []
@@ -115,6 +115,9 @@ def test_eviction_takes_removed_models_first_then_the_least_recently_used() -> N
     assert dropped(150) == ["removed", "old"]
     assert dropped(300) == ["removed", "old", "new"]
     assert dropped(301) is None
+    assert dropped(300, pinned=True) == ["removed", "old", "new"]
+    assert dropped(301, pinned=True) == ["removed", "old", "new", "pool"]
+    assert dropped(401, pinned=True) is None
 
 
 @given(
@@ -134,7 +137,7 @@ def test_the_pool_settles_and_survives_the_death_of_a_node(sizes: list[int], mem
         for url, name in found.fetches.items():
             size = next(item.size_bytes for item in deployed if item.url == url)
             others = tuple(copy for copy in nodes[name].copies if copy.url != url)
-            drops = evict(nodes[name], size, [item.url for item in deployed])
+            drops = evict(nodes[name], size, {item.url: item for item in deployed})
             assert drops is not None
             gone = {drop.url for drop in drops}
             nodes[name] = node(
