@@ -95,9 +95,9 @@ class ClusterWithRay(LabCluster):
 class ClusterWithoutRay(ClusterWithRay):
     """Its node servers call one another directly: Ray takes longer to start than most tests, or is not installed."""
 
-    def __init__(self, lab: Laboratory, prewarm: str = "torch=1") -> None:
+    def __init__(self, lab: Laboratory, prewarm: str = "torch=1", memory_budget: str = "") -> None:
         super().__init__(lab)
-        self._prewarm = prewarm
+        self._settings = {"PREWARM": prewarm, "MEMORY_BUDGET": memory_budget}
 
     def start_node(self, node: str) -> None:
         folder, address, link = self.lab.node_folder(node), self.lab.address(node), self.lab.link
@@ -107,7 +107,7 @@ class ClusterWithoutRay(ClusterWithRay):
         self._began[node] = 0
         with open(self.log(node), "ab") as out:
             self.servers[node] = self.lab.popen(
-                node, list(map(str, command)), stdout=out, stderr=out, env=os.environ | {"PREWARM": self._prewarm}
+                node, list(map(str, command)), stdout=out, stderr=out, env=os.environ | self._settings
             )
 
     def wait_ready(self, node: str) -> None:

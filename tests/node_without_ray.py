@@ -1,7 +1,8 @@
 """A node server without Ray, and on the head the controller: what a cluster does, without the seconds that Ray takes.
 
 ``python node_without_ray.py NAME FOLDER HOST TOKEN_FILE LINK [HEAD_URL]``. Nodes' folders are neighbours; the
-controller reaches a node through the control socket in its folder. ``PREWARM`` is `medusa node`'s ``--prewarm``.
+controller reaches a node through the control socket in its folder. ``PREWARM`` and ``MEMORY_BUDGET`` are those of
+`medusa node`.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ if __name__ == "__main__":
                 head[0] if head else None,
                 link_bytes_per_s=float(link),
                 prewarm=os.environ.get("PREWARM", "torch=1"),
+                memory_budget=os.environ.get("MEMORY_BUDGET"),
             )
         )
     )

@@ -109,6 +109,7 @@ class Execution:
         deployment = cluster.deployments[known.model]
         request = {"op": "start", "id": known.id, "deployment": deployment.to_json()}
         try:
+            await self._dropped(known.node)
             await self._nodes.call(known.node, request, _START_S)
         except MedusaError as error:
             if cluster.instances.get(known.id) is known:
@@ -202,7 +203,7 @@ class Execution:
         }
         origin = " from " + ", ".join(decision.sources) if decision.sources else ""
         self._cluster.tell("fetch", f"{decision.node} fetches {decision.url}{origin}", node=decision.node)
-        self.task(("fetch", *key), self._call(decision.node, request))
+        self.task(("fetch", *key), self._call_after_drops(decision.node, request))
 
     def fetches(self, nodes: Mapping[str, KnownNode], now: float) -> list[KnownFetch]:
         """The fetches that were decided on and are not complete. One that its node never shows is forgotten."""
@@ -278,6 +279,16 @@ class Execution:
             await self._nodes.call(node, request, _CALL_S)
         except MedusaError as error:
             logger.warning("%s did not %s: %s", node, request["op"], error)
+
+    async def _call_after_drops(self, node: str, request: dict[str, Any]) -> None:
+        await self._dropped(node)
+        await self._call(node, request)
+
+    async def _dropped(self, node: str) -> None:
+        """Wait until a node has dropped what it was told to drop, in whose place something else goes."""
+        drops = [task for key, task in self._running.items() if key[:2] == ("drop", node)]
+        if drops:
+            await asyncio.wait(drops)
 
     def task(self, key: tuple[str, ...], work: Coroutine[Any, Any, None]) -> None:
         """Do some work in the background, unless work with the same key is under way."""

@@ -20,7 +20,8 @@ from .nodes import KnownInstance, KnownNode, Nodes
 logger = logging.getLogger(__name__)
 
 _DESCRIBE_S = 30.0
-_AGAIN_S = 5.0
+_AGAIN_S, _LONGEST_AGAIN_S = 5.0, 300.0  # after a description that failed: each time twice as long
+_AT_ONCE = 8
 _KEPT_STARTS = 8
 _AVOIDED_S = 60.0  # groups, after one that could not be formed
 # Of a start with a warm engine process, until the first ones have been seen.
@@ -64,12 +65,12 @@ class KnownModel:
 
 
 class Models:
-    """Models whose deployments have SLOs: only those may start as groups."""
+    """All deployed models, once a node has described them. Only those whose deployments have SLOs start as groups."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
         self._known: dict[str, KnownModel] = {}  # by URL
-        self._asked: dict[str, float] = {}
+        self._asked: dict[str, tuple[int, float]] = {}  # how often, and when to ask again
         self._tasks: set[asyncio.Task[None]] = set()
         self._learned: dict[str, dict[str, float]] = {}  # by instances' ids
         self._devices = False  # workers of groups compute on CPUs
@@ -89,7 +90,9 @@ class Models:
     def layers(self, deployment: Deployment, now: float) -> int:
         """The layers that a group may share; 0 where the deployment allows none, or as the last one failed."""
         known = self._known.get(deployment.url)
-        if known is None or self._devices or not deployment.may_be_shared() or now < known.avoided_until:
+        if known is None or deployment.ttft_slo_s is None or self._devices or now < known.avoided_until:
+            return 0
+        if not deployment.may_be_shared():
             return 0
         return len(known.bytes.layers)
 
@@ -99,14 +102,15 @@ class Models:
             self._known[url].avoided_until = now + _AVOIDED_S
 
     def look(self, deployments: Iterable[Deployment], nodes: Mapping[str, KnownNode], now: float) -> None:
-        """Have a node describe each model that may start as a group and is not known yet."""
+        """Have a node describe each model that is not known yet, a few at a time: what its place in memory must be."""
         self._devices = any(node.status.get("devices") for node in nodes.values())
         alive = [name for name, node in nodes.items() if node.status and node.lost_at is None and not node.silent]
-        for item in deployments:
-            if item.ttft_slo_s is None or item.url in self._known or now < self._asked.get(item.url, 0.0) or not alive:
-                continue
-            self._asked[item.url] = now + _AGAIN_S
-            task = asyncio.create_task(self._describe(min(alive), item.url))
+        asked = {item.url: self._asked.get(item.url, (0, 0.0)) for item in deployments if item.url not in self._known}
+        due = sorted(url for url, (_, again_at) in asked.items() if again_at <= now) if alive else []
+        for url in sorted(due, key=lambda url: asked[url])[: _AT_ONCE - len(self._tasks)]:
+            count, _ = asked[url]
+            self._asked[url] = count + 1, now + min(_AGAIN_S * 2 ** min(count, 8), _LONGEST_AGAIN_S)
+            task = asyncio.create_task(self._describe(min(alive), url))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
