@@ -203,7 +203,7 @@ def test_a_worker_without_certificates_forms_no_group(
     made.add(1, **dict.fromkeys(FILES))
     assert made.leader.ask("A").last.finish_reason == "length"
     assert "does not speak TLS" in caplog.text
-    assert "it expects TLS: start this node with" in caplog.text
+    until(lambda: "it expects TLS: start this node with" in caplog.text)  # its own time to form ends later
 
 
 def test_a_node_gives_its_workers_its_own_certificates(certificates: tuple[str, str, str], tmp_path: Any) -> None:

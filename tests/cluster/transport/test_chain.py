@@ -167,7 +167,7 @@ def test_a_chain_reads_a_slow_origin_once(nodes: Callable[..., list[Node]], mode
     slow.bytes_per_s = 1e9
     for region in regions:
         model.check(region)
-    assert received(second) == {first.url: len(model.data), "store": 0}
+    assert received(second) == {first.url: len(model.data), "store": 0}, second.held()
 
 
 @pytest.mark.slow

@@ -38,10 +38,9 @@ from .wire import Connection, Response, WireError
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 _MOST_REDIRECTS = 5
-# How often progress is reported: few bytes at first, more where they come fast, fewer where they come slowly.
-# TLS arrives in pieces of 16 KB, and reporting each took a third of the CPU time.
-_FIRST_STEP_BYTES, _LEAST_STEP_BYTES, _STEP_BYTES = 64 << 10, 16 << 10, 1 << 20
-_FAST_S, _SLOW_S, _FASTER = 0.1, 0.5, 4
+# How often progress is reported: after so many bytes, for TLS arrives in pieces of 16 KB, and reporting each took a
+# third of the CPU time; and after so long, for peers that wait for a slow store's bytes look whether there are more.
+_STEP_BYTES, _STEP_S = 1 << 20, 0.25
 _ERROR_BODY_BYTES = 64 << 10
 _MOST_SKIPPED_BYTES = 1 << 20  # before ``start``, from a server without ranges, which sends the whole object
 _CONTROL = frozenset(chr(code) for code in (*range(33), 127))
@@ -78,7 +77,6 @@ class HttpStore:
         self._lock = threading.Lock()
         self._closed = False
         self._may_redirect: Callable[[str], bool] | None = None
-        self._step_bytes = _FIRST_STEP_BYTES
         self._home, self._query, self._authorization = _home(url)
 
     def limit_redirects(self, allows: Callable[[str], bool]) -> None:
@@ -189,13 +187,12 @@ class HttpStore:
                 sent = filled + count
                 while filled < sent:
                     at = filled % len(buffer)  # the buffer is filled again from its start when the range is longer
-                    step = min(filled + min(self._step_bytes, len(buffer) - at), sent)
+                    step = min(filled + min(_STEP_BYTES, len(buffer) - at), sent)
                     began = time.monotonic()
-                    while filled < step:
+                    while filled < step and time.monotonic() - began < _STEP_S:
                         count = connection.receive(buffer[at : at + step - filled])
                         filled += count
                         at += count
-                    self._step_bytes = _next_step_bytes(self._step_bytes, time.monotonic() - began)
                     patience.progressed(filled - counted)
                     counted = filled
                     if start + filled < stop and patience.is_over:
@@ -437,13 +434,6 @@ def _target(url: str) -> Target:
     except UnicodeEncodeError:  # a lone surrogate
         raise wrong from None
     return Target(Endpoint(tls, host, port or (443 if tls else 80)), f"{path}?{query}" if query else path)
-
-
-def _next_step_bytes(step_bytes: int, took_s: float) -> int:
-    """Return how many bytes to receive before the next report of progress, after the last ones took so long."""
-    if took_s < _FAST_S:
-        return min(step_bytes * _FASTER, _STEP_BYTES)
-    return max(step_bytes // _FASTER, _LEAST_STEP_BYTES) if took_s > _SLOW_S else step_bytes
 
 
 def _version(response: Response, size: int) -> str:

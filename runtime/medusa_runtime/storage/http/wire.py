@@ -32,7 +32,7 @@ _MOST_INTERIM = 8  # interim answers (1xx) before the final one
 _LINE_END = b"\r\n"
 _CUT = "the connection was closed before the answer's end"
 _WAKE_BYTES = 512 << 10  # the kernel's receive buffer grows to hold twice as much
-_HALF_RECORD_BYTES = 8 << 10  # half of a TLS record; a server that sends whole records is not slow
+_MOMENT_S = 0.25  # what came in it is handed on, for others may wait for a slow store's bytes
 
 
 class WireError(Exception):
@@ -216,19 +216,24 @@ class Connection:
             self._wake_bytes = size_bytes
 
     def _receive_all(self, buffer: memoryview) -> int:
-        """Fill ``buffer`` in one call, however the bytes arrive: each return to the interpreter has to take its lock.
-
-        The kernel's timeout covers the whole call, which then returns what has come so far.
-        """
-        return self._socket.recv_into(buffer, 0, socket.MSG_WAITALL)
+        """Receive into ``buffer`` what comes in a moment, or much: each return to the interpreter takes its lock."""
+        until = time.monotonic() + self._timeout_s
+        self._wake_at(min(len(buffer), _WAKE_BYTES))
+        while True:
+            self._readable.poll(_MOMENT_S * 1000)
+            try:
+                return self._socket.recv_into(buffer, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise
 
     def _decrypt(self, buffer: memoryview) -> int:
-        """Fill ``buffer``. TLS gives one record of 16 KB at a time, so the loop does little for each."""
+        """Receive into ``buffer`` until it is full, or for a moment: TLS gives one record of 16 KB at a time."""
         receive, filled, wanted = self._socket.recv_into, 0, len(buffer)
-        until = time.monotonic() + self._timeout_s
+        until = time.monotonic() + _MOMENT_S
         while filled < wanted and (count := receive(buffer[filled:])):
             filled += count
-            if count < _HALF_RECORD_BYTES and time.monotonic() > until:
+            if time.monotonic() > until:
                 break
         return filled
 
