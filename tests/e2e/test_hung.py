@@ -92,7 +92,7 @@ def test_a_request_that_had_begun_ends_with_one_clear_error(start: Start, exampl
     serving = start("--model", example)
     serving.wait_ready()
     answers: list[Any] = []
-    body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "temperature": 0, "logprobs": 5}
     asking = [
         threading.Thread(target=lambda: answers.append(serving.request("POST", "/v1/completions", body)))
         for _ in range(4)
