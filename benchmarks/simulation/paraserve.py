@@ -171,6 +171,9 @@ def figure_10(seconds: float) -> Figure:
         alone, cached = found[-len(SYSTEMS)].ours, found[-1].ours
         best = published[-1] / published[0]
         found.append(Line(f"paraserve-cache over vllm, CV {cv}, {rate}/s", cached / alone, best, "×"))
+        product = mean_percent("medusa", rate, cv, seconds)
+        found.append(Line(f"medusa, CV {cv}, {rate}/s", product, None, "%"))
+        found.append(Line(f"medusa over vllm, CV {cv}, {rate}/s", product / alone, None, "×"))
     for step, assumed in _STEPS.items():
         for system in SYSTEMS:
             found.append(
