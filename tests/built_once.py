@@ -1,4 +1,4 @@
-"""What is compiled once for all processes that run the tests."""
+"""Compiles a library once, for all processes that run the tests."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Node:
         return self.clients[-1].region(url)
 
     def held(self) -> dict[str, Any]:
-        """What the agent says of its one region; of one that is complete, after its prefetcher has had its say."""
+        """Return the status of the agent's only region. If it is complete, wait until its prefetcher has ended."""
         client = NodeClient(self.socket)
         with contextlib.closing(client):
             regions = client.status()["regions"]

@@ -106,8 +106,8 @@ class Models:
         self._devices = any(node.status.get("devices") for node in nodes.values())
         alive = [name for name, node in nodes.items() if node.status and node.lost_at is None and not node.silent]
         asked = {item.url: self._asked.get(item.url, (0, 0.0)) for item in deployments if item.url not in self._known}
-        due = sorted(url for url, (_, again_at) in asked.items() if again_at <= now) if alive else []
-        for url in sorted(due, key=lambda url: asked[url])[: _AT_ONCE - len(self._tasks)]:
+        due = [url for url, (_, again_at) in asked.items() if again_at <= now] if alive else []
+        for url in sorted(due, key=lambda url: (asked[url], url))[: _AT_ONCE - len(self._tasks)]:
             count, _ = asked[url]
             self._asked[url] = count + 1, now + min(_AGAIN_S * 2 ** min(count, 8), _LONGEST_AGAIN_S)
             task = asyncio.create_task(self._describe(min(alive), url))

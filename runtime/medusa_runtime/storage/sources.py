@@ -348,7 +348,7 @@ class SourcesStore:
         self._origin.read_into(key, start + base, buffer[base:], version, advance)
 
     def _is_behind(self) -> bool:
-        """Whether a peer that may be asked again has more than this node."""
+        """Return whether a peer that may be asked now has more of the checkpoint than this node."""
         own_bytes = self._origin_bytes + sum(source.received_bytes for source in list(self._sources.values()))
         for source in self._alive():
             if source.is_fit(time.monotonic()):

@@ -349,7 +349,7 @@ def test_an_answer_without_a_limit_has_been_sent_when_the_next_one_begins() -> N
 
 
 def test_a_paced_answer_has_been_sent_when_the_next_one_begins() -> None:
-    """What the kernel takes ahead would be sent on top of the next connection's share of the pace."""
+    """Bytes that wait in the kernel would be sent in addition to the next connection's share of the pace."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender, reader = socket.create_connection(listener.getsockname()), listener.accept()[0]
     with sender, reader:

@@ -29,7 +29,7 @@ _ROLE = "supervisor"  # of the heartbeats
 
 
 class KeeperWatch:
-    """What a node server sees of its keeper."""
+    """Watches the keeper from the node server, which is its child."""
 
     def __init__(self, heartbeats: Heartbeats) -> None:
         self._pid = os.getppid()
