@@ -45,6 +45,8 @@ _REFUSED = {
 # Where a request's images, sounds and videos may be: in the request alone. vLLM would ask every host for them, also one
 # that only this machine can reach. vLLM shows this in its refusal.
 MEDIA_DOMAINS = ["none; the operator names hosts with --allowed-media-domains"]
+# A host that the operator names must not lead to others.
+MEDIA_ENVIRONMENT = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
 _SHORT = {
     "-tp": "tensor-parallel-size",
     "-pp": "pipeline-parallel-size",
@@ -92,4 +94,4 @@ def _names(found: list[str]) -> list[str]:
     return names
 
 
-__all__ = ["MEDIA_DOMAINS", "light_routes_suffice", "names_media_domains", "words"]
+__all__ = ["MEDIA_DOMAINS", "MEDIA_ENVIRONMENT", "light_routes_suffice", "names_media_domains", "words"]

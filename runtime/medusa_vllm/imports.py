@@ -17,6 +17,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.region.reader import Region
 
 from .cpu.amx import ask_for_tiles
+from .flags import MEDIA_ENVIRONMENT
 from .lean_imports import functions_as_they_are, lean_imports
 from .version import TESTED, check_version
 
@@ -29,6 +30,7 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_PLUGINS": "medusa",  # other plugins import what they like
+    **MEDIA_ENVIRONMENT,
     "HF_HUB_OFFLINE": "1",  # everything comes from the checkpoint, nothing from the network
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # each worker warns that its memory is bound to the only NUMA node there is

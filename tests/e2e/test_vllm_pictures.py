@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory, example: Path) -> Path:
 @pytest.fixture(scope="module")
 def client(start_shared: Callable[..., Any], seeing: Path) -> Iterator[openai.OpenAI]:
     flags = ("--", "--no-language-model-only", "--reasoning-parser", "deepseek_r1", "--served-model-name", "seeing")
+    flags += ("--allowed-media-domains", "localhost")
     serving = start_shared("--model", seeing, "--engine", "vllm", "--kv-cache-mb", "64", *flags)
     url = f"http://127.0.0.1:{serving.port}/v1"
     with openai.OpenAI(base_url=url, api_key="none", timeout=PATIENCE_S, max_retries=0) as made:
@@ -66,14 +69,20 @@ def client(start_shared: Callable[..., Any], seeing: Path) -> Iterator[openai.Op
     assert serving.stop() == 0
 
 
-def described(client: openai.OpenAI, color: str | None) -> Any:
+def png(color: str) -> bytes:
+    from PIL import Image
+
+    data = io.BytesIO()
+    Image.new("RGB", (40, 30), color).save(data, "PNG")
+    return data.getvalue()
+
+
+def described(client: openai.OpenAI, color: str | None, url: str | None = None) -> Any:
+    """The answer to a message with a picture of one color, or the one at ``url``, or without a picture."""
     content: list[Any] = [{"type": "text", "text": "What is it?"}]
     if color is not None:
-        from PIL import Image
-
-        data = io.BytesIO()
-        Image.new("RGB", (40, 30), color).save(data, "PNG")
-        url = f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+        url = f"data:image/png;base64,{base64.b64encode(png(color)).decode()}"
+    if url is not None:
         content.insert(0, {"type": "image_url", "image_url": {"url": url}})
     return client.chat.completions.create(
         model="seeing", messages=[{"role": "user", "content": content}], max_tokens=8, temperature=0, logprobs=True
@@ -86,6 +95,34 @@ def test_a_picture_is_part_of_the_prompt(client: openai.OpenAI) -> None:
     seen = [[token.logprob for token in answer.choices[0].logprobs.content] for answer in (red, blue, again)]
     assert seen[0] == pytest.approx(seen[2], abs=1e-3)
     assert seen[0] != pytest.approx(seen[1], abs=1e-3)
+
+
+def test_a_host_that_the_operator_names_cannot_lead_to_others(client: openai.OpenAI) -> None:
+    asked: list[str] = []
+
+    class Host(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            moved = self.path == "/moved"
+            self.send_response(302 if moved else 200)
+            self.send_header("Location", f"http://127.0.0.1:{self.server.server_port}/inside")  # type: ignore[attr-defined]
+            self.send_header("Content-Length", str(0 if moved else len(png("red"))))
+            self.end_headers()
+            self.wfile.write(b"" if moved else png("red"))
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Host) as host:
+        threading.Thread(target=host.serve_forever, daemon=True).start()
+        named, inside = (f"http://{name}:{host.server_port}" for name in ("localhost", "127.0.0.1"))
+        there = described(client, None, f"{named}/red.png")
+        assert there.choices[0].message == described(client, "red").choices[0].message
+        for url in (f"{inside}/inside", f"{named}/moved", f"{named}@127.0.0.1:{host.server_port}/inside"):
+            with pytest.raises(openai.APIStatusError):
+                described(client, None, url)
+        host.shutdown()
+    assert asked == ["/red.png", "/moved"]
 
 
 def test_reasoning_is_told_from_the_answer(client: openai.OpenAI, seeing: Path) -> None:

@@ -20,7 +20,7 @@ from medusa_runtime.errors import EngineError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
-from ..flags import MEDIA_DOMAINS, names_media_domains, words
+from ..flags import MEDIA_DOMAINS, MEDIA_ENVIRONMENT, names_media_domains, words
 from ..plugin import ANY_VERSION_FORMAT
 from ..weights.attached import settings_for
 
@@ -85,7 +85,7 @@ class VllmServer:
         flags = words(settings)
         if not names_media_domains(flags):
             command += ["--allowed-media-domains", *MEDIA_DOMAINS]
-        environment = dict(os.environ)
+        environment = MEDIA_ENVIRONMENT | os.environ
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         environment.setdefault("VLLM_RPC_BASE_PATH", str(folder))  # else its sockets stay in /tmp
         environment["TMPDIR"] = str(folder)  # vLLM leaves files of torch's compiler there
