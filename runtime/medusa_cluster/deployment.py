@@ -70,6 +70,10 @@ class Deployment:
                 raise ConfigError(f"{name}: expected seconds above 0, found {seconds!r}")
         self.environment()
 
+    def adapters(self) -> dict[str, str]:
+        """The URLs of its adapters, by the names that requests give."""
+        return adapters_of(self.engine, self.settings)
+
     def may_be_shared(self) -> bool:
         """Return whether a group of workers, each with some of the layers, can answer all of its requests."""
         given = self.settings
@@ -96,3 +100,13 @@ class Deployment:
             parse_option(options[name], str(value), f"settings: {name}")
             found[options[name].variables[0]] = str(value)
         return found
+
+
+def adapters_of(engine: str, settings: Mapping[str, str]) -> dict[str, str]:
+    """The URLs of a deployment's adapters, by name; none where its instances will refuse the settings."""
+    try:
+        target = engine_kind(engine).adapters
+        given = Settings(lora_modules=settings.get("lora_modules"), vllm_args=settings.get("vllm_args"))
+        return dict(imported(target)(given)) if target else {}
+    except (ConfigError, ValueError):
+        return {}

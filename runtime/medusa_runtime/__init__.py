@@ -18,5 +18,6 @@ registry.register(
         captures={"cuda-graphs": "medusa_runtime.engine.gpu.graph_capture:capture"},
         graph_capture="medusa_runtime.engine.gpu.graph_capture",
         owns_gpu_context=True,
+        adapters="medusa_runtime.config:adapters",
     )
 )

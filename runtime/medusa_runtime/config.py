@@ -252,6 +252,11 @@ def lora_modules(value: str | None) -> dict[str, str]:
     return found
 
 
+def adapters(settings: Settings) -> dict[str, str]:
+    """The URLs of the torch engine's adapters, by name. Raises ValueError with what is accepted."""
+    return lora_modules(settings.lora_modules)
+
+
 def _lora_modules(value: str) -> str:
     lora_modules(value)
     return value

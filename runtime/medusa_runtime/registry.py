@@ -34,6 +34,8 @@ class EngineKind(NamedTuple):
         the checkpoint's small files, in place of the prefetcher. ``--model`` is then no checkpoint but a name.
     http: ``(settings) -> bool``, for an engine with an HTTP server of its own (``open_http``), which gets the requests
         that our routes do not cover. True where our routes may answer what they cover. Raises ConfigError.
+    adapters: ``(settings) -> dict[str, str]``, the URLs of the adapters that the settings name, by the names that
+        requests give. Raises ConfigError or ValueError.
     """
 
     name: str
@@ -49,6 +51,7 @@ class EngineKind(NamedTuple):
     warmed_as: str = ""
     fetch: str = ""
     http: str = ""
+    adapters: str = ""
 
 
 _KINDS: dict[str, EngineKind] = {}

@@ -27,5 +27,6 @@ registry.register(
         graph_capture="medusa_vllm.gpu.graph_capture",
         compiles_on_cpu=True,
         http="medusa_vllm.flags:light_routes_suffice",
+        adapters="medusa_vllm.flags:adapters",
     )
 )

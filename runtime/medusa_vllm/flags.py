@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 from medusa_runtime.config import Settings
@@ -78,9 +79,34 @@ def names_media_domains(found: list[str]) -> bool:
     return "allowed-media-domains" in _names(found)
 
 
+def adapters(settings: Settings) -> dict[str, str]:
+    """The paths of ``--lora-modules``, by name: NAME=PATH or JSON objects, as vLLM takes them. Raises ConfigError."""
+    found: dict[str, str] = {}
+    within = False
+    for word in words(settings):
+        if word.startswith("--"):
+            name, _, word = word.partition("=")
+            within = _names([name]) == ["lora-modules"]
+        if within and word:
+            found |= _adapter(word)
+    return found
+
+
 def light_routes_suffice(settings: Settings) -> bool:
     """Whether our own routes may answer what they fully cover, as no flag asks vLLM to answer differently."""
     return set(_names(words(settings))) <= _WITHOUT_EFFECT_ON_ANSWERS
+
+
+def _adapter(word: str) -> dict[str, str]:
+    """An adapter's path by its name; nothing for what vLLM will refuse."""
+    name, _, path = word.partition("=")
+    if word.startswith("{"):
+        try:
+            given = json.loads(word)
+        except ValueError:
+            return {}
+        name, path = str(given.get("name", "")), str(given.get("path", ""))
+    return {name: path} if name and path else {}
 
 
 def _names(found: list[str]) -> list[str]:
@@ -94,4 +120,4 @@ def _names(found: list[str]) -> list[str]:
     return names
 
 
-__all__ = ["MEDIA_DOMAINS", "MEDIA_ENVIRONMENT", "light_routes_suffice", "names_media_domains", "words"]
+__all__ = ["MEDIA_DOMAINS", "MEDIA_ENVIRONMENT", "adapters", "light_routes_suffice", "names_media_domains", "words"]

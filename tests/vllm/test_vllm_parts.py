@@ -23,7 +23,7 @@ from medusa_runtime.state.kv_plan import KvPlan
 from medusa_vllm.configuration import _refusal
 from medusa_vllm.cpu import kv_budget as budgets
 from medusa_vllm.cpu.lazy_zeros import LazyZeros
-from medusa_vllm.flags import light_routes_suffice
+from medusa_vllm.flags import adapters, light_routes_suffice
 from medusa_vllm.lean_imports import functions_as_they_are, lean_imports
 from medusa_vllm.scratch import scratch_folder
 from medusa_vllm.version import PARTS, UnknownPartsError, check_version, missing_parts
@@ -289,6 +289,11 @@ def test_without_a_folder_for_temporary_files_the_reason_is_told(
 )
 def test_our_routes_answer_where_no_flag_changes_answers(given: str | None, suffice: bool) -> None:
     assert light_routes_suffice(Settings(engine="vllm", vllm_args=given)) is suffice
+
+
+def test_adapters_are_named_in_both_of_vllms_forms() -> None:
+    given = """--lora-modules a=/x '{"name": "b", "path": "/y=1"}' nonsense --lora_modules=c=/z --seed 1"""
+    assert adapters(Settings(engine="vllm", vllm_args=given)) == {"a": "/x", "b": "/y=1", "c": "/z"}
 
 
 @pytest.mark.parametrize(

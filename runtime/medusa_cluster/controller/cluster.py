@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -277,6 +277,7 @@ class Cluster:
         deployment = Deployment.from_json(arguments)
         url = model_key(absolute(deployment.url))
         deployment = replace(deployment, url=url)
+        self._check_names(deployment)
         before = self.deployments.get(deployment.name)
         self.deployments[deployment.name] = deployment
         self._save()
@@ -289,6 +290,16 @@ class Cluster:
         ):
             self.execution.end_all(deployment.name, "its deployment has changed")
         return deployment.to_json()
+
+    def _check_names(self, new: Deployment) -> None:
+        """Raise ConfigError for a name that requests could mean twice: each model and each adapter needs its own."""
+        names = [new.name, *new.adapters()]
+        for other in self.deployments.values():
+            if other.name != new.name:
+                names += [other.name, *other.adapters()]
+        twice = {name for name, count in Counter(names).items() if count > 1} & {new.name, *new.adapters()}
+        if twice:
+            raise ConfigError(f"expected a name of its own for each model and adapter, found another {min(twice)!r}")
 
     def _remove(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         name = self._known_name(arguments)

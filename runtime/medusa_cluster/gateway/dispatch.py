@@ -63,6 +63,7 @@ class Dispatch:
         self._metrics = metrics
         self._wake = wake  # called when a request has to wait: the controller should know
         self._models: dict[str, _Model] = {}
+        self._adapters: dict[str, str] = {}  # name → name of the model
         self._standings: dict[str, _Standing] = {}
         self.instances: dict[str, Instance] = {}  # by id
 
@@ -78,6 +79,7 @@ class Dispatch:
                 self._models[name].deployed = deployed
             else:
                 self._models[name] = _Model(deployed)
+        self._adapters = {adapter: name for name, found in routes.models.items() for adapter in found.adapters}
         self.instances = routes.instances()
         for key in set(self._standings) - set(self.instances):
             if not self._standings[key].requests:
@@ -86,8 +88,8 @@ class Dispatch:
             self._advance(name)
 
     def deployed(self, name: str) -> Deployed:
-        """The deployment of a model. Raises Fault 404."""
-        found = self._models.get(name)
+        """The deployment of a model, or of the model that has an adapter of this name. Raises Fault 404."""
+        found = self._models.get(name) or self._models.get(self._adapters.get(name, ""))
         if found is None:
             raise unknown_model(name)
         return found.deployed

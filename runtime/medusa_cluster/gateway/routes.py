@@ -9,6 +9,8 @@ from typing import Any
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import ClusterError
 
+from ..deployment import adapters_of
+
 READY, STARTING = "ready", "starting"
 
 
@@ -24,11 +26,12 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """A model's name, its deployment as the controller knows it, and its instances."""
+    """A model's name, its deployment as the controller knows it, its instances, and its adapters' URLs by name."""
 
     name: str
     deployment: Mapping[str, Any] = field(default_factory=dict)
     instances: tuple[Instance, ...] = ()
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def concurrency(self) -> int:
@@ -77,7 +80,10 @@ def _deployed(name: str, entry: Mapping[str, Any]) -> Deployed:
         Instance(str(found["id"]), str(found.get("node", "")), str(found["url"]).rstrip("/"), str(found["state"]))
         for found in entry["instances"]
     )
-    return Deployed(name, dict(entry.get("deployment") or {}), instances)
+    deployment = dict(entry.get("deployment") or {})
+    settings = deployment.get("settings")
+    adapters = adapters_of(str(deployment.get("engine", "torch")), settings if isinstance(settings, Mapping) else {})
+    return Deployed(name, deployment, instances, adapters)
 
 
 def node_server(instance_url: str) -> str | None:

@@ -9,16 +9,19 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 from medusa_runtime.errors import MedusaError
+from medusa_runtime.storage.base import redacted
 
 from ..connections import Handler, tell_connection
 from .call import ROUTES, Call, understand
 from .faults import Fault, compact
 from .gateway import Gateway
 from .page import page
+from .routes import Deployed
 from .streaming import sse
 
 logger = logging.getLogger(__name__)
@@ -80,8 +83,8 @@ class Server:
             try:
                 async with self._read(request) as raw:
                     call = understand(request.path, raw, request.headers)
-                    self._check_deployed(call.model)
-                    model = call.model
+                    model = self._deployed(call.model).name  # an adapter's requests go to the instances of its model
+                    call = replace(call, model=model)
                     response = await self._relay(request, call, began)
                     status = response.status
                     return response
@@ -95,12 +98,12 @@ class Server:
             finally:
                 self._gateway.metrics.of(model).requests[(request.path, status)] += 1
 
-    def _check_deployed(self, model: str) -> None:
+    def _deployed(self, model: str) -> Deployed:
         """Raise Fault 404 for a model that is not deployed, and 503 while it is not known what is."""
         if not self._gateway.table.known:
             text = "this gateway has not reached the cluster's controller yet; try again"
             raise Fault(503, text, code="not_ready", retry_after_s=1.0)
-        self._gateway.dispatch.deployed(model)
+        return self._gateway.dispatch.deployed(model)
 
     async def _relay(self, request: web.Request, call: Call, began: float) -> web.StreamResponse:
         client = _Client(request, self._options.write_timeout_s)
@@ -160,10 +163,12 @@ class Server:
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
         models = self._gateway.table.current.models
-        return _json({"object": "list", "data": [_model(name) for name in sorted(models)]})
+        data = [entry for name in sorted(models) for entry in _entries(models[name])]
+        return _json({"object": "list", "data": data})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
-        return _json(_model(self._gateway.dispatch.deployed(request.match_info["name"]).name))
+        name = request.match_info["name"]
+        return _json(next(entry for entry in _entries(self._deployed(name)) if entry["id"] == name))
 
     async def _alive(self, _: web.Request) -> web.StreamResponse:
         return _json({"status": "alive"})
@@ -268,8 +273,12 @@ class _Client:
                     await self.send(sse.HEARTBEAT)
 
 
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "medusa-runtime"}
+def _entries(deployed: Deployed) -> list[dict[str, Any]]:
+    """A model and its adapters, as `/v1/models` lists them."""
+    about = {"object": "model", "created": 0, "owned_by": "medusa-runtime"}
+    model = {"id": deployed.name, **about, "root": deployed.name, "parent": None}
+    adapters = sorted(deployed.adapters.items())
+    return [model] + [{"id": name, **about, "root": redacted(url), "parent": deployed.name} for name, url in adapters]
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

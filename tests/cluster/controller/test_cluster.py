@@ -119,6 +119,24 @@ def test_bad_arguments_are_named(run: Run) -> None:
     run(scenario, "a")
 
 
+def test_each_model_and_each_adapter_has_a_name_of_its_own(run: Run) -> None:
+    async def scenario(_: Net, cluster: Cluster) -> None:
+        adapters = {"settings": {"lora_modules": "sql=/sql,german=/german"}}
+        for _ in range(2):
+            await deploy(cluster, name="m", **adapters)
+        taken: tuple[tuple[str, dict[str, Any]], ...] = (
+            ("sql", {}), ("other", adapters), ("own", {"settings": {"lora_modules": "own=/own"}}),
+        )  # fmt: skip
+        for name, fields in taken:
+            with pytest.raises(ConfigError, match="a name of its own for each model and adapter, found another"):
+                await deploy(cluster, name=name, **fields)
+        assert list(cluster.deployments) == ["m"]
+        await deploy(cluster, name="m")
+        await deploy(cluster, name="sql")
+
+    run(scenario, "a")
+
+
 def test_a_start_that_fails_is_tried_again_later_and_told(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         net.nodes["a"].refuses = "no such checkpoint"

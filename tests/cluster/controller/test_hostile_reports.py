@@ -93,7 +93,7 @@ def test_fuzzed_statuses_of_a_node() -> None:
 def test_fuzzed_arguments_of_operations(run: Run) -> None:
     """Whatever a caller sends is answered, or refused with one error."""
     arguments = {"name": "m", "url": MODEL, "min": 0, "max": 1, "ttft_slo_s": 1.0, "settings": {"max_concurrency": "8"},
-                 "node": "a", "undo": True, "gateway": "g", "loads": {"m": {"waiting": 0}}}  # fmt: skip
+                 "node": "a", "undo": True, "drain_s": 3, "gateway": "g", "loads": {"m": {"waiting": 0}}}  # fmt: skip
     operations = ("deploy", "remove", "scale", "drain", "report", "sources", "status", "routes", "join", "")
     seeds = [json.dumps({"op": name, "arguments": arguments}).encode() for name in operations]
 
