@@ -92,7 +92,11 @@ class WeightNode:
         """Connect to the node's control socket."""
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(_ANSWER_WITHIN_S)
-        connection.connect(self._control)
+        try:
+            connection.connect(self._control)
+        except OSError:
+            connection.close()
+            raise
         return ControlConnection(self.name, connection)
 
 

@@ -41,7 +41,7 @@ def test_a_node_with_certificates_serves_those_who_have_one(tmp_path: Path) -> N
         assert f"https://{node.address}" in node.output()
         command = [MEDUSA, "cluster", "status", "--address", node.address, "--token-file", node.token_file]
         asked = subprocess.run([*command, *flags], env=environment(), capture_output=True, text=True, timeout=240)
-        assert "1 nodes" in asked.stdout, asked.stderr
+        assert "1 node\n" in asked.stdout, asked.stderr
         refused = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
         assert refused.returncode == 1
         assert refused.stderr.count("\n") == 1
