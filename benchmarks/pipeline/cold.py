@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from medusa_cluster.node.starts import summary
 from medusa_runtime.state.stage_times import StageTimes, Worker
 from medusa_runtime.timeline import Stage
 
@@ -62,29 +63,28 @@ def _predictions(
 
 
 def _times(site: Site, starts: list[list[Stage]], decode_s: float) -> StageTimes:
-    """What one worker's starts took, by stages; its weights are views of the region, so nothing is copied."""
-
-    def length(stages: list[Stage], name: str, process: str = "engine") -> float:
-        return sum((s.end_ns - s.start_ns) / _NS for s in stages if s.name == name and s.process == process)
-
-    def moment(stages: list[Stage], name: str) -> float:
-        return next(s.start_ns for s in stages if s.name == name) / _NS
-
-    def ready_s(stages: list[Stage]) -> float:
-        """Until the engine could compute, imports included."""
-        return next(s.end_ns for s in stages if s.name == "skeleton") / _NS - moment(stages, "exec")
-
-    waits = [length(one, "wait") for one in starts]
-    forwards = [length(one, "first_forward") for one in starts]
+    """What one worker's starts took, as the cluster learns it; weights are views of the region, so nothing is copied."""
+    found = [_summary(stages) for stages in starts]
     return StageTimes(
-        container_s=median([ready_s(one) for one in starts]),
+        container_s=median([start["begins_s"] for start in found]),
         device_s=0.0,
         import_s=0.0,
-        prefill_s=max(median([f - w for f, w in zip(forwards, waits, strict=True)]), 0.0),
+        prefill_s=median([start["prefill_s"] for start in found]),
         decode_s=decode_s,
         weights_bytes=site.total_bytes,
         load_bytes_per_s=float("inf"),
-        ttft_s=median([moment(one, "first_token") - moment(one, "exec") for one in starts]),
+        ttft_s=median([start["ttft_s"] for start in found]),
         starts=len(starts),
-        fetch_begins_s=median([moment(one, "fetch") - moment(one, "exec") for one in starts]),
+        fetch_begins_s=median([_begin_s(stages, "fetch") - _begin_s(stages, "exec") for stages in starts]),
     )
+
+
+def _summary(stages: list[Stage]) -> dict[str, float]:
+    """Of a start whose request came with it."""
+    found = summary([stage._asdict() | {"duration_ms": (stage.end_ns - stage.start_ns) / 1e6} for stage in stages], 0)
+    assert found is not None
+    return found
+
+
+def _begin_s(stages: list[Stage], name: str) -> float:
+    return next(stage.start_ns for stage in stages if stage.name == name) / _NS

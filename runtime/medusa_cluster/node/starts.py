@@ -67,7 +67,8 @@ def summary(stages: Sequence[Mapping[str, Any]], asked_ns: int | None) -> dict[s
 
     ``asked_ns``: when the first request came. ``ttft_s`` is 0 where that was after it could have been computed, so that
     the first token came late for want of a request. ``begins_s``: until the engine could compute, or for a group's
-    leader until the group had come together. ``prefill_s``: of the first forward, without waiting for weights.
+    leader until the group had come together. ``prefill_s``: of the first forward, without waiting for weights, and of
+    what an engine does between its weights and that forward; a request that came later leaves that out.
     ``decode_s``: of a step that only decodes, through all workers; it is there after some of them.
     """
     own = [stage for stage in stages if not str(stage["process"]).startswith("worker ")]
@@ -88,7 +89,7 @@ def summary(stages: Sequence[Mapping[str, Any]], asked_ns: int | None) -> dict[s
     return {
         "ttft_s": token - began if waited_for else 0.0,
         "begins_s": (first("skeleton", "end_ns") or forward) - began,
-        "prefill_s": max(computed - forward - waits, 0.0),
+        "prefill_s": max(computed - forward - waits, 0.0) + (max(forward - could, 0.0) if waited_for else 0.0),
         **({} if decodes is None else {"decode_s": decodes}),
     }
 

@@ -29,6 +29,14 @@ def test_a_start_for_which_a_request_waited_is_timed_from_exec() -> None:
     assert found == {"ttft_s": 5.5, "begins_s": 0.5, "prefill_s": pytest.approx(0.75)}
 
 
+def test_what_an_engine_does_between_its_weights_and_its_first_forward_counts_as_prefill() -> None:
+    stages = [*START, stage("load", 10.5, 13), stage("first_forward", 14, 14.25), stage("first_token", 14.25)]
+    early, late = summary(stages, int(10.2 * S)), summary(stages, int(13.9 * S))
+    assert early is not None
+    assert late is not None
+    assert [early["prefill_s"], late["prefill_s"]] == pytest.approx([1.25, 0.25])
+
+
 def test_a_start_that_nobody_waited_for_has_no_time_to_its_first_token() -> None:
     stages = [*START, stage("load", 10.5, 13), *ANSWER]
     for asked_ns in (None, int(13.5 * S)):
