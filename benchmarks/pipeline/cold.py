@@ -63,7 +63,7 @@ def _predictions(
 
 
 def _times(site: Site, starts: list[list[Stage]], decode_s: float) -> StageTimes:
-    """What one worker's starts took, as the cluster learns it; weights are views of the region, so nothing is copied."""
+    """What one worker's starts took, as the cluster learns it; weights are views of the region, nothing is copied."""
     found = [_summary(stages) for stages in starts]
     return StageTimes(
         container_s=median([start["begins_s"] for start in found]),
