@@ -59,7 +59,7 @@ class Neighbours:
     async def forget(self, _: str) -> None:
         pass
 
-    async def request_more(self, _: int) -> None:
+    async def request_nodes(self, _: int) -> None:
         pass
 
 

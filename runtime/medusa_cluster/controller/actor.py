@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,14 @@ from medusa_runtime.storage.peer_access import PeerAccess
 
 from ..json_lines import JsonLinesServer
 from ..node.ray.actor import NAMESPACE, NodeActor, actor_name
-from ..node.ray.processes import CONTROL_SOCKET_VARIABLE, NODE_LABEL, NODE_RESOURCE, PORT_LABEL
-from .cluster import Cluster
+from ..node.ray.processes import (
+    CONTROL_SOCKET_VARIABLE,
+    LEAST_NODES_VARIABLE,
+    NODE_LABEL,
+    NODE_RESOURCE,
+    PORT_LABEL,
+)
+from .cluster import OPTIONS, Cluster
 
 CONTROLLER_NAME = "controller"
 _MAKERS = 8  # threads
@@ -34,7 +41,9 @@ class Controller:
     async def __init__(self) -> None:  # type: ignore[misc]  # Ray awaits it
         logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
         folder = Path(os.environ[CONTROL_SOCKET_VARIABLE]).parent
-        self._cluster = Cluster(RayNodes(), folder / "controller.json")
+        least_nodes = os.environ.get(LEAST_NODES_VARIABLE)
+        options = replace(OPTIONS, least_nodes=None if least_nodes is None else int(least_nodes))
+        self._cluster = Cluster(RayNodes(), folder / "controller.json", options)
         self._server = JsonLinesServer(folder / "controller.sock", self._cluster.answer)
         await self._server.start()
         self._task = asyncio.create_task(self._cluster.run())
@@ -114,14 +123,12 @@ class RayNodes:
         self._actors.pop(node, None)
         await asyncio.get_running_loop().run_in_executor(self._makers, kill)
 
-    async def request_more(self, count: int) -> None:
-        """Ask Ray's autoscaler, where there is one, for so many nodes beside those there are."""
-        import ray
+    async def request_nodes(self, total: int) -> None:
+        """Ask Ray's autoscaler, where there is one, for so many nodes; Ray keeps the last wish, also without nodes."""
         from ray.autoscaler.sdk import request_resources
 
         def request() -> None:
-            alive = sum(1 for node in ray.nodes() if node.get("Alive"))
-            request_resources(bundles=[{NODE_RESOURCE: 1}] * (alive + count if count else 0))
+            request_resources(bundles=[{NODE_RESOURCE: 1}] * total)
 
         try:
             await asyncio.get_running_loop().run_in_executor(None, request)

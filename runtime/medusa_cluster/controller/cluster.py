@@ -44,13 +44,14 @@ _LONGEST_NAME = 1000
 _MOST_GATEWAYS = 1000
 _GATEWAY_GONE_S = 60.0
 _LONGEST_DRAIN_S = 86400.0
-_OPTIONS = Options(largest_group=LARGEST_GROUP)  # for models with a TTFT SLO that one node cannot meet
+OPTIONS = Options(largest_group=LARGEST_GROUP)  # for models with a TTFT SLO that one node cannot meet
 
 
 class Cluster:
     """What the cluster should do, and what it is seen to do."""
 
-    def __init__(self, nodes: Nodes, plan_path: Path) -> None:
+    def __init__(self, nodes: Nodes, plan_path: Path, options: Options = OPTIONS) -> None:
+        self._options = options
         self._plan_path = plan_path
         plan = read_plan(plan_path)
         self.deployments: dict[str, Deployment] = dict(plan.deployments)
@@ -67,7 +68,7 @@ class Cluster:
         self._members = Members(self, nodes)
         self.groups = Groups(self, nodes)
         self.models = Models(nodes)
-        self._memory = Memory()
+        self._memory = Memory(requested_nodes=None)
         self._wake = asyncio.Event()
         self._began = time.monotonic()
         self._tick_took_s = 0.0
@@ -100,7 +101,11 @@ class Cluster:
         gone = [item for item in self.instances.values() if item.node == node.name]
         for item in gone:
             del self.instances[item.id]
-        self.tell("node-lost", f"the node {node.name} is lost, with {len(gone)} instances", node=node.name)
+        if node.spare:
+            node.spare = False
+            self.tell("node-lost", f"the node {node.name}, which was not needed, has ended", node=node.name)
+        else:
+            self.tell("node-lost", f"the node {node.name} is lost, with {len(gone)} instances", node=node.name)
         self.publish()
         self.wake()
 
@@ -185,7 +190,7 @@ class Cluster:
         loads = self.loads.summed(self.gateways.values(), now)
         fetches = self.execution.fetches(self.nodes, now)
         state = policy_state(self, fetches, loads)
-        decisions, self._memory = decide(state, now, self._memory, _OPTIONS)
+        decisions, self._memory = decide(state, now, self._memory, self._options)
         for decision in decisions:
             self.execution.begin(decision)
         self.groups.begin()
@@ -202,9 +207,22 @@ class Cluster:
         return self._recovered
 
     def leaving(self) -> set[str]:
-        """The nodes that take nothing new: they were told to drain, or are ending by themselves."""
-        ending = {name for name, node in self.nodes.items() if node.status.get("state") == "draining"}
+        """The nodes that take nothing new: they were told to drain, were given back, or are ending by themselves."""
+        ending = {name for name, node in self.nodes.items() if node.status.get("state") == "draining" or node.spare}
         return self.draining.keys() | ending
+
+    def give_back(self, name: str, *, back: bool) -> None:
+        """Let the autoscaler end a node, or use it again."""
+        node = self.nodes[name]
+        if node.spare == back:
+            return
+        node.spare = back
+        if back:
+            self.tell("node-spare", f"the node {name} has had nothing to do: the autoscaler may end it", node=name)
+        else:
+            node.reached = False  # it has no actor
+            self.tell("node-used", f"the node {name} is needed again", node=name)
+        self.publish()
 
     def _look_at_drained(self) -> None:
         for name in self.draining.keys() & self.nodes.keys():
@@ -342,7 +360,7 @@ class Cluster:
             return "joining"
         if node.silent or not node.reached:
             return "silent"
-        if node.name in self.draining:
+        if node.name in self.draining or node.spare:
             return "drained" if self.is_drained(node.name) else "draining"
         return "draining" if node.name in self.leaving() else "alive"
 

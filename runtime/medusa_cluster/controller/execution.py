@@ -16,6 +16,7 @@ from ..policy.state import (
     Decision,
     Drop,
     Fetch,
+    GiveBack,
     Pace,
     Pin,
     RequestNodes,
@@ -50,6 +51,7 @@ class Execution:
         self._failed_fetches: dict[tuple[str, str], tuple[int, float]] = {}
         self._failed_ids: dict[str, float] = {}
         self._stopped: dict[str, float] = {}
+        self._wanted_nodes = 0
 
     def begin(self, decision: Decision) -> None:
         """Begin to carry out a decision, unless it is under way."""
@@ -76,8 +78,11 @@ class Execution:
                 self.task(("pin", node, url), self._call(node, request))
             case Pace(node, bytes_per_s):
                 self.task(("pace", node), self._call(node, {"op": "pace", "bytes_per_s": bytes_per_s}))
-            case RequestNodes(count):
-                self.task(("nodes",), self._nodes.request_more(count))
+            case RequestNodes(total):
+                self._wanted_nodes = total
+                self.task(("nodes",), self._request_nodes())
+            case GiveBack(node, back):
+                self._cluster.give_back(node, back=back)
             case ChangeRole():
                 known = self._cluster.instances.get(decision.id)
                 if known is not None:
@@ -273,6 +278,19 @@ class Execution:
             behind.update(more)
             pending += more
         return [name for name in reversed(fetches) if name not in behind]
+
+    async def _request_nodes(self) -> None:
+        """Pass the last wish for nodes on, until it has arrived."""
+        requested = None
+        while requested != self._wanted_nodes:
+            wanted = self._wanted_nodes
+            try:
+                await self._nodes.request_nodes(wanted)
+            except MedusaError as error:
+                logger.warning("%s", error)
+                await asyncio.sleep(_SHORTEST_PAUSE_S)
+            else:
+                requested = wanted
 
     async def _call(self, node: str, request: dict[str, Any]) -> None:
         try:

@@ -109,6 +109,10 @@ class Members:
         failing_since = 0.0
         while True:
             began = time.monotonic()
+            if node.spare and self._cluster.is_drained(node.name):
+                await self._way.forget(node.name)  # Ray ends no node that has an actor
+                await asyncio.sleep(_REACH_S)
+                continue
             if await self._reaches(node):
                 failing_since = 0.0
                 self._reach(node)

@@ -20,10 +20,13 @@ class Nodes(Protocol):
         """Have a node server answer a request of its control socket. Raises ClusterError when it cannot be reached."""
 
     async def forget(self, node: str) -> None:
-        """Give up a node that was lost. Should it come back, it is as if it were new."""
+        """Give up a node that was lost, or that nobody uses. When it is told something, it is as if it were new."""
 
-    async def request_more(self, count: int) -> None:
-        """Ask for this many more nodes than there are."""
+    async def request_nodes(self, total: int) -> None:
+        """Have an autoscaler, where there is one, add nodes until there are so many; 0: none are missing.
+
+        Raises ClusterError when it cannot be asked.
+        """
 
 
 @dataclass
@@ -32,7 +35,7 @@ class KnownNode:
 
     ``lost_at``: when it was no longer there. ``joined``: it was seen and could be told something. ``reached``: orders
     have reached it since it was there. ``silent``: it serves requests, but orders have not reached it for a while,
-    because Ray is away on it.
+    because Ray is away on it. ``spare``: it was given back to the autoscaler, which ends it once nothing runs there.
     """
 
     name: str
@@ -44,6 +47,7 @@ class KnownNode:
     silent: bool = False
     given_up: bool = False
     drained_told: bool = False
+    spare: bool = False
     excluded: set[tuple[str, str]] = field(default_factory=set)  # (model, peer): wrong bytes, as was told
 
     @property

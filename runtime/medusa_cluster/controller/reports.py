@@ -84,6 +84,7 @@ _STATUS: dict[str, Check] = {
         ("egress_bytes_per_s", "ingress_bytes_per_s", "memory_bytes", "memory_used_bytes", "devices", "at"), _number
     ),
     "link_bytes_per_s": _speed,
+    "head": lambda value: isinstance(value, bool),
     "models": _objects(
         {"url": _text, "state": _text, "total_bytes": _number, "fetched_bytes": _number, "pinned": _number},
         {

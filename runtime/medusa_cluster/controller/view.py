@@ -104,6 +104,8 @@ def _policy_node(
         memory_bytes=int(status.get("memory_bytes", 0)),
         memory_used_bytes=int(status.get("memory_used_bytes", 0)),
         devices=int(status.get("devices", 0)),
+        stays=bool(status.get("head")),
+        spare=node.spare,
         serves_out=any(item.running for item in instances) and any(item.role == "prefill" for item in instances),
         copies=_copies(node, fetches),
         instances=tuple(

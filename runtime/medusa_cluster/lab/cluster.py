@@ -70,7 +70,7 @@ class LabCluster:
 
     def start_node(self, node: str) -> None:
         """Start the node's server, also again after it has ended."""
-        role = ["--head", "--external-autoscaler"] if node == self.head else ["--address", self.lab.address(self.head)]
+        role = ["--head"] if node == self.head else ["--address", self.lab.address(self.head)]
         command = ["start", *role, "--name", node, "--host", self.lab.address(node)]
         command += ["--dir", str(self.lab.node_folder(node)), "--token-file", str(self.token_file)]
         if self.lab.link:

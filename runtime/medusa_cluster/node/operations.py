@@ -82,6 +82,7 @@ class Operations:
             "address": settings.address,
             "url": settings.url,
             "leaf": settings.leaf,
+            "head": settings.is_head,
             "at": time.time(),
             "pid": os.getpid(),
             "state": "draining" if self.draining else "alive",

@@ -50,6 +50,7 @@ class NodeServerSettings:
     memory_budget: str | None = None
     prewarm: str | None = "torch=1"
     autoscaling_config: Path | None = None  # of Ray's autoscaler, if the head is to run it
+    least_nodes: int | None = None  # that an autoscaler may not end; None: there is no autoscaler
     leaf: str = ""
     devices: int = 0
     tls: TlsFiles | None = None

@@ -18,13 +18,16 @@ from .placement import Placement
 from .pool import restore
 from .scaling import Bounds, shares
 from .sizing import Goal, Scheme, choose, parts, predict
+from .spare import Idle, give_back, take_back
 from .state import (
     ChangeRole,
     ClusterState,
     Consolidate,
     Decision,
     Deployment,
+    GiveBack,
     Instance,
+    Node,
     Pace,
     RequestNodes,
     StartInstance,
@@ -50,6 +53,8 @@ class Options:
     hop_s: float = 0.0005  # between two workers
     paced_fraction: float = 0.85  # of a link, for weights beside serving traffic
     drain_s: float = 30.0
+    least_nodes: int | None = None  # that are never given back to an autoscaler; None: there is none, nodes stay
+    spare_after_s: float = 30.0  # without an instance, after which a node is given back
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ class Memory:
     deadlines_s: Mapping[tuple[str, str], float] = field(default_factory=dict)  # of fetches, by node and URL
     paces: Mapping[str, float] = field(default_factory=dict)
     consolidated: frozenset[str] = frozenset()  # groups
-    requested_nodes: int = 0
+    requested_nodes: int | None = 0  # as was said to the autoscaler last; None: it may remember an earlier wish
+    idle: Idle = field(default_factory=Idle)
     index: Index = field(default_factory=Index, compare=False)  # follows from the state; kept because it is large
 
 
@@ -107,7 +113,7 @@ class _Tick:
         for prefill, decode in (roles for roles in by_model.values() if len(roles) == 2):
             self._turn(prefill, decode)
         counts = [count for roles in by_model.values() for count in roles]
-        missing = self._nodes(self._share(counts))
+        nodes, requested, idle = self._nodes(*self._share(counts))
         changes = self._keep_pool()
         for count in counts:
             self._adjust(count)
@@ -115,16 +121,17 @@ class _Tick:
         paces = self._fetches.paces(self._options.paced_fraction, self._memory.paces)
         groups = self._consolidate()
         fetches = [*self._fetches.repair(), *self._fetches.decide()]
-        decisions: list[Decision] = [*paces, *changes, *fetches, *self._paired(), *self._decisions, *groups]
-        if missing != self._memory.requested_nodes:
-            decisions.append(RequestNodes(missing))
+        decisions: list[Decision] = [*paces, *changes, *fetches, *self._paired(), *self._decisions, *groups, *nodes]
+        if requested != self._memory.requested_nodes:
+            decisions.append(RequestNodes(requested))
         consolidated = self._memory.consolidated | {group.group for group in groups}
         memory = Memory(
             counted,
             self._deadlines,
             _paces(self._memory.paces, paces),
             frozenset(consolidated & self._index.groups.keys()),
-            missing,
+            requested,
+            idle,
             self._index,
         )
         return decisions, memory
@@ -146,23 +153,51 @@ class _Tick:
             prefill.current, prefill.ready, decode.current = prefill.current - 1, prefill.ready - 1, decode.current + 1
             self._decisions.append(ChangeRole(chosen.id, chosen.node, "decode", "decode instances are missing"))
 
-    def _share(self, counts: list[Count]) -> int:
-        """Cut the counts down to what the cluster has, fairly; returns how many slots more the loads need."""
+    def _share(self, counts: list[Count]) -> tuple[int, int]:
+        """Cut the counts down to what the cluster has, fairly.
+
+        Returns how many slots more the loads could use, and how many they cannot do without.
+        """
         total, slots = sum(count.wanted for count in counts), self._index.slots
         if total <= slots:
-            return 0
+            return 0, 0
         demands = {f"{count.deployment.name} {count.role}": count.wanted for count in counts}
         models = {f"{count.deployment.name} {count.role}": count.deployment for count in counts}
         given = shares(demands, models, slots)
         for count in counts:
             share = given[f"{count.deployment.name} {count.role}"]
             count.wanted = max(share, min(count.wanted, count.current - 1))  # one at a time
-        return max(sum(max(count.least, count.deployment.min) for count in counts) - slots, 0)
+        return total - slots, max(sum(max(count.least, count.deployment.min) for count in counts) - slots, 0)
 
-    def _nodes(self, missing_slots: int) -> int:
-        """Return how many nodes like the ones there are have so many slots."""
-        alive = len(self._index.pinned_bytes)
-        return -(-missing_slots * alive // self._index.slots) if self._index.slots else missing_slots
+    def _nodes(self, useful: int, missing: int) -> tuple[list[GiveBack], int, Idle]:
+        """Take back nodes with ``useful`` slots, or give one back; and return how many nodes there should be.
+
+        That is 0 unless slots are ``missing``, else it counts all that are there: those that drain are nodes to Ray,
+        too. Those that join are among the ones that are asked for.
+        """
+        state, options = self._state, self._options
+        if options.least_nodes is None:
+            return [], self._requested(missing, []), Idle()
+        if useful:
+            back = take_back(state.nodes, useful)
+            return back, self._requested(missing, [state.nodes[change.node] for change in back]), Idle()
+        given, idle = give_back(
+            state.nodes,
+            self._index,
+            self._memory.idle,
+            self._now_s,
+            least=options.least_nodes,
+            after_s=options.spare_after_s,
+        )
+        return given, 0, idle
+
+    def _requested(self, missing: int, taken_back: list[Node]) -> int:
+        missing -= sum(node.slots for node in taken_back)
+        if missing <= 0:
+            return 0
+        slots, alive = self._index.slots, len(self._index.pinned_bytes)
+        there = sum(node.state != "lost" for node in self._state.nodes.values())
+        return there + (-(-missing * alive // slots) if slots else missing)
 
     # Ends and starts.
 

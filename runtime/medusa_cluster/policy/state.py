@@ -76,6 +76,8 @@ class Node:
     device_kind: str = ""  # as in Deployment.device_kind
     serves_out: bool = False
     serves_in: bool = False
+    stays: bool = False  # no autoscaler may end it: the head
+    spare: bool = False  # it drains because it was given back to the autoscaler
     copies: tuple[Copy, ...] = ()
     instances: tuple[Instance, ...] = ()
 
@@ -236,9 +238,17 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class RequestNodes:
-    """Ask for this many more nodes than there are now; 0: none are missing any more."""
+    """Ask an autoscaler for nodes until there are this many; 0: none are missing."""
 
-    count: int
+    total: int
 
 
-Decision = Fetch | Drop | Pin | StartInstance | StopInstance | ChangeRole | Consolidate | Pace | RequestNodes
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """Let an autoscaler end a node once others have what it holds, or take it ``back`` to use it again."""
+
+    node: str
+    back: bool = True
+
+
+Decision = Fetch | Drop | Pin | StartInstance | StopInstance | ChangeRole | Consolidate | Pace | RequestNodes | GiveBack

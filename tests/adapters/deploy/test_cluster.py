@@ -128,7 +128,7 @@ def test_the_autoscaler_runs_only_where_nodes_may_be_added() -> None:
     # As Ray's autoscaler reads it.
     assert json.loads(json.loads(group["rayStartParams"]["resources"])) == {"medusa_node": 1}
     head, _ = templates(growing)
-    assert "--external-autoscaler" in head["spec"]["containers"][0]["command"]
+    assert head["spec"]["containers"][0]["command"][4:6] == ["--external-autoscaler", "--least-nodes=4"]
     assert "automountServiceAccountToken" not in head["spec"]
 
 

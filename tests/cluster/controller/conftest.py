@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_cluster.controller.cluster import Cluster
+from medusa_cluster.controller.cluster import OPTIONS, Cluster
 from medusa_cluster.json_lines import JsonLinesServer, call
+from medusa_cluster.policy.decide import Options
 from medusa_runtime.errors import ClusterError, InstanceError
 
 Scenario = Callable[["Net", Cluster], Awaitable[None]]
@@ -128,7 +129,9 @@ class Net:
         self.listed = set(names)
         self.cut: set[str] = set()  # cannot be told anything
         self.serving: set[str] = set()  # of those, answer requests
-        self.requested = 0
+        self.requested: list[int] = []  # nodes, of an autoscaler
+        self.refusals = 0  # of the next such wishes
+        self.forgotten: set[str] = set()
 
     def calls(self) -> list[dict[str, Any]]:
         """What all nodes were told."""
@@ -155,10 +158,13 @@ class Net:
             raise ClusterError(f"{node}: {error}") from error
 
     async def forget(self, node: str) -> None:
-        self.nodes.pop(node)
+        self.forgotten.add(node)
 
-    async def request_more(self, count: int) -> None:
-        self.requested = count
+    async def request_nodes(self, total: int) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise ClusterError("the autoscaler does not answer")
+        self.requested.append(total)
 
 
 async def until(condition: Callable[[], Any], within_s: float = 20) -> Any:
@@ -173,12 +179,12 @@ async def until(condition: Callable[[], Any], within_s: float = 20) -> Any:
 def run(tmp_path: Path) -> Callable[..., None]:
     """Run a scenario against a controller; a second one in the same test finds what the first has left on disk."""
 
-    def run(scenario: Scenario, *names: str, net: Net | None = None) -> None:
+    def run(scenario: Scenario, *names: str, net: Net | None = None, options: Options = OPTIONS) -> None:
         async def body() -> None:
             found = net or Net(tmp_path, names)
             for node in found.nodes.values():
                 await node.server.start()
-            cluster = Cluster(found, tmp_path / "controller.json")
+            cluster = Cluster(found, tmp_path / "controller.json", options)
             working = asyncio.create_task(cluster.run())
             try:
                 await until(lambda: all(node.status for node in cluster.nodes.values()) and len(cluster.nodes))

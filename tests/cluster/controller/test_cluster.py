@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from medusa_cluster.controller import members
 from medusa_cluster.controller.cluster import Cluster
+from medusa_cluster.policy.decide import Options
 from medusa_cluster.policy.state import Pin
 from medusa_runtime.errors import ConfigError, NoControllerError, UnknownNameError
 
@@ -384,9 +385,43 @@ def test_a_peer_that_sends_wrong_bytes_is_named(run: Run) -> None:
 def test_more_nodes_are_asked_for_when_instances_lack_room(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=3, max=3)
-        await until(lambda: net.requested == 2)
+        await until(lambda: net.requested[-1:] == [3])
+        await ask(cluster, "scale", name="m", min=0)
+        await until(lambda: net.requested[-2:] == [3, 0])
 
     run(scenario, "a")
+
+
+def test_a_wish_for_nodes_is_repeated_until_it_arrives_and_an_earlier_one_withdrawn(run: Run, tmp_path: Path) -> None:
+    net = Net(tmp_path, ("a",))
+    net.refusals = 2
+
+    async def scenario(_: Net, cluster: Cluster) -> None:
+        await until(lambda: net.requested)
+        assert net.refusals == 0
+
+    run(scenario, net=net)
+    assert net.requested == [0]  # an earlier controller may have asked for more
+
+
+def test_a_node_without_work_is_let_go_and_used_again(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=2, max=2)
+        await until(lambda: len(ready(cluster)) == 2)
+        await ask(cluster, "scale", name="m", min=1, max=1)
+        await until(lambda: "node-spare" in kinds(cluster))
+        (spare,) = (name for name, node in cluster.nodes.items() if node.spare)
+        await until(lambda: spare in net.forgotten)  # Ray's autoscaler ends no node with an actor
+        assert cluster.node_state(cluster.nodes[spare]) == "drained"
+        calls = len(net.nodes[spare].calls)
+        await asyncio.sleep(1.5)
+        assert not [call for call in net.nodes[spare].calls[calls:] if call["op"] != "status"]
+        await ask(cluster, "scale", name="m", min=2, max=2)
+        await until(lambda: len(ready(cluster)) == 2)
+        assert cluster.node_state(cluster.nodes[spare]) == "alive"
+        assert "node-used" in kinds(cluster)
+
+    run(scenario, "a", "b", options=Options(least_nodes=1, spare_after_s=0.2))
 
 
 def test_a_node_that_answers_no_more_is_lost_though_ray_lists_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,14 @@ def test_ray_gets_pinned_ports_and_none_of_our_environment(tmp_path: Path) -> No
     assert "RAY_gcs_storage" not in found  # the head's alone
     assert found["RAY_AUTH_MODE"] == "token"
     assert found["PATH"] == "/bin"
+    machine = {"RAY_CLOUD_INSTANCE_ID": "i-1", "RAY_NODE_TYPE_NAME": "worker"}  # by which autoscalers know it
+    assert machine.items() <= ray_environment(settings, machine).items()
+
+
+def test_the_controller_learns_how_many_nodes_stay_where_there_is_an_autoscaler(tmp_path: Path) -> None:
+    head = NodeServerSettings("n1", tmp_path, "10.0.0.1", tmp_path / "token", least_nodes=3)
+    assert ray_environment(head, {})["MEDUSA_CLUSTER_LEAST_NODES"] == "3"
+    assert "MEDUSA_CLUSTER_LEAST_NODES" not in ray_environment(replace(head, least_nodes=None), {})
 
 
 @pytest.mark.parametrize(
@@ -72,6 +81,8 @@ def test_ray_gets_pinned_ports_and_none_of_our_environment(tmp_path: Path) -> No
             ["--address", "h", "--autoscaling-config", "/etc/hosts"],
             "--autoscaling-config: expected it with --head alone",
         ),
+        (["--head", "--least-nodes", "3"], "--least-nodes: expected it with --autoscaling-config"),
+        (["--head", "--external-autoscaler", "--least-nodes", "0"], "--least-nodes: expected 1 or more, found 0"),
     ],
 )
 def test_a_bad_flag_is_named(flags: list[str], said: str) -> None:

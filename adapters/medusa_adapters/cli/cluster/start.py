@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--autoscaling-config", type=Path, metavar="FILE", help="head: run Ray's autoscaler with this configuration"
     )
     scaler.add_argument("--external-autoscaler", action="store_true", help="head: it runs elsewhere, as with KubeRay")
+    parser.add_argument(
+        "--least-nodes", type=int, metavar="N", help="head: nodes that an autoscaler may not end (default: 1)"
+    )
     link = parser.add_mutually_exclusive_group()
     link.add_argument("--link", metavar="RATE", help="the network's, such as 400mbit or 50MB; default: found")
     link.add_argument("--link-bytes-per-s", type=float, metavar="N", help="the same as bytes of payload")
@@ -90,6 +93,7 @@ def _settings(arguments: argparse.Namespace) -> NodeServerSettings:
         ray_port=_port("--ray-port", arguments.ray_port, node.RAY_PORT, node.RAY_PORTS),
         link_bytes_per_s=_link(arguments, host),
         autoscaling_config=_autoscaling_config(arguments),
+        least_nodes=_least_nodes(arguments),
         leaf=arguments.leaf,
         devices=_devices(),
         memory_budget=arguments.memory_budget,
@@ -153,6 +157,17 @@ def _autoscaling_config(arguments: argparse.Namespace) -> Path | None:
     if path is not None and not path.is_file():
         raise ConfigError(f"--autoscaling-config: expected a file, found none at {path}")
     return None if path is None else path.absolute()
+
+
+def _least_nodes(arguments: argparse.Namespace) -> int | None:
+    """The nodes that stay; None without an autoscaler. Raises ConfigError."""
+    scaled = arguments.autoscaling_config is not None or arguments.external_autoscaler
+    least: int | None = arguments.least_nodes
+    if least is not None and not scaled:
+        raise ConfigError("--least-nodes: expected it with --autoscaling-config or --external-autoscaler")
+    if least is not None and least < 1:
+        raise ConfigError(f"--least-nodes: expected 1 or more, found {least}")
+    return (least or 1) if scaled else None
 
 
 def _link(arguments: argparse.Namespace, host: str) -> float:

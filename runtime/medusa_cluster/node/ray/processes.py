@@ -18,6 +18,7 @@ PORT_LABEL = "medusa-port"  # of the node server, on the address that Ray knows
 HEAD_LABEL = "medusa-head"  # a new head may have another name; the controller is to run there all the same
 NODE_RESOURCE = "medusa_node"  # one on each node, so that Ray's autoscaler can be asked for more nodes
 CONTROL_SOCKET_VARIABLE = "MEDUSA_CLUSTER_CONTROL_SOCKET"
+LEAST_NODES_VARIABLE = "MEDUSA_CLUSTER_LEAST_NODES"  # the controller's; without it nodes stay
 STARTED = "Ray runtime started"
 
 _WORKER_PORTS = 10  # the offset of the first worker's port
@@ -32,6 +33,9 @@ _LIGHTER = {
     "RAY_worker_oom_score_adjustment": "0",  # nor end before them where memory runs out: Ray would give it 1000
     "RAY_memory_monitor_refresh_ms": "0",
 }
+
+# By which an autoscaler finds out which of its machines a node is; whoever starts the machine sets them.
+_OF_AUTOSCALERS = ("RAY_CLOUD_INSTANCE_ID", "RAY_NODE_TYPE_NAME", "RAY_enable_autoscaler_v2")
 
 # A dead node is noticed after 1.4 s, one that hangs after 4.2 s. Shorter times declare busy nodes dead.
 _HEALTH = {
@@ -79,7 +83,8 @@ def ray_environment(settings: NodeServerSettings, environ: Mapping[str, str]) ->
     """The environment for Ray's processes and drivers. Node actors inherit it, and find their control socket in it."""
     kept = {name: value for name, value in environ.items() if not name.startswith(("RAY_", "MEDUSA_"))}
     tuned = {name: value for name, value in environ.items() if name.startswith("RAY_health_check_")}
-    found = kept | _LIGHTER | _HEALTH | tuned
+    machine = {name: environ[name] for name in _OF_AUTOSCALERS if name in environ}
+    found = kept | _LIGHTER | _HEALTH | tuned | machine
     found |= {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(settings.token_file),
@@ -89,6 +94,8 @@ def ray_environment(settings: NodeServerSettings, environ: Mapping[str, str]) ->
     }
     if settings.is_head:
         found |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(settings.folder / "gcs")}
+        if settings.least_nodes is not None:
+            found[LEAST_NODES_VARIABLE] = str(settings.least_nodes)
     if settings.tls is not None:
         found |= {
             "RAY_USE_TLS": "1",

@@ -114,7 +114,7 @@ def _template(cluster: RayCluster, *, head: bool) -> dict[str, Any]:
     placement = cluster.placement
     role = ["--head"] if head else [f"--address={cluster.head}:{DATA_PORT}"]
     if head and cluster.autoscales:
-        role.append("--external-autoscaler")
+        role += ["--external-autoscaler", f"--least-nodes={cluster.nodes}"]
     command = ["medusa", "cluster", "start", *role, "--name=$(POD_NAME)", "--host=$(POD_IP)"]
     command += [f"--dir={node_agent.FOLDER}", f"--token-file={TOKEN_FILE}", *cluster.flags]
     health = {"httpGet": {"path": "/healthz", "port": DATA_PORT}, "timeoutSeconds": 5}

@@ -1,0 +1,47 @@
+"""Which nodes go back to an autoscaler, and which are taken back: it ends a node only when nobody uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .index import Index
+from .pool import room
+from .state import GiveBack, Node
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nodes that could be given back, and since when they have had no instance."""
+
+    since_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def take_back(nodes: Mapping[str, Node], slots: int) -> list[GiveBack]:
+    """Take back nodes with so many slots, as far as there are any."""
+    found = []
+    for name in sorted(name for name, node in nodes.items() if node.spare and node.state != "lost"):
+        if slots <= 0:
+            break
+        found.append(GiveBack(name, back=False))
+        slots -= nodes[name].slots
+    return found
+
+
+def give_back(
+    nodes: Mapping[str, Node], index: Index, idle: Idle, now_s: float, *, least: int, after_s: float
+) -> tuple[list[GiveBack], Idle]:
+    """Give back one node that has had no instance for ``after_s``, so that ``least`` stay and hold the pool's copies.
+
+    The longest idle one goes first, and of those the one with the fewest bytes of the pool.
+    """
+    free = [name for name in index.free if not nodes[name].instances and not nodes[name].stays]
+    since_s = {name: idle.since_s.get(name, now_s) for name in free}
+    pinned = index.pinned_bytes
+    if len(pinned) <= least:
+        return [], Idle(since_s)
+    ready = [name for name in free if now_s - since_s[name] >= after_s]
+    for name in sorted(ready, key=lambda name: (since_s[name], pinned[name], name)):
+        if pinned[name] <= sum(room(nodes[other]) for other in pinned if other != name):
+            return [GiveBack(name)], Idle(since_s)
+    return [], Idle(since_s)
