@@ -8,11 +8,11 @@ import fnmatch
 import importlib.metadata
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from .arguments import server_arguments
+from .replacement import instead
 
 logger = logging.getLogger(__name__)
 
@@ -82,19 +82,13 @@ def _key(arguments: argparse.Namespace, tasks: tuple[str, ...]) -> Any:
     return repr(sorted(values.items())), sorted(tasks), environment
 
 
-@contextmanager
-def known_plugins() -> Iterator[None]:
+def known_plugins() -> AbstractContextManager[None]:
     """Let vLLM look for plugins in what this process, or the one that it was forked from, has read already.
 
     Each of its searches reads the metadata of every installed package.
     """
-    before = importlib.metadata.entry_points
-    found: Any = before() if _entry_points is None else _entry_points
-    importlib.metadata.entry_points = lambda **chosen: found.select(**chosen)
-    try:
-        yield
-    finally:
-        importlib.metadata.entry_points = before
+    found: Any = importlib.metadata.entry_points() if _entry_points is None else _entry_points
+    return instead(importlib.metadata, "entry_points", lambda before, **chosen: found.select(**chosen))
 
 
 def quiet_uvicorn() -> None:

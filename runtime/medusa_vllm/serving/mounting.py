@@ -6,9 +6,11 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+
+from .replacement import instead
 
 _PROBE = "_detect_merge_inline_system"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -36,44 +38,25 @@ def front_configuration(
     return config
 
 
-@contextmanager
-def known_configuration(config: Any) -> Iterator[None]:
+def known_configuration(config: Any) -> AbstractContextManager[None]:
     """In this context vLLM's tokenizers get the model's configuration, instead of reading config.json again."""
     from vllm.tokenizers import registry
 
-    before = getattr(registry, "get_config", None)
-    if before is None:
-        yield
-        return
-
-    def known(model: Any, *arguments: Any, **options: Any) -> Any:
+    def known(before: Any, model: Any, *arguments: Any, **options: Any) -> Any:
         known_here = str(model) == config.model_config.tokenizer and options.get("config_format") == "hf"
         return config.model_config.hf_config if known_here else before(model, *arguments, **options)
 
-    registry.get_config = known
-    try:
-        yield
-    finally:
-        registry.get_config = before
+    return instead(registry, "get_config", known)
 
 
-@contextmanager
-def one_copy() -> Iterator[None]:
+def one_copy() -> AbstractContextManager[None]:
     """In this context vLLM's renderer begins with one copy of its tokenizer, and makes others when it needs them.
 
     It would begin with two. To copy a tokenizer is to read it again: a fifth of a second for 128k tokens.
     """
     from vllm.renderers import hf
 
-    before = getattr(hf, "maybe_make_thread_pool", None)
-    if before is None:
-        yield
-        return
-    hf.maybe_make_thread_pool = lambda tokenizer, *_: before(tokenizer, 1)
-    try:
-        yield
-    finally:
-        hf.maybe_make_thread_pool = before
+    return instead(hf, "maybe_make_thread_pool", lambda before, tokenizer, *_: before(tokenizer, 1))
 
 
 @contextmanager
