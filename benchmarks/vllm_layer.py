@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
+from medusa_adapters.bench.bytecode import compile_packages
 from medusa_adapters.bench.node import Node
 from medusa_adapters.bench.served_instance import ServedInstance, medusa_command, serve_command
 
@@ -25,6 +27,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
     arguments = parser.parse_args()
+    compile_packages(sys.executable)
     rows = {row: measure(row, arguments.model, arguments.runs) for row in arguments.rows.split(",")}
     print("| row | first s | later s |\n|---|---|---|")
     for row, found in rows.items():

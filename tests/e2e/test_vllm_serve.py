@@ -20,7 +20,7 @@ import pytest
 Start = Callable[..., Any]
 PATIENCE_S = 300.0  # vLLM is imported in every one of these, on slow cores beside other work
 FUNCTIONS = Path(__file__).parents[1] / "functions"
-QUANTIZED = Path(__file__).parents[1] / "runtime" / "engine" / "quantized.py"
+QUANTIZED = Path(__file__).parents[1] / "vllm" / "quantized.py"
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),

@@ -89,6 +89,7 @@ def test_without_the_setting_there_is_no_cors(serve: Serve) -> None:
 def test_each_answer_is_a_line_of_the_access_log(serve: Serve) -> None:
     served = serve(access_log="json")
     served.complete()
+    served.until(lambda: "\n" in served.output())  # a line is written when its answer has ended
     served.request("GET", "/v1/no%0Athing?key=secret", headers={"X-Request-Id": "mine"})
     served.until(lambda: len(served.output().splitlines()) >= 2)
     first, second = (json.loads(line) for line in served.output().splitlines()[:2])
