@@ -108,7 +108,10 @@ def _boot(
     service = Service(instance, settings, platform, probes)
 
     def build() -> Any:
-        from ..http.app import create_app  # imports Flask, 100 to 200 ms
+        from ..http.lean_flask import import_leanly
+
+        import_leanly()
+        from ..http.app import create_app  # imports Flask, 50 to 100 ms
 
         if service.engine is None:
             return create_app(service)

@@ -17,18 +17,18 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
 
 from .lock import ImportLock
 
 logger = logging.getLogger(__name__)
 _STATE = "__medusa_lazy__"
 _FRAMES = 1000  # Python's default limit: what an import finds at the start of a program
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _MEANINGFUL_DUNDERS = {"__all__", "__version__"}
 _lock = ImportLock()  # one for all modules: executing one executes others, in any order
 # A module's namespace as it is: ``vars`` would execute a lazy module first.
@@ -137,18 +137,27 @@ class StandIn:
         return self._resolve()
 
 
-@dataclass(eq=False)
 class _LazyLoader(Loader):
     """The loader of one lazy module, and its state."""
 
-    finder: LazyFinder
-    loader: Any
-    prerequisites: Sequence[str] = ()
-    on_executed: Callable[[], None] | None = None
-    names: Mapping[str, Any] = field(default_factory=dict)
-    late: dict[str, StandIn] = field(default_factory=dict)  # its stand-ins, once others must not find them
-    running: bool = False
-    executed: bool = False
+    def __init__(
+        self,
+        finder: LazyFinder,
+        loader: Any,
+        prerequisites: Sequence[str] = (),
+        on_executed: Callable[[], None] | None = None,
+        names: Mapping[str, Any] = _NOTHING,
+        *,
+        executed: bool = False,
+    ) -> None:
+        self.finder = finder
+        self.loader = loader
+        self.prerequisites = prerequisites
+        self.on_executed = on_executed
+        self.names = names
+        self.late: dict[str, StandIn] = {}  # its stand-ins, once others must not find them
+        self.running = False
+        self.executed = executed
 
     def exec_module(self, module: ModuleType) -> None:
         spec = module.__spec__
@@ -158,12 +167,12 @@ class _LazyLoader(Loader):
         namespace_of(module)[_STATE] = self
 
 
-@dataclass(eq=False)
 class _Root(Loader):
     """The loader of the package itself, which is executed at once."""
 
-    finder: LazyFinder
-    loader: Any
+    def __init__(self, finder: LazyFinder, loader: Any) -> None:
+        self.finder = finder
+        self.loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)  # type: ignore[no-any-return]
@@ -175,12 +184,12 @@ class _Root(Loader):
         self.finder.run(module)
 
 
-@dataclass(eq=False)
 class _Undecided(Loader):
     """Lets the finder decide when the module is created: it may wait for threads that want the lock of find_spec."""
 
-    finder: LazyFinder
-    loader: Any
+    def __init__(self, finder: LazyFinder, loader: Any) -> None:
+        self.finder = finder
+        self.loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.finder.create(spec, self.loader)
@@ -189,21 +198,20 @@ class _Undecided(Loader):
         raise AssertionError("decided when the module was created")
 
 
-@dataclass(eq=False)
 class _Loaded(Loader):
     """For a module that was imported on the way to its own import."""
 
-    spec: ModuleSpec | None
+    def __init__(self, spec: ModuleSpec | None) -> None:
+        self.spec = spec
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self.spec
 
 
-@dataclass(frozen=True, kw_only=True)
-class LazyPolicy:
+class LazyPolicy(NamedTuple):
     """Which modules are lazy, and what is executed for a lookup.
 
-    packages: their modules are lazy, but for those in ``eager``.
+    packages: their modules are lazy, but for those in ``eager``; or single modules, by their whole names.
     whole: packages whose children are not lazy; the first child that is imported executes the package.
     independent: modules that, with all modules below them, can be executed without the other pending ones.
     absent: names (``module.name``) that are looked up in vain; they execute nothing.
@@ -216,12 +224,11 @@ class LazyPolicy:
     whole: frozenset[str] = frozenset()
     independent: tuple[str, ...] = ()
     absent: frozenset[str] = frozenset()
-    prerequisites: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    on_executed: Mapping[str, Callable[[], None]] = field(default_factory=dict)
+    prerequisites: Mapping[str, Sequence[str]] = _NOTHING
+    on_executed: Mapping[str, Callable[[], None]] = _NOTHING
 
 
-@dataclass(frozen=True, kw_only=True)
-class StandIns:
+class StandIns(NamedTuple):
     """Names that lazy modules have before they are executed, by module.
 
     importing: only while the package is imported.
@@ -229,13 +236,12 @@ class StandIns:
     bound_by: modules that are executed by the import and bind stand-ins; these are taken back at its end.
     """
 
-    importing: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    lasting: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    importing: Mapping[str, Mapping[str, Any]] = _NOTHING
+    lasting: Mapping[str, Mapping[str, Any]] = _NOTHING
     bound_by: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class LazyHooks:
+class LazyHooks(NamedTuple):
     """What a ``LazyFinder`` calls.
 
     why_not: given the package's file, a reason to import the package plainly, or None.
@@ -250,6 +256,9 @@ class LazyHooks:
     on_complete: Callable[[], None] = lambda: None
 
 
+_NO_STAND_INS, _NO_HOOKS = StandIns(), LazyHooks()
+
+
 class LazyFinder(MetaPathFinder):
     """Once installed, makes the next import of ``package`` a lazy one, as its policy says."""
 
@@ -257,8 +266,8 @@ class LazyFinder(MetaPathFinder):
         self,
         package: str,
         policy: LazyPolicy,
-        stand_ins: StandIns = StandIns(),
-        hooks: LazyHooks = LazyHooks(),
+        stand_ins: StandIns = _NO_STAND_INS,
+        hooks: LazyHooks = _NO_HOOKS,
     ) -> None:
         self.policy = policy
         self._package = package
@@ -351,7 +360,8 @@ class LazyFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if not self._began:
             return self._root_spec(name, path, target)
-        spec = self._real_spec(name, path, target) if name.partition(".")[0] in self.policy.packages else None
+        known = name.partition(".")[0] in self.policy.packages or name in self.policy.packages
+        spec = self._real_spec(name, path, target) if known else None
         if spec is not None and target is None and type(spec.loader) is SourceFileLoader:
             spec.loader = _Undecided(self, spec.loader)
         return spec

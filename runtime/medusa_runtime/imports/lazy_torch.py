@@ -24,11 +24,11 @@ from types import ModuleType
 from typing import Any
 
 from .lazy_modules import LazyFinder, LazyHooks, LazyModule, LazyPolicy, StandIn, StandIns, namespace_of
+from .lock import TESTED_PYTHONS
 
 logger = logging.getLogger(__name__)
 
 TESTED = ("2.13.",)
-TESTED_PYTHONS = ((3, 11), (3, 12), (3, 13))
 # These ask for something that torch does while it is imported, and that a lean import would put off.
 _PLAIN_IF_SET = ("TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_TRACE", "TORCH_CUDA_SANITIZER", "TORCH_COMPILE_DEBUG")
 # Modules that replace themselves in sys.modules, or that are imported for what they register.

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+TESTED_PYTHONS = ((3, 11), (3, 12), (3, 13))  # with this lock, and so with the lean imports
 _POLL_S = 0.05
 _bootstrap: Any = importlib._bootstrap
 
@@ -69,7 +70,7 @@ class ImportLock:
                 return True
             if thread not in seen:
                 seen.add(thread)
-                # A lock; since Python 3.12 a list of locks. This holds for lazy_torch.TESTED_PYTHONS.
+                # A lock; since Python 3.12 a list of locks. This holds for TESTED_PYTHONS.
                 waited = _bootstrap._blocking_on.get(thread)
                 threads += [
                     lock.owner for lock in (waited if isinstance(waited, list) else [waited]) if lock is not None
