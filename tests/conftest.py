@@ -12,14 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import medusa_cluster  # noqa: F401  makes --engine cluster known
 import medusa_vllm  # noqa: F401  makes --engine vllm known
 import pytest
+from fork_server import ForkServer
 from medusa_runtime.errors import NodeError
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.process import share_cores
@@ -27,6 +26,8 @@ from process_tree import alive, descendants
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 PATIENCE_S = 120.0
+
+pytest_plugins = ["forked_workers"]
 
 # OpenMP reads it when torch is imported, which a conftest below this one may do: another worker wants the cores.
 share_cores()
@@ -114,12 +115,11 @@ class NodeProcess:
         return True
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """Whoever runs the tests in the background (nohup, a shell's &) has these ignored, which processes inherit."""
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
-    signal.signal(signal.SIGTERM, partial(_stop, os.getpid(), bool(config.getoption("numprocesses", None))))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -141,14 +141,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip("needs root, to become other users, to mount or to make namespaces"))
 
 
-def _stop(tests: int, has_workers: bool, number: int, frame: FrameType | None) -> None:
-    """End the tests at SIGTERM as at Ctrl-C, through the fixtures that end what was started."""
-    if os.getpid() == tests:
-        for worker in Path(f"/proc/self/task/{tests}/children").read_text().split() if has_workers else ():
-            os.kill(int(worker), number)  # xdist would kill them
-        signal.default_int_handler(number, frame)
-    signal.signal(number, signal.SIG_DFL)  # in a process that a test has forked
-    os.kill(os.getpid(), number)
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Has imported what `medusa serve` imports until a function answers its first request."""
+    server = ForkServer(
+        "medusa_adapters.cli.command_line",
+        "medusa_adapters.cli.serve",
+        "medusa_runtime.instance",
+        "medusa_handler.server.gunicorn_worker",
+        "medusa_handler.openai.routes",
+    )
+    yield server
+    server.close()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Real `medusa serve` processes behind each platform's environment."""
+"""`medusa serve` behind each platform's environment, forked from a process that has imported it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_adapters.bench.served_instance import Answer, ServedInstance, medusa_command
+from fork_server import ForkServer
+from medusa_adapters.bench.served_instance import Answer, ServedInstance
 
 FUNCTIONS = Path(__file__).parents[1] / "functions"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
@@ -27,14 +28,20 @@ class Instance(ServedInstance):
 
     grace_s = 0.0  # what a test leaves running is killed
 
-    def __init__(self, folder: Path, env: dict[str, str], *arguments: str) -> None:
+    def __init__(self, server: ForkServer, folder: Path, env: dict[str, str], *arguments: str) -> None:
+        self.server = server
         self.folder = folder
         plain = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
         (folder / "tmp").mkdir()
         environment = plain | {"TMPDIR": str(folder / "tmp"), "PORT": "0"} | env
-        command = [*medusa_command(), "serve", "--host", "127.0.0.1", *arguments]
+        command = ["medusa", "serve", "--host", "127.0.0.1", *arguments]
         log = open(folder / "log", "w+b")  # noqa: SIM115 (closed with the instance)
         super().__init__(command, environment, inherit=False, folder=folder, log=log, start_timeout_s=60.0, tied=False)
+
+    def start(self, *, env: dict[str, str], stdout: Any, **options: Any) -> Any:
+        return self.server.start(
+            "medusa_adapters.cli.main:main", self.command[1:], folder=self.folder, environ=env, log=stdout
+        )
 
     def request(self, method: str, path: str, body: bytes | dict[str, Any] | None = None, **headers: str) -> Answer:
         """Header names are written with ``_`` for ``-``."""
@@ -66,14 +73,14 @@ class Instance(ServedInstance):
 
 
 @contextlib.contextmanager
-def _instances() -> Iterator[Callable[..., Instance]]:
+def _instances(server: ForkServer) -> Iterator[Callable[..., Instance]]:
     started: list[Instance] = []
 
     def launch(*arguments: str, handler: str = "", wait: bool = True, **env: str) -> Instance:
         """``handler`` lies in tests/functions; keyword arguments are the environment."""
         extra = ("--handler", str(FUNCTIONS / handler)) if handler else ()
         # A short path: the engine's Unix socket lies under it, and such paths end at 107 bytes.
-        started.append(Instance(Path(tempfile.mkdtemp(prefix="m")), env, *extra, *arguments))
+        started.append(Instance(server, Path(tempfile.mkdtemp(prefix="m")), env, *extra, *arguments))
         if wait:
             started[-1].wait_ready()
         else:
@@ -87,13 +94,13 @@ def _instances() -> Iterator[Callable[..., Instance]]:
 
 
 @pytest.fixture
-def launch() -> Iterator[Callable[..., Instance]]:
-    with _instances() as launch:
+def launch(fork_server: ForkServer) -> Iterator[Callable[..., Instance]]:
+    with _instances(fork_server) as launch:
         yield launch
 
 
 @pytest.fixture(scope="module")
-def launch_module() -> Iterator[Callable[..., Instance]]:
+def launch_module(fork_server: ForkServer) -> Iterator[Callable[..., Instance]]:
     """Instances that all tests of a file share."""
-    with _instances() as launch:
+    with _instances(fork_server) as launch:
         yield launch

@@ -7,14 +7,13 @@ import http.client
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import ForkServer
 
 FUNCTIONS = Path(__file__).parents[1] / "functions"
 
@@ -22,18 +21,17 @@ FUNCTIONS = Path(__file__).parents[1] / "functions"
 class Served:
     """One server process. ``control`` drives its engine: one JSON line each, e.g. {"ready": true}."""
 
-    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+    def __init__(self, server: ForkServer, folder: Path, options: dict[str, Any]) -> None:
         self.log = folder / "log"
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, Path(__file__).with_name("serve_scripted.py"), json.dumps(options)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=folder,
+            self.process = server.start(
+                "handler.serve_scripted:main", [json.dumps(options)], folder=folder, log=log, pipes=True
             )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        assert self.process.stdin
+        assert self.process.stdout
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+
+        line = self.stdout.readline()
         if not line:
             self.process.wait(120)
             pytest.fail(f"the server did not start:\n{self.output()}")
@@ -44,11 +42,8 @@ class Served:
 
     def control(self, **command: Any) -> None:
         """Returns when it holds for every request from here on."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(command).encode() + b"\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == b"done\n", self.output()
+        self.stdin.write(json.dumps(command).encode() + b"\n")
+        assert self.stdout.readline() == b"done\n", self.output()
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=240)
@@ -89,7 +84,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def servers(folder: Path) -> Iterator[Callable[..., Served]]:
+def servers(server: ForkServer, folder: Path) -> Iterator[Callable[..., Served]]:
     """Start servers; options are Settings fields, ``engine`` (true), ``ready`` (true), ``files`` of the checkpoint.
 
     ``handler`` is relative to tests/functions.
@@ -101,7 +96,7 @@ def servers(folder: Path) -> Iterator[Callable[..., Served]]:
             options = {"engine": False} | options | {"handler": str(FUNCTIONS / options["handler"])}
         own = folder / str(len(started))
         own.mkdir()
-        started.append(Served(own, options))
+        started.append(Served(server, own, options))
         return started[-1]
 
     yield start
@@ -110,21 +105,20 @@ def servers(folder: Path) -> Iterator[Callable[..., Served]]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(served.process.pid, signal.SIGKILL)
         served.process.wait(120)
-        for pipe in (served.process.stdin, served.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        for pipe in (served.stdin, served.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+def serve(fork_server: ForkServer, tmp_path: Path) -> Iterator[Callable[..., Served]]:
     """Servers of one test."""
-    with servers(tmp_path) as start:
+    with servers(fork_server, tmp_path) as start:
         yield start
 
 
 @pytest.fixture(scope="module")
-def serve_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
+def serve_module(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
     """Servers that all tests of a file share."""
-    with servers(tmp_path_factory.mktemp("servers")) as start:
+    with servers(fork_server, tmp_path_factory.mktemp("servers")) as start:
         yield start

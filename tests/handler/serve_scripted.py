@@ -183,13 +183,12 @@ class Handle:
         print(f"failed: {error.code}: {error}", file=sys.stderr, flush=True)
 
 
-def main() -> None:
-    options = json.loads(sys.argv[1])
+def main(arguments: list[str]) -> None:
+    options = json.loads(arguments[0])
     with_engine, ready, token_s = options.pop("engine", True), options.pop("ready", True), options.pop("token_s", 0.0)
     files = options.pop("files", {})
     options.setdefault("model", "/models/words" if with_engine else None)
     settings = Settings(**options)
-    os.setpgid(0, 0)
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     timeline = Timeline.create("function")
     engine = (
@@ -201,6 +200,3 @@ def main() -> None:
     region = ScriptedRegion(files) if with_engine else None
     handle: Any = Handle(settings, timeline, engine, region, Heartbeats())
     os._exit(serve(listener, handle, settings))
-
-
-main()

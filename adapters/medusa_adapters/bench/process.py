@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.storage.base import redacted
@@ -49,8 +49,7 @@ class Process:
         self.command = [str(word) for word in command]
         self._output = log or tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         self.started_ns = time.monotonic_ns()
-        self.process = subprocess.Popen(
-            self.command,
+        self.process = self.start(
             stdin=subprocess.DEVNULL,
             stdout=log or subprocess.PIPE,
             stderr=self._output,
@@ -59,6 +58,10 @@ class Process:
             preexec_fn=_die_with_parent if tied else None,
             process_group=0,
         )
+
+    def start(self, **options: Any) -> subprocess.Popen[bytes]:
+        """Start the command; overridden where something else than its exec is wanted."""
+        return subprocess.Popen(self.command, **options)
 
     @property
     def pid(self) -> int:

@@ -1,0 +1,170 @@
+"""Processes of tests that are forked from one in which everything they import is there already.
+
+A script of ours imports for half a second before it does anything. What a test says about imports, or about what a
+process needs, it says of a process that is started plainly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).parents[1]
+MESSAGE_BYTES = 1 << 20
+
+
+class ForkServer:
+    """Imports these modules, those of tests by their path below ``tests``, and forks."""
+
+    def __init__(self, *modules: str) -> None:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        number = theirs.fileno()
+        command = [sys.executable, __file__, str(number), *modules]
+        environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=environ, pass_fds=[number], process_group=0
+        )
+        theirs.close()
+
+    def start(
+        self,
+        function: str,
+        arguments: Sequence[str],
+        *,
+        folder: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        log: IO[bytes],
+        pipes: bool = False,
+    ) -> ForkedProcess:
+        """Call ``module:function`` with these command line arguments in a process and a process group of its own.
+
+        It writes to ``log``; with ``pipes`` only its stderr does, and stdin and stdout are ours.
+        """
+        request = {"function": function, "arguments": arguments, "folder": str(folder or Path.cwd())}
+        request["environ"] = dict(os.environ if environ is None else environ)
+        ended, their_ended = os.pipe()
+        if pipes:
+            (their_stdin, stdin), (stdout, their_stdout) = os.pipe(), os.pipe()
+            theirs = [their_stdin, their_stdout, log.fileno(), their_ended]
+        else:
+            theirs = [os.open(os.devnull, os.O_RDONLY), os.dup(log.fileno()), log.fileno(), their_ended]
+        socket.send_fds(self._requests, [json.dumps(request).encode()], theirs)
+        for number in (*theirs[:2], their_ended):
+            os.close(number)
+        return ForkedProcess(ended, *((stdin, stdout) if pipes else ()))
+
+    def close(self) -> None:
+        self._requests.close()
+        self._process.wait()
+
+
+class ForkedProcess:
+    """What tests use of ``subprocess.Popen``; ``pid`` is not a child of this process."""
+
+    def __init__(self, ended: int, *pipes: int) -> None:
+        self.stdin = open(pipes[0], "wb", 0) if pipes else None  # noqa: SIM115 (closed by who asked for it)
+        self.stdout = open(pipes[1], "rb") if pipes else None  # noqa: SIM115
+        self.returncode: int | None = None
+        self._ended = open(ended, "rb", 0)  # noqa: SIM115 (closed when it has ended)
+        self.pid = int(self._ended.readline())
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._ended], [], [], 0)[0]:
+            self.returncode = int(self._ended.readline())
+            self._ended.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not select.select([self._ended], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        status = self.poll()
+        assert status is not None
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def main() -> None:
+    number, *modules = sys.argv[1:]
+    for name in modules:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    request = _serve(socket.socket(fileno=int(number)))
+    if request is not None:
+        module, _, function = request["function"].partition(":")
+        sys.exit(getattr(importlib.import_module(module), function)(request["arguments"]))
+
+
+def _serve(requests: socket.socket) -> dict[str, Any] | None:
+    """Fork for each request; returns it in the forked process, and None in this one when nobody will ask any more."""
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    running: dict[int, int] = {}
+    while True:
+        ready = select.select([requests, woken], [], [])[0]
+        if woken in ready:
+            os.read(woken, 4096)
+            _report_ended(running)
+        if requests in ready:
+            message, numbers, _, _ = socket.recv_fds(requests, MESSAGE_BYTES, 4)
+            if not message:
+                return None
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                requests.detach()
+                return _become(json.loads(message), numbers)
+            for number in numbers[:3]:
+                os.close(number)
+            os.setpgid(pid, pid)
+            running[pid] = numbers[3]
+            os.write(numbers[3], b"%d\n" % pid)
+
+
+def _report_ended(running: dict[int, int]) -> None:
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        number = running.pop(pid)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(number, b"%d\n" % os.waitstatus_to_exitcode(status))
+        os.close(number)
+
+
+def _become(request: dict[str, Any], numbers: list[int]) -> dict[str, Any]:
+    for number, theirs in enumerate(numbers[:3]):
+        os.dup2(theirs, number)
+    os.closerange(3, max(numbers) + 64)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    return request
+
+
+if __name__ == "__main__":
+    main()
