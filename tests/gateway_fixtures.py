@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import ForkServer
 from medusa_adapters.bench.served_instance import ServedInstance, serve_command
 from process_tree import descendants
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 MODEL = Path(__file__).parents[1] / "examples" / "pydoc-lm"
+MAIN = "medusa_adapters.cli.main:main"
 PATIENCE_S = 60.0
 NAME = "tiny"
 
@@ -30,12 +32,19 @@ class Instance(ServedInstance):
 
     grace_s = 0.0  # what a test leaves running is killed
 
-    def __init__(self, *arguments: str, model: Path = MODEL) -> None:
+    def __init__(self, *arguments: str, model: Path = MODEL, fork_server: ForkServer | None = None) -> None:
+        self.fork_server = fork_server
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
         environment |= {"OMP_NUM_THREADS": "1"}
         command = serve_command("--model", model, "--served-model-name", NAME, "--node-socket", "none", *arguments)
         log = tempfile.TemporaryFile()  # noqa: SIM115 closed with the process
         super().__init__(command, environment, inherit=False, log=log, start_timeout_s=PATIENCE_S, tied=False)
+
+    def start(self, **options: Any) -> Any:
+        if self.fork_server is None:
+            return super().start(**options)
+        words = self.command[1:]
+        return self.fork_server.start(MAIN, words, environ=options["env"], log=options["stdout"])
 
     def signal(self, number: int) -> None:
         """Send a signal to all its processes."""
@@ -60,17 +69,22 @@ class GatewayProcess:
         *arguments: str,
         ready: bool = True,
         wrapper: Sequence[str] = (),
+        fork_server: ForkServer | None = None,
     ) -> None:
         self.log = folder / f"gateway-{time.monotonic_ns()}.log"
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
-        command = [*wrapper, MEDUSA, "cluster", "gateway", "--host", "127.0.0.1", "--port", "0", "--address", address]
+        words = ["cluster", "gateway", "--host", "127.0.0.1", "--port", "0", "--address", address]
+        words += ["--token-file", str(token_file), *arguments]
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [*command, "--token-file", token_file, *arguments],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment | {"PYTHONUNBUFFERED": "1"},
-            )
+            if fork_server is not None and not wrapper:
+                self.process: Any = fork_server.start(MAIN, words, environ=environment, log=log)
+            else:
+                self.process = subprocess.Popen(
+                    [*wrapper, MEDUSA, *words],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment | {"PYTHONUNBUFFERED": "1"},
+                )
         until(lambda: "listening on" in self.output() or self.process.poll() is not None, self.output)
         assert self.process.poll() is None, self.output()
         line = next(line for line in self.output().splitlines() if line.startswith("listening on "))

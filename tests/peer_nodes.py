@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import ForkedProcess, ForkServer
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.region.reader import Region
 from process_tree import descendants
@@ -36,8 +37,11 @@ class Node:
         token_file: Path,
         certificates: Sequence[Path] = (),
         wrapper: Sequence[str] = (),
+        *,
+        fork_server: ForkServer,
     ) -> None:
         self.wrapper = wrapper
+        self.fork_server = fork_server
         self.folder = folder
         folder.mkdir()
         self.host = host
@@ -64,24 +68,30 @@ class Node:
     def url(self) -> str:
         return f"http{'s' if self.certificates else ''}://{self.host}:{self.port}"
 
-    def start_server(self) -> subprocess.Popen[bytes]:
+    def start_server(self) -> subprocess.Popen[bytes] | ForkedProcess:
         """Start the server, also again after it has ended; it keeps its port."""
         Path(self.control).unlink(missing_ok=True)
         files = map(str, (self.token_file, *self.certificates))
-        command = [sys.executable, "-m", "benchmarks.cluster.peer_node", self.socket, self.control]
-        self.server = self._popen([*command, f"{self.host}:{self.port}", *files], stdout=subprocess.PIPE)
+        arguments = [self.socket, self.control, f"{self.host}:{self.port}", *files]
+        module = "benchmarks.cluster.peer_node"
+        if self.wrapper:
+            self.server = self._popen([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE)
+        else:
+            with open(self.log, "ab") as log:
+                self.server = self.fork_server.start(
+                    f"{module}:main", arguments, folder=ROOT, environ=environment(), log=log, pipes=True
+                )
         assert self.server.stdout
         self.port = int(self.server.stdout.readline() or pytest.fail(self.output()))
         return self.server
 
     def _popen(self, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[bytes]:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
         with open(self.log, "ab") as log:
             return subprocess.Popen(
                 [*self.wrapper, *command],
                 **{"stdout": log, "stderr": log, **options},
                 cwd=ROOT,
-                env=environment | {"PYTHONUNBUFFERED": "1"},
+                env=environment() | {"PYTHONUNBUFFERED": "1"},
             )
 
     def output(self) -> str:
@@ -135,8 +145,9 @@ class Node:
         except subprocess.TimeoutExpired:
             self.signal(signal.SIGKILL)
         self.server.wait()
-        if self.server.stdout:
-            self.server.stdout.close()
+        for pipe in (self.server.stdin, self.server.stdout):
+            if pipe:
+                pipe.close()
 
 
 class Model:
@@ -165,6 +176,10 @@ class Model:
     def copies(self) -> float:
         """What the origin has sent, in copies of the model."""
         return self.origin.sent_bytes() / len(self.data)
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("MEDUSA_")}
 
 
 def until(condition: Callable[[], Any], say: Callable[[], str] = lambda: "") -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from faulty_cluster import BUDGET_MB, LARGE, NAMES, FaultyCluster, start
+from fork_server import ForkServer
 from hypothesis import HealthCheck, settings
 from medusa_cluster.lab.laboratory import Laboratory
 
@@ -15,6 +16,15 @@ settings.register_profile("patient", deadline=None, suppress_health_check=list(H
 settings.load_profile("patient")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
+
+
+@pytest.fixture(scope="session")
+def cluster_fork_server() -> Iterator[ForkServer]:
+    """Has imported what serves regions, and what a gateway consists of."""
+    modules = ("medusa_adapters.cli.command_line", "medusa_cluster.gateway.process", "medusa_cluster.gateway.server")
+    server = ForkServer(*modules, "benchmarks.cluster.peer_node")
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

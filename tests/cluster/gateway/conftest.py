@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from cluster_stand_in import StandIn, write_token
+from fork_server import ForkServer
 from gateway_fixtures import GatewayProcess, Instance
 
 
@@ -21,12 +22,17 @@ def cluster() -> Iterator[StandIn]:
 
 
 @pytest.fixture
-def start_gateway(cluster: StandIn, tmp_path: Path) -> Iterator[Callable[..., GatewayProcess]]:
+def start_gateway(
+    cluster: StandIn, tmp_path: Path, cluster_fork_server: ForkServer
+) -> Iterator[Callable[..., GatewayProcess]]:
     started: list[GatewayProcess] = []
     token = write_token(tmp_path)
 
     def start(*arguments: str, wrapper: Sequence[str] = ()) -> GatewayProcess:
-        started.append(GatewayProcess(tmp_path, f"127.0.0.1:{cluster.port}", token, *arguments, wrapper=wrapper))
+        address = f"127.0.0.1:{cluster.port}"
+        started.append(
+            GatewayProcess(tmp_path, address, token, *arguments, wrapper=wrapper, fork_server=cluster_fork_server)
+        )
         return started[-1]
 
     yield start
@@ -36,12 +42,12 @@ def start_gateway(cluster: StandIn, tmp_path: Path) -> Iterator[Callable[..., Ga
 
 
 @pytest.fixture
-def start_instance() -> Iterator[Callable[..., Instance]]:
+def start_instance(fork_server: ForkServer) -> Iterator[Callable[..., Instance]]:
     """Start `medusa serve`; it is killed at the end of the test."""
     started: list[Instance] = []
 
     def start(*arguments: str, ready: bool = True) -> Instance:
-        started.append(Instance(*arguments))
+        started.append(Instance(*arguments, fork_server=fork_server))
         if ready:
             started[-1].wait_ready()
         return started[-1]
@@ -53,9 +59,9 @@ def start_instance() -> Iterator[Callable[..., Instance]]:
 
 
 @pytest.fixture(scope="package")
-def served() -> Iterator[tuple[Instance, Instance]]:
+def served(fork_server: ForkServer) -> Iterator[tuple[Instance, Instance]]:
     """Two instances that no test harms."""
-    both = (Instance(), Instance())
+    both = (Instance(fork_server=fork_server), Instance(fork_server=fork_server))
     for one in both:
         one.wait_ready()
     yield both

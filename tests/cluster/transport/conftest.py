@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer
 from peer_nodes import Model, Node
 
 from benchmarks.origin import Origin, Variant
@@ -34,14 +35,16 @@ def token_file(folder: Path) -> Path:
 
 
 @pytest.fixture
-def nodes(folder: Path, token_file: Path) -> Iterator[Callable[..., list[Node]]]:
+def nodes(folder: Path, token_file: Path, cluster_fork_server: ForkServer) -> Iterator[Callable[..., list[Node]]]:
     """Start some nodes on addresses of their own."""
     started: list[Node] = []
 
     def start(count: int, certificates: Sequence[Path] = (), wrapper: Sequence[str] = ()) -> list[Node]:
         for _ in range(count):
             number = len(started) + 1
-            started.append(Node(folder / f"n{number}", f"127.0.0.{10 + number}", token_file, certificates, wrapper))
+            host = f"127.0.0.{10 + number}"
+            own = folder / f"n{number}"
+            started.append(Node(own, host, token_file, certificates, wrapper, fork_server=cluster_fork_server))
         return started[-count:]
 
     yield start
