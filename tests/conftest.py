@@ -149,6 +149,7 @@ def fork_server() -> Iterator[ForkServer]:
         "medusa_adapters.cli.serve",
         "medusa_runtime.instance",
         "medusa_handler.server.gunicorn_worker",
+        "medusa_handler.http.lean_flask:import_leanly",  # as a function's process does
         "medusa_handler.openai.routes",
     )
     yield server

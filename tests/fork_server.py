@@ -25,7 +25,7 @@ MESSAGE_BYTES = 1 << 20
 
 
 class ForkServer:
-    """Imports these modules, those of tests by their path below ``tests``, and forks."""
+    """Imports these modules, calls a ``module:function``, and forks; tests' modules are named by their path here."""
 
     def __init__(self, *modules: str) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -107,7 +107,10 @@ class ForkedProcess:
 def main() -> None:
     number, *modules = sys.argv[1:]
     for name in modules:
-        importlib.import_module(name)
+        module, _, function = name.partition(":")
+        imported = importlib.import_module(module)
+        if function:
+            getattr(imported, function)()
     gc.collect()
     gc.freeze()
     request = _serve(socket.socket(fileno=int(number)))
