@@ -47,6 +47,22 @@ def test_the_parts_of_blitzscale_help_in_the_papers_order() -> None:
     assert means == sorted(means, reverse=True)
 
 
+def test_slow_loads_cost_device_time_where_what_waits_is_the_load() -> None:
+    loader, ours = (blitzscale.run(system, "azure-conv", 120) for system in ("s-llm", "blitzscale"))
+    assert ours.device_s < 0.9 * loader.device_s
+    assert ours.mean_ttft_s() < 0.7 * loader.mean_ttft_s()
+    assert ours.held_byte_s / ours.seconds < loader.held_byte_s / loader.seconds  # one copy, not one for each host
+    waiting, arriving = ours, blitzscale.run("blitzscale", "azure-conv", 120, waiting=False)
+    assert arriving.device_s > waiting.device_s
+    assert arriving.mean_ttft_s() < waiting.mean_ttft_s()
+
+
+def test_the_evaluated_part_of_the_code_trace_has_the_papers_two_bursts() -> None:
+    at_s = [request.at_s for request in blitzscale.requests("azure-code", 3600)]
+    for begin in (3, 203):  # the bursts come at 0:05 and 3:25
+        assert sum(begin <= at < begin + 10 for at in at_s) > 4 * len(at_s) * 10 / 300
+
+
 def test_a_burst_waits_less_than_with_weights_from_disks() -> None:
     line = FIGURES["blitzscale-21"](0).lines[-1]
     assert line.what.endswith("mean TTFT below S-LLM's")

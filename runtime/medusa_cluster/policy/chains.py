@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -116,10 +116,11 @@ def plan(
     )
 
 
-def live_pairs(chains: Sequence[Chain], loaded: Sequence[str]) -> dict[str, str]:
-    """Pair the last target of each chain with an instance that it relieves while it loads, the most loaded first."""
-    ends = [chain.groups[-1][-1] for chain in sorted(chains, key=lambda chain: -chain.bytes_per_s)]
-    return dict(zip(ends, loaded, strict=False))
+def live_pairs(chains: Sequence[Chain], loaded: Sequence[str], among: Collection[str]) -> dict[str, str]:
+    """Pair the last of these targets in each chain with an instance that it relieves, the most loaded first."""
+    ordered = sorted(chains, key=lambda chain: -chain.bytes_per_s)
+    ends = [next((name for name in reversed(chain.targets) if name in among), None) for chain in ordered]
+    return dict(zip([name for name in ends if name is not None], loaded, strict=False))
 
 
 def _groups(nodes: Iterable[Node]) -> list[list[Node]]:

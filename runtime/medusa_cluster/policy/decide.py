@@ -327,17 +327,22 @@ class _Tick:
         return f"{deployment.name}-{int(self._now_s * 1000):x}-{len(self._starts)}"
 
     def _paired(self) -> list[StartInstance]:
-        """Return the starts; with live scaling those at the ends of chains relieve the most loaded instances."""
+        """Return the starts; with live scaling those at the ends of chains relieve the most loaded instances.
+
+        Prefills are relieved: a decode instance relieves none, and none relieves it.
+        """
         if not self._options.live:
             return self._starts
         paired = []
         for start in self._starts:
             url = self._state.deployments[start.model].url
+            instances = self._index.instances.get(start.model, {}).values()
             loaded = sorted(
-                (item for item in self._index.instances.get(start.model, {}).values() if item.state == "ready"),
+                (item for item in instances if item.state == "ready" and item.role == start.role != "decode"),
                 key=lambda item: (-item.running, item.id),
             )
-            pairs = live_pairs(self._fetches.chains.get(url, ()), [item.id for item in loaded])
+            alike = {other.node for other in self._starts if (other.model, other.role) == (start.model, start.role)}
+            pairs = live_pairs(self._fetches.chains.get(url, ()), [item.id for item in loaded], alike)
             paired.append(replace(start, partner=pairs.get(start.node)))
         return paired
 

@@ -6,8 +6,6 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..policy.index import Index
-from ..policy.pool import spread
 from ..policy.state import (
     ChangeRole,
     Consolidate,
@@ -21,7 +19,7 @@ from ..policy.state import (
 from .fleet import Model
 from .network import Flow, Link, call_after
 from .node import SimCopy, SimInstance, SimNode
-from .serving import Served, Server
+from .serving import Served, Server, relieved_s
 
 if TYPE_CHECKING:
     from .simulator import SimModel, Simulation
@@ -57,39 +55,17 @@ class Execution:
             copy = self._sim.nodes[decision.node].copies.get(decision.url)
             if copy is not None:
                 copy.pinned = decision.pinned
-                self._touch(self._sim.nodes[decision.node])
+                self.touch(self._sim.nodes[decision.node])
         elif isinstance(decision, ChangeRole):
             self._turn(self.instances[decision.id])
 
-    def provision(self, part: float) -> None:
-        """Have instances serve from the beginning, on this part of the devices, divided among the models."""
-        models = self._sim.models
-        places = [node for node in self._sim.nodes.values() for _ in range(node.machine.devices)]
-        for number, node in enumerate(places[: max(round(part * len(places)), 1)]):
-            model = models[number % len(models)]
-            turn = number // len(models)
-            role = "both" if not model.model.disaggregated else "decode" if turn % 2 else "prefill"
-            start = StartInstance(f"p{number}", model.model.name, node.name, role)  # type: ignore[arg-type]
-            self._begin(self._make(start))
-
-    def fill_pool(self) -> None:
-        """Have the parameter pool complete at the beginning, as that of a cluster is that runs for a while."""
-        sim = self._sim
-        index = Index()
-        index.update({name: node.seen() for name, node in sim.nodes.items()})
-        nodes = {name: node.seen() for name, node in sim.nodes.items()}
-        for url, name in spread(index, nodes, sim.deployments.values()).items():
-            size = sim.fleet.models[sim.numbers[url.removeprefix("m://")]].profile.size_bytes
-            sim.nodes[name].copies[url] = SimCopy(url, size, pinned=True, base=size, complete=True)
-            self._touch(sim.nodes[name])
-
     def cached_bytes(self) -> int:
-        """Return the bytes of copies that are there for later: the pool's, and those that no instance uses."""
+        """Return the bytes of weights in host memory. What arrives in devices takes none, until its instance ends."""
         return sum(
             copy.total
             for node in self._sim.nodes.values()
             for copy in node.copies.values()
-            if copy.pinned or not any(f"m://{instance.name}" == copy.url for instance in node.instances.values())
+            if copy.pinned or not self._sim.strategy.direct or not node.runs(copy.url)
         )
 
     def close(self) -> None:
@@ -123,13 +99,14 @@ class Execution:
         if fetch.layers is not None:
             part = round(copy.total * (fetch.layers[1] - fetch.layers[0]) / deployment.profile.layers)
         self._flow(node, copy, part - copy.base, lambda: self._arrived(node, copy))
-        self._touch(node)
+        self.touch(node)
 
     def _flow(self, node: SimNode, copy: SimCopy, size: float, arrived: Callable[[], None]) -> None:
         sim = self._sim
         upstream: Flow | None = None
         source = sim.nodes[copy.sources[0]] if copy.sources else None
         if source is not None:
+            sim.outcome.fetches += 1
             held = source.copies.get(copy.url)
             upstream = held.flow if held is not None else None
             links: tuple[Link, ...] = (source.egress, node.ingress, *self._own_links(source, copy.url))
@@ -157,7 +134,7 @@ class Execution:
         copy.complete = copy.layers is None
         copy.sources = ()
         copy.used_at_s = self._env.now
-        self._touch(node)
+        self.touch(node)
         for call in copy.then:
             call()
         copy.then.clear()
@@ -167,20 +144,20 @@ class Execution:
         copy = node.copies.pop(url, None)
         if copy is not None:
             self._release(copy)
-            self._touch(node)
+            self.touch(node)
 
     def _release(self, copy: SimCopy) -> None:
         if copy.flow is not None:
             self._sim.network.stop(copy.flow)
             copy.flow = None
 
-    def _touch(self, node: SimNode) -> None:
+    def touch(self, node: SimNode) -> None:
         node.dirty = True
         self._sim.changed[node] = None
 
     # Starts.
 
-    def _make(self, start: StartInstance) -> SimInstance:
+    def make(self, start: StartInstance) -> SimInstance:
         sim, now = self._sim, self._env.now
         node = sim.nodes[start.node]
         instance = SimInstance(
@@ -199,12 +176,12 @@ class Execution:
         self.instances[start.id] = node.instances[start.id] = instance
         self.counts[start.model] = self.counts.get(start.model, 0) + 1
         sim.outcome.instances.append((now, len(self.instances)))
-        self._touch(node)
+        self.touch(node)
         return instance
 
     def _start(self, start: StartInstance) -> None:
         sim, strategy = self._sim, self._sim.strategy
-        instance = self._make(start)
+        instance = self.make(start)
         sim.outcome.cold_starts += 1
         if start.group is not None:
             self._groups.setdefault(start.group, []).append(instance)
@@ -250,7 +227,7 @@ class Execution:
     def _delayed(self, node: SimNode, copy: SimCopy, size: float) -> None:
         copy.flow = None
         self._flow(node, copy, size, lambda: self._arrived(node, copy))
-        self._touch(node)
+        self.touch(node)
 
     def _booted(self, instance: SimInstance) -> None:
         if instance.id not in self.instances:
@@ -264,9 +241,9 @@ class Execution:
     def _loaded(self, instance: SimInstance) -> None:
         model = self._sim.fleet.models[instance.model]
         init = self._sim.strategy.init_s(model.profile) * instance.slower
-        call_after(self._env, init, lambda: self._begin(instance))
+        call_after(self._env, init, lambda: self.begin(instance))
 
-    def _begin(self, instance: SimInstance) -> None:
+    def begin(self, instance: SimInstance) -> None:
         """The instance, or the group whose last worker this is, serves."""
         if instance.id not in self.instances or instance.state == "draining":
             return
@@ -301,6 +278,8 @@ class Execution:
             model.ready[server.key] = server
             if instance.role == "prefill":
                 server.decoder = lambda request: self._decode(model, server, request)
+            if model.model.shared_queue:
+                server.pull = lambda tokens: self._sim.pull(model, tokens)
         self._decode_held(model)
         self._sim.dispatch(model)
         self._sim.wake()
@@ -327,15 +306,17 @@ class Execution:
         other = self.instances.get(partner)
         if other is None or other.server is None:
             return
+        self._sim.outcome.relieved += 1
         server, copy = other.server, instance.node.copies.get(f"m://{instance.name}")
 
-        def gain() -> float:
+        def relieved(seconds: float) -> float:
             if copy is None or instance.state != "starting" or instance.id not in self.instances:
-                server.prefill_gain = None
-                return 1.0
-            return 1 / (1 - min(copy.fetched / copy.total, 0.5))
+                server.relieved = None
+                return seconds
+            rate = copy.flow.rate if copy.flow is not None else 0.0
+            return relieved_s(seconds, copy.fetched / copy.total, rate / copy.total)
 
-        server.prefill_gain = gain
+        server.relieved = relieved
 
     # Groups.
 
@@ -368,7 +349,7 @@ class Execution:
             done(worker)
 
         self._flow(worker.node, copy, copy.total - copy.base, arrived)
-        self._touch(worker.node)
+        self.touch(worker.node)
 
     def _split(self, group: str, kept: list[SimInstance], others: list[SimInstance]) -> None:
         kept = [worker for worker in kept if worker.id in self.instances]
@@ -388,12 +369,12 @@ class Execution:
             if worker is not kept[0]:
                 worker.server = None
                 self._serve(-1)
-            self._touch(worker.node)
+            self.touch(worker.node)
         self._holders[server] = [kept[0]]
         self._open(model, kept[0], server)
         each = server.running // len(kept)
         for worker in kept[1:]:
-            self._begin(worker)
+            self.begin(worker)
             if worker.server is not None:
                 for request, left in server.give(each):
                     worker.server.take_over(request, left)
@@ -412,6 +393,7 @@ class Execution:
         model = self._sim.models[instance.model]
         model.ready.pop(server.key, None)
         model.decoders.pop(server.key, None)
+        server.pull = None
         self._decode_held(model)
         self.freed(server)
 
@@ -461,12 +443,12 @@ class Execution:
                 self._drop(node, url)
             elif not copy.pinned and sim.strategy.cache_ttl_s != float("inf"):
                 call_after(self._env, sim.strategy.cache_ttl_s, lambda: self._expire(node, copy, now))
-        self._touch(node)
+        self.touch(node)
         sim.wake()
 
     def _expire(self, node: SimNode, copy: SimCopy, since_s: float) -> None:
-        used = any(instance.name == copy.url.removeprefix("m://") for instance in node.instances.values())
-        if node.copies.get(copy.url) is copy and copy.used_at_s <= since_s and not used and not copy.pinned:
+        unused = copy.used_at_s <= since_s and not node.runs(copy.url) and not copy.pinned
+        if node.copies.get(copy.url) is copy and unused:
             self._drop(node, copy.url)
 
     def _turn(self, instance: SimInstance) -> None:
@@ -474,10 +456,10 @@ class Execution:
         model, server = self._sim.models[instance.model], instance.server
         self._note(instance)
         instance.role, instance.since_s = "decode", self._env.now
-        self._touch(instance.node)
+        self.touch(instance.node)
         if server is not None:
             model.ready.pop(server.key, None)
-            server.decoder = None
+            server.decoder = server.pull = None
             model.decoders[server.key] = server
             self._decode_held(model)
 
@@ -493,4 +475,4 @@ class Execution:
     def _set(self, instance: SimInstance, state: str) -> None:
         self._note(instance)
         instance.state, instance.since_s = state, self._env.now
-        self._touch(instance.node)
+        self.touch(instance.node)

@@ -101,6 +101,14 @@ class SimNode:
     def used_bytes(self) -> int:
         return sum(copy.total for copy in self.copies.values())
 
+    def can_run(self, device: str) -> bool:
+        """Return whether a device of this kind ("": any) is free here."""
+        return len(self.instances) < self.machine.devices and device in ("", self.machine.device)
+
+    def runs(self, url: str) -> bool:
+        """Return whether an instance here uses these weights."""
+        return any(f"m://{instance.name}" == url for instance in self.instances.values())
+
     def seen(self) -> Node:
         """Return it as the policy sees it; the same object as long as nothing has changed."""
         if self._seen is not None and not self.dirty:

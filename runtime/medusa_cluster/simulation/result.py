@@ -20,6 +20,8 @@ class Outcome:
     device_s: float = 0.0  # devices × seconds
     seconds: float = 0.0
     cold_starts: int = 0
+    fetches: int = 0  # of weights, from other nodes
+    relieved: int = 0  # starts that relieved another instance
     moved_bytes: float = 0.0
     store_bytes: float = 0.0
     held_byte_s: float = 0.0  # weights kept for later in host memory × seconds

@@ -18,6 +18,20 @@ from .profiles import Speed
 _ALMOST = 1e-6  # of a token
 
 
+def relieved_s(seconds: float, loaded: float, loaded_per_s: float) -> float:
+    """Return how long a prefill of so many seconds takes beside a new instance that runs the layers it has.
+
+    With a part f of the layers (``loaded`` now), the new instance takes f of the work, and at most half of it; the two
+    are then 1 / (1 - f) times as fast as one (BlitzScale §5.2, without the rounding to layers).
+    """
+    if loaded >= 0.5 or loaded_per_s <= 0:
+        return seconds * (1 - min(loaded, 0.5))
+    until_half = math.log((1 - loaded) / 0.5) / loaded_per_s  # of work
+    if seconds <= until_half:
+        return (1 - loaded) * (1 - math.exp(-loaded_per_s * seconds)) / loaded_per_s
+    return (0.5 - loaded) / loaded_per_s + (seconds - until_half) / 2
+
+
 class Served:
     """A request on its way. Times are those of the simulation; -1: not yet. ``number``: of those that came before."""
 
@@ -44,7 +58,8 @@ class Server:
 
     ``decoder``: takes a prefilled request where prefill and decode are separate, and samples its first token; or it
     answers False, and the request's keys and values, and so its place, stay here until there is room (``leave``).
-    ``prefill_gain``: how much faster a prefill is while a new instance relieves this one. ``batch_tokens``: of prompts
+    ``relieved``: how long a prefill takes while a new instance relieves this one, from its seconds without. ``pull``:
+    takes the next prompts from a queue that is shared; without it each waits here. ``batch_tokens``: of prompts
     prefilled together.
     """
 
@@ -64,7 +79,8 @@ class Server:
         self.key, self.speed, self.concurrency = key, speed, concurrency
         self.size, self.hop_s, self._batch_tokens = size, hop_s, batch_tokens
         self.decoder: Callable[[Served], bool] | None = None
-        self.prefill_gain: Callable[[], float] | None = None
+        self.relieved: Callable[[float], float] | None = None
+        self.pull: Callable[[int], list[Served]] | None = None
         self.first_token: Callable[[Served], None] | None = None  # called when one has come
         self.running = 0
         self._waiting: deque[Served] = deque()
@@ -95,6 +111,19 @@ class Server:
         self._stepping = True
         rest = max(math.ceil(self._tokens - _ALMOST) - self._tokens, 0.0)
         call_after(self._env, rest * self._step_s(), self._stepped)
+
+    def take(self) -> None:
+        """Prefill what waits in the shared queue, unless something is being prefilled."""
+        if not self._batch and not self._stepping and self._pulled():
+            self._prefill()
+
+    def _pulled(self) -> bool:
+        """Fetch prompts from the shared queue, if none waits here; returns whether any waits now."""
+        if not self._waiting and self.pull is not None:
+            found = self.pull(self._batch_tokens)
+            self.running += len(found)
+            self._waiting.extend(found)
+        return bool(self._waiting)
 
     def _stepped(self) -> None:
         if not self._batch:
@@ -151,8 +180,10 @@ class Server:
             request = self._waiting.popleft()
             tokens += request.prompt_tokens
             self._batch.append(request)
-        gain = self.prefill_gain() if self.prefill_gain is not None else 1.0
-        seconds = self.speed.prefill(tokens) / gain + (self.size * self.hop_s if self.size > 1 else 0.0)
+        seconds = self.speed.prefill(tokens)
+        if self.relieved is not None:
+            seconds = self.relieved(seconds)
+        seconds += self.size * self.hop_s if self.size > 1 else 0.0
         if self.size > 1 and self._waiting:
             seconds /= self.size  # the next prompts follow through the stages at once
         self._turn += 1
@@ -173,7 +204,7 @@ class Server:
                 self._join(request)
         if self._batch:
             return
-        if self._waiting:
+        if self._pulled():
             self._prefill()
         else:
             self._decode()

@@ -15,6 +15,7 @@ from medusa_runtime.errors import ConfigError
 
 from ..policy.decide import Memory, decide
 from ..policy.state import ClusterState, Copy, Deployment, Load, Node
+from .beginning import begin_minimum, fill_pool, provision
 from .execution import Execution
 from .fleet import Fleet, Model
 from .network import Link, Network, call_after
@@ -38,6 +39,7 @@ class SimModel:
         self.held: deque[tuple[Server, Served]] = deque()  # prefilled, and waiting for a decode instance with room
         self.window: deque[tuple[float, int]] = deque()
         self.window_tokens = 0
+        self.queued_tokens = 0
         self.prefilled: deque[tuple[float, int]] = deque()  # as the window, of requests whose first token has come
         self.prefilled_tokens = 0
         self.last_request_s = -math.inf
@@ -98,9 +100,11 @@ class Simulation:
     def run(self) -> Outcome:
         """Run to the last answer, or until nothing can be answered any more."""
         if self.strategy.provisioned is not None:
-            self._execution.provision(self.strategy.provisioned)
-        elif self.strategy.policy.pool:
-            self._execution.fill_pool()
+            provision(self, self._execution, self.strategy.provisioned)
+        else:
+            if self.strategy.policy.pool:
+                fill_pool(self, self._execution)
+            begin_minimum(self, self._execution)
         self._arrive_next()
         self.wake()
         with _rare_collections():
@@ -132,6 +136,7 @@ class Simulation:
         model.window.append((now, request.prompt_tokens))
         model.window_tokens += request.prompt_tokens
         model.queue.append(served)
+        model.queued_tokens += request.prompt_tokens
         self._active.add(request.model)
         self.dispatch(model)
         if model.queue:
@@ -140,13 +145,32 @@ class Simulation:
         self._arrive_next()
 
     def dispatch(self, model: SimModel) -> None:
-        """Give waiting requests to the instance with the most room."""
+        """Give waiting requests to the instance with the most room; with a shared queue, to those that are idle."""
+        if model.model.shared_queue:
+            for server in tuple(model.ready.values()):
+                if not model.queue:
+                    return
+                server.take()
+            return
         while model.queue and model.ready:
             server = max(model.ready.values(), key=_room)
             if server.free <= 0:
                 return
-            model.running += 1
-            server.admit(model.queue.popleft())
+            server.admit(self._pop(model))
+
+    def pull(self, model: SimModel, tokens: int) -> list[Served]:
+        """Take prompts with so many tokens from a shared queue, and at least one."""
+        found: list[Served] = []
+        while model.queue and (not found or model.queue[0].prompt_tokens <= tokens):
+            found.append(self._pop(model))
+            tokens -= found[-1].prompt_tokens
+        return found
+
+    def _pop(self, model: SimModel) -> Served:
+        request = model.queue.popleft()
+        model.queued_tokens -= request.prompt_tokens
+        model.running += 1
+        return request
 
     def first_token(self, request: Served) -> None:
         model = self.models[request.model]
@@ -233,16 +257,19 @@ class Simulation:
                 model.prefilled_tokens -= prefilled.popleft()[1]
             name = model.model.name
             waiting = len(model.queue)
+            tokens = model.window_tokens / self._window_s
+            if model.model.shared_queue:
+                tokens, waiting = float(model.queued_tokens), 0
             self._loads[name] = Load(
                 waiting=waiting,
                 running=model.running,
-                tokens_per_s=model.window_tokens / self._window_s,
+                tokens_per_s=tokens,
                 prefilled_per_s=model.prefilled_tokens / self._window_s,
                 kv_use=_used(model.decoders.values()),
-                longest_wait_s=now - model.queue[0].at_s if waiting else 0.0,
+                longest_wait_s=now - model.queue[0].at_s if model.queue else 0.0,
                 last_request_s=model.last_request_s,
             )
-            if not window and not prefilled:
+            if not window and not prefilled and not model.queue:
                 self._active.discard(number)
         idle = self.strategy.policy.bounds.keep_alive_s
         for name in [name for name, load in self._loads.items() if now - load.last_request_s > idle + 1.0]:

@@ -91,7 +91,10 @@ def test_leaving_changes_one_hop() -> None:
 
 def test_the_ends_of_chains_are_paired_with_the_most_loaded() -> None:
     chains = plan([node("s1", 50), node("s2", 100)], [node("a", 100, ""), node("b", 50)])
-    assert live_pairs(chains, ["hot", "warm"]) == {chains[0].groups[-1][-1]: "hot"}
+    targets = chains[0].targets
+    assert live_pairs(chains, ["hot", "warm"], targets) == {targets[-1]: "hot"}
+    assert live_pairs(chains, ["hot", "warm"], targets[:1]) == {targets[0]: "hot"}
+    assert live_pairs(chains, ["hot", "warm"], ()) == {}
 
 
 NODES = st.lists(

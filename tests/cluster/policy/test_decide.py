@@ -343,6 +343,17 @@ def test_new_instances_relieve_the_most_loaded_one_while_they_load() -> None:
     assert [start.partner for start in starts].count(instance.id) == 1
 
 
+def test_only_prefill_instances_relieve_prefill_instances() -> None:
+    cluster = ClusterModel(nodes(8), [model(disaggregated=True, min=1, max=4)], Options(live=True))
+    cluster.run(3)
+    roles = {instance.id: instance.role for instance in cluster.instances("m")}
+    cluster.load("m", waiting=32)
+    starts = of(StartInstance, cluster.tick())
+    assert {start.role for start in starts} == {"prefill", "decode"}
+    partners = [(start.role, roles[start.partner]) for start in starts if start.partner is not None]
+    assert partners == [("prefill", "prefill")]
+
+
 def test_decode_instances_are_scaled_with_prefill_instances() -> None:
     deployment = model(disaggregated=True, max=4)
     cluster = ClusterModel(nodes(8), [deployment], Options(live=True))

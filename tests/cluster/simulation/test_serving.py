@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from medusa_cluster.simulation.network import call_after
 from medusa_cluster.simulation.profiles import Speed
-from medusa_cluster.simulation.serving import Served, Server
+from medusa_cluster.simulation.serving import Served, Server, relieved_s
 
 simpy = pytest.importorskip("simpy")
 SPEED = Speed(0.1, 0.001, 0.01, 0.01)
@@ -74,7 +74,7 @@ def test_a_group_passes_activations_on_and_holds_more_at_once() -> None:
 def test_decoding_elsewhere_and_a_relieved_prefill() -> None:
     env, ended = simpy.Environment(), []
     prefill, decode = server(env, ended), server(env, ended)
-    prefill.decoder, prefill.prefill_gain = lambda request: decode.take_over(request) is None, lambda: 2.0
+    prefill.decoder, prefill.relieved = lambda request: decode.take_over(request) is None, lambda seconds: seconds / 2
     request = Served(0.0, 0, 100, 11)
     prefill.admit(request)
     env.run()
@@ -96,3 +96,26 @@ def test_a_prefilled_request_keeps_its_place_until_a_decode_instance_has_room() 
     prefill.leave()
     assert prefill.running == 0
     assert request.ttft_s == pytest.approx(3.0)
+
+
+def test_a_prefill_is_relieved_more_as_layers_arrive() -> None:
+    assert relieved_s(2.0, 0.0, 0.0) == 2.0  # nothing has arrived
+    assert relieved_s(2.0, 0.5, 1.0) == relieved_s(2.0, 1.0, 0.0) == 1.0  # half of the work each
+    steps, work, step_s = 0, 0.0, 1e-4
+    while work < 2.0:  # the same by small steps
+        work += step_s / (1 - min(0.1 + 0.3 * steps * step_s, 0.5))
+        steps += 1
+    assert relieved_s(2.0, 0.1, 0.3) == pytest.approx(steps * step_s, abs=1e-3)
+
+
+def test_an_idle_instance_takes_a_batch_from_the_shared_queue() -> None:
+    env, ended = simpy.Environment(), []
+    one, queue = server(env, ended), [Served(0.0, 0, 100, 1) for _ in range(3)]
+    one.pull = lambda tokens: [queue.pop(0) for _ in range(min(tokens // 4096, len(queue)))]
+    one.take()
+    assert (one.running, len(queue)) == (2, 1)
+    one.take()  # it is not idle
+    assert (one.running, len(queue)) == (2, 1)
+    env.run()
+    assert sorted(request.ttft_s for request in ended) == pytest.approx([0.3, 0.3, 0.5])
+    assert one.running == 0
