@@ -1,6 +1,6 @@
 """Replay traces on real processes, beside the simulator: ``python -m benchmarks.replay``.
 
-Without options it takes about three minutes. ``--full`` has more systems, more scenarios and minutes of each.
+Without options it takes about ten minutes. ``--full`` has more systems, more scenarios and minutes of each.
 ``--tail`` compares the slowest first tokens at ten requests a second with those of other systems, in three minutes.
 """
 
@@ -56,7 +56,7 @@ class Options:
     ttft_slo_s: float
     tpot_slo_s: float
     context: int
-    repeat: int = 1
+    repeat: int = 3
     simulated: bool = True
 
 
@@ -111,7 +111,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--scenarios", metavar="LIST", help=f"of {', '.join(scenario.SCENARIOS)}, and files *.csv")
     parser.add_argument("--systems", metavar="LIST", help=f"of {', '.join(SYSTEMS)}; - for none, with --lab")
     parser.add_argument("--seconds", type=float, metavar="S", help="length of each scenario")
-    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="replay each scenario N times; 1")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="replay each scenario N times; 3")
     parser.add_argument(
         "--begin", type=float, default=186.0, metavar="S", help="where in a recorded trace it begins; 186"
     )
@@ -142,7 +142,7 @@ def listed(text: str) -> list[str]:
 
 
 def measure(result: Result, system: System, traces: dict[str, list[Request]], options: Options) -> None:
-    """Calibrate, replay each trace and calibrate again, so that a machine that gets slower is noticed by both."""
+    """Calibrate, replay a trace, calibrate again, and so on: a machine that gets slower is noticed by both."""
     samples = Samples()
     print(f"{system.name}: {MEANING[system.name]}", file=sys.stderr, flush=True)
     fill_caches(system)
@@ -255,9 +255,10 @@ def nearness(result: Result, traces: dict[str, list[Request]], names: Sequence[s
     """By how much each simulated figure is off the measured median, and how many are within 15 %.
 
     Where a scenario was replayed several times, also the range of these runs. A figure that is further off, but in that
-    range, is one that the machine itself does not repeat.
+    range, is one that the machine itself does not repeat. How often it does not is counted, too: as a yardstick, the
+    figures of which a run is further from the median of the runs than the simulator may be.
     """
-    lines, near, ranged = [], 0, 0
+    lines, near, ranged, scattered = [], 0, 0, 0
     found = {(row.name, row.metric): row for row in result.rows}
     for name in (f"{trace}, {name}" for trace in traces for name in names):
         for metric in _COMPARED:
@@ -269,12 +270,16 @@ def nearness(result: Result, traces: dict[str, list[Request]], names: Sequence[s
             shown = f"{name}: {metric}, simulated {simulated:.3g}, measured {measured.median:.3g}"
             if measured.runs > 1:
                 shown += f" ({measured.min:.3g} to {measured.max:.3g})"
+                scattered += max(measured.max / measured.median - 1, 1 - measured.min / measured.median) > _NEAR
                 word = "runs" if word == "OFF" and measured.min <= simulated <= measured.max else word
             near += word == "near"
             ranged += word == "runs"
             lines.append(f"{word:4}  {100 * off:+6.1f} %  {shown}")
     total = f"{near} of {len(lines)} simulated figures are within {100 * _NEAR:g} % of what was measured"
-    return "\n".join([*lines, total + (f", {ranged} more in the range of the runs" if ranged else "")])
+    total += f", {ranged} more in the range of the runs" if ranged else ""
+    if scattered:
+        total += f"; of {scattered} of them a run itself is further from the median of the runs"
+    return "\n".join([*lines, total])
 
 
 def tails(result: Result, traces: dict[str, list[Request]], names: Sequence[str]) -> list[Target]:

@@ -42,13 +42,15 @@ class Samples:
 class Calibration:
     """The simulator's constants for a system on this machine; ``recorded``: medians of the stages behind them.
 
-    ``start_spread``: the standard deviation of the logarithms of starts.
+    ``start_spread``: the standard deviation of the logarithms of starts. ``prefill_spread``: the same of prefills, each
+    against the median of its size.
     """
 
     stages: Stages
     speed: Speed
     recorded: dict[str, float]
     start_spread: float = 0.0
+    prefill_spread: float = 0.0
 
 
 def fill_caches(system: System) -> None:
@@ -112,7 +114,6 @@ def calibrate(found: Samples) -> Calibration:
     speed = Speed(*_line(found.prefill), *_line(found.decode))
     starts = [taken for taken, _ in found.start]
     total = median(starts)
-    spread = stdev(log(taken) for taken in starts) if len(starts) > 1 else 0.0
     rest = max(total - speed.prefill(PROMPT), 0.0)
     end = median(found.end)
     recorded: dict[str, float] = {}
@@ -128,7 +129,13 @@ def calibrate(found: Samples) -> Calibration:
         imports = min(times.import_s, max(rest - container - device, 0.0))
     init = max(rest - container - device - imports, 0.0)
     stages = Stages(container, device, imports, 1e15, init, 0.0, 0.0, 0.0, 0.0, 0.0, end_s=end)
-    return Calibration(stages, speed, recorded, spread)
+    usual = {size: median(taken for other, taken in found.prefill if other == size) for size, _ in found.prefill}
+    prefill_spread = _spread([taken / usual[size] for size, taken in found.prefill])
+    return Calibration(stages, speed, recorded, _spread(starts), prefill_spread)
+
+
+def _spread(samples: Sequence[float]) -> float:
+    return stdev(log(taken) for taken in samples) if len(samples) > 1 else 0.0
 
 
 def _line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:

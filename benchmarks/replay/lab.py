@@ -126,7 +126,14 @@ def simulate(calibration: Calibration, requests: Sequence[Request], folder: Path
     model = Model(_NAME, profile, max=nodes, concurrency=CONCURRENCY, batch_tokens=2048)
     machine = Machine("n", nodes, _BYTES_PER_S, memory_bytes=10**10)
     strategy = Strategy("replay", cache="lru", policy=Options())
-    fleet = Fleet("laboratory", (machine,), (model,), hop_s=0.0, start_spread=calibration.start_spread)
+    fleet = Fleet(
+        "laboratory",
+        (machine,),
+        (model,),
+        hop_s=0.0,
+        start_spread=calibration.start_spread,
+        prefill_spread=calibration.prefill_spread,
+    )
     return Simulation(fleet, strategy, requests, tick_s=_TICK_S, quiet_s=_TICK_S, seed=seed).run()
 
 

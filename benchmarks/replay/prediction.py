@@ -31,5 +31,12 @@ def simulate(
     model = Model("model", profile, max=slots, concurrency=concurrency, batch_tokens=_BATCH_TOKENS)
     machine = Machine("machine", 1, 1e12, slots)
     strategy = Strategy("replay", cache="all", policy=policy(keep_alive_s))
-    fleet = Fleet("machine", (machine,), (model,), hop_s=0.0, start_spread=calibration.start_spread)
+    fleet = Fleet(
+        "machine",
+        (machine,),
+        (model,),
+        hop_s=0.0,
+        start_spread=calibration.start_spread,
+        prefill_spread=calibration.prefill_spread,
+    )
     return Simulation(fleet, strategy, requests, tick_s=TICK_S, quiet_s=TICK_S, seed=seed).run()

@@ -32,6 +32,15 @@ ATTAINED = {
     (8, 0.8): (48.5, 54.0, 75.2, 78.5),
     (2, 0.6): (46.7, 57.5, 81.1, 83.7),
 }
+# Figure 12 as the published plotting script notes it, at a CV of 8 and 0.6 requests a second: chat, code, summaries.
+BY_APPLICATION = {
+    "vllm": (51.8, 45.0, 91.5),
+    "serverlessllm": (60.6, 48.1, 99.6),
+    "paraserve": (83.5, 76.6, 97.3),
+    "paraserve-cache": (89.5, 83.0, 99.1),
+}
+# Parts of the requests that make these the means of Figure 10 (four equations, which they meet within 0.1).
+SHARES = {"chat": 0.55, "code": 0.35, "summary": 0.10}
 SYSTEMS = ("vllm", "serverlessllm", "paraserve", "paraserve-cache")
 # Application → lengths, and the TTFT and TPOT SLOs of 7B and 13B. Summarization's are those of the published code; the
 # paper prints 15 and 24 s.
@@ -41,6 +50,7 @@ APPLICATIONS = {
     "summary": ("longbench", 37.5, 60.0, 0.084, 0.116),
 }
 _PER_APPLICATION = 64
+_GIB = 1 << 30
 
 
 def cold(model: str, strategy: Strategy, workers: int = 1, output: int = 8) -> Outcome:
@@ -113,8 +123,8 @@ def second_testbed(slo: float = 1.0) -> tuple[Fleet, list[str]]:
                 models.append(Model(f"{name}-{size}-{number}", profile, device, ttft * slo, tpot * slo))
                 lengths.append(length)
     machines = (
-        Machine("a10", 2, 64 * GBIT, 4, "a10", 700 * GB),
-        Machine("v100", 4, 16 * GBIT, 4, "v100", 330 * GB),
+        Machine("a10", 2, 64 * GBIT, 4, "a10", 567 * _GIB),  # what the published code leaves for weights
+        Machine("v100", 4, 16 * GBIT, 4, "v100", 182 * _GIB),
     )
     return Fleet("testbed ii", machines, tuple(models)), lengths
 
@@ -123,21 +133,23 @@ def second_testbed(slo: float = 1.0) -> tuple[Fleet, list[str]]:
 class Assumed:
     """Assumptions where the paper does not describe its end-to-end runs; ``docs/simulate.md`` gives their reasons.
 
-    ``popularity``: Zipf's exponent over the models. ``loop_s``: of the controller. ``spread``: of a start's length.
+    ``popularity``: Zipf's exponent over the models. ``spread``: of a start's length. ``shares``: whether applications
+    are asked for as SHARES says; else alike.
     """
 
     popularity: float = 1.0
-    loop_s: float = 1.0
     spread: float = 0.2
+    shares: bool = False
 
 
 _ASSUMED = Assumed()
 _STEPS = {
-    "all models alike, a loop of 0.25 s, equal starts": Assumed(0.0, 0.25, 0.0),
-    "+ popularity": Assumed(1.0, 0.25, 0.0),
-    "+ loop of 1 s": Assumed(1.0, 1.0, 0.0),
+    "all models alike, equal starts": Assumed(0.0, 0.0),
+    "+ popularity": Assumed(1.0, 0.0),
+    "applications asked for as often as in the paper": Assumed(shares=True),
 }
 _SEEDS = (1, 2, 3)
+_LOOK_S = 0.25  # the published code starts at once
 
 
 def attained(
@@ -145,15 +157,30 @@ def attained(
 ) -> tuple[Outcome, Fleet]:
     fleet, lengths = second_testbed(slo)
     fleet = replace(fleet, start_spread=assumed.spread)
+    requests = gamma(_rates(fleet, rate, assumed), cv, seconds, [LENGTHS[name] for name in lengths], seed)
+    return Simulation(fleet, strategy_named(system), requests, tick_s=_LOOK_S).run(), fleet
+
+
+def _rates(fleet: Fleet, rate: float, assumed: Assumed) -> list[float]:
+    """Draw which models are popular."""
     each = popularity(len(fleet.models), rate, assumed.popularity)
-    Random(0).shuffle(each)
-    requests = gamma(each, cv, seconds, [LENGTHS[name] for name in lengths], seed)
-    return Simulation(fleet, strategy_named(system), requests, tick_s=assumed.loop_s).run(), fleet
+    if not assumed.shares:
+        Random(0).shuffle(each)
+        return each
+    dealt = {}
+    for application, share in SHARES.items():
+        models = [model.name for model in fleet.models if model.name.startswith(application)]
+        own = popularity(len(models), rate * share, assumed.popularity)
+        Random(0).shuffle(own)
+        dealt |= dict(zip(models, own, strict=True))
+    return [dealt[model.name] for model in fleet.models]
 
 
-def mean_percent(system: str, rate: float, cv: float, seconds: float, assumed: Assumed = _ASSUMED) -> float:
+def mean_percent(
+    system: str, rate: float, cv: float, seconds: float, slo: float = 1.0, assumed: Assumed = _ASSUMED
+) -> float:
     """Take the mean of some hours: one hour with a CV of 8 differs from the next by ten points."""
-    return mean([percent(*attained(system, rate, cv, seconds, assumed=assumed, seed=seed)) for seed in _SEEDS])
+    return mean([percent(*attained(system, rate, cv, seconds, slo, assumed=assumed, seed=seed)) for seed in _SEEDS])
 
 
 def percent(outcome: Outcome, fleet: Fleet) -> float:
@@ -177,7 +204,9 @@ def figure_10(seconds: float) -> Figure:
     for step, assumed in _STEPS.items():
         for system in SYSTEMS:
             found.append(
-                Line(f"{system}, CV 8, 0.6/s, {step}", mean_percent(system, 0.6, 8, seconds, assumed), None, "%")
+                Line(
+                    f"{system}, CV 8, 0.6/s, {step}", mean_percent(system, 0.6, 8, seconds, assumed=assumed), None, "%"
+                )
             )
     return Figure(
         "paraserve-10",
@@ -185,8 +214,10 @@ def figure_10(seconds: float) -> Figure:
         chart(series, "requests a second, CV 8", "% in time", 100),
         found,
         "Means of three simulated hours. The paper's requests are not public. Assumed are a popularity of the models "
-        "by Zipf's law, a controller that looks each second, as the published one does, and starts that differ by "
-        "20 %; the last lines begin without them and add one after the other.",
+        "by Zipf's law and starts that differ by 20 %; the lines after the published ones are without them. From the "
+        "published code are the memory for caches, that only what one worker fetched is kept, and that starts do not "
+        "wait for a tick. The last lines have the applications' shares that follow from Figure 12: the baselines are "
+        "then too low, which means that the paper's models are more unequal than Zipf's law with an exponent of 1.",
     )
 
 
@@ -194,46 +225,56 @@ def figure_11(seconds: float) -> Figure:
     series: dict[str, list[tuple[float, float]]] = {}
     for system in SYSTEMS:
         for slo in (0.5, 1.0, 2.0):
-            series.setdefault(system, []).append((slo, percent(*attained(system, 0.6, 8, seconds, slo))))
+            series.setdefault(system, []).append((slo, mean_percent(system, 0.6, 8, seconds, slo)))
     found = [
         Line(f"{system}, SLOs × {slo:g}", value, None, "%") for system, row in series.items() for slo, value in row
     ]
-    loose = max(row[-1][1] for name, row in series.items() if name in SYSTEMS[:2])
-    found.append(Line("ParaServe over the best baseline, loose SLOs", series["paraserve"][-1][1] / loose, 1.52, "×"))
+    tight = max(row[0][1] for row in series.values())
+    found.append(Line("the best system, tight SLOs", tight, 63.0, "%"))
+    for system, published in (("paraserve", 1.52), ("paraserve-cache", 1.58)):
+        ratio = series[system][-1][1] / max(series["vllm"][-1][1], 1e-9)
+        found.append(Line(f"{system} over vLLM, loose SLOs", ratio, published, "×"))
     return Figure(
         "paraserve-11",
         "ParaServe Figure 11: first tokens in time, by SLO",
         chart(series, "SLOs, times the paper's", "% in time", 100),
         found,
-        "The paper prints ratios only: up to 1.52 with loose SLOs.",
+        "The paper prints what is reached at most over its rates, and neither says how much its SLOs are tightened or "
+        "loosened. Its ratios are over vLLM: so it is in Figure 12, whose numbers are published, and 1.74 in Figure 10 "
+        "is 81.1 over vLLM's 46.7. Means of three simulated hours at 0.6 requests a second.",
     )
 
 
 def figure_12(seconds: float) -> Figure:
     found, shown = [], {}
-    ratios: dict[str, dict[str, float]] = {}
-    for system in SYSTEMS[:3]:
-        outcome, fleet = attained(system, 0.6, 8, seconds)
-        for name in APPLICATIONS:
-            pairs = [
-                ttft <= fleet.models[number].ttft_slo_s
-                for ttft, number in zip(outcome.ttft_s, outcome.model, strict=True)
-                if fleet.models[number].name.startswith(name)
-            ]
-            value = 100 * sum(pairs) / max(len(pairs), 1)
-            ratios.setdefault(name, {})[system] = value
-            shown[f"{name}, {system}"] = value
-            found.append(Line(f"{name}, {system}", value, None, "%"))
+    ours: dict[tuple[str, str], float] = {}
+    for system, published in BY_APPLICATION.items():
+        runs = [attained(system, 0.6, 8, seconds, seed=seed) for seed in _SEEDS]
+        for name, value in zip(APPLICATIONS, published, strict=True):
+            ours[system, name] = mean([_of_application(outcome, fleet, name) for outcome, fleet in runs])
+            shown[f"{name}, {system}"] = ours[system, name]
+            found.append(Line(f"{name}, {system}", ours[system, name], value, "%"))
     for name, best in (("chat", 1.61), ("code", 1.70)):
-        ratio = ratios[name]["paraserve"] / max(ratios[name]["serverlessllm"], 1e-9)
-        found.append(Line(f"{name}, ParaServe over ServerlessLLM", ratio, best, "×"))
+        ratio = ours["paraserve", name] / max(ours["vllm", name], 1e-9)
+        found.append(Line(f"{name}, ParaServe over vLLM", ratio, best, "×"))
     return Figure(
         "paraserve-12",
         "ParaServe Figure 12: first tokens in time, by application",
         bars(shown, "%"),
         found,
-        "Published are the largest ratios. One simulated hour.",
+        "Means of three simulated hours. Applications are asked for alike here, while the paper's numbers imply 55, 35 "
+        "and 10 % (the last lines of Figure 10 have these shares). The baselines find fewer warm instances than in the "
+        "paper: its models are more unequal, as functions of the Azure trace that were called first are the busiest.",
     )
+
+
+def _of_application(outcome: Outcome, fleet: Fleet, name: str) -> float:
+    met = [
+        ttft <= fleet.models[number].ttft_slo_s
+        for ttft, number in zip(outcome.ttft_s, outcome.model, strict=True)
+        if fleet.models[number].name.startswith(name)
+    ]
+    return 100 * sum(met) / max(len(met), 1)
 
 
 def burst(count: int, workers: int) -> Outcome:

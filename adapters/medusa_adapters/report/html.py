@@ -208,9 +208,12 @@ th{font-weight:500;color:var(--soft)}td:nth-child(n+3),th:nth-child(n+3){text-al
 small{display:block;color:var(--soft);font-size:12px}
 code{font-size:12px;color:var(--soft)}
 details{margin-top:14px}summary{cursor:pointer;color:var(--soft)}
+.wide{overflow-x:auto}.numbers td:first-child{overflow-wrap:normal}
+.numbers td:nth-child(n+2),.numbers th:nth-child(n+2){text-align:right}
 dl{display:grid;grid-template-columns:minmax(80px,max-content) 1fr;gap:2px 20px;margin:8px 0 0}
 dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
-@media(max-width:640px){main{padding:24px 14px 48px}h1{font-size:34px}h1 span{display:block;font-size:17px}
+@media(max-width:640px){.wide>*{min-width:600px}main{padding:24px 14px 48px}h1{font-size:34px}
+h1 span{display:block;font-size:17px}
 .row{grid-template-columns:84px 1fr 62px;gap:6px;font-size:12px}
 td,th{padding-right:6px;font-size:13px}.stages td,.stages th{font-size:12px}}
 """

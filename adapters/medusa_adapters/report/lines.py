@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-_WIDTH, _HEIGHT = 720, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 150, 14, 40
+_WIDTH, _HEIGHT = 520, 280  # not wider, so that a phone shows its texts large enough
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 120, 30, 46
 _COLOURS = ("#0b7a75", "#c2410c", "#5b6ee1", "#a16207", "#9d3c8b", "#616b76", "#15803d", "#b4bec9")
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
@@ -29,7 +29,7 @@ def lines(series: Series, x: str, y: str, *, top: float | None = None) -> str:
 
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(y)} over {escape(x)}" '
-        'style="font:12px system-ui,sans-serif;width:100%;height:auto" fill="currentColor">'
+        'style="font:13px system-ui,sans-serif;width:100%;max-width:680px;height:auto" fill="currentColor">'
     ]
     for step in range(5):
         level = at((left, high * step / 4))[1]
@@ -37,9 +37,9 @@ def lines(series: Series, x: str, y: str, *, top: float | None = None) -> str:
         parts.append(f'<text x="{_LEFT - 8}" y="{level + 4:.1f}" text-anchor="end">{high * step / 4:.3g}</text>')
         value = left + (right - left) * step / 4
         across = at((value, 0))[0]
-        parts.append(f'<text x="{across:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{value:.3g}</text>')
+        parts.append(f'<text x="{across:.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{value:.3g}</text>')
     parts.append(f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x)}</text>')
-    parts.append(f'<text x="4" y="{_TOP - 2}">{escape(y)}</text>')
+    parts.append(f'<text x="4" y="{_TOP - 16}">{escape(y)}</text>')
     ends = _apart([at(row[-1])[1] for row in series.values() if row])
     for number, ((name, row), end) in enumerate(
         zip(((name, row) for name, row in series.items() if row), ends, strict=True)

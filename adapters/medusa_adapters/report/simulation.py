@@ -88,9 +88,9 @@ def _where(runs: Sequence[Summary]) -> str:
     return (
         "<section><h2>Where the time went</h2><p>Requests wait while an instance starts, and while none can "
         "start. Many cold starts point to the first; a long queue with few of them to the second.</p>"
-        "<table><thead><tr><th>run</th>"
+        "<div class='wide'><table class='numbers'><thead><tr><th>run</th>"
         "<th>cold starts</th><th>requests for each</th><th>weights moved</th><th>longest queue of a model</th>"
-        f"<th>never answered</th></tr></thead><tbody>{rows}</tbody></table></section>"
+        f"<th>never answered</th></tr></thead><tbody>{rows}</tbody></table></div></section>"
     )
 
 
@@ -106,7 +106,8 @@ def _changes(runs: Sequence[Summary], changed: Sequence[Summary]) -> str:
     )
     return (
         f"<section><h2>What would have to change</h2><p>{escape(first.strategy)} at {first.rate:g} requests a second "
-        f"and a CV of {first.cv:g}, in other fleets.</p><table><thead><tr><th>change</th><th>in time</th><th>p99</th>"
+        f"and a CV of {first.cv:g}, in other fleets.</p><table class='numbers'><thead><tr><th>change</th>"
+        "<th>in time</th><th>p99</th>"
         f"<th>device hours</th></tr></thead><tbody>{rows}</tbody></table></section>"
     )
 
@@ -123,10 +124,11 @@ def _table(plan: Plan, runs: Sequence[Summary]) -> str:
         for run in runs
     )
     return (
-        "<section><h2>All numbers</h2><table><thead><tr><th>run</th><th>first token in time</th>"
+        "<section><h2>All numbers</h2><div class='wide'><table class='numbers'><thead><tr><th>run</th>"
+        "<th>first token in time</th>"
         "<th>other tokens in time</th><th>TTFT, s<small>p50 · p95 · p99</small></th><th>TPOT, ms<small>p99</small></th>"
         f"<th>device hours{'<small>cost</small>' if priced else ''}</th></tr></thead><tbody>{rows}</tbody></table>"
-        "</section>"
+        "</div></section>"
     )
 
 

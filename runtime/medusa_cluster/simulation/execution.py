@@ -95,6 +95,7 @@ class Execution:
             sim.network.stop(copy.flow)
             copy.flow = None
         copy.pinned, copy.sources = fetch.pin or copy.pinned, fetch.sources
+        copy.grouped = copy.grouped or fetch.layers is not None
         part = copy.total
         if fetch.layers is not None:
             part = round(copy.total * (fetch.layers[1] - fetch.layers[0]) / deployment.profile.layers)
@@ -265,6 +266,8 @@ class Execution:
             batch_tokens=model.model.batch_tokens,
         )
         server.first_token = sim.first_token
+        if sim.fleet.prefill_spread:
+            server.slower = lambda: self._random.lognormvariate(0.0, sim.fleet.prefill_spread)
         for worker in group:
             worker.server = server
         self._serve(len(group))
@@ -439,7 +442,8 @@ class Execution:
         if copy is not None and not any(other.name == instance.name for other in node.instances.values()):
             copy.used_at_s = now
             partial = copy.layers is not None or copy.flow is not None
-            if not copy.pinned and (sim.strategy.cache == "none" or partial):
+            unkept = sim.strategy.cache == "none" or (copy.grouped and not sim.strategy.caches_groups)
+            if not copy.pinned and (unkept or partial):
                 self._drop(node, url)
             elif not copy.pinned and sim.strategy.cache_ttl_s != float("inf"):
                 call_after(self._env, sim.strategy.cache_ttl_s, lambda: self._expire(node, copy, now))

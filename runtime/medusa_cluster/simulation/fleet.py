@@ -53,6 +53,7 @@ class Fleet:
     hop_s: float = 0.001  # between two workers of a group
     store_bytes_per_s: float = math.inf  # of all nodes together
     start_spread: float = 0.0  # sigma of the log-normal factor by which each start is slower or faster
+    prefill_spread: float = 0.0  # the same of each prefill
 
     @property
     def devices(self) -> int:

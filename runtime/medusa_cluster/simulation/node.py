@@ -22,6 +22,7 @@ class SimCopy:
     base: float = 0.0
     flow: Flow | None = None
     complete: bool = False
+    grouped: bool = False  # its first layers came for a worker of a group
     used_at_s: float = 0.0
     sources: tuple[str, ...] = ()
     then: list[Callable[[], None]] = field(default_factory=list)

@@ -59,8 +59,8 @@ class Server:
     ``decoder``: takes a prefilled request where prefill and decode are separate, and samples its first token; or it
     answers False, and the request's keys and values, and so its place, stay here until there is room (``leave``).
     ``relieved``: how long a prefill takes while a new instance relieves this one, from its seconds without. ``pull``:
-    takes the next prompts from a queue that is shared; without it each waits here. ``batch_tokens``: of prompts
-    prefilled together.
+    takes the next prompts from a queue that is shared; without it each waits here. ``slower``: draws how much longer
+    than usual a prefill takes. ``batch_tokens``: of prompts prefilled together.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Server:
         self.decoder: Callable[[Served], bool] | None = None
         self.relieved: Callable[[float], float] | None = None
         self.pull: Callable[[int], list[Served]] | None = None
+        self.slower: Callable[[], float] | None = None
         self.first_token: Callable[[Served], None] | None = None  # called when one has come
         self.running = 0
         self._waiting: deque[Served] = deque()
@@ -180,7 +181,7 @@ class Server:
             request = self._waiting.popleft()
             tokens += request.prompt_tokens
             self._batch.append(request)
-        seconds = self.speed.prefill(tokens)
+        seconds = self.speed.prefill(tokens) * (self.slower() if self.slower is not None else 1.0)
         if self.relieved is not None:
             seconds = self.relieved(seconds)
         seconds += self.size * self.hop_s if self.size > 1 else 0.0

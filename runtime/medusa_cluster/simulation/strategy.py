@@ -19,9 +19,10 @@ class Strategy:
     ``prefetch``: the fetch begins with the container, not after it. ``stream``: tensors are loaded as they arrive, into
     an engine that skips profiling. ``overlap``: loading beside the imports. ``precreated``: containers are there.
     ``warm``: processes that have imported everything are there. ``direct``: weights from the network arrive in the
-    device, not in the host's memory (BlitzScale). ``cache``: what nodes keep in host memory when an instance has ended:
-    nothing, the least recently used models, or always all. ``provisioned``: the part of the devices that always serves,
-    instead of scaling.
+    device, not in the host's memory (BlitzScale). ``cache``: what nodes keep in host memory when an instance has
+    ended: nothing, the least recently used models, or always all. ``caches_groups``: also what began as a part of a
+    model, for a worker of a group; ParaServe's published code keeps only what one worker fetched. ``provisioned``: the
+    part of the devices that always serves, instead of scaling.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Strategy:
     direct: bool = False
     loader: bool = False  # ServerlessLLM's checkpoint format, without the other optimizations
     cache: str = "none"  # none | lru | all
+    caches_groups: bool = True
     cache_ttl_s: float = float("inf")
     provisioned: float | None = None
     policy: Options = field(default_factory=Options)
@@ -89,7 +91,7 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy("single", policy=_ALONE),
         Strategy("paraserve", policy=replace(_ALONE, largest_group=4)),
-        Strategy("paraserve-cache", cache="lru", policy=replace(_ALONE, largest_group=4)),
+        Strategy("paraserve-cache", cache="lru", caches_groups=False, policy=replace(_ALONE, largest_group=4)),
         Strategy("vllm", prefetch=False, stream=False, overlap=False, policy=_FIRST_FIT),
         Strategy("vllm+prefetch", stream=False, overlap=False, policy=_FIRST_FIT),
         Strategy("vllm+stream", overlap=False, policy=_FIRST_FIT),

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, Browser
 from medusa_adapters.cli.command_line import run
 
 pytest.importorskip("simpy")
@@ -54,6 +55,36 @@ def test_runs_are_shown_written_and_drawn(tmp_path: Path, capsys: pytest.Capture
     balanced = _Balanced()
     balanced.feed(page)
     assert balanced.open == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_the_page_is_readable_on_a_phone_and_on_a_screen(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET.replace("vllm", "serverlessllm"))
+    report = tmp_path / "report.html"
+    assert run(["simulate", str(tmp_path / "fleet.yaml"), "--what-if", "--report", str(report)]) == 0
+    with Browser() as browser:
+        for width in (360, 390, 1280):
+            browser.open(report.as_uri(), width)
+            assert browser.value("document.documentElement.scrollWidth") <= width
+            outside = "[...document.querySelectorAll('main *')].filter(e => !e.closest('.wide > *') && "
+            outside += "e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))"
+            assert browser.value(outside) == []
+            # Texts of a chart: large enough, and none upon another.
+            boxes = "[...document.querySelectorAll('svg')].map(svg => [...svg.querySelectorAll('text')].map(e => {"
+            boxes += "const r = e.getBoundingClientRect(); return [r.left, r.right, r.top, r.bottom]}))"
+            for texts in browser.value(boxes):
+                assert min(bottom - top for _, _, top, bottom in texts) >= 10
+                for number, (left, right, top, bottom) in enumerate(texts):
+                    upon = [
+                        o
+                        for o in texts[:number]
+                        if o[0] < right and left < o[1] and o[2] + 2 < bottom and top + 2 < o[3]
+                    ]
+                    assert upon == [], (width, texts[number])
+            names = "[...document.querySelectorAll('.wide td:first-child')].map(e => {const r = document.createRange();"
+            names += "r.selectNode(e.firstChild); return r.getClientRects().length})"
+            assert set(browser.value(names)) == {1}  # none is broken in two
+        assert browser.errors == []
 
 
 def test_only_the_strategies_that_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
