@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from collections import defaultdict
@@ -14,6 +15,8 @@ from typing import Any
 from medusa_cluster.lab.laboratory import Laboratory
 from medusa_cluster.lab.link import Link
 from medusa_runtime.errors import LabError
+from medusa_runtime.limits import memory_available_bytes
+from medusa_runtime.region.pages import address_of, populate_write
 
 from benchmarks.cluster.floor import bare_chain
 from benchmarks.cluster.options import Options, row
@@ -26,12 +29,25 @@ def rows(options: Options) -> list[dict[str, Any]]:
     """Measure copies with nodes that have nothing else to do; times count from the order to fetch."""
     models = {"model": options.model} | ({"large": options.large_model} if options.large_model else {})
     link = Link(options.link_bytes_per_s)
+    largest = max(sum(file.stat().st_size for file in folder.iterdir()) for folder in models.values())
+    touch_memory(options.nodes * largest)
     found = []
     with Laboratory(options.nodes, link, cpus=options.cpus, origin=models) as lab, weight_nodes(lab) as nodes:
         for name in models:
             suffix = "" if name == "model" else "_large"
             found += _measure(options, lab, nodes, f"{lab.origin_url}/{name}", suffix)
     return found
+
+
+def touch_memory(size_bytes: int) -> None:
+    """Use so much memory once, as far as it is free.
+
+    A virtual machine gets its memory from its host page by page, when it first uses it. On the machine of
+    docs/benchmarks.md that takes up to 4 CPU seconds a GB, several times what pages cost from then on.
+    """
+    size_bytes = min(size_bytes, memory_available_bytes() // 4 * 3)
+    with mmap.mmap(-1, size_bytes) as memory, memoryview(memory) as view:
+        populate_write(address_of(view), size_bytes)
 
 
 def _measure(options: Options, lab: Laboratory, nodes: list[WeightNode], url: str, suffix: str) -> list[dict[str, Any]]:

@@ -23,7 +23,8 @@ from benchmarks.cluster.weight_nodes import WeightNode, weight_nodes
 _PORT = 8080
 _PACE = 0.85  # of the link, for weights while the node serves
 _STREAMS = 2  # requests at a time
-_TOKENS = 400  # so that eight gaps of a sample are longer than its p99
+_TOKENS = 400  # of a request, in each slice
+_SLICES = 2  # of a sample, in turns with those of the other ways: 16 gaps of it are longer than its p99
 _READY_WITHIN_S = 120.0
 
 
@@ -52,12 +53,49 @@ _RATIOS = {  # metric → two ways
     "tpot_p99_ratio_unpaced_local": ("unpaced_local", "elsewhere_local"),
     "tpot_p99_ratio_elsewhere": ("elsewhere", "alone"),
 }
+_BASE = "elsewhere"
+
+
+class _Slice(NamedTuple):
+    """Some seconds of one way."""
+
+    gaps_s: list[float]  # between tokens
+    seconds: float
+    sent_bytes: int  # by the serving node
+    sender_cpu_s: float  # of its server of regions and its agent
 
 
 class _Sample(NamedTuple):
-    p99_ms: float
-    sent_bytes_per_s: float  # by the serving node
-    sender_cpus: float  # cores that its server of regions and its agent took
+    """The slices of one way in one run."""
+
+    slices: list[_Slice]
+
+    @property
+    def p99_ms(self) -> float:
+        return _p99_ms(self.slices)
+
+    @property
+    def noise(self) -> float:
+        """The p99 of every second slice over that of the others, which differ in nothing."""
+        one, other = _p99_ms(self.slices[::2]), _p99_ms(self.slices[1::2])
+        return max(one, other) / min(one, other)
+
+    @property
+    def sent_bytes_per_s(self) -> float:
+        return sum(each.sent_bytes for each in self.slices) / self._seconds
+
+    @property
+    def sender_cpus(self) -> float:
+        return sum(each.sender_cpu_s for each in self.slices) / self._seconds
+
+    @property
+    def _seconds(self) -> float:
+        return sum(each.seconds for each in self.slices)
+
+
+def _p99_ms(slices: list[_Slice]) -> float:
+    gaps = sorted(gap for each in slices for gap in each.gaps_s)
+    return gaps[int(len(gaps) * 0.99)] * 1e3
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
@@ -78,6 +116,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
     for metric, names in _RATIOS.items():
         pairs = zip(*(samples[name] for name in names), strict=True)
         found.append(row("forwarding", metric, "", [one.p99_ms / other.p99_ms for one, other in pairs]))
+    found.append(row("forwarding", "tpot_p99_noise", "", [sample.noise for sample in samples[_BASE]]))
     for name in _WAYS:
         found.append(row("forwarding", f"tpot_p99_{name}_ms", "ms", [sample.p99_ms for sample in samples[name]]))
     for name in ("paced", "unpaced"):
@@ -101,22 +140,26 @@ def _measure(options: Options, own: set[int]) -> dict[str, list[_Sample]]:
         _stream(lab, serving.name, client.name, [])
         ways = list(_WAYS.items())
         for _ in range(options.runs):
-            ways.append(ways.pop(0))  # what drifts concerns all of them alike
-            for name, way in ways:
-                serving.ask("pace", bytes_per_s=None if way.pace is None else way.pace * options.link_bytes_per_s)
-                sender = {"serving": serving, "other": other, None: None}[way.sender]
-                weights = None if sender is None else _Weights(sender, receiving, url)
-                samples[name].append(_sample(lab, serving.name, serving.name if way.local else client.name))
-                if weights is not None:
-                    weights.end()
+            for name in _WAYS:
+                samples[name].append(_Sample([]))
+            for _ in range(_SLICES):
+                ways.reverse()  # what drifts concerns all of them alike
+                for name, way in ways:
+                    serving.ask("pace", bytes_per_s=None if way.pace is None else way.pace * options.link_bytes_per_s)
+                    sender = {"serving": serving, "other": other, None: None}[way.sender]
+                    weights = None if sender is None else _Weights(sender, receiving, url)
+                    found = _slice(lab, serving.name, serving.name if way.local else client.name)
+                    samples[name][-1].slices.append(found)
+                    if weights is not None:
+                        weights.end()
     return samples
 
 
-def _sample(lab: Laboratory, node: str, client: str) -> _Sample:
+def _slice(lab: Laboratory, node: str, client: str) -> _Slice:
     sent, cpu_s, began = lab.sent_bytes(node), _sender_cpu_s(lab, node), time.monotonic()
-    p99_ms = _p99_ms(lab, node, client)
+    gaps = _gaps_s(lab, node, client)
     seconds = time.monotonic() - began
-    return _Sample(p99_ms, (lab.sent_bytes(node) - sent) / seconds, (_sender_cpu_s(lab, node) - cpu_s) / seconds)
+    return _Slice(gaps, seconds, lab.sent_bytes(node) - sent, _sender_cpu_s(lab, node) - cpu_s)
 
 
 def _sender_cpu_s(lab: Laboratory, node: str) -> float:
@@ -176,7 +219,7 @@ def _is_ready(lab: Laboratory, node: str) -> bool:
         connection.close()
 
 
-def _p99_ms(lab: Laboratory, node: str, client: str) -> float:
+def _gaps_s(lab: Laboratory, node: str, client: str) -> list[float]:
     gaps: list[float] = []
     threads = [threading.Thread(target=_stream, args=(lab, node, client, gaps)) for _ in range(_STREAMS)]
     for thread in threads:
@@ -185,7 +228,7 @@ def _p99_ms(lab: Laboratory, node: str, client: str) -> float:
         thread.join()
     if len(gaps) < _STREAMS * (_TOKENS - 1):
         raise LabError(f"expected {_STREAMS} streams of {_TOKENS} tokens, found {len(gaps)} gaps between tokens")
-    return sorted(gaps)[int(len(gaps) * 0.99)] * 1e3
+    return gaps
 
 
 def _stream(lab: Laboratory, node: str, client: str, gaps: list[float]) -> None:

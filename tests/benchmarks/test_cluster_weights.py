@@ -44,6 +44,7 @@ def test_serving_beside_weights() -> None:
         "tpot_p99_ratio_unpaced",
         "tpot_p99_ratio_unpaced_local",
         "tpot_p99_ratio_elsewhere",
+        "tpot_p99_noise",
         "tpot_p99_alone_ms",
         "tpot_p99_elsewhere_ms",
         "tpot_p99_paced_ms",
