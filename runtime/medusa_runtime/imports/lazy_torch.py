@@ -9,7 +9,6 @@ TorchScript and training. Here those modules are lazy (``lazy_modules.py``): exe
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import importlib.util
 import logging
@@ -25,6 +24,7 @@ from typing import Any
 
 from .lazy_modules import LazyFinder, LazyHooks, LazyModule, LazyPolicy, StandIn, StandIns, namespace_of
 from .lock import TESTED_PYTHONS
+from .uncollected import uncollected
 
 logger = logging.getLogger(__name__)
 
@@ -206,20 +206,17 @@ class _LeanImport:
         _active = self
         autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else it reads every installed package's entry points
-        collecting = gc.isenabled()
-        gc.disable()  # a hundred thousand objects that all stay: collections only cost time
         flags = sys.getdlopenflags()
         sys.setdlopenflags(flags & ~os.RTLD_NOW | os.RTLD_LAZY)  # 43,000 functions, of which few are ever called
         try:
-            yield
-            torch: Any = sys.modules["torch"]
-            # As torch._prims.rng_prims does at the end of a plain import; without it there is no torch.Generator.
-            torch._C._set_generator_metaclass(torch._opaque_base.OpaqueBaseMeta)
-            self._then(torch)
+            with uncollected():  # a hundred thousand objects that all stay
+                yield
+                torch: Any = sys.modules["torch"]
+                # As torch._prims.rng_prims does at the end of a plain import; without it there is no torch.Generator.
+                torch._C._set_generator_metaclass(torch._opaque_base.OpaqueBaseMeta)
+                self._then(torch)
         finally:
             sys.setdlopenflags(flags)
-            if collecting:
-                gc.enable()
             if autoload is None:
                 del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
             else:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from medusa_runtime.errors import EngineError, MedusaError
+from medusa_runtime.imports.uncollected import uncollected
 from medusa_runtime.timeline import Timeline
 
 from ..imports import logging_as_it_is, no_cache_folder
@@ -72,7 +73,7 @@ class FrontEnd:
         """Mount the server unless it is, and return what takes a connection. Raises EngineError, ConfigError."""
         with self._lock:
             if not self._up.is_set() and self._error is None:
-                with self._timeline.stage("vllm_server"):
+                with self._timeline.stage("vllm_server"), uncollected():
                     threading.Thread(target=self._run, args=(served,), name="vllm-server", daemon=True).start()
                     self._up.wait()
         if self._error is not None:
