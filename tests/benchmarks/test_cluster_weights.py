@@ -28,6 +28,7 @@ def test_copies_by_a_chain() -> None:
         ("origin", "sent_ratio"),
         ("hop", "link_share"),
         ("hop", "cpu_s_per_gb"),
+        ("hop", "ahead_cpu_s_per_gb"),
         ("floor", "ratio_3_to_2"),
         ("floor", "ratio_over_floor"),
         ("floor", "all_s"),
