@@ -56,7 +56,7 @@ demo: setup ## Serve the bundled model, stream one completion, show where the st
 
 test: setup-dev ## Run the CPU test suite (10 minutes on two cores)
 	@echo "the tests take about 10 minutes on two cores; make test WORKERS=8 runs more of them at a time"
-	$(PYTEST) --workers $(WORKERS) -m "not slow and not gpu and not containers and not vllm and not cluster"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not containers and not vllm and not cluster"
 
 $(VENV)/.cluster: $(VENV)/.dev
 	$(INSTALL) -e ".[cluster]"

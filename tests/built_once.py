@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked_workers import shared_folder
 
 
 def built_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], object]) -> Path:
@@ -15,7 +15,9 @@ def built_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path
 
     The others wait meanwhile. If ``build`` raises, the next one tries again.
     """
-    base = shared_folder(factory)
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # each worker has its own below it
     folder = base / name
     with open(base / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

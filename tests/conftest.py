@@ -12,7 +12,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import medusa_cluster  # noqa: F401  makes --engine cluster known
@@ -26,8 +28,6 @@ from process_tree import alive, descendants
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 PATIENCE_S = 120.0
-
-pytest_plugins = ["forked_workers"]
 
 # OpenMP reads it when torch is imported, which a conftest below this one may do: another worker wants the cores.
 share_cores()
@@ -115,11 +115,12 @@ class NodeProcess:
         return True
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Whoever runs the tests in the background (nohup, a shell's &) has these ignored, which processes inherit."""
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
+    signal.signal(signal.SIGTERM, partial(_stop, os.getpid(), bool(config.getoption("numprocesses", None))))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -139,6 +140,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("root"):
                 item.add_marker(pytest.mark.skip("needs root, to become other users, to mount or to make namespaces"))
+
+
+def _stop(tests: int, has_workers: bool, number: int, frame: FrameType | None) -> None:
+    """End the tests at SIGTERM as at Ctrl-C, through the fixtures that end what was started."""
+    if os.getpid() == tests:
+        for worker in Path(f"/proc/self/task/{tests}/children").read_text().split() if has_workers else ():
+            os.kill(int(worker), number)  # xdist would kill them
+        signal.default_int_handler(number, frame)
+    signal.signal(number, signal.SIG_DFL)  # in a process that a test has forked
+    os.kill(os.getpid(), number)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TESTS = ["tests/runtime/imports", "tests/handler/test_lean_flask.py", "tests/runtime/load/test_private_names.py"]
-PACKAGES = ["pytest", "pytest-timeout", "numpy"]
+PACKAGES = ["pytest", "pytest-timeout", "pytest-xdist", "numpy"]
 INSTALL_S = 300
 
 

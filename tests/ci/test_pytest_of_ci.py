@@ -12,7 +12,6 @@ import pytest
 from process_tree import alive
 
 PYTEST = Path(__file__).parents[2] / ".ci" / "pytest"
-ALONE = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
 TESTS = """
 import os
 import pathlib
@@ -36,8 +35,8 @@ def test_broken(number):
 @pytest.mark.parametrize(("broken", "status"), [(0, 0), (1, 1), (3, 1)])
 def test_a_few_failures_run_once_more_alone(tmp_path: Path, broken: int, status: int) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
-    environment = ALONE | {"BROKEN": str(broken)}
-    command = [sys.executable, PYTEST, "-q", "-p", "forked_workers", "test_some.py"]
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "BROKEN": str(broken)}
+    command = [sys.executable, PYTEST, "-q", "-p", "xdist", "test_some.py"]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == status, ran.stdout
     told = [line for line in ran.stdout.splitlines() if line.startswith("==") and line.count("=") < 10]
@@ -52,8 +51,9 @@ def test_a_few_failures_run_once_more_alone(tmp_path: Path, broken: int, status:
 
 def test_a_run_that_ends_otherwise_fails(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text("import none_such")
-    command = [sys.executable, PYTEST, "-q", "-p", "forked_workers", "test_some.py"]
-    ran = subprocess.run(command, cwd=tmp_path, env=ALONE, capture_output=True, text=True, check=False)
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, PYTEST, "-q", "-p", "xdist", "test_some.py"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == pytest.ExitCode.INTERRUPTED
     assert "once more" not in ran.stdout
 
@@ -74,12 +74,9 @@ def test_it(child):
 """
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_tests_that_are_stopped_end_what_they_started(tmp_path: Path, workers: int) -> None:
+def test_tests_that_are_stopped_end_what_they_started(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(STARTS)
-    (tmp_path / "test_none.py").write_text("def test_none(): pass")
-    command = [sys.executable, "-m", "pytest", "-s", "-p", "conftest", "--rootdir", tmp_path, tmp_path]
-    command += [f"--workers={workers}"]
+    command = [sys.executable, "-m", "pytest", "-s", "-p", "conftest", "--rootdir", tmp_path, tmp_path / "test_it.py"]
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environ) as run:
         assert run.stdout

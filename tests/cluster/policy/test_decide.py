@@ -21,7 +21,6 @@ from medusa_cluster.policy.state import (
     Deployment,
     Drop,
     Fetch,
-    GiveBack,
     Load,
     Node,
     Pace,
@@ -202,45 +201,6 @@ def test_a_full_cluster_is_shared_and_says_how_many_nodes_are_missing() -> None:
     cluster.load("a")
     cluster.load("b")
     assert of(RequestNodes, cluster.run(3)) == [RequestNodes(0)]
-
-
-def test_nodes_that_come_one_by_one_are_not_asked_for_twice() -> None:
-    cluster = ClusterModel(nodes(1), [model(min=4)])
-    assert of(RequestNodes, cluster.run(1)) == [RequestNodes(4)]
-    for name in ("n1", "n2"):
-        cluster.nodes[name] = replace(cluster.nodes["n0"], name=name, copies=(), instances=(), memory_used_bytes=0)
-        assert of(RequestNodes, cluster.run(5)) == []
-    cluster.nodes["n1"] = replace(cluster.nodes["n1"], state="draining")  # Ray counts it still
-    assert of(RequestNodes, cluster.run(5)) == [RequestNodes(5)]
-
-
-def test_nodes_without_work_are_given_back_and_taken_back_before_others_are_asked_for() -> None:
-    found = nodes(4)
-    cluster = ClusterModel([replace(found[0], stays=True), *found[1:]], [model()], Options(least_nodes=2))
-    cluster.load("m", waiting=32)
-    assert of(GiveBack, cluster.run(60)) == []
-    cluster.load("m")
-    given = of(GiveBack, cluster.run(200))
-    assert [change.back for change in given] == [True, True]  # two stay
-    assert {change.node for change in given} < {"n1", "n2", "n3"}
-    assert len([name for name in cluster.copies("s3://m") if not cluster.nodes[name].spare]) > 0
-    cluster.load("m", waiting=32)
-    decisions = cluster.run(1)
-    assert [change.back for change in of(GiveBack, decisions)] == [False, False]
-    assert of(RequestNodes, decisions) == []
-    assert len(cluster.instances("m")) == 4
-
-
-def test_a_node_whose_copies_have_no_other_room_is_not_given_back() -> None:
-    cluster = ClusterModel(nodes(2, memory=100 * MB), [model("a"), model("b")], Options(least_nodes=1))
-    assert of(GiveBack, cluster.run(100)) == []
-    del cluster.deployments["b"]
-    assert len(of(GiveBack, cluster.run(100))) == 1
-    assert len([name for name in cluster.copies("s3://a") if not cluster.nodes[name].spare]) == 1
-
-
-def test_nodes_stay_without_an_autoscaler() -> None:
-    assert of(GiveBack, ClusterModel(nodes(3), [model()]).run(100)) == []
 
 
 def test_models_that_are_removed_end() -> None:
