@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import machine_provider
 import pytest
 from cluster_nodes import MODEL, ClusterNode, complete, until
 
@@ -30,7 +29,7 @@ class Cloud:
         (folder / "0.json").write_text(json.dumps({"tags": tags, "host": "127.0.0.2", "wanted": True}))
         environ = {
             "AUTOSCALER_UPDATE_INTERVAL_S": "1",
-            "PYTHONPATH": str(Path(machine_provider.__file__).parent),
+            "PYTHONPATH": str(Path(__file__).parents[2]),
             "RAY_enable_autoscaler_v2": version,
             **_machine("0", "head"),
         }
