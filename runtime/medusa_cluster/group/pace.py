@@ -13,7 +13,7 @@ from collections.abc import Callable
 from medusa_runtime.region.reader import Region
 
 BUSY_SHARE = 0.85  # of the link, beside hidden states
-_BUSY_S = 1.0  # after a step
+_BUSY_S = 10.0  # after a step: the next one may wait for hidden states for so long
 _LEASE_S, _RENEW_S = 1.0, 0.25
 _SHORTEST_HOLD_S = 1.0
 
@@ -51,7 +51,7 @@ class Pace:
         longest_s = max(self._loaded_at - self._began, _SHORTEST_HOLD_S)
         if not self.group_loaded and now - self._loaded_at < longest_s:
             return 0.0
-        return BUSY_SHARE if now - self._used_at < _BUSY_S else 1.0
+        return BUSY_SHARE if now - max(self._used_at, self._loaded_at) < _BUSY_S else 1.0
 
     def _run(self) -> None:
         while not self._alone.is_set():
