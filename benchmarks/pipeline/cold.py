@@ -63,7 +63,7 @@ def _predictions(
 
 
 def _times(site: Site, starts: list[list[Stage]], decode_s: float) -> StageTimes:
-    """What one worker's starts took, as the cluster learns it; weights are views of the region, nothing is copied."""
+    """Return the stage times of one worker's starts. Its weights are views of the region, so nothing is copied."""
     found = [_summary(stages) for stages in starts]
     return StageTimes(
         container_s=median([start["begins_s"] for start in found]),
@@ -80,7 +80,7 @@ def _times(site: Site, starts: list[list[Stage]], decode_s: float) -> StageTimes
 
 
 def _summary(stages: list[Stage]) -> dict[str, float]:
-    """Of a start whose request came with it."""
+    """Summarize a start whose request was there from the beginning."""
     found = summary([stage._asdict() | {"duration_ms": (stage.end_ns - stage.start_ns) / 1e6} for stage in stages], 0)
     assert found is not None
     return found

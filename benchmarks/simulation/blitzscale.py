@@ -155,7 +155,7 @@ def figure_17(seconds: float) -> Figure:
 
 
 def limits(trace: str, seconds: float) -> list[Line]:
-    """What the ten fullest seconds ask of the cluster, and how the systems compare at half the load."""
+    """Show the load of the ten fullest seconds, and compare the systems at half the load."""
     case, asked = CASES[trace], requests(trace, seconds)
     tokens: dict[int, int] = {}
     for request in asked:

@@ -104,9 +104,11 @@ class Deployment:
 
 def adapters_of(engine: str, settings: Mapping[str, str]) -> dict[str, str]:
     """The URLs of a deployment's adapters, by name; none where its instances will refuse the settings."""
+    given = Settings(lora_modules=settings.get("lora_modules"), vllm_args=settings.get("vllm_args"))
+    if not given.lora_modules and not given.vllm_args:
+        return {}
     try:
         target = engine_kind(engine).adapters
-        given = Settings(lora_modules=settings.get("lora_modules"), vllm_args=settings.get("vllm_args"))
         return dict(imported(target)(given)) if target else {}
     except (ConfigError, ValueError):
         return {}

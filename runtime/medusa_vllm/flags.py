@@ -103,7 +103,7 @@ def _adapter(word: str) -> dict[str, str]:
     if word.startswith("{"):
         try:
             given = json.loads(word)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         name, path = str(given.get("name", "")), str(given.get("path", ""))
     return {name: path} if name and path else {}

@@ -41,7 +41,9 @@ def give_back(
     if len(pinned) <= least:
         return [], Idle(since_s)
     ready = [name for name in free if now_s - since_s[name] >= after_s]
+    rooms = {name: room(nodes[name]) for name in pinned} if ready else {}
+    total = sum(rooms.values())
     for name in sorted(ready, key=lambda name: (since_s[name], pinned[name], name)):
-        if pinned[name] <= sum(room(nodes[other]) for other in pinned if other != name):
+        if pinned[name] <= total - rooms[name]:
             return [GiveBack(name)], Idle(since_s)
     return [], Idle(since_s)

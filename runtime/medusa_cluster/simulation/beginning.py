@@ -1,4 +1,4 @@
-"""What is there when a simulation begins: provisioned instances, the pool, and the least that each model has."""
+"""The state in which a simulation begins: provisioned instances, the parameter pool, each model's minimum."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ def begin_minimum(sim: Simulation, execution: Execution) -> None:
 
 def fill_pool(sim: Simulation, execution: Execution) -> None:
     """Have the parameter pool complete at the beginning, as that of a cluster is that runs for a while."""
-    index = Index()
-    index.update({name: node.seen() for name, node in sim.nodes.items()})
-    nodes = {name: node.seen() for name, node in sim.nodes.items()}
+    index, nodes = Index(), {name: node.seen() for name, node in sim.nodes.items()}
+    index.update(nodes)
     for url, name in spread(index, nodes, sim.deployments.values()).items():
         size = sim.fleet.models[sim.numbers[url.removeprefix("m://")]].profile.size_bytes
         sim.nodes[name].copies[url] = SimCopy(url, size, pinned=True, base=size, complete=True)

@@ -78,7 +78,7 @@ class Cloud:
         return {name: wanted for name, wanted in found.items() if name != "0"}
 
     def said(self) -> str:
-        """What explains a failure."""
+        """The output of all nodes, shown when the test fails."""
         logs = (self.head.folder / "ray" / "t" / "session_latest" / "logs").glob("monitor.*")
         said = [self.head.output(), str(self.machines()), str(self.head.call("status")["events"])]
         return "\n".join([*said, *(log.read_text()[-3000:] for log in logs)])
@@ -100,7 +100,7 @@ class Cloud:
 
 
 def _machine(name: str, kind: str) -> dict[str, str]:
-    """What a cloud tells the node of a machine."""
+    """The variables by which a cloud identifies a machine to the node on it."""
     return {"RAY_CLOUD_INSTANCE_ID": name, "RAY_NODE_TYPE_NAME": kind}
 
 
