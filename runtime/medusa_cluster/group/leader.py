@@ -31,7 +31,7 @@ from .gathering import Gathering, Source
 from .identity import Beats
 from .member import Member
 from .plan import GroupPlan
-from .steps import StepWriter, packed_bits, sampled_of, take_back
+from .steps import StepWriter, has_prompts, packed_bits, sampled_of, take_back
 from .wire.channel import error_of
 from .wire.message import Kind, Message, hidden_states, packed
 
@@ -272,7 +272,7 @@ class Leader(Member):
         if not spans:
             return
         self._next_step += 1
-        self._pace.used()
+        self._pace.used(prompts=has_prompts(spans))
         ends = [sequence for sequence, _, stop in spans if stop == len(sequence.tokens)]
         self._flights[step] = Flight(spans, ends, time.monotonic_ns())
         self._busy.update(span.sequence for span in spans)

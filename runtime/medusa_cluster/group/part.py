@@ -25,7 +25,7 @@ from .identity import Beats
 from .member import Member
 from .membership import LostError, serve_group
 from .plan import GroupPlan
-from .steps import StepReader, ending, forbid, sampled_values
+from .steps import StepReader, ending, forbid, has_prompts, sampled_values
 from .wire.channel import Greeting, Listener, TcpChannel, connect, error_of
 from .wire.message import Kind, Message, hidden_states, packed
 
@@ -142,12 +142,12 @@ class _Session:
         """Run this worker's layers over the step's spans, and pass on what comes of it."""
         part, values = self._part, message.values()
         spans = self._reader.read(values)
+        part._pace.used(prompts=has_prompts(spans))
         given = None if self._released else self._take(self._hidden, leader)
         if given is None:
             return
         if given.step != message.step:
             raise EngineError(f"expected the hidden states of step {message.step}, found those of {given.step}")
-        part._pace.used()
         began = time.monotonic_ns()
         attention = PagedAttention(part._cache, spans)
         layers = part.layers

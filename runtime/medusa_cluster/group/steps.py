@@ -134,6 +134,11 @@ class StepReader:
         return sequence
 
 
+def has_prompts(spans: list[Span]) -> bool:
+    """Whether a step has more than one token of a sequence."""
+    return any(span.stop - span.start > 1 for span in spans)
+
+
 def ending(values: dict[str, Any], spans: list[Span]) -> list[int]:
     """Which of the spans get a token in this step."""
     return [place for place in range(len(spans)) if values["spans"][place].get("ends")]
@@ -192,6 +197,7 @@ __all__ = [
     "StepWriter",
     "ending",
     "forbid",
+    "has_prompts",
     "packed_bits",
     "sampled_of",
     "sampled_values",

@@ -42,6 +42,7 @@ class Rank:
     """One membership in a group, from the greeting to the end. ``run`` belongs to one thread.
 
     ``on_state``: called, with each of the leader's signs of life, with whether all of the group's layers are loaded.
+    ``on_step``: called as a step begins, with whether it has prompts.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class Rank:
         timeline: Timeline,
         stopped: Callable[[], bool],
         on_state: Callable[[bool], None] = lambda served: None,
+        on_step: Callable[[bool], None] = lambda prompts: None,
     ) -> None:
         self._share, self._plan, self._link = share, plan, link
         self._timeline, self._stopped, self._on_state = timeline, stopped, on_state
+        self._on_step = on_step
         self._number = plan.number
         self._messages: queue.SimpleQueue[Message | MedusaError] = queue.SimpleQueue()
         self._channels: list[TcpChannel] = []
@@ -135,6 +138,8 @@ class Rank:
         method, args, kwargs = read(message.body)
         if not isinstance(method, str) or method.startswith("_"):
             raise EngineError(f"expected the name of a worker's method from the leader, found {method!r}")
+        if method == "execute_model":
+            self._on_step(args[0].total_num_scheduled_tokens > len(args[0].num_scheduled_tokens))
         began = time.monotonic_ns()
         result = getattr(self._worker, method)(*args, **kwargs)
         if isinstance(result, AsyncModelRunnerOutput):
