@@ -159,8 +159,9 @@ def fork_server() -> Iterator[ForkServer]:
         "medusa_adapters.cli.command_line",
         "medusa_adapters.cli.serve",
         "medusa_runtime.instance",
+        "medusa_handler.server.lean_gunicorn:import_leanly",  # as a function's process does
         "medusa_handler.server.gunicorn_worker",
-        "medusa_handler.http.lean_flask:import_leanly",  # as a function's process does
+        "medusa_handler.http.lean_flask:import_leanly",  # as it does, too
         "medusa_handler.openai.routes",
     )
     yield server

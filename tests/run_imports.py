@@ -15,7 +15,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-TESTS = ["tests/runtime/imports", "tests/handler/test_lean_flask.py", "tests/runtime/load/test_private_names.py"]
+TESTS = [
+    "tests/runtime/imports",
+    "tests/handler/test_lean_flask.py",
+    "tests/handler/test_lean_gunicorn.py",
+    "tests/runtime/load/test_private_names.py",
+]
 PACKAGES = ["pytest", "pytest-timeout", "pytest-xdist", "numpy"]
 INSTALL_S = 300
 

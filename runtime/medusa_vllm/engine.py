@@ -168,6 +168,12 @@ class VllmEngine:
         )  # fmt: skip
         return self._front_end.open(served)
 
+    def rehearse(self) -> None:
+        """Mount vLLM's own HTTP server and end it again, so that what a process does once for it is done."""
+        if server_is_imported() and hasattr(self._core, "attach_front_end"):
+            self.open_http()
+            self._front_end.close()
+
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens)
 

@@ -91,6 +91,15 @@ def test_whatever_uses_them_gets_the_real_ones() -> None:
     assert run(LEAN + APP + USED) == run(APP + USED)
 
 
+def test_a_url_can_be_built_though_it_is_compiled_late() -> None:
+    from medusa_handler.http.app import _Rule
+    from werkzeug.routing import Map
+
+    urls = Map([_Rule("/items/<int:number>", endpoint="item")]).bind("host")
+    assert urls.build("item", {"number": 7, "q": "a b"}) == "/items/7?q=a+b"
+    assert urls.build("item", {"number": 8, "q": "a b"}, append_unknown=False) == "/items/8"
+
+
 def test_a_version_that_was_not_tested_is_imported_plainly(tmp_path: Path) -> None:
     """As one whose version cannot be seen, or whose modules are elsewhere."""
     import flask

@@ -6,6 +6,8 @@ import copy
 import importlib.metadata
 import importlib.util
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,27 @@ def test_an_app_is_used_once_and_only_for_what_it_was_made_for(monkeypatch: pyte
             for name, value in names.items():
                 changed.setenv(name, value)
             assert ahead.app_for(ahead.arguments_for(flags, "a/model"), tasks, None) is not made
+
+
+_WARM_UP = """
+import sys, threading
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.warmup import warm_up
+from medusa_runtime.zygote import load_engine_class
+from medusa_vllm.serving import ahead, front_end
+settings = Settings(engine="vllm", device="cpu")
+engine_class = load_engine_class(settings)
+app, opened, before = ahead._made.app, [], front_end.FrontEnd.open
+front_end.FrontEnd.open = lambda self, served: opened.append(served) or before(self, served)
+warm_up(engine_class, settings)
+print(len(opened) > 1, ahead._made.app is app, vars(app.state), [one.name for one in threading.enumerate()])
+"""
+
+
+def test_a_warm_up_mounts_the_server_and_leaves_nothing_of_it() -> None:
+    done = subprocess.run([sys.executable, "-c", _WARM_UP], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["True True {'_state': {}} ['MainThread']"], done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_plugins_are_looked_up_in_what_was_read() -> None:

@@ -7,10 +7,11 @@ import re
 import time
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flask import Blueprint, Flask, Response, g, jsonify, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
+from werkzeug.routing import Rule
 
 from ..contract import Headers
 from ..faults import ApiError, as_api_error, compact, internal_error
@@ -39,9 +40,21 @@ class ModelRoutes(NamedTuple):
     infer: Infer
 
 
+class _Rule(Rule):
+    """A rule that compiles what builds its URLs at the first use. Nothing here uses it, and it takes 0.5 ms."""
+
+    def _compile_builder(self, append_unknown: bool = True) -> Callable[..., tuple[str, str]]:
+        def build(rule: Rule, **values: Any) -> tuple[str, str]:
+            compiled = super(_Rule, self)._compile_builder(append_unknown)
+            return compiled(rule, **values)
+
+        return build
+
+
 def create_app(service: Service, model_routes: Callable[[Service, Work], ModelRoutes] | None = None) -> Flask:
     """All routes of one instance; ``model_routes`` where an engine serves the model."""
     app = Flask("medusa_handler", static_folder=None, template_folder=None)
+    app.url_rule_class = _Rule
     app.config["MAX_CONTENT_LENGTH"] = service.settings.max_body_mb * 1_000_000
     app.json.sort_keys = False  # type: ignore[attr-defined]
     work = Work(service)

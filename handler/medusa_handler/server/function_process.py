@@ -47,7 +47,10 @@ def serve(
     acceptor.open()
     acceptor.stand_still_over_forks()
     with instance.timeline.stage("server"):
-        # gunicorn costs about 110 ms to import; the supervisor does not need it.
+        from .lean_gunicorn import import_leanly
+
+        import_leanly()
+        # gunicorn costs about 100 ms to import; the supervisor does not need it.
         from .gunicorn_worker import FunctionServer
 
         application = FunctionServer(

@@ -77,18 +77,27 @@ def warm_up(open_engine: Callable[[Region, Settings, Timeline], Engine], setting
 
 
 def _generate(engine: Engine) -> None:
-    stop, ended = threading.Event(), queue.SimpleQueue[Delta]()
+    stop, ended, last = threading.Event(), queue.SimpleQueue[Delta](), list[Delta]()
 
     def sink(delta: Delta) -> None:
         if delta.finish_reason is not None:
             ended.put(delta)
+
+    def end() -> None:
+        last.append(ended.get())
+        try:
+            if hasattr(engine, "rehearse"):
+                engine.rehearse()
+        finally:
             stop.set()
 
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     engine.add(GenerateRequest("rehearsal", "abc" * 8, params), sink)
+    ending = threading.Thread(target=end, name="rehearsal")
+    ending.start()
     engine.run(stop)
-    last = ended.get_nowait()
-    assert last.finish_reason == "length", last
+    ending.join()
+    assert last[0].finish_reason == "length", last
 
 
 def _region(dtype: str) -> Region:

@@ -35,6 +35,7 @@ class _Made(NamedTuple):
 
 
 _made: _Made | None = None
+_in_use: _Made | None = None
 _entry_points: Any = None
 
 
@@ -54,21 +55,32 @@ def arguments_for(words: list[str], model: str) -> argparse.Namespace:
     """Like ``server_arguments``; where there are no flags, without making vLLM's parser again."""
     if words or _made is None:
         return server_arguments(words, model)
-    arguments = _made.arguments
+    arguments = copy.copy(_made.arguments)
     arguments.model = arguments.model_tag = model
     return arguments
 
 
 def app_for(arguments: argparse.Namespace, tasks: tuple[str, ...], model_config: Any) -> Any:
     """The app that was made ahead, where it is for these flags, tasks and environment; else a new one."""
-    global _made
+    global _made, _in_use
     from vllm.entrypoints.launchers.app import build_app
 
     made, _made = _made, None  # it is one model's from now on
     if made is None or made.key != _key(arguments, tasks):
         return build_app(arguments, tasks, model_config)
+    _in_use = made
     made.app.state.args = arguments
     return made.app
+
+
+def give_back(app: Any) -> None:
+    """Let the next front end have an app that was made ahead, from one that has ended and deleted the app's state."""
+    global _made, _in_use
+    from starlette.datastructures import State
+
+    if _in_use is not None and _in_use.app is app:
+        app.state = State()
+        _made, _in_use = _in_use, None
 
 
 def _key(arguments: argparse.Namespace, tasks: tuple[str, ...]) -> Any:
@@ -134,4 +146,4 @@ def _complete_answers() -> None:
             kind.model_rebuild()
 
 
-__all__ = ["app_for", "arguments_for", "fill_caches", "known_plugins", "make_ahead", "quiet_uvicorn"]
+__all__ = ["app_for", "arguments_for", "fill_caches", "give_back", "known_plugins", "make_ahead", "quiet_uvicorn"]

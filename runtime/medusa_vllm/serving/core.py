@@ -32,6 +32,7 @@ _METHODS = (
     "preprocess_add_request",
 )  # fmt: skip
 _LOOK_S = 0.002
+_DETACHED = object()
 
 Outputs = Callable[[Any], None]
 
@@ -134,7 +135,7 @@ def fronted_core() -> Any:
             identity = self.engine_index.to_bytes(length=2, byteorder="little")
             inputs = partial(super().process_input_sockets, [input_address], None, identity, ready)
             outputs = partial(super().process_output_sockets, [output_address], None, self.engine_index)
-            self._outputs.attached = True
+            self._inputs.attached = self._outputs.attached = True
 
             def begin() -> None:
                 for address in (input_address, output_address):
@@ -144,6 +145,11 @@ def fronted_core() -> Any:
                 inputs()
 
             threading.Thread(target=begin, name="vllm-inputs", daemon=True).start()
+
+        def detach_front_end(self) -> None:
+            """End vLLM's threads for a front end: of outputs now, of inputs at the front end's next message."""
+            self._inputs.attached = False
+            self._outputs.detach()
 
     return FrontedCore
 
@@ -155,8 +161,11 @@ class _Inputs(queue.Queue[Any]):
         super().__init__()
         self._inbox = inbox
         self._core = core
+        self.attached = False
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        if not self.attached:
+            raise SystemExit  # vLLM's thread, which would read messages for ever; it closes its socket on its way
         self._inbox.post(lambda: self._core._handle_client_request(*item))
 
 
@@ -178,6 +187,16 @@ class _Outputs(queue.Queue[Any]):
             self._ours(outputs)
         elif self.attached:
             super().put(item)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        item = super().get(block, timeout)
+        if item is _DETACHED:
+            raise SystemExit  # as for inputs
+        return item
+
+    def detach(self) -> None:
+        self.attached = False
+        super().put(_DETACHED)
 
 
 __all__ = ["PlainCore", "core_class", "missing_seam"]

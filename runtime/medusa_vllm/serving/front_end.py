@@ -11,6 +11,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from medusa_runtime.timeline import Timeline
 
 from ..imports import logging_as_it_is, no_cache_folder
 from ..lean_imports import functions_as_they_are, import_for_real
-from .ahead import app_for, arguments_for, known_plugins, quiet_uvicorn
+from .ahead import app_for, arguments_for, give_back, known_plugins, quiet_uvicorn
 from .mounting import (
     computed_once,
     front_configuration,
@@ -67,18 +68,26 @@ class FrontEnd:
         self._up = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._accept: Callable[[socket.socket], Any] | None = None
-        self._connections: set[Any] = set()
+        self._thread: threading.Thread | None = None
+        self._end: Callable[[], Any] | None = None
 
     def open(self, served: Served) -> Callable[[socket.socket], None]:
         """Mount the server unless it is, and return what takes a connection. Raises EngineError, ConfigError."""
         with self._lock:
             if not self._up.is_set() and self._error is None:
                 with self._timeline.stage("vllm_server"), uncollected():
-                    threading.Thread(target=self._run, args=(served,), name="vllm-server", daemon=True).start()
+                    self._thread = threading.Thread(target=self._run, args=(served,), name="vllm-server", daemon=True)
+                    self._thread.start()
                     self._up.wait()
         if self._error is not None:
             raise self._error
         return self._take
+
+    def close(self) -> None:
+        """End a server that nobody uses any more, and all that was started for it."""
+        if self._thread is not None and self._loop is not None and self._end is not None:
+            self._loop.call_soon_threadsafe(self._end)
+            self._thread.join()
 
     def _take(self, connection: socket.socket) -> None:
         assert self._loop is not None
@@ -160,8 +169,13 @@ class FrontEnd:
             await loop.connect_accepted_socket(protocol, connection)
 
         self._accept = accept
+        self._end = partial(setattr, server, "should_exit", True)
         self._up.set()
         await serving
+        served.core.detach_front_end()
+        await client.engine_core.abort_requests_async(["none"])  # a message, at which the thread that reads them ends
+        client.shutdown()
+        give_back(app)
 
 
 # Every caller could stop the model with them, and its core has no other processes to scale to.
