@@ -20,7 +20,7 @@ from typing import Any
 import medusa_cluster  # noqa: F401  makes --engine cluster known
 import medusa_vllm  # noqa: F401  makes --engine vllm known
 import pytest
-from fork_server import ForkServer
+from fork_server import MEDUSA_MAIN, ForkServer, asked_for
 from medusa_runtime.errors import NodeError
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.process import share_cores
@@ -36,9 +36,12 @@ share_cores()
 class NodeProcess:
     """One agent on a socket in a short path; its output is kept in a file."""
 
-    def __init__(self, folder: Path, *arguments: str, wrapper: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, wrapper: Sequence[str] = (), fork_server: ForkServer | None = None
+    ) -> None:
         self.folder = folder
         self.wrapper = wrapper
+        self.fork_server = None if wrapper else fork_server
         self.socket = str(folder / "node.sock")
         self.log = folder / "node.log"
         self.arguments = arguments
@@ -49,13 +52,15 @@ class NodeProcess:
         """Once more, after it has ended."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
         self._began = self.log.stat().st_size if self.log.exists() else 0
+        environment["PYTHONUNBUFFERED"] = "1"
+        words = ["node", "--socket", self.socket, *self.arguments]
         with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
-                [*self.wrapper, MEDUSA, "node", "--socket", self.socket, *self.arguments],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment | {"PYTHONUNBUFFERED": "1"},
-            )
+            if self.fork_server is not None:
+                self.process: Any = self.fork_server.start(MEDUSA_MAIN, words, environ=environment, log=log)
+            else:
+                self.process = subprocess.Popen(
+                    [*self.wrapper, MEDUSA, *words], stdout=log, stderr=subprocess.STDOUT, env=environment
+                )
         if wait:
             self.until(lambda: "node agent on" in self.output() or self.process.poll() is not None)
             assert self.process.poll() is None, self.output()
@@ -154,7 +159,7 @@ def _stop(tests: int, has_workers: bool, number: int, frame: FrameType | None) -
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
-    """Has imported what `medusa serve` imports until a function answers its first request."""
+    """Has imported what `medusa serve` and `medusa node` import until a request is answered, torch as well."""
     server = ForkServer(
         "medusa_adapters.cli.command_line",
         "medusa_adapters.cli.serve",
@@ -163,19 +168,23 @@ def fork_server() -> Iterator[ForkServer]:
         "medusa_handler.server.gunicorn_worker",
         "medusa_handler.http.lean_flask:import_leanly",  # as it does, too
         "medusa_handler.openai.routes",
+        "medusa_runtime.imports.lazy_torch:import_torch",
+        "medusa_runtime.engine.torch.engine",
+        "medusa_runtime.node.agent",
     )
     yield server
     server.close()
 
 
 @contextlib.contextmanager
-def nodes() -> Iterator[Callable[..., NodeProcess]]:
+def nodes(request: pytest.FixtureRequest) -> Iterator[Callable[..., NodeProcess]]:
+    server = asked_for(request)
     started: list[NodeProcess] = []
 
     def start(*arguments: str, wrapper: Sequence[str] = ()) -> NodeProcess:
         folder = Path(tempfile.mkdtemp(prefix="n"))
         folder.chmod(0o777 if wrapper else 0o755)  # it may be another user's
-        started.append(NodeProcess(folder, *arguments, wrapper=wrapper))
+        started.append(NodeProcess(folder, *arguments, wrapper=wrapper, fork_server=server))
         return started[-1]
 
     yield start
@@ -191,14 +200,14 @@ def nodes() -> Iterator[Callable[..., NodeProcess]]:
 
 
 @pytest.fixture
-def start_node() -> Iterator[Callable[..., NodeProcess]]:
+def start_node(request: pytest.FixtureRequest) -> Iterator[Callable[..., NodeProcess]]:
     """Start `medusa node` with these arguments; what the test leaves running is killed."""
-    with nodes() as start:
+    with nodes(request) as start:
         yield start
 
 
 @pytest.fixture(scope="module")
-def start_node_module() -> Iterator[Callable[..., NodeProcess]]:
+def start_node_module(request: pytest.FixtureRequest) -> Iterator[Callable[..., NodeProcess]]:
     """Start nodes that all tests of a file share."""
-    with nodes() as start:
+    with nodes(request) as start:
         yield start

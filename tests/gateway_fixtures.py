@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fork_server import ForkServer
+from fork_server import MEDUSA_MAIN, ForkServer
 from medusa_adapters.bench.served_instance import ServedInstance, serve_command
 from process_tree import descendants
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 MODEL = Path(__file__).parents[1] / "examples" / "pydoc-lm"
-MAIN = "medusa_adapters.cli.main:main"
 PATIENCE_S = 60.0
 NAME = "tiny"
 
@@ -44,7 +43,7 @@ class Instance(ServedInstance):
         if self.fork_server is None:
             return super().start(**options)
         words = self.command[1:]
-        return self.fork_server.start(MAIN, words, environ=options["env"], log=options["stdout"])
+        return self.fork_server.start(MEDUSA_MAIN, words, environ=options["env"], log=options["stdout"])
 
     def signal(self, number: int) -> None:
         """Send a signal to all its processes."""
@@ -77,7 +76,7 @@ class GatewayProcess:
         words += ["--token-file", str(token_file), *arguments]
         with open(self.log, "wb") as log:
             if fork_server is not None and not wrapper:
-                self.process: Any = fork_server.start(MAIN, words, environ=environment, log=log)
+                self.process: Any = fork_server.start(MEDUSA_MAIN, words, environ=environment, log=log)
             else:
                 self.process = subprocess.Popen(
                     [*wrapper, MEDUSA, *words],

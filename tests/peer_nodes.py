@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fork_server import ForkedProcess, ForkServer
+from fork_server import MEDUSA_MAIN, ForkedProcess, ForkServer
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.region.reader import Region
 from process_tree import descendants
@@ -55,13 +55,18 @@ class Node:
         flags = ["--cluster", self.control, "--cluster-token", str(token_file)]
         for flag, path in zip(("--cluster-ca", "--cluster-cert", "--cluster-key"), certificates, strict=False):
             flags += [flag, str(path)]
-        self._agent = [MEDUSA, "node", "--socket", self.socket, "--memory-budget", "1GB", *flags]
+        self._agent = ["node", "--socket", self.socket, "--memory-budget", "1GB", *flags]
         self.start_agent()
 
     def start_agent(self) -> None:
         """Start the agent, also again after it has ended."""
         before = self.output().count("node agent on")
-        self.agent = self._popen(self._agent)
+        if self.wrapper:
+            self.agent: Any = self._popen([MEDUSA, *self._agent])
+        else:
+            environ = environment() | {"PYTHONUNBUFFERED": "1"}
+            with open(self.log, "ab") as log:
+                self.agent = self.fork_server.start(MEDUSA_MAIN, self._agent, folder=ROOT, environ=environ, log=log)
         until(lambda: self.output().count("node agent on") > before or self.agent.poll() is not None, self.output)
 
     @property

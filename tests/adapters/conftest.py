@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fork_server import ForkServer
+from fork_server import MEDUSA_MAIN, ForkServer
 from medusa_adapters.bench.served_instance import Answer, ServedInstance
 
 FUNCTIONS = Path(__file__).parents[1] / "functions"
@@ -39,9 +39,7 @@ class Instance(ServedInstance):
         super().__init__(command, environment, inherit=False, folder=folder, log=log, start_timeout_s=60.0, tied=False)
 
     def start(self, *, env: dict[str, str], stdout: Any, **options: Any) -> Any:
-        return self.server.start(
-            "medusa_adapters.cli.main:main", self.command[1:], folder=self.folder, environ=env, log=stdout
-        )
+        return self.server.start(MEDUSA_MAIN, self.command[1:], folder=self.folder, environ=env, log=stdout)
 
     def request(self, method: str, path: str, body: bytes | dict[str, Any] | None = None, **headers: str) -> Answer:
         """Header names are written with ``_`` for ``-``."""

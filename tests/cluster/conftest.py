@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 def cluster_fork_server() -> Iterator[ForkServer]:
     """Has imported what serves regions, and what a gateway consists of."""
     modules = ("medusa_adapters.cli.command_line", "medusa_cluster.gateway.process", "medusa_cluster.gateway.server")
-    server = ForkServer(*modules, "benchmarks.cluster.peer_node")
+    server = ForkServer(*modules, "benchmarks.cluster.peer_node", "medusa_runtime.node.agent")
     yield server
     server.close()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import MEDUSA_MAIN, ForkServer, asked_for
 from medusa_adapters.bench.served_instance import ServedInstance, serve_command
 from process_tree import alive, descendants
 
@@ -25,8 +26,14 @@ class Serving(ServedInstance):
     grace_s = 0.0  # what a test leaves running is killed
 
     def __init__(
-        self, folder: Path, *arguments: str | Path, env: dict[str, str] | None = None, wrapper: Sequence[str] = ()
+        self,
+        folder: Path,
+        *arguments: str | Path,
+        env: dict[str, str] | None = None,
+        wrapper: Sequence[str] = (),
+        fork_server: ForkServer | None = None,
     ) -> None:
+        self.fork_server = None if wrapper else fork_server
         self.folder = folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
@@ -35,6 +42,12 @@ class Serving(ServedInstance):
         command = [*wrapper, *serve_command(*arguments)]
         log = open(folder / "serve.log", "w+b")  # noqa: SIM115 (closed with the instance)
         super().__init__(command, environment, inherit=False, log=log, start_timeout_s=60.0, tied=False)
+
+    def start(self, **options: Any) -> Any:
+        if self.fork_server is None:
+            return super().start(**options)
+        words = self.command[1:]
+        return self.fork_server.start(MEDUSA_MAIN, words, environ=options["env"], log=options["stdout"])
 
     def request(
         self, method: str, path: str, body: Any = None, timeout_s: float = 60.0
@@ -81,14 +94,15 @@ class Serving(ServedInstance):
         return status
 
 
-def _starting() -> Iterator[Callable[..., Serving]]:
+def _starting(request: pytest.FixtureRequest) -> Iterator[Callable[..., Serving]]:
+    server = asked_for(request)
     started: list[Serving] = []
 
     def start(*arguments: str | Path, env: dict[str, str] | None = None, wrapper: Sequence[str] = ()) -> Serving:
         # A short path: the engine's Unix socket lies under TMPDIR, and such paths end at 107 bytes.
         folder = Path(tempfile.mkdtemp(prefix="m"))
         folder.chmod(0o755)  # a confined instance runs as another user
-        started.append(Serving(folder, *arguments, env=env, wrapper=wrapper))
+        started.append(Serving(folder, *arguments, env=env, wrapper=wrapper, fork_server=server))
         return started[-1]
 
     yield start
@@ -98,15 +112,18 @@ def _starting() -> Iterator[Callable[..., Serving]]:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Serving]]:
-    """Start `medusa serve` with these arguments; what the test leaves running is killed."""
-    yield from _starting()
+def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Serving]]:
+    """Start `medusa serve` with these arguments; what the test leaves running is killed.
+
+    A test with the mark ``forked`` says nothing about imports: its processes are forked from one that has done them.
+    """
+    yield from _starting(request)
 
 
 @pytest.fixture(scope="module")
-def start_shared() -> Iterator[Callable[..., Serving]]:
+def start_shared(request: pytest.FixtureRequest) -> Iterator[Callable[..., Serving]]:
     """The same for an instance that several tests of a module use."""
-    yield from _starting()
+    yield from _starting(request)
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ class SlowOrigin(http.server.ThreadingHTTPServer):
         self.folder = folder
         self.bytes_per_s = bytes_per_s
         self.turn: contextlib.AbstractContextManager[object] = threading.Lock() if shared else contextlib.nullcontext()
+        self.asked = 0  # requests so far
         self.sent = 0
         self.ranges: list[tuple[int, int]] = []  # of the weights, in the order in which they were asked for
         self.replaced = False
@@ -34,6 +35,7 @@ class _Ranges(http.server.BaseHTTPRequestHandler):
     server: SlowOrigin
 
     def do_GET(self) -> None:
+        self.server.asked += 1
         path = self.server.folder / self.path.removeprefix("/model/")
         if not path.is_file():
             self.send_response(404)

@@ -18,6 +18,8 @@ from engine_fixtures import fill_region, serve_region
 from .conftest import Serving
 from .slow_origin import SlowOrigin, serving_origin
 
+pytestmark = pytest.mark.forked
+
 __all__ = ["serve_region"]  # a fixture
 
 PROMPT = "This function returns"

@@ -23,6 +23,7 @@ def slow_origin(example: Path) -> Iterator[SlowOrigin]:
         yield server
 
 
+@pytest.mark.forked
 def test_progress_is_visible_while_a_slow_origin_sends(start: Start, slow_origin: SlowOrigin) -> None:
     serving = start("--model", slow_origin.url)
     seen = []
@@ -34,6 +35,7 @@ def test_progress_is_visible_while_a_slow_origin_sends(start: Start, slow_origin
     assert serving.stop() == 0
 
 
+@pytest.mark.forked
 def test_a_killed_prefetcher_is_replaced_and_nothing_is_fetched_twice(
     start: Start, slow_origin: SlowOrigin, example: Path
 ) -> None:
@@ -49,6 +51,7 @@ def test_a_killed_prefetcher_is_replaced_and_nothing_is_fetched_twice(
     assert serving.stop() == 0
 
 
+@pytest.mark.forked
 def test_an_object_replaced_while_it_is_read_is_an_error(start: Start, slow_origin: SlowOrigin) -> None:
     slow_origin.bytes_per_s = 3e5
     serving = start("--model", slow_origin.url)

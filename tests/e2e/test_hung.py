@@ -55,6 +55,7 @@ def other(serving: Any, name: str, than: int) -> int:
     return int(pid)
 
 
+@pytest.mark.forked
 @pytest.mark.parametrize("name", ["engine", "zygote", "worker"])
 def test_a_stopped_process_of_a_ready_instance_is_named_and_replaced(start: Start, example: Path, name: str) -> None:
     serving = start("--model", example)
@@ -88,6 +89,7 @@ def test_a_stopped_process_of_a_ready_instance_is_named_and_replaced(start: Star
     assert serving.stop() == 0
 
 
+@pytest.mark.forked
 def test_a_request_that_had_begun_ends_with_one_clear_error(start: Start, example: Path) -> None:
     serving = start("--model", example)
     serving.wait_ready()
@@ -96,7 +98,9 @@ def test_a_request_that_had_begun_ends_with_one_clear_error(start: Start, exampl
     asking = threading.Thread(target=lambda: answers.append(serving.request("POST", "/v1/completions", body)))
     asking.start()
     deadline = time.monotonic() + 60
-    while not re.search(rb"(?m)^medusa_engine_running(\{.*\})? [1-9]", serving.request("GET", "/metrics")[1]):
+    while not re.search(
+        rb"(?m)^medusa_engine_generated_tokens_total(\{.*\})? [1-9]\d", serving.request("GET", "/metrics")[1]
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert killed_within(serving, "engine") <= _NOTICED_S
@@ -107,6 +111,7 @@ def test_a_request_that_had_begun_ends_with_one_clear_error(start: Start, exampl
     assert serving.stop() == 0
 
 
+@pytest.mark.forked
 def test_a_stopped_prefetcher_is_replaced_and_nothing_is_fetched_twice(start: Start, slow_origin: SlowOrigin) -> None:
     serving = start("--model", slow_origin.url)
     while serving.request("GET", "/readyz")[1].get("fetched_bytes", 0) == 0:
@@ -138,6 +143,7 @@ def test_each_process_in_each_phase_of_the_start(
     assert serving.stop() == 0
 
 
+@pytest.mark.forked
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_without_the_function_process_the_instance_ends(start: Start, example: Path, number: signal.Signals) -> None:
     """Nobody accepts connections any more, so the platform must see the end, and start another."""
@@ -152,6 +158,7 @@ def test_without_the_function_process_the_instance_ends(start: Start, example: P
     assert "the function process ended by itself (killed by SIGKILL)" in serving.output()
 
 
+@pytest.mark.forked
 def test_a_stopped_supervisor_fails_the_liveness_probe_until_it_goes_on(start: Start, example: Path) -> None:
     serving = start("--model", example)
     serving.wait_ready()

@@ -83,6 +83,7 @@ def test_inspect_tells_what_is_in_the_bundle_and_what_fits(materialized: Path) -
     assert "state    none; make it with medusa materialize" in medusa("inspect", EXAMPLE, "--state", "none").stdout
 
 
+@pytest.mark.forked
 def test_a_start_uses_the_bundle_wherever_it_was_copied(model: Path, start: Callable[..., Any]) -> None:
     plain = start("--model", EXAMPLE, "--state", "none")
     expected = plain.complete()["choices"][0]["text"]
@@ -99,6 +100,7 @@ def test_a_start_uses_the_bundle_wherever_it_was_copied(model: Path, start: Call
     assert serving.stop() == 0
 
 
+@pytest.mark.forked
 def test_a_start_with_a_broken_bundle_answers_the_same(model: Path, start: Callable[..., Any]) -> None:
     path = model / ".medusa" / "manifest.json"
     document = json.loads(path.read_bytes())

@@ -20,7 +20,7 @@ from process_tree import alive, stopped
 
 from .slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.forked]
 
 Start = Callable[..., Any]
 FALLBACK = "starting without the node agent"
@@ -99,7 +99,7 @@ def middleman() -> Iterator[Callable[..., Middleman]]:
 
 @pytest.fixture
 def slow_origin(example: Path) -> Iterator[SlowOrigin]:
-    with serving_origin(example, 1e9, SlowAfterAWhile) as server:
+    with serving_origin(example, 1e6, SlowAfterAWhile) as server:
         yield server
 
 
@@ -143,6 +143,7 @@ def taken(node: Any) -> int:
     return int(node.status()["engines"]["torch"]["taken"])
 
 
+@pytest.mark.forked(False)
 def test_a_function_takes_region_and_engine_from_the_agent(start: Start, node: Any, example: Path) -> None:
     before = taken(node)
     (warm,) = node.status()["engines"]["torch"]["pids"]
@@ -246,6 +247,7 @@ def test_an_agent_that_hangs_at_any_step_is_done_without(
     assert node.stop() == 0
 
 
+@pytest.mark.forked(False)
 def test_the_agent_dies_while_a_function_serves(start: Start, start_node: Start, example: Path) -> None:
     node = ready_node(start_node, example)
     (engine,) = node.status()["engines"]["torch"]["pids"]
@@ -352,11 +354,11 @@ def test_two_functions_of_one_model_share_its_bytes(start: Start, start_node: St
     client = node.client()
     client.region(slow_origin.url).close()
     node.until(lambda: [held["state"] for held in node.status()["regions"]] == ["done"])
-    sent = slow_origin.sent
+    asked = slow_origin.asked
     functions = [start("--model", slow_origin.url, "--node-socket", node.socket) for _ in range(2)]
     texts = [serving.complete()["choices"][0]["text"] for serving in functions]
     assert texts[0] == texts[1]
-    assert slow_origin.sent == sent, "nothing was fetched for them"
+    assert slow_origin.asked == asked, "nothing was fetched for them"
     inodes = {mapped_region(serving.child("engine")) for serving in functions}
     assert len(inodes) == 1, "both engines map one memfd"
     for serving in functions:
@@ -373,6 +375,7 @@ def mapped_region(pid: int) -> str:
     pytest.fail(f"process {pid} maps no region")
 
 
+@pytest.mark.forked(False)  # the handler imports torch
 @pytest.mark.parametrize("url", ["folder", "http"])
 def test_a_handlers_own_module_from_the_agents_region(
     start: Start, start_node: Start, tmp_path: Path, url: str

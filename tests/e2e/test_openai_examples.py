@@ -8,6 +8,9 @@ from typing import Any
 
 import openai
 import openai_examples
+import pytest
+
+pytestmark = pytest.mark.forked
 
 
 def test_the_official_clients_examples_run(start: Callable[..., Any], example: Path) -> None:

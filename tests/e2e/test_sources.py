@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from .slow_origin import SlowOrigin, serving_origin
 
+pytestmark = pytest.mark.forked
+
 Start = Callable[..., Any]
 
 

@@ -42,6 +42,7 @@ def test_a_stop_before_the_function_process_is_there_is_not_lost(times: int) -> 
     assert subprocess.run([sys.executable, "-c", _EARLY, str(times)], timeout=240, check=False).returncode == 0
 
 
+@pytest.mark.forked
 def test_a_terminal_that_closes_ends_the_instance_cleanly(start: Start, example: Path) -> None:
     serving = start("--model", example)
     serving.wait_ready()
@@ -50,6 +51,7 @@ def test_a_terminal_that_closes_ends_the_instance_cleanly(start: Start, example:
     assert serving.wait_gone(descendants) == 0
 
 
+@pytest.mark.forked
 def test_a_second_signal_does_not_wait_for_requests(start: Start, tmp_path: Path) -> None:
     (tmp_path / "handler.py").write_text(
         "import time\ndef handle(request):\n    print('got it', flush=True)\n    time.sleep(600)"
@@ -81,6 +83,7 @@ def test_nothing_is_left_of_a_killed_instance(start: Start, example: Path) -> No
     assert serving.wait_gone(descendants) == -signal.SIGKILL
 
 
+@pytest.mark.forked
 def test_temporary_files_may_lie_deep(start: Start, example: Path, tmp_path: Path) -> None:
     """The path of a Unix socket may have 107 bytes; the engine's lies under TMPDIR."""
     folder = tmp_path / ("x" * 100)

@@ -22,7 +22,7 @@ from medusa_runtime.node.messages import send
 from medusa_runtime.timeline import Timeline
 from process_tree import alive, asleep, stopped
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.forked]
 
 Start = Callable[..., Any]
 Put = Callable[..., str]

@@ -20,7 +20,7 @@ from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline
 from process_tree import alive, stopped
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.forked]
 
 Start = Callable[..., Any]
 Put = Callable[..., str]

@@ -31,6 +31,8 @@ from medusa_runtime.region.layout import reopen
 from medusa_runtime.region.reader import Region
 from medusa_runtime.region.seals import F_ADD_SEALS
 
+pytestmark = pytest.mark.forked
+
 Start = Callable[..., Any]
 Put = Callable[..., str]
 MB = 1 << 20

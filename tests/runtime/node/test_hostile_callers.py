@@ -26,7 +26,7 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.region.seals import F_ADD_SEALS, SEAL_GROW, SEAL_SHRINK, SEAL_WRITE
 from strangers import ALICE, MALLORY, as_user
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(200), pytest.mark.forked]
 
 Start = Callable[..., Any]
 Put = Callable[..., str]

@@ -13,7 +13,7 @@ from medusa_runtime.errors import NodeError
 from medusa_runtime.node.client import NodeClient
 from strangers import MALLORY, as_user
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(200), pytest.mark.forked]
 
 Start = Callable[..., Any]
 Put = Callable[..., str]

@@ -20,7 +20,7 @@ from medusa_runtime.node.messages import receive
 from medusa_runtime.node.regions.model_key import model_key
 
 EXAMPLES = int(os.environ.get("FUZZ_INPUTS", "300"))
-pytestmark = pytest.mark.timeout(100 + EXAMPLES // 20)
+pytestmark = [pytest.mark.timeout(100 + EXAMPLES // 20), pytest.mark.forked]
 fuzzed = settings(
     max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=True
 )

@@ -14,6 +14,8 @@ import pytest
 from medusa_runtime.region.reader import Region
 from process_tree import alive, descendants
 
+pytestmark = pytest.mark.forked
+
 Start = Callable[..., Any]
 Put = Callable[..., str]
 MB = 1 << 20

@@ -17,7 +17,7 @@ from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline
 from process_tree import alive
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.forked]
 
 Start = Callable[..., Any]
 Put = Callable[..., str]
