@@ -11,6 +11,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +20,10 @@ from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.imports.uncollected import uncollected
 from medusa_runtime.timeline import Timeline
 
-from ..imports import logging_as_it_is, no_cache_folder
+from ..imports import logging_as_it_is, no_cache_folder, server_is_imported
 from ..lean_imports import functions_as_they_are, import_for_real
 from .ahead import app_for, arguments_for, give_back, known_plugins, quiet_uvicorn
+from .lean_server import lean_server
 from .mounting import (
     computed_once,
     front_configuration,
@@ -109,44 +111,10 @@ class FrontEnd:
             self._up.set()
 
     async def _serve(self, served: Served) -> None:
-        with functions_as_they_are(), no_cache_folder(), logging_as_it_is():
-            import_for_real()
-            import uvicorn
-            from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-            from vllm.v1.engine.async_llm import AsyncLLM
+        with nullcontext() if server_is_imported() else lean_server():
+            client, app, arguments = await _make(served)
+        import uvicorn
 
-            served.limit_grammars()
-            folder = served.folder()
-            arguments = arguments_for(served.words, str(folder))
-        if arguments.served_model_name is None:
-            arguments.served_model_name = [served.name]
-        _import_plugins(arguments)
-        config = front_configuration(
-            served.core.vllm_config,
-            str(folder),
-            name=arguments.served_model_name,
-            generation_config=arguments.generation_config,
-            max_model_len=served.max_model_len,
-        )
-        addresses = {name: f"ipc://{folder}/{name.removesuffix('_address')}" for name in _ADDRESSES}
-        served.core.attach_front_end(addresses["input_address"], addresses["output_address"])
-        without_processor(config, folder)
-        sampling = computed_once(config.model_config, _SAMPLING)
-        generation = computed_once(config.model_config, "try_get_generation_config")
-        with known_plugins(), known_configuration(config), one_copy(), generation:
-            client = AsyncLLM(
-                config,
-                served.executor_class,
-                log_stats=not arguments.disable_log_stats,
-                log_requests=arguments.enable_log_requests,
-                client_addresses=addresses,
-            )
-            tasks = await client.get_supported_tasks()
-            app = app_for(arguments, tasks, client.model_config)
-            load_processors(config.model_config)
-        app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
-        with computed_once(config, "compute_hash"), sampling, probed_once():
-            await init_app_state(client, app.state, arguments, tasks)
         quiet_uvicorn()
         settings = uvicorn.Config(
             app, log_config=None, access_log=False, timeout_keep_alive=_KEEP_ALIVE_S, ws="none",
@@ -176,6 +144,48 @@ class FrontEnd:
         await client.engine_core.abort_requests_async(["none"])  # a message, at which the thread that reads them ends
         client.shutdown()
         give_back(app)
+
+
+async def _make(served: Served) -> tuple[Any, Any, Any]:
+    """Import vLLM's server, and make its client of the core and its app for this model; with the flags' values."""
+    with functions_as_they_are(), no_cache_folder(), logging_as_it_is():
+        import_for_real()
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        served.limit_grammars()
+        folder = served.folder()
+        arguments = arguments_for(served.words, str(folder))
+    if arguments.served_model_name is None:
+        arguments.served_model_name = [served.name]
+    _import_plugins(arguments)
+    config = front_configuration(
+        served.core.vllm_config,
+        str(folder),
+        name=arguments.served_model_name,
+        generation_config=arguments.generation_config,
+        max_model_len=served.max_model_len,
+    )
+    addresses = {name: f"ipc://{folder}/{name.removesuffix('_address')}" for name in _ADDRESSES}
+    served.core.attach_front_end(addresses["input_address"], addresses["output_address"])
+    without_processor(config, folder)
+    sampling = computed_once(config.model_config, _SAMPLING)
+    generation = computed_once(config.model_config, "try_get_generation_config")
+    with known_plugins(), known_configuration(config), one_copy(), generation:
+        client = AsyncLLM(
+            config,
+            served.executor_class,
+            log_stats=not arguments.disable_log_stats,
+            log_requests=arguments.enable_log_requests,
+            client_addresses=addresses,
+        )
+        tasks = await client.get_supported_tasks()
+        app = app_for(arguments, tasks, client.model_config)
+        load_processors(config.model_config)
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
+    with computed_once(config, "compute_hash"), sampling, probed_once():
+        await init_app_state(client, app.state, arguments, tasks)
+    return client, app, arguments
 
 
 # Every caller could stop the model with them, and its core has no other processes to scale to.

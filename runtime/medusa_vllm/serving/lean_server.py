@@ -1,0 +1,125 @@
+"""The lean import of vLLM's HTTP server, for a request that waits for it: it takes half of the CPU time.
+
+vLLM uses some classes of OpenAI's client, whose import makes all of it: the client, and 500 modules of types. Here a
+package of types imports what is looked up in it. And pydantic builds the checks of a class at its definition; here at
+its first use, and an instance uses few of the classes.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_CLIENT = "openai"
+_TYPES = "openai.types"
+
+
+@contextmanager
+def lean_server() -> Iterator[None]:
+    """Make the import of vLLM's server lean in this context. Other code gets the real modules and classes."""
+    finder = _LatePackages()
+    if _CLIENT not in sys.modules:
+        sys.meta_path.insert(0, finder)
+    try:
+        with _checks_built_late():
+            yield
+    finally:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+
+@contextmanager
+def _checks_built_late() -> Iterator[None]:
+    """Give classes that are defined in this context pydantic's option ``defer_build``."""
+    try:
+        from pydantic._internal._config import ConfigWrapper
+
+        before = vars(ConfigWrapper)["for_model"]
+
+        def for_model(cls: Any, *arguments: Any, **options: Any) -> Any:
+            made = before.__func__(cls, *arguments, **options)
+            made.config_dict.setdefault("defer_build", True)
+            return made
+
+    except (ImportError, AttributeError, KeyError) as error:
+        logger.info("importing vLLM's server without deferred checks: %s", error)
+        yield
+        return
+    ConfigWrapper.for_model = classmethod(for_model)
+    try:
+        yield
+    finally:
+        ConfigWrapper.for_model = before
+
+
+class _LatePackages(MetaPathFinder):
+    """Finds OpenAI's package and its packages of types, to be executed late or never. Other modules are plain."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in (_CLIENT, _TYPES) and not name.startswith(_TYPES + "."):
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.submodule_search_locations is None or type(spec.loader) is not SourceFileLoader:
+            return None
+        spec.loader = _LateLoader(spec.loader)
+        return spec
+
+
+class _LateLoader(Loader):
+    """Gives a package a ``__getattr__`` in place of what its ``__init__.py`` does, which is executed if need be."""
+
+    def __init__(self, real: SourceFileLoader) -> None:
+        self._real = real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        package, real = module.__name__, self._real
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = real
+        places = {} if package == _CLIENT else _places(real.get_source(package) or "")
+
+        def find(name: str) -> Any:
+            if name.startswith("__") and name not in ("__all__", "__version__"):
+                raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            if name in places:
+                place, theirs = places[name]
+                found = getattr(importlib.import_module(place, package), theirs)
+                setattr(module, name, found)
+                return found
+            try:
+                return importlib.import_module(f"{package}.{name}")
+            except ModuleNotFoundError:
+                vars(module).pop("__getattr__", None)
+                real.exec_module(module)
+                return getattr(module, name)
+
+        vars(module)["__getattr__"] = find
+
+
+def _places(source: str) -> dict[str, tuple[str, str]]:
+    """Where a package takes its names from, and what they are there; nothing where it does more than import them."""
+    found = {}
+    for statement in ast.parse(source).body:
+        if not isinstance(statement, ast.ImportFrom):
+            return {}
+        if statement.level:
+            place = "." * statement.level + (statement.module or "")
+            found.update({one.asname or one.name: (place, one.name) for one in statement.names})
+    return found
+
+
+__all__ = ["lean_server"]
