@@ -42,9 +42,10 @@ def lean_server() -> Iterator[None]:
 def _checks_built_late() -> Iterator[None]:
     """Give classes that are defined in this context pydantic's option ``defer_build``."""
     try:
-        from pydantic._internal._config import ConfigWrapper
+        from pydantic._internal import _config
 
-        before = vars(ConfigWrapper)["for_model"]
+        options_of_a_class: Any = _config.ConfigWrapper
+        before = vars(options_of_a_class)["for_model"]
 
         def for_model(cls: Any, *arguments: Any, **options: Any) -> Any:
             made = before.__func__(cls, *arguments, **options)
@@ -55,11 +56,11 @@ def _checks_built_late() -> Iterator[None]:
         logger.info("importing vLLM's server without deferred checks: %s", error)
         yield
         return
-    ConfigWrapper.for_model = classmethod(for_model)
+    options_of_a_class.for_model = classmethod(for_model)
     try:
         yield
     finally:
-        ConfigWrapper.for_model = before
+        options_of_a_class.for_model = before
 
 
 class _LatePackages(MetaPathFinder):
