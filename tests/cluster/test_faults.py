@@ -128,7 +128,7 @@ def test_a_gateway_that_is_killed_is_nothing_to_the_other(faulty: Cluster) -> No
     traffic.check()
     assert other.answers[-1].status == 0
     faulty.cluster.start_gateway(8081)
-    assert Traffic(faulty.urls[1], MODEL).ask()[0] == 200
+    until(lambda: Traffic(faulty.urls[1], MODEL).ask()[0] == 200)  # it has to hear first what is deployed
 
 
 @pytest.mark.parametrize("seconds", [1, 10, 60])

@@ -21,6 +21,7 @@ from medusa_runtime.storage.base import redacted
 _PR_SET_PDEATHSIG = 1
 _SCHEDULER_CLOCK = 2
 _GONE_S = 10.0  # from SIGKILL to the end
+_LEAVE_S = 1.0  # for descendants of a process that has ended, some of which remove its temporary files
 _LAST_WORDS_S = 5.0  # from a connection's end to that of the process, which says why
 _SHOWN_CHARACTERS = 1500
 
@@ -142,15 +143,14 @@ class Process:
                 self.process.wait(self.grace_s)
             except subprocess.TimeoutExpired:
                 pass
-        for pid in [*tree, self.pid]:
-            # Descendants may have left the group; those that still are this process's are ended by their id.
-            if pid != self.pid or self.alive():
-                _kill(pid)
+        if self.alive():
+            _kill(self.pid)
         self.process.wait()
+        _wait_gone(tree, _LEAVE_S)
+        for pid in filter(_runs, tree):  # what outlives its parent
+            _kill(pid)
         # What still runs takes memory, and a part of the next sample's CPUs.
-        deadline = time.monotonic() + _GONE_S
-        while any(_runs(pid) for pid in tree) and time.monotonic() < deadline:
-            time.sleep(0.005)
+        _wait_gone(tree, _GONE_S)
         if self.process.stdout:
             self.process.stdout.close()
         self._output.close()
@@ -185,6 +185,12 @@ def _smaps(pid: int, field: str) -> int:
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _wait_gone(pids: Sequence[int], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while any(map(_runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 def _runs(pid: int) -> bool:

@@ -125,9 +125,10 @@ class RayNodes:
 
     async def request_nodes(self, total: int) -> None:
         """Ask Ray's autoscaler, where there is one, for so many nodes; Ray keeps the last wish, also without nodes."""
-        from ray.autoscaler.sdk import request_resources
 
         def request() -> None:
+            from ray.autoscaler.sdk import request_resources  # a second of imports
+
             request_resources(bundles=[{NODE_RESOURCE: 1}] * total)
 
         try:

@@ -40,9 +40,7 @@ logger = logging.getLogger(__name__)
 _DRAIN_S = 30.0
 _RAY_GRACE_S = 8.0
 _LOOK_S = 0.25
-_HUNG_S = 10.0  # the node server ends after its loop has stood still for so long
-_CONTROLLER_HUNG_S = 10.0  # it calls Ray, which may wait for the disk and for other nodes
-_ACTOR_HUNG_S = 1.5  # it does nothing that takes time
+_HUNG_S = 1.5  # controller and node actor do nothing in their loops that takes time
 _LAUNCH_PAUSE_S = 1.0
 _TOLD = ("alive", "draining", "drained")  # states of a node that the controller can tell what to do
 
@@ -62,7 +60,7 @@ class NodeServer:
         self._ray_started = asyncio.Event()
         self._launcher: Child | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._watchdog = Watchdog("the node server", _HUNG_S / 2)
+        self._watchdog = Watchdog("the node server")
 
     async def run(self) -> int:
         """Returns the exit status. Raises ConfigError and ClusterError for what prevents the start."""
@@ -125,12 +123,12 @@ class NodeServer:
         self._agent.begin()
         self._ray.begin()
         self._watchdog.start()
-        actor = AnswerWatch("the node actor", settings.actor_socket, _ACTOR_HUNG_S)
+        actor = AnswerWatch("the node actor", settings.actor_socket, _HUNG_S)
         works = (self._watch_processes(), self._tell(), Starts(self._instances).run(), actor.run())
         self._tasks = [asyncio.create_task(work) for work in works]
         self._show(f"node {settings.name} on {settings.url}, folder {settings.folder}")
         if settings.is_head:
-            watch = AnswerWatch("the controller", settings.controller_socket, _CONTROLLER_HUNG_S)
+            watch = AnswerWatch("the controller", settings.controller_socket, _HUNG_S)
             self._tasks += [asyncio.create_task(work) for work in (self._keep_controller(), watch.run())]
             self._show(f"other nodes: medusa cluster start --address {settings.address} --token-file FILE")
             self._show(f"(FILE: a copy of {settings.token_file})")

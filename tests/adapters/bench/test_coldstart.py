@@ -146,6 +146,20 @@ def test_a_process_is_gone_with_its_children_even_those_that_ignore_sigterm() ->
     assert not [pid for pid in tree if alive(pid)]
 
 
+def test_what_removes_the_files_of_a_process_may_finish(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    guard = ["/bin/sh", "-c", "echo ready; read -r _; sleep 0.2; rm -r $0", str(scratch)]
+    code = (
+        "import subprocess, time\n"
+        f"guard = subprocess.Popen({guard!r}, stdin=subprocess.PIPE, start_new_session=True)\n"
+        "time.sleep(60)"
+    )
+    with Process([sys.executable, "-c", code]) as process:
+        assert process.line() == "ready\n"
+    assert not scratch.exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_bench_leaves_nothing(number: int) -> None:
     short = tempfile.mkdtemp(prefix="m")  # a Unix socket lies there

@@ -38,7 +38,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Origin]:
         yield origin
 
 
-# In Ray's workers, SIGUSR1 has the loop of one concurrency group wait for a lock for ever.
+# SIGUSR1 has the event loops of a node server, of the controller and of a node actor wait for a lock for ever.
 DEADLOCK = """
 import signal, sys, threading
 
@@ -49,10 +49,10 @@ def deadlock(*_):
     lock = threading.Lock()
     lock.acquire()
     for loop in loops:
-        if names.get(loop._thread_id) == "AsyncIO Thread: control":
+        if names.get(loop._thread_id) in ("AsyncIO Thread: control", "AsyncIO Thread: default", "MainThread"):
             loop.call_soon_threadsafe(lock.acquire)
 
-if any("default_worker.py" in word for word in sys.orig_argv):
+if {"default_worker.py", "cluster"} & {word.rpartition("/")[2] for word in sys.orig_argv}:
     signal.signal(signal.SIGUSR1, deadlock)
 """
 
@@ -65,7 +65,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ClusterNod
     other = None
     try:
         head.wait_ready()
-        other = ClusterNode("n1", 1, head)
+        other = ClusterNode("n1", 1, head, environ={"PYTHONPATH": str(folder)})
         other.wait_ready()
         until(lambda: head.status_of("n1").get("state") == "alive", head.output)
         yield head, other
@@ -200,20 +200,29 @@ def test_what_is_stopped_is_killed_within_three_seconds(deployed: tuple[ClusterN
     assert _serving(head) == text
 
 
-def test_a_node_actor_that_is_deadlocked_is_killed_within_three_seconds(
-    deployed: tuple[ClusterNode, ClusterNode],
+@pytest.mark.parametrize("victim", ["ray::NodeActor", "ray::Controller", "node server"])
+def test_what_is_deadlocked_is_killed_within_three_seconds(
+    deployed: tuple[ClusterNode, ClusterNode], victim: str
 ) -> None:
-    head, _ = deployed
+    head, other = deployed
     text = _serving(head)
-    (server,) = children(head.process.pid)
-    actor = head.kill("ray::NodeActor", signal.SIGUSR1)
+    (server,) = children((other if victim == "node server" else head).process.pid)
+    hung = server if victim == "node server" else _pid(head, victim)
+    assert hung is not None
+    os.kill(hung, signal.SIGUSR1)
     clock, began = Unloaded(server), time.monotonic()
-    until(lambda: not alive(actor), head.output, pause_s=0.02)
+    until(lambda: not alive(hung), head.output, pause_s=0.02)
     noticed_s, loaded_s = clock.passed_s(), time.monotonic() - began
-    until(lambda: _pid(head, "ray::NodeActor") not in (None, actor), head.output, pause_s=0.02)
-    print(f"killed {loaded_s:.2f} s after it was deadlocked, replaced after {time.monotonic() - began:.2f} s")
+    works = {"ray::Controller": lambda: _routes(head), "node server": lambda: _answers(other)}
+    until(works.get(victim, lambda: _pid(head, victim) not in (None, hung)), head.output, pause_s=0.02)
+    replaced_s = time.monotonic() - began
+    print(f"{victim}: killed {loaded_s:.2f} s after it was deadlocked, replaced after {replaced_s:.2f} s")
     assert noticed_s <= 3
-    assert f"the node actor (process {actor}) hangs" in head.output()
+    said = {"ray::NodeActor": f"the node actor (process {hung}) hangs", "node server": "the node server has hung"}
+    assert (
+        said.get(victim, f"the controller (process {hung}) hangs")
+        in (head if victim != "node server" else other).output()
+    )
     until(lambda: _alive_nodes(head) == ["head", "n1"], head.output)
     assert _serving(head) == text
 

@@ -19,13 +19,16 @@ logger = logging.getLogger(__name__)
 _PING_S = 0.5
 _LOOK_S = 0.1
 _LONGEST_LOOK_S = 0.2  # a look that comes later than that was held up itself
+_LONGEST_DISK_S = 10.0  # that a process may wait for the disk
 
 
 class AnswerWatch:
     """Asks a process again and again for its pid, on its socket. One that was stopped is killed by others."""
 
     def __init__(self, what: str, socket: Path, answers_within_s: float) -> None:
-        """``what`` it is, for the log. ``answers_within_s``: time in which it waited for a CPU does not count."""
+        """``what`` it is, for the log. ``answers_within_s``: time in which it waited for a CPU or for the disk does not
+        count.
+        """
         self._what = what
         self._socket = socket
         self._answers_within_s = answers_within_s
@@ -56,13 +59,17 @@ class AnswerWatch:
 
     async def _answered(self, asking: asyncio.Task[object], pid: int | None) -> bool:
         """Wait for the answer; False when it does not come."""
-        passed_s, before = 0.0, _cpu_waits_s(pid)
+        passed_s, disk_s, before = 0.0, 0.0, _cpu_waits_s(pid)
         while passed_s - _longer_s(_cpu_waits_s(pid), before) < self._answers_within_s:
             began = time.monotonic()
             await asyncio.wait({asking}, timeout=_LOOK_S)
             if asking.done():
                 return True
-            passed_s += min(time.monotonic() - began, _LONGEST_LOOK_S)
+            look_s = min(time.monotonic() - began, _LONGEST_LOOK_S)
+            if disk_s < _LONGEST_DISK_S and _waits_for_disk(pid):
+                disk_s += look_s
+            else:
+                passed_s += look_s
         return False
 
 
@@ -74,6 +81,16 @@ def _cpu_waits_s(pid: int | None) -> dict[str, float]:
             with suppress(OSError, IndexError), open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
                 found[thread] = int(file.read().split()[1]) / 1e9
     return found
+
+
+def _waits_for_disk(pid: int | None) -> bool:
+    """Whether a thread of a process is in uninterruptible sleep."""
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError, IndexError), open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+                if file.read().rpartition(b")")[2].split()[0] == b"D":
+                    return True
+    return False
 
 
 def _longer_s(now: dict[str, float], before: dict[str, float]) -> float:
