@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -152,8 +153,7 @@ def test_what_it_names_exists(command: str, capsys: pytest.CaptureFixture[str]) 
     flags = {word for word in words if re.match("--[a-z]", word)}
     if words[0] == "python":
         start = words[1:3] if words[1] == "-m" else words[1:2]
-        script = [sys.executable, *start, "--help"]
-        known = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        known = help_of(*start)
     else:
         two = words[1] in ("bench", "cluster", "deploy") and len(words) > 2 and re.fullmatch("[a-z]+", words[2])
         with pytest.raises(SystemExit) as ended:
@@ -161,3 +161,9 @@ def test_what_it_names_exists(command: str, capsys: pytest.CaptureFixture[str]) 
         assert ended.value.code == 0, command
         known = capsys.readouterr().out
     assert flags <= set(re.findall(r"--[a-z][a-z-]*", known)), command
+
+
+@functools.cache  # pages show some of them several times
+def help_of(*script: str) -> str:
+    command = [sys.executable, *script, "--help"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

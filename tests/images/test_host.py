@@ -171,11 +171,10 @@ def test_pip_installs_with_what_is_lent(host: dict[str, Any], tmp_path: Path, mo
     for place, source in folders.items():  # where a build mounts them
         written = written.replace(place, source)
     (tmp_path / "build.conf").write_text(written)
-    subprocess.run([sys.executable, "-m", "venv", places], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", places], check=True)
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PIP_CONFIG_FILE": str(tmp_path / "build.conf")}
-    ran = subprocess.run(
-        [places / "bin/pip", "install", "lentpackage"], env=environment, capture_output=True, text=True, check=False
-    )
+    pip = [sys.executable, "-m", "pip", "--python", places / "bin/python"]
+    ran = subprocess.run([*pip, "install", "lentpackage"], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert list(places.glob("lib/*/site-packages/lentpackage-1.0.dist-info"))
     assert not (tmp_path / "target").exists()

@@ -122,13 +122,8 @@ USES = [
     "import numpy.linalg; assert torch.from_numpy(numpy.ones(2)).sum() == 2",
     "assert torch.vmap(torch.neg)(torch.ones(2)).tolist() == [-1, -1]",
     "import torch.distributed as d; assert d.is_available() and not d.is_initialized() and d.ReduceOp.SUM",
-    "from torch.utils.data import DataLoader; assert [len(b) for b in DataLoader(range(5), 2)] == [2, 2, 1]",
-    "x = torch.ones(2, requires_grad=True); (x * x).sum().backward(); assert x.grad.tolist() == [2, 2]",
     "from torch.fx import symbolic_trace as t; assert 'linear' in t(torch.nn.Linear(2, 2)).code",
     "assert torch.cuda.is_available() in (True, False) and torch.backends.mkldnn.is_available() in (True, False)",
-    "import io; f = io.BytesIO(); torch.save([torch.ones(2)], f); f.seek(0); assert torch.load(f)[0].sum() == 2",
-    "assert repr(torch.ones(2)) == 'tensor([1., 1.])'",
-    "m = torch.nn.DataParallel(torch.nn.Linear(2, 2)); assert m(torch.ones(1, 2)).shape == (1, 2)",
     # Names that importers within torch bind early are others' only when they are the real ones.
     "from torch.nn import DataParallel as D; from torch import vmap; from torch.func import vmap as v\n"
     "assert issubclass(D, torch.nn.Module) and not isinstance(torch, D) and v is vmap is torch.vmap\n"
@@ -137,13 +132,22 @@ USES = [
     # What is set stays when the module is executed later.
     "torch.vmap = 3; torch.fx.more = 4; torch.optim.Adam = int; torch.jit.script\n"
     "assert torch.vmap + torch.fx.more + torch.optim.Adam(5) == 12",
+    "import numpy.linalg; assert numpy.linalg.__spec__.origin and numpy.linalg.__spec__.has_location",
+]
+# Each executes the same modules as one above, by another way: in `make test-imports`, and in `make test-slow`.
+MORE_USES = [
+    "from torch.utils.data import DataLoader; assert [len(b) for b in DataLoader(range(5), 2)] == [2, 2, 1]",
+    "x = torch.ones(2, requires_grad=True); (x * x).sum().backward(); assert x.grad.tolist() == [2, 2]",
+    "import io; f = io.BytesIO(); torch.save([torch.ones(2)], f); f.seek(0); assert torch.load(f)[0].sum() == 2",
+    "assert repr(torch.ones(2)) == 'tensor([1., 1.])'",
+    "m = torch.nn.DataParallel(torch.nn.Linear(2, 2)); assert m(torch.ones(1, 2)).shape == (1, 2)",
     "from torch.compiler import is_compiling as f; import torch._dynamo; assert torch._dynamo.optimize and not f()\n"
     "assert torch.compile(lambda x: x + f(), backend='eager')(torch.ones(1)) == 2",
-    "import numpy.linalg; assert numpy.linalg.__spec__.origin and numpy.linalg.__spec__.has_location",
 ]
 
 
-def test_what_was_put_off_works_when_touched() -> None:
+@pytest.mark.parametrize("uses", [USES, pytest.param(MORE_USES, marks=pytest.mark.slow)], ids=["some", "more"])
+def test_what_was_put_off_works_when_touched(uses: list[str]) -> None:
     """Each in a child of its own, forked after one lean import."""
     run(
         LEAN
@@ -163,7 +167,7 @@ for use in sys.argv[1:]:
 failed = [use for pid, use in children.items() if os.waitpid(pid, 0)[1]]
 assert not failed, failed
 """,
-        *USES,
+        *uses,
     )
 
 

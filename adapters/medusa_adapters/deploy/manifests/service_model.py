@@ -5,6 +5,7 @@ boto3 itself checks types and minima; maxima, patterns and enumerations it leave
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,15 +15,19 @@ from medusa_runtime.errors import ConfigError
 
 def check_call(service: str, operation: str, parameters: Mapping[str, Any]) -> None:
     """ConfigError with every parameter that the service would refuse. Needs botocore, and no network."""
+    model = _described(service).operation_model(operation)
+    found = list(_problems(model.input_shape, parameters, ""))
+    if found:
+        raise ConfigError(f"{service} {operation}: " + "; ".join(found))
+
+
+@functools.cache  # a command makes several calls of a service, whose model is megabytes of JSON
+def _described(service: str) -> Any:
     from botocore.loaders import Loader
     from botocore.model import ServiceModel
 
     # Not through a session, which would look for a profile and a region.
-    described = ServiceModel(Loader().load_service_model(service, "service-2"), service)
-    model = described.operation_model(operation)
-    found = list(_problems(model.input_shape, parameters, ""))
-    if found:
-        raise ConfigError(f"{service} {operation}: " + "; ".join(found))
+    return ServiceModel(Loader().load_service_model(service, "service-2"), service)
 
 
 def _problems(shape: Any, value: Any, where: str) -> Iterator[str]:
