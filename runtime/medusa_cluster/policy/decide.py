@@ -30,6 +30,7 @@ from .state import (
     Node,
     Pace,
     RequestNodes,
+    Role,
     StartInstance,
     StopInstance,
 )
@@ -333,6 +334,9 @@ class _Tick:
         """
         if not self._options.live:
             return self._starts
+        alike: dict[tuple[str, Role], set[str]] = {}
+        for start in self._starts:
+            alike.setdefault((start.model, start.role), set()).add(start.node)
         paired = []
         for start in self._starts:
             url = self._state.deployments[start.model].url
@@ -341,8 +345,8 @@ class _Tick:
                 (item for item in instances if item.state == "ready" and item.role == start.role != "decode"),
                 key=lambda item: (-item.running, item.id),
             )
-            alike = {other.node for other in self._starts if (other.model, other.role) == (start.model, start.role)}
-            pairs = live_pairs(self._fetches.chains.get(url, ()), [item.id for item in loaded], alike)
+            nodes = alike[start.model, start.role]
+            pairs = live_pairs(self._fetches.chains.get(url, ()), [item.id for item in loaded], nodes)
             paired.append(replace(start, partner=pairs.get(start.node)))
         return paired
 
@@ -352,10 +356,15 @@ class _Tick:
         if not self._options.pool:
             return []
         index = self._index
-        found = restore(index, self._state.nodes, self._catalog.by_url, None if index.joined else index.touched)
+        looked_at = None if index.joined or index.touched is None else index.touched
+        if looked_at is not None and index.roomier:
+            looked_at = looked_at | index.waiting
+        found = restore(index, self._state.nodes, self._catalog.by_url, looked_at)
         open_ = {*found.fetches, *(change.url for change in found.changes)}
         index.joined &= bool(open_)
-        index.touched = open_ | found.waiting
+        index.touched = open_
+        index.waiting = found.waiting if looked_at is None or index.roomier else index.waiting | found.waiting
+        index.roomier = False
         busy = {name for name, _ in self._index.arriving}
         for url, node in found.fetches.items():
             if node not in busy:  # one at a time, so that starts find their links free

@@ -38,6 +38,8 @@ class Index:
         self.slots = 0  # of nodes that are alive
         self.free: dict[str, int] = {}  # node → free slots, if it has any
         self.touched: set[str] | None = None  # URLs whose copies are to be looked at by the pool; None: all
+        self.waiting: frozenset[str] = frozenset()  # URLs for which the pool found no node with room
+        self.roomier = True  # a node may have more room than when it found none
         self.joined = True  # a node has come since the pool was last seen to be spread evenly
         self._seen: dict[str, Node] = {}
         self._catalog = Catalog({})
@@ -95,6 +97,7 @@ class Index:
         copies = last.copies is node.copies or last.copies == node.copies
         instances = last.instances is node.instances or last.instances == node.instances
         alike = last.state == node.state and last.devices == node.devices
+        self.roomier |= node.free_bytes > last.free_bytes
         if copies and instances and alike and last.memory_bytes == node.memory_bytes:
             if last.link_bytes_per_s != node.link_bytes_per_s:
                 self._by_link = None
@@ -115,6 +118,7 @@ class Index:
             self._add(node)
 
     def _touch(self, *nodes: Node) -> None:
+        self.roomier = True
         if self.touched is not None:
             self.touched.update(copy.url for node in nodes for copy in node.copies)
 

@@ -8,6 +8,7 @@ instance that finds no other room takes that of pinned copies which nobody uses:
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -88,19 +89,26 @@ def spread(index: Index, nodes: Mapping[str, Node], deployments: Iterable[Deploy
     heap = [(_filled(nodes[name], pinned), name, pinned) for name, pinned in index.pinned_bytes.items()]
     heapq.heapify(heap)
     chosen: dict[str, str] = {}
-    planned: dict[str, int] = {}
+    rooms: dict[str, int] = {}  # as the models that were placed leave them
+    too_large = math.inf
     for deployment in wanted:
+        if deployment.size_bytes >= too_large:
+            continue
         set_aside = []
         while heap:
             entry = heapq.heappop(heap)
             _, name, pinned = entry
-            if room(nodes[name]) - planned.get(name, 0) >= deployment.size_bytes:
+            if name not in rooms:
+                rooms[name] = room(nodes[name])
+            if rooms[name] >= deployment.size_bytes:
                 chosen[deployment.url] = name
-                planned[name] = planned.get(name, 0) + deployment.size_bytes
+                rooms[name] -= deployment.size_bytes
                 pinned += max(deployment.size_bytes, 1)
                 heapq.heappush(heap, (_filled(nodes[name], pinned), name, pinned))
                 break
             set_aside.append(entry)
+        else:
+            too_large = deployment.size_bytes
         for entry in set_aside:
             heapq.heappush(heap, entry)
     return chosen

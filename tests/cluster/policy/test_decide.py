@@ -57,6 +57,20 @@ def test_a_deployed_model_comes_into_the_pool_and_starts_where_it_is() -> None:
     assert (start.node, start.model) == ("n0", "m")
 
 
+def test_a_model_without_room_comes_into_the_pool_when_there_is_room() -> None:
+    cluster = ClusterModel(nodes(1, memory=150 * MB), [model("a"), model("b")])
+    cluster.run(5)
+    (held,) = cluster.nodes["n0"].copies
+    waiting = "b" if held.url == "s3://a" else "a"
+    assert cluster.run(1) == []
+    cluster.nodes["n0"] = replace(cluster.nodes["n0"], memory_bytes=250 * MB)
+    assert [fetch.url for fetch in of(Fetch, cluster.run(1))] == [f"s3://{waiting}"]
+    cluster = ClusterModel([replace(node, memory_used_bytes=100 * MB) for node in nodes(1, memory=150 * MB)], [model()])
+    assert cluster.run(1) == []
+    cluster.nodes["n0"] = replace(cluster.nodes["n0"], memory_used_bytes=0)  # of something that is no copy
+    assert [fetch.url for fetch in of(Fetch, cluster.tick())] == ["s3://m"]
+
+
 def test_a_request_before_the_weights_starts_where_they_will_be() -> None:
     cluster = ClusterModel(nodes(3), [model()])
     cluster.load("m", waiting=1)
