@@ -13,6 +13,7 @@ from statistics import median, stdev
 
 from medusa_adapters.bench.openai_client import Completion, stream
 from medusa_adapters.bench.served_instance import ServedInstance
+from medusa_cluster.simulation.fleet import Fleet, Machine, Model
 from medusa_cluster.simulation.profiles import Speed, Stages
 from medusa_cluster.simulation.trace import Request
 from medusa_runtime.errors import StateError
@@ -51,6 +52,17 @@ class Calibration:
     recorded: dict[str, float]
     start_spread: float = 0.0
     prefill_spread: float = 0.0
+
+    def fleet(self, name: str, machine: Machine, model: Model) -> Fleet:
+        """Return machines that serve a model with starts and prefills that differ as the sampled ones do."""
+        return Fleet(
+            name,
+            (machine,),
+            (model,),
+            hop_s=0.0,
+            start_spread=self.start_spread,
+            prefill_spread=self.prefill_spread,
+        )
 
 
 def fill_caches(system: System) -> None:

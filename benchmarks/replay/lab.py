@@ -15,7 +15,7 @@ from medusa_cluster.lab.cluster import LabCluster
 from medusa_cluster.lab.laboratory import SWITCH, Laboratory
 from medusa_cluster.lab.link import Link
 from medusa_cluster.policy.decide import Options
-from medusa_cluster.simulation.fleet import Fleet, Machine, Model
+from medusa_cluster.simulation.fleet import Machine, Model
 from medusa_cluster.simulation.profiles import Profile
 from medusa_cluster.simulation.result import Outcome
 from medusa_cluster.simulation.simulator import Simulation
@@ -126,14 +126,7 @@ def simulate(calibration: Calibration, requests: Sequence[Request], folder: Path
     model = Model(_NAME, profile, max=nodes, concurrency=CONCURRENCY, batch_tokens=2048)
     machine = Machine("n", nodes, _BYTES_PER_S, memory_bytes=10**10)
     strategy = Strategy("replay", cache="lru", policy=Options())
-    fleet = Fleet(
-        "laboratory",
-        (machine,),
-        (model,),
-        hop_s=0.0,
-        start_spread=calibration.start_spread,
-        prefill_spread=calibration.prefill_spread,
-    )
+    fleet = calibration.fleet("laboratory", machine, model)
     return Simulation(fleet, strategy, requests, tick_s=_TICK_S, quiet_s=_TICK_S, seed=seed).run()
 
 

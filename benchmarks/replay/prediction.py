@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from medusa_cluster.simulation.fleet import Fleet, Machine, Model
+from medusa_cluster.simulation.fleet import Machine, Model
 from medusa_cluster.simulation.profiles import Profile
 from medusa_cluster.simulation.result import Outcome
 from medusa_cluster.simulation.simulator import Simulation
@@ -31,12 +31,5 @@ def simulate(
     model = Model("model", profile, max=slots, concurrency=concurrency, batch_tokens=_BATCH_TOKENS)
     machine = Machine("machine", 1, 1e12, slots)
     strategy = Strategy("replay", cache="all", policy=policy(keep_alive_s))
-    fleet = Fleet(
-        "machine",
-        (machine,),
-        (model,),
-        hop_s=0.0,
-        start_spread=calibration.start_spread,
-        prefill_spread=calibration.prefill_spread,
-    )
+    fleet = calibration.fleet("machine", machine, model)
     return Simulation(fleet, strategy, requests, tick_s=TICK_S, quiet_s=TICK_S, seed=seed).run()
