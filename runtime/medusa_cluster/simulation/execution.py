@@ -190,7 +190,7 @@ class Execution:
         size = model.profile.size_bytes
         if start.layers is not None:
             size = round(size * (start.layers[1] - start.layers[0]) / model.profile.layers)
-        boot = strategy.boot_s(model.profile, size)
+        boot = strategy.boot_s(model.on(instance.node.machine.device), size)
         copy = instance.node.copies.get(f"m://{model.name}")
         if strategy.warm:
             boot = self._load_s(instance, model, size)
@@ -207,7 +207,8 @@ class Execution:
         From host memory over the device's own link; with ``direct`` from another device of the node, or beside the
         fetch, whose bytes arrive there.
         """
-        node, load = instance.node, size / model.profile.stages.load_bytes_per_s
+        node = instance.node
+        load = size / model.on(node.machine.device).stages.load_bytes_per_s
         if not self._sim.strategy.direct:
             return load
         copy = node.copies.get(f"m://{model.name}")
@@ -241,7 +242,7 @@ class Execution:
 
     def _loaded(self, instance: SimInstance) -> None:
         model = self._sim.fleet.models[instance.model]
-        init = self._sim.strategy.init_s(model.profile) * instance.slower
+        init = self._sim.strategy.init_s(model.on(instance.node.machine.device)) * instance.slower
         call_after(self._env, init, lambda: self.begin(instance))
 
     def begin(self, instance: SimInstance) -> None:
@@ -258,7 +259,7 @@ class Execution:
         server = Server(
             self._env,
             instance.group or instance.id,
-            model.model.profile.speed,
+            model.model.on(instance.node.machine.device).speed,
             model.model.concurrency,
             sim.ended,
             size=size,
@@ -401,7 +402,7 @@ class Execution:
         self.freed(server)
 
     def _end_soon(self, instance: SimInstance) -> None:
-        delay_s = self._sim.fleet.models[instance.model].profile.stages.end_s
+        delay_s = self._sim.fleet.models[instance.model].on(instance.node.machine.device).stages.end_s
         if delay_s > 0:
             call_after(self._env, delay_s, lambda: self._end(instance))
         else:

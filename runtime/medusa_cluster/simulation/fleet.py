@@ -28,7 +28,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A deployed model, with its times on the device that it runs on."""
+    """A deployed model, with its times on the device that it runs on. ``others``: those on other kinds of devices."""
 
     name: str
     profile: Profile
@@ -43,6 +43,11 @@ class Model:
     shared_queue: bool = False  # idle instances take prompts from it, and its tokens are the load (BlitzScale's code)
     prompt_tokens: float = 512.0  # typical, for predictions
     batch_tokens: int = 8192  # prompts that are prefilled together
+    others: tuple[tuple[str, Profile], ...] = ()
+
+    def on(self, device: str) -> Profile:
+        """Return its times on a kind of device."""
+        return next((profile for kind, profile in self.others if kind == device), self.profile)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,18 @@ def test_cold_starts_are_those_of_the_paper_within_15_percent(model: str) -> Non
     assert found[4] == pytest.approx(fastest, abs=0.05)  # the prediction holds, too
 
 
+def test_a_model_takes_the_times_of_the_device_that_it_starts_on() -> None:
+    slow, fast = PROFILES["llama2-7b@v100"], PROFILES["llama2-7b@a10"]
+    model = Model("m", fast, others=(("v100", slow),))
+    for device, profile in (("v100", slow), ("a10", fast)):
+        machines = (Machine("n", 1, 16 * GBIT, 1, device, 200 * GB),)
+        ours, expected = (
+            Simulation(Fleet("f", machines, (one,)), strategy_named("vllm"), [Request(0.0, 0, 512, 64)]).run()
+            for one in (model, Model("m", profile))
+        )
+        assert (ours.ttft_s[0], ours.tpot_s[0]) == (expected.ttft_s[0], expected.tpot_s[0])
+
+
 def test_systems_stand_in_the_papers_order_on_a_bursty_trace() -> None:
     models = tuple(
         Model(f"m{number}", PROFILES["llama2-7b@a10"], ttft_slo_s=7.5, tpot_slo_s=0.2) for number in range(24)
