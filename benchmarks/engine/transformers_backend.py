@@ -3,6 +3,8 @@
 ``python -m benchmarks.engine.transformers_backend``. A random OLMo 2 of some 60 million parameters in bfloat16
 (``--model`` takes another). Each round starts `medusa serve` and a process that calls ``from_pretrained`` and
 ``generate``, in turn, from the exec to the first token; and then has both continue a batch of prompts greedily.
+The last line is the part of ``generate``'s CPU time that torch's products of its decoding steps take alone: an engine
+with the same products cannot be faster than one over it.
 """
 
 from __future__ import annotations
@@ -43,9 +45,18 @@ def run(rows, count):
 run(1, 1)
 print(json.dumps({"first": time.time()}), flush=True)
 run(batch, 4)
-began = time.perf_counter()
+began, cpu = time.perf_counter(), time.process_time()
 run(batch, tokens)
-print(json.dumps({"rate": batch * tokens / (time.perf_counter() - began)}), flush=True)
+cpu = time.process_time() - cpu
+rate = batch * tokens / (time.perf_counter() - began)
+weights = [part.weight for part in model.modules() if isinstance(part, torch.nn.Linear)]
+inputs = [torch.randn(batch, weight.shape[1], dtype=weight.dtype) for weight in weights]
+with torch.inference_mode():
+    for step in range(-4, tokens):
+        products = time.process_time() if step == 0 else 0.0 if step < 0 else products
+        for x, weight in zip(inputs, weights):
+            torch.nn.functional.linear(x, weight)
+print(json.dumps({"rate": rate, "products": (time.process_time() - products) / cpu}), flush=True)
 """
 
 
@@ -65,6 +76,10 @@ def main() -> None:
         first, rate = (statistics.median(result[row][name]) for name in ("first", "rate"))
         print(f"| `{row}` | {first:.2f} s | {rate:,.0f} |")
     print(f"ratios of pairs, medians: first token {result['first_ratio']:.2f}, tokens/s {result['rate_ratio']:.2f}")
+    share = statistics.median(result["theirs"]["products"])
+    print(
+        f"products: {share:.0%} of the CPU time of `generate`, so at most {1 / share:.1f} times its tokens/s with them"
+    )
     if arguments.json:
         arguments.json.write_text(json.dumps(result))
 
@@ -77,27 +92,27 @@ def make(folder: Path, layers: int = 16) -> Path:
 
 def measure(model: Path, batch: int, tokens: int, runs: int) -> dict[str, Any]:
     """Seconds to the first token and tokens a second of each run, and the medians of the pairs' ratios."""
-    result: dict[str, Any] = {row: {"first": [], "rate": []} for row in ("ours", "theirs")}
+    result: dict[str, Any] = {"ours": {}, "theirs": {}}
     for _ in range(runs):
         for row, run in (("ours", _ours), ("theirs", _theirs)):
-            for name, value in zip(("first", "rate"), run(model, batch, tokens), strict=True):
-                result[row][name].append(value)
+            for name, value in run(model, batch, tokens).items():
+                result[row].setdefault(name, []).append(value)
     for name in ("first", "rate"):
         pairs = zip(result["ours"][name], result["theirs"][name], strict=True)
         result[f"{name}_ratio"] = statistics.median(ours / theirs for ours, theirs in pairs)
     return result
 
 
-def _ours(model: Path, batch: int, tokens: int) -> tuple[float, float]:
+def _ours(model: Path, batch: int, tokens: int) -> dict[str, float]:
     first, (rate,) = served_times(model, [batch], tokens)
-    return first, rate
+    return {"first": first, "rate": rate}
 
 
-def _theirs(model: Path, batch: int, tokens: int) -> tuple[float, float]:
+def _theirs(model: Path, batch: int, tokens: int) -> dict[str, float]:
     began = time.time()
     command = [sys.executable, "-c", _THEIRS, str(model), str(batch), str(tokens), str(PROMPT_TOKENS)]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    return json.loads(out[-2])["first"] - began, json.loads(out[-1])["rate"]
+    return {"first": json.loads(out[-2])["first"] - began, **json.loads(out[-1])}
 
 
 if __name__ == "__main__":

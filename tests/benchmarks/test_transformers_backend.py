@@ -17,3 +17,4 @@ def test_both_rows_are_measured(tmp_path: Path) -> None:
     assert len(result["ours"]["first"]) == len(result["theirs"]["rate"]) == 1
     assert result["first_ratio"] > 0
     assert result["rate_ratio"] > 0
+    assert 0 < result["theirs"]["products"][0] < 1
