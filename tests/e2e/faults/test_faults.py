@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from .slow_origin import SlowOrigin, serving_origin
+from ..slow_origin import SlowOrigin, serving_origin
 
 Start = Callable[..., Any]
 

@@ -14,7 +14,7 @@ from medusa_runtime.engine.gpu.placed_memory import PlacedMemory
 from medusa_runtime.errors import DeviceError, EngineError
 from medusa_runtime.state.graphs import CudaDriver
 
-SOURCES = Path(__file__).parents[1] / "state/graphs/fakecuda"
+SOURCES = Path(__file__).parents[2] / "state/graphs/fakecuda"
 HOST = torch.device("cpu")
 BASE, FREE_GAP = 0x2000_0000_0000, 1 << 36
 

@@ -17,7 +17,7 @@ from gunicorn.workers.gthread import TConn, ThreadWorker
 from medusa_handler.server import gunicorn_worker
 from medusa_runtime.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OWN = vars(gunicorn_worker.Worker)
 OVERRIDDEN = sorted(name for name in OWN if name in dir(ThreadWorker) and not name.startswith("__"))
 # What the overriding methods use of the worker and of its connections, beside what they override.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-GRAPHS = HERE.parent / "state/graphs"
+GRAPHS = HERE.parents[1] / "state/graphs"
 Run = Callable[..., dict[str, Any]]
 
 

@@ -19,8 +19,8 @@ import pytest
 
 Start = Callable[..., Any]
 PATIENCE_S = 300.0  # vLLM is imported in every one of these, on slow cores beside other work
-FUNCTIONS = Path(__file__).parents[1] / "functions"
-QUANTIZED = Path(__file__).parents[1] / "vllm" / "quantized.py"
+FUNCTIONS = Path(__file__).parents[2] / "functions"
+QUANTIZED = Path(__file__).parents[2] / "vllm" / "quantized.py"
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),

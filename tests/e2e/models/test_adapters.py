@@ -15,8 +15,8 @@ import pytest
 from adapter_fixtures import merge, write_adapter
 from engine_fixtures import fill_region, serve_region
 
-from .conftest import Serving
-from .slow_origin import SlowOrigin, serving_origin
+from ..conftest import Serving
+from ..slow_origin import SlowOrigin, serving_origin
 
 pytestmark = pytest.mark.forked
 

@@ -17,8 +17,8 @@ from medusa_runtime.errors import MedusaError
 from memory_group import MemoryGroup, group
 from process_tree import alive
 
+from ..slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 from .asking import LONG, SHORT, Requests, shared_files, until
-from .slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 
 __all__ = ["group"]
 

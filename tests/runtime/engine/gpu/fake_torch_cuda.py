@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "state/graphs"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "state/graphs"))
 
 from medusa_runtime.engine.gpu.placed_memory import tensor_at
 from toy import Pool, Toy, open_driver

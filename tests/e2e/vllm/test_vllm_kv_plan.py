@@ -29,7 +29,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, KvPlan]:
     """The example with a bundle that holds nothing but the plan."""
-    example = Path(__file__).parents[2] / "examples" / "pydoc-lm"
+    example = Path(__file__).parents[3] / "examples" / "pydoc-lm"
     folder = tmp_path_factory.mktemp("planned") / "model"
     shutil.copytree(example, folder, ignore=shutil.ignore_patterns(".medusa"))
     settings = Settings(model=str(folder), engine="vllm")

@@ -15,13 +15,13 @@ import torch
 from medusa_command import medusa
 from safetensors.torch import save_file
 
-from .slow_origin import serving_origin
+from ..slow_origin import serving_origin
 
 Start = Callable[..., Any]
-HANDLER = Path(__file__).parents[1] / "functions" / "own_module" / "handler.py"
+HANDLER = Path(__file__).parents[2] / "functions" / "own_module" / "handler.py"
 
 
-BACKWARDS = Path(__file__).parents[1] / "functions" / "backwards" / "handler.py"
+BACKWARDS = Path(__file__).parents[2] / "functions" / "backwards" / "handler.py"
 
 
 def reference(handler: Path = HANDLER) -> Any:

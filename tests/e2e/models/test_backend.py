@@ -13,7 +13,7 @@ import medusa_command
 import pytest
 from medusa_adapters.cli import doctor as doctor_command
 
-from .command import medusa
+from ..command import medusa
 
 OURS = "def handle(request):\n    return 'ok'\n"
 
