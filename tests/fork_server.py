@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
+from medusa_runtime.process import die_with_parent
+
 if TYPE_CHECKING:
     import pytest
 
@@ -31,15 +33,24 @@ MEDUSA_MAIN = "medusa_adapters.cli.main:main"
 
 
 class ForkServer:
-    """Imports these modules, calls a ``module:function``, and forks; tests' modules are named by their path here."""
+    """Imports these modules, calls a ``module:function``, and forks; tests' modules are named by their path here.
+
+    It ends with the test's process, and what it has forked ends with it.
+    """
 
     def __init__(self, *modules: str) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         number = theirs.fileno()
         command = [sys.executable, __file__, str(number), *modules]
         environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        ours = os.getpid()
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, env=environ, pass_fds=[number], process_group=0
+            command,
+            stdin=subprocess.DEVNULL,
+            env=environ,
+            pass_fds=[number],
+            process_group=0,
+            preexec_fn=lambda: die_with_parent(ours),
         )
         theirs.close()
 
@@ -156,6 +167,7 @@ def _serve(requests: socket.socket) -> dict[str, Any] | None:
     signal.set_wakeup_fd(wakes)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     running: dict[int, int] = {}
+    ours = os.getpid()
     while True:
         ready = select.select([requests, woken], [], [])[0]
         if woken in ready:
@@ -170,6 +182,7 @@ def _serve(requests: socket.socket) -> dict[str, Any] | None:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 requests.detach()
+                die_with_parent(ours)
                 return _become(json.loads(message), numbers)
             for number in numbers[:3]:
                 os.close(number)

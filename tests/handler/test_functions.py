@@ -136,6 +136,11 @@ def test_cloud_events_in_both_modes(serve: Serve, name: str) -> None:
     assert served.request("POST", "/", {"n": 1})[0] == 400
 
 
+@pytest.fixture(scope="module")
+def results(serve_module: Serve) -> Any:
+    return serve_module(handler="results/handler.py:handle")
+
+
 @pytest.mark.parametrize(
     ("what", "status", "body", "kind"),
     [
@@ -149,17 +154,12 @@ def test_cloud_events_in_both_modes(serve: Serve, name: str) -> None:
         ("response", 203, b"<p>", "text/html"),
     ],
 )
-def test_results(serve_module: Serve, what: str, status: int, body: Any, kind: str | None) -> None:
-    if not RESULTS:
-        RESULTS.append(serve_module(handler="results/handler.py:handle"))
-    found = RESULTS[0].request("GET", f"/?what={what}")
+def test_results(results: Any, what: str, status: int, body: Any, kind: str | None) -> None:
+    found = results.request("GET", f"/?what={what}")
     assert found[:2] == (status, body)
     assert kind is None or found[2]["content-type"] == kind
     if what == "headers":
         assert found[2]["location"] == "/there"
-
-
-RESULTS: list[Any] = []
 
 
 def test_errors_of_user_code(serve: Serve) -> None:
