@@ -81,7 +81,7 @@ def import_for_real() -> None:
     for name in placeholders:
         importlib.import_module(name)
     names = {name for _, name in empty.values()}
-    for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
+    for module in [module for name, module in list(sys.modules.items()) if name.startswith("vllm.")]:
         for name in names:
             found = vars(module).get(name)
             if isinstance(found, type) and found in empty:

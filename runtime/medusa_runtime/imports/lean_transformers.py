@@ -149,7 +149,7 @@ def import_from_transformers(module: str) -> ModuleType:
 
 def forget() -> None:
     """Drop what was imported leanly, so that the next import is a plain one."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == _NAME]:
+    for name in [name for name in list(sys.modules) if name.partition(".")[0] == _NAME]:
         del sys.modules[name]
     importlib.import_module(_NAME)
 

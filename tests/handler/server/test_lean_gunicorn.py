@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 LEAN = "from medusa_handler.server.lean_gunicorn import import_leanly\nimport_leanly()\n"
 IMPORT = """
@@ -29,14 +30,15 @@ print(json.dumps({
 """
 
 
-def _run(code: str) -> dict[str, object]:
+def _run(code: str) -> dict[str, Any]:
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    found: dict[str, object] = json.loads(out)
+    found: dict[str, Any] = json.loads(out)
     return found
 
 
 def test_what_gunicorn_needs_late_is_imported_late_and_is_the_same() -> None:
     lean, plain = _run(LEAN + IMPORT + USED), _run(IMPORT + USED)
-    assert (lean.pop("first"), plain.pop("first")) == ([], ["csv", "email.message", "zipfile"])
+    assert lean.pop("first") == []
+    assert "zipfile" in list(plain.pop("first"))  # and the others, before Python 3.13
     assert lean == plain
     assert "&lt;b&gt;" in str(lean["page"])
