@@ -54,8 +54,8 @@ $(VENV)/.dev: $(VENV)/.runtime
 demo: setup ## Serve the bundled model, stream one completion, show where the start's time went
 	@$(BIN)/python examples/demo.py
 
-test: setup-dev ## Run the CPU test suite (10 minutes on two cores)
-	@echo "the tests take about 10 minutes on two cores; make test WORKERS=8 runs more of them at a time"
+test: setup-dev ## Run the CPU test suite (8 minutes on two cores)
+	@echo "the tests take about 8 minutes on two cores; make test WORKERS=8 runs more of them at a time"
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not containers and not vllm and not cluster"
 
 $(VENV)/.cluster: $(VENV)/.dev
