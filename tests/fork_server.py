@@ -152,7 +152,7 @@ def main() -> None:
 
 
 def _end(status: int) -> NoReturn:
-    """As an interpreter ends, but without taking apart what was imported: a quarter of a second with torch."""
+    """End as an interpreter does, but do not take apart what was imported: with torch that is a quarter of a second."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

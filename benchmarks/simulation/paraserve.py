@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from medusa_cluster.simulation.result import Outcome, mean
 from medusa_cluster.simulation.simulator import Simulation
 from medusa_cluster.simulation.strategy import Strategy, strategy_named
 from medusa_cluster.simulation.trace import LENGTHS, Request, gamma, popularity
+from medusa_runtime.limits import cpu_count
 from medusa_runtime.state.stage_times import Worker
 
 from benchmarks.simulation.figure import Figure, Line, bars, chart
@@ -165,7 +165,7 @@ _LOOK_S = 0.5  # between two looks while something happens; the first one after 
 
 @dataclass(frozen=True)
 class Hour:
-    """What is asked of a system for an hour."""
+    """One simulated run: a system, its load, and what is assumed. It lasts an hour unless ``seconds`` is less."""
 
     system: str
     rate: float
@@ -211,7 +211,7 @@ def _rates(models: int, rate: float, assumed: Assumed, seed: int) -> list[float]
 def draws(hours: Sequence[Hour]) -> list[list[Percents]]:
     """Simulate each hour several times, with other requests: one with a CV of 8 differs from the next by ten points."""
     runs = [(hour, seed) for hour in hours for seed in _SEEDS]
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
+    with ProcessPoolExecutor(cpu_count()) as pool:
         found = list(pool.map(attained, *zip(*runs, strict=True)))
     return [found[at : at + len(_SEEDS)] for at in range(0, len(found), len(_SEEDS))]
 

@@ -40,7 +40,7 @@ class Pace:
         threading.Thread(target=self._run, name="group-pace", daemon=True).start()
 
     def used(self, *, prompts: bool = False) -> None:
-        """A step begins, whose tokens are more than one of a sequence if it has ``prompts``."""
+        """Note that a step begins. With ``prompts`` it runs several tokens of one sequence."""
         self._used_at = time.monotonic()
         if prompts:
             self._prompts_at = self._used_at

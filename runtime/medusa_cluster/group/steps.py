@@ -135,7 +135,7 @@ class StepReader:
 
 
 def has_prompts(spans: list[Span]) -> bool:
-    """Whether a step has more than one token of a sequence."""
+    """Return whether a step runs several tokens of one sequence, as it does for a prompt."""
     return any(span.stop - span.start > 1 for span in spans)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of `medusa deploy` share."""
+"""Fixtures for the tests of `medusa deploy`."""
 
 from __future__ import annotations
 

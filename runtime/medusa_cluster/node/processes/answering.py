@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -75,22 +76,23 @@ class AnswerWatch:
 
 def _cpu_waits_s(pid: int | None) -> dict[str, float]:
     """How long each thread of a process has been ready to run and had no CPU; empty where the kernel does not say."""
-    found: dict[str, float] = {}
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError, IndexError), open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
-                found[thread] = int(file.read().split()[1]) / 1e9
-    return found
+    return {thread: int(text.split()[1]) / 1e9 for thread, text in _of_threads(pid, "schedstat")}
 
 
 def _waits_for_disk(pid: int | None) -> bool:
-    """Whether a thread of a process is in uninterruptible sleep."""
+    """Return whether any thread of a process is in uninterruptible sleep, as one is that waits for the disk."""
+    return any(text.rpartition(b")")[2].split()[0] == b"D" for _, text in _of_threads(pid, "stat"))
+
+
+def _of_threads(pid: int | None, name: str) -> Iterator[tuple[str, bytes]]:
+    """Read a file of each thread's folder in /proc (proc(5)); nothing of those that have ended."""
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError, IndexError), open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
-                if file.read().rpartition(b")")[2].split()[0] == b"D":
-                    return True
-    return False
+            text = b""
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/{name}", "rb") as file:
+                text = file.read()
+            if text:
+                yield thread, text
 
 
 def _longer_s(now: dict[str, float], before: dict[str, float]) -> float:
