@@ -9,6 +9,7 @@ an instance has besides. Without ``--group`` it is an instance by itself, to com
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import select
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from medusa_runtime.config import Settings, from_env
 from medusa_runtime.errors import EngineError, MedusaError, from_code
+from medusa_runtime.imports.uncollected import uncollected
 from medusa_runtime.process import ReportPipe, die_with_parent, fork, share_cores
 from medusa_runtime.region.reader import Region
 from medusa_runtime.registry import engine_kind, imported
@@ -62,7 +64,9 @@ def _wait_warm(settings: Settings) -> None:
 
     The file of the group may be written until then.
     """
-    imported(engine_kind(GROUP_ENGINES.get(settings.engine, settings.engine)).preimport)(settings)
+    with uncollected():
+        imported(engine_kind(GROUP_ENGINES.get(settings.engine, settings.engine)).preimport)(settings)
+        gc.freeze()  # each collection would go through all modules, and copy their pages in what is forked
     print("warm", flush=True)
     sys.stdin.readline()
 
@@ -89,10 +93,11 @@ def run(settings: Settings, path: str, timeline_path: str | None = None, *, warm
         return 0
 
     def engine(timeline: Timeline) -> int:
-        with timeline.stage("import"):
+        with timeline.stage("import"), uncollected():
             from medusa_runtime.zygote import load_engine_class, run_engine
 
             make = load_engine_class(settings, region)
+            gc.freeze()
         return run_engine(lambda: make(region, settings, timeline), listener, timeline=timeline, reports=reports)
 
     fetching = fork("prefetcher", prefetcher, timeline=timeline, reports=reports)
