@@ -98,7 +98,7 @@ class Deployment:
                     f"settings: expected an option of medusa serve such as max_concurrency, found {name!r}"
                 )
             parse_option(options[name], str(value), f"settings: {name}")
-            found[options[name].variables[0]] = str(value)
+            found[options[name].variable] = str(value)
         return found
 
 

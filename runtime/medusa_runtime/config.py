@@ -6,8 +6,8 @@ Precedence: flag, environment, default. ``auto`` is resolved once, into a new ob
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
@@ -97,12 +97,16 @@ class Settings:
 
 
 class Option(NamedTuple):
-    """A setting's environment variables (the first that is set wins), how its text is parsed, and its help."""
+    """A setting: how its text is parsed, its help, and its environment variable if that has a name of its own."""
 
     field: str
-    variables: tuple[str, ...]
     parse: Callable[[str], Any]
     help: str
+    own_variable: str | None = None
+
+    @property
+    def variable(self) -> str:
+        return self.own_variable or "MEDUSA_" + self.field.removesuffix("_s").upper()
 
     @property
     def flag(self) -> str:
@@ -279,149 +283,103 @@ class OneOf:
 
 
 OPTIONS = (
-    Option(
-        "model",
-        ("MEDUSA_MODEL",),
-        _text,
-        "checkpoint: a folder, file, http(s)://, s3://, hf://org/name or any fsspec URL",
-    ),
-    Option("handler", ("MEDUSA_HANDLER",), _text, "user code as file.py:name or module:name"),
+    Option("model", _text, "checkpoint: a folder, file, http(s)://, s3://, hf://org/name or any fsspec URL"),
+    Option("handler", _text, "user code as file.py:name or module:name"),
     Option(
         "engine",
-        ("MEDUSA_ENGINE",),
         OneOf(lambda: (*engine_names(), NO_ENGINE)),
         "torch (fast start), vllm (throughput), cluster (a deployed model) or none (the handler's own module)",
     ),
-    Option(
-        "platform", ("MEDUSA_PLATFORM",), OneOf(*PLATFORMS), "whose protocol to speak; auto tells from the environment"
-    ),
-    Option(
-        "state", ("MEDUSA_STATE",), _text, "where the state bundle lies (default: beside the weights); none: use none"
-    ),
+    Option("platform", OneOf(*PLATFORMS), "whose protocol to speak; auto tells from the environment"),
+    Option("state", _text, "where the state bundle lies (default: beside the weights); none: use none"),
     Option(
         "trust_state",
-        ("MEDUSA_TRUST_STATE",),
         trust_prefixes,
         "PREFIX[,PREFIX]: folders and URLs whose state bundles may bring code that is run; default: your own files",
     ),
     Option(
         "trust_key",
-        ("MEDUSA_TRUST_KEY",),
         trust_keys,
         "KEY[,KEY]: ed25519 public keys (or PEM files); code in bundles signed with one of them is run, too",
     ),
-    Option("served_model_name", ("MEDUSA_SERVED_MODEL_NAME",), _text, "the model's name in the OpenAI routes"),
+    Option("served_model_name", _text, "the model's name in the OpenAI routes"),
     Option(
         "tool_call_parser",
-        ("MEDUSA_TOOL_CALL_PARSER",),
         OneOf(*TOOL_CALL_PARSERS),
         "how the model writes tool calls; auto: as its chat template says",
     ),
     Option(
         "lora_modules",
-        ("MEDUSA_LORA_MODULES",),
         _lora_modules,
         "NAME=URL[,NAME=URL]: LoRA adapters of the model, by the names that requests give as their model",
     ),
-    Option("max_loras", ("MEDUSA_MAX_LORAS",), positive, "adapters in memory; the one that was not used longest goes"),
-    Option("max_lora_rank", ("MEDUSA_MAX_LORA_RANK",), positive, "largest rank of an adapter"),
-    Option("max_lora_mb", ("MEDUSA_MAX_LORA_MB",), positive, "largest size of an adapter"),
+    Option("max_loras", positive, "adapters in memory; the one that was not used longest goes"),
+    Option("max_lora_rank", positive, "largest rank of an adapter"),
+    Option("max_lora_mb", positive, "largest size of an adapter"),
     Option(
         "allow_lora",
-        ("MEDUSA_ALLOW_LORA",),
         trust_prefixes,
         "PREFIX[,PREFIX]: folders and URLs from which /v1/load_lora_adapter may load; default: none",
     ),
-    Option("host", ("MEDUSA_HOST",), _text, "address to bind"),
-    Option("port", ("PORT",), _port, "port to bind; 0 takes a free one"),
-    Option("device", ("MEDUSA_DEVICE",), OneOf(*DEVICES), "where to compute; auto is a GPU if there is one"),
-    Option("dtype", ("MEDUSA_DTYPE",), OneOf(*DTYPES), "type to compute in; auto is the checkpoint's own"),
-    Option("max_model_len", ("MEDUSA_MAX_MODEL_LEN",), _model_len, "longest prompt plus completion, in tokens"),
-    Option("max_concurrency", ("MEDUSA_MAX_CONCURRENCY",), positive, "requests served at the same time"),
-    Option("max_waiting", ("MEDUSA_MAX_WAITING",), _count, "requests that may wait; more get 429"),
-    Option(
-        "max_batched_tokens", ("MEDUSA_MAX_BATCHED_TOKENS",), positive, "tokens of one forward pass (prefill chunk)"
-    ),
-    Option("kv_cache_mb", ("MEDUSA_KV_CACHE_MB",), positive, "size of the KV cache; default: from free memory"),
-    Option(
-        "compile",
-        ("MEDUSA_COMPILE",),
-        OneOf(*COMPILE),
-        "vllm: compile the model; auto does if a bundle saves the time",
-    ),
+    Option("host", _text, "address to bind"),
+    Option("port", _port, "port to bind; 0 takes a free one", "PORT"),
+    Option("device", OneOf(*DEVICES), "where to compute; auto is a GPU if there is one"),
+    Option("dtype", OneOf(*DTYPES), "type to compute in; auto is the checkpoint's own"),
+    Option("max_model_len", _model_len, "longest prompt plus completion, in tokens"),
+    Option("max_concurrency", positive, "requests served at the same time"),
+    Option("max_waiting", _count, "requests that may wait; more get 429"),
+    Option("max_batched_tokens", positive, "tokens of one forward pass (prefill chunk)"),
+    Option("kv_cache_mb", positive, "size of the KV cache; default: from free memory"),
+    Option("compile", OneOf(*COMPILE), "vllm: compile the model; auto does if a bundle saves the time"),
     Option(
         "kernels",
-        ("MEDUSA_KERNELS",),
         OneOf(*KERNELS),
         "vllm: auto multiplies with ours on CPUs without 16-bit products; library: vLLM's own",
     ),
-    Option("tensor_parallel", ("MEDUSA_TENSOR_PARALLEL",), positive, "vllm: processes that share one model's layers"),
-    Option("vllm_args", ("MEDUSA_VLLM_ARGS",), _text, "vllm: flags of vllm serve, as after -- on the command line"),
-    Option(
-        "vllm_mode",
-        ("MEDUSA_VLLM_MODE",),
-        OneOf(*VLLM_MODES),
-        "vllm: compatible starts vLLM's own processes; auto does so where it must",
-    ),
-    Option(
-        "layers",
-        ("MEDUSA_LAYERS",),
-        layer_range,
-        "START:STOP: the layers that are fetched and loaded first, of a group",
-    ),
-    Option("group", ("MEDUSA_GROUP",), _text, "group: the file that describes the workers which share the model"),
-    Option("threads", ("MEDUSA_THREADS",), positive, "compute threads; default: the container's CPUs"),
-    Option("connections", ("MEDUSA_CONNECTIONS",), positive, "connections to the store; default: measured"),
+    Option("tensor_parallel", positive, "vllm: processes that share one model's layers"),
+    Option("vllm_args", _text, "vllm: flags of vllm serve, as after -- on the command line"),
+    Option("vllm_mode", OneOf(*VLLM_MODES), "vllm: compatible starts vLLM's own processes; auto does so where it must"),
+    Option("layers", layer_range, "START:STOP: the layers that are fetched and loaded first, of a group"),
+    Option("group", _text, "group: the file that describes the workers which share the model"),
+    Option("threads", positive, "compute threads; default: the container's CPUs"),
+    Option("connections", positive, "connections to the store; default: measured"),
     Option(
         "load_priority",
-        ("MEDUSA_LOAD_PRIORITY",),
         OneOf(*LOAD_PRIORITIES),
         "background: its fetch gives way to those of other functions on the machine",
     ),
     Option(
         "torch_import",
-        ("MEDUSA_TORCH_IMPORT",),
         OneOf(*TORCH_IMPORTS),
         "torch, the engine's and a handler's: lean puts off what eager inference never uses; auto: lean on CPUs",
     ),
-    Option(
-        "host_weights",
-        ("MEDUSA_HOST_WEIGHTS",),
-        OneOf(*HOST_WEIGHTS),
-        "keep or free the host's copy when a GPU has its own",
-    ),
-    Option("graphs", ("MEDUSA_GRAPHS",), OneOf(*GRAPHS), "CUDA graphs: capture at each start, or restore the bundle's"),
-    Option("node_socket", ("MEDUSA_NODE_SOCKET",), _text, "the node agent's socket, or none; default: if there is one"),
-    Option("node_user", ("MEDUSA_NODE_USER",), _count, "user id of the node agent, if not root or our own"),
-    Option("cluster", ("MEDUSA_CLUSTER",), _text, "--engine cluster: a gateway's URL, or several with commas"),
-    Option("cluster_token_file", ("MEDUSA_CLUSTER_TOKEN_FILE",), _text, "--engine cluster: the gateway's client token"),
-    Option("engine_start", ("MEDUSA_ENGINE_START",), OneOf(*ENGINE_STARTS), "now, or with the first request"),
-    Option("memory_limit_mb", ("MEDUSA_MEMORY_LIMIT_MB",), positive, "memory to stay within; default: the container's"),
-    Option("heartbeat_s", ("MEDUSA_HEARTBEAT",), seconds, "seconds of silence after which a stream gets a comment"),
-    Option("hold_s", ("MEDUSA_HOLD",), seconds, "how long a request waits for the model"),
-    Option("drain_s", ("MEDUSA_DRAIN",), seconds, "how long running requests may go on after SIGTERM"),
-    Option("timeout_s", ("MEDUSA_TIMEOUT",), seconds, "how long a request may take, then 504; 0: for ever"),
-    Option("read_timeout_s", ("MEDUSA_READ_TIMEOUT",), _duration, "how long a client may take to send its request"),
-    Option("write_timeout_s", ("MEDUSA_WRITE_TIMEOUT",), _duration, "how long a client may take nothing of its answer"),
-    Option("max_body_mb", ("MEDUSA_MAX_BODY_MB",), positive, "largest request body"),
+    Option("host_weights", OneOf(*HOST_WEIGHTS), "keep or free the host's copy when a GPU has its own"),
+    Option("graphs", OneOf(*GRAPHS), "CUDA graphs: capture at each start, or restore the bundle's"),
+    Option("node_socket", _text, "the node agent's socket, or none; default: if there is one"),
+    Option("node_user", _count, "user id of the node agent, if not root or our own"),
+    Option("cluster", _text, "--engine cluster: a gateway's URL, or several with commas"),
+    Option("cluster_token_file", _text, "--engine cluster: the gateway's client token"),
+    Option("engine_start", OneOf(*ENGINE_STARTS), "now, or with the first request"),
+    Option("memory_limit_mb", positive, "memory to stay within; default: the container's"),
+    Option("heartbeat_s", seconds, "seconds of silence after which a stream gets a comment"),
+    Option("hold_s", seconds, "how long a request waits for the model"),
+    Option("drain_s", seconds, "how long running requests may go on after SIGTERM"),
+    Option("timeout_s", seconds, "how long a request may take, then 504; 0: for ever"),
+    Option("read_timeout_s", _duration, "how long a client may take to send its request"),
+    Option("write_timeout_s", _duration, "how long a client may take nothing of its answer"),
+    Option("max_body_mb", positive, "largest request body"),
     Option(
         "server_timing",
-        ("MEDUSA_SERVER_TIMING",),
         OneOf(*SERVER_TIMINGS),
         "what the first answer's Server-Timing header shows of the start: its length, or all stages",
     ),
-    Option(
-        "body_memory_mb",
-        ("MEDUSA_BODY_MEMORY_MB",),
-        positive,
-        "memory for request bodies in sum; default: eight of the largest",
-    ),
-    Option("token", ("MEDUSA_TOKEN",), _token, "secret that requests must bear; better as variable than as flag"),
-    Option("api_key_file", ("MEDUSA_API_KEY_FILE",), _text, "file with a token a line; read again when it changes"),
-    Option("cors_origins", ("MEDUSA_CORS_ORIGINS",), _origins, "web pages that may call: origins with commas, or *"),
-    Option("access_log", ("MEDUSA_ACCESS_LOG",), OneOf(*ACCESS_LOGS), "a line on stderr for each answered request"),
-    Option("traces", ("MEDUSA_TRACES",), OneOf(*TRACES), "otlp: spans to OTEL_EXPORTER_OTLP_ENDPOINT (extra otel)"),
-    Option("log_level", ("MEDUSA_LOG_LEVEL",), OneOf(*LOG_LEVELS), "how much to log"),
+    Option("body_memory_mb", positive, "memory for request bodies in sum; default: eight of the largest"),
+    Option("token", _token, "secret that requests must bear; better as variable than as flag"),
+    Option("api_key_file", _text, "file with a token a line; read again when it changes"),
+    Option("cors_origins", _origins, "web pages that may call: origins with commas, or *"),
+    Option("access_log", OneOf(*ACCESS_LOGS), "a line on stderr for each answered request"),
+    Option("traces", OneOf(*TRACES), "otlp: spans to OTEL_EXPORTER_OTLP_ENDPOINT (extra otel)"),
+    Option("log_level", OneOf(*LOG_LEVELS), "how much to log"),
 )
 
 
@@ -436,22 +394,21 @@ def parse_option(option: Option, text: str, source: str) -> Any:
         raise ConfigError(f"{source}={text!r} cannot be used: expected {accepted}") from None
 
 
-def from_env(environ: Mapping[str, str], **flags: Any) -> Settings:
-    """Settings from the environment; flags that are not None (parsed, or text) take precedence."""
-    known = {field.name for field in fields(Settings)}
-    settings = Settings()
-    for option in OPTIONS:
-        assert option.field in known
-        given = flags.get(option.field)
+def read_options(options: Iterable[Option], environ: Mapping[str, str], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are given: by flags that are not None (parsed, or text), or else by the environment."""
+    values = {}
+    for option in options:
+        given, source = flags.get(option.field), option.flag
+        if given is None:
+            given, source = environ.get(option.variable) or None, option.variable
         if given is not None:
-            value = parse_option(option, given, option.flag) if isinstance(given, str) else given
-            settings = replace(settings, **{option.field: value})
-            continue
-        for variable in option.variables:
-            if environ.get(variable):
-                settings = replace(settings, **{option.field: parse_option(option, environ[variable], variable)})
-                break
-    return settings
+            values[option.field] = parse_option(option, given, source) if isinstance(given, str) else given
+    return values
+
+
+def from_env(environ: Mapping[str, str], **flags: Any) -> Settings:
+    """Settings from flags, and from the environment below them."""
+    return Settings(**read_options(OPTIONS, environ, flags))
 
 
 def require_handler(settings: Settings) -> None:
@@ -471,7 +428,7 @@ def require_torch_for_adapters(settings: Settings) -> None:
 
 def misspelt(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Variables that look like a misspelt setting, each with the setting that was probably meant."""
-    known = {variable for option in OPTIONS for variable in option.variables}
+    known = {option.variable for option in OPTIONS}
     for variable in sorted(environ):
         if variable in known or not variable.startswith("MEDUSA_") or variable.startswith("MEDUSA_NODE_"):
             continue
@@ -489,7 +446,7 @@ def to_env(settings: Settings) -> dict[str, str]:
     """The variables from which ``from_env`` reads these settings, for an instance that another one starts."""
     default = Settings()
     return {
-        option.variables[0]: f"{value:g}" if isinstance(value, float) else str(value)
+        option.variable: f"{value:g}" if isinstance(value, float) else str(value)
         for option in OPTIONS
         if (value := getattr(settings, option.field)) is not None and value != getattr(default, option.field)
     }

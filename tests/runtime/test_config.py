@@ -71,7 +71,7 @@ def test_settings_cannot_be_changed() -> None:
 
 def test_every_field_has_exactly_one_option() -> None:
     assert sorted(option.field for option in OPTIONS) == sorted(field.name for field in fields(Settings))
-    variables = [variable for option in OPTIONS for variable in option.variables]
+    variables = [option.variable for option in OPTIONS]
     assert len(set(variables)) == len(variables)
 
 
@@ -79,7 +79,7 @@ def test_the_document_lists_every_setting_with_its_default() -> None:
     rows = re.findall(r"^\| `--([a-z-]+)` \| `([^`]+)` \| (.*?) \|", ENVIRONMENT.read_text(), flags=re.MULTILINE)
     documented = {flag: (variables, default.strip("`")) for flag, variables, default in rows}
     expected = {
-        option.field.replace("_", "-"): (", ".join(option.variables), _shown(getattr(Settings(), option.field)))
+        option.field.replace("_", "-"): (option.variable, _shown(getattr(Settings(), option.field)))
         for option in OPTIONS
     }
     assert documented == expected

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             dest=option.field,
             action="append" if option.field in REPEATED else "store",
             metavar=option.form,
-            help=f"{option.help} [{', '.join(option.variables)}]".replace("%", "%%"),
+            help=f"{option.help} [{option.variable}]".replace("%", "%%"),
         )
     parser.add_argument(
         "action",

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             option.flag,
             dest=option.field,
             metavar=option.form,
-            help=f"{option.help} [{', '.join(option.variables)}{shown}]".replace("%", "%%"),
+            help=f"{option.help} [{option.variable}{shown}]".replace("%", "%%"),
         )
 
 

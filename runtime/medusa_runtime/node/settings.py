@@ -14,8 +14,8 @@ from ..config import (
     TORCH_IMPORTS,
     OneOf,
     Option,
-    parse_option,
     positive,
+    read_options,
     seconds,
     trust_keys,
     trust_prefixes,
@@ -233,74 +233,68 @@ def _yes_or_no(text: str) -> bool:
 NODE_OPTIONS = (
     Option(
         "socket",
-        ("MEDUSA_NODE_SOCKET",),
         _sockets,
         f"PATH[=PREFIX,PREFIX]: where to listen, and for which models if it is a tenant's own; default {NODE_SOCKET}",
+        "MEDUSA_NODE_SOCKET",
     ),
     Option(
         "memory_budget_bytes",
-        ("MEDUSA_NODE_MEMORY_BUDGET",),
         size_bytes,
         "memory for all regions, e.g. 16GB; default: 80 % of this container's",
+        "MEDUSA_NODE_MEMORY_BUDGET",
     ),
     Option(
         "ready_memory_bytes",
-        ("MEDUSA_NODE_READY_MEMORY",),
         _size_or_none,
         "memory made ready for the next model while nothing is fetched, e.g. 256MB, or 0; default: 64Mi in a cluster",
+        "MEDUSA_NODE_READY_MEMORY",
     ),
-    Option("prewarm", ("MEDUSA_NODE_PREWARM",), _prewarm, "idle engine processes to keep, e.g. torch=2"),
-    Option("allow", ("MEDUSA_NODE_ALLOW",), _allow, "PREFIX[=UID+UID]: models that may be had, and by whom"),
+    Option("prewarm", _prewarm, "idle engine processes to keep, e.g. torch=2", "MEDUSA_NODE_PREWARM"),
+    Option("allow", _allow, "PREFIX[=UID+UID]: models that may be had, and by whom", "MEDUSA_NODE_ALLOW"),
     Option(
         "per_caller",
-        ("MEDUSA_NODE_PER_CALLER",),
         _per_caller,
         "connections=N,fetches=N,models=N,engines=N,memory=SIZE: what one user, or tenant's socket, may have at a time",
+        "MEDUSA_NODE_PER_CALLER",
     ),
-    Option("quota", ("MEDUSA_NODE_QUOTA",), _quota, "PREFIX=SIZE: the memory that models below it may take"),
-    Option("pin", ("MEDUSA_NODE_PIN",), _pins, "a model to fetch at once and never to evict"),
+    Option("quota", _quota, "PREFIX=SIZE: the memory that models below it may take", "MEDUSA_NODE_QUOTA"),
+    Option("pin", _pins, "a model to fetch at once and never to evict", "MEDUSA_NODE_PIN"),
     Option(
         "look_every_s",
-        ("MEDUSA_NODE_LOOK_EVERY",),
         seconds,
         "seconds between looks whether models in a store have changed; 0: never",
+        "MEDUSA_NODE_LOOK_EVERY",
     ),
     Option(
-        "gpu_context",
-        ("MEDUSA_NODE_GPU_CONTEXT",),
-        _yes_or_no,
-        "yes: idle engines hold a GPU's context, half a GB each",
+        "gpu_context", _yes_or_no, "yes: idle engines hold a GPU's context, half a GB each", "MEDUSA_NODE_GPU_CONTEXT"
     ),
     Option(
         "torch_import",
-        ("MEDUSA_TORCH_IMPORT",),
         OneOf(*TORCH_IMPORTS),
         "idle engines' torch: plain, or lean where that was tested (auto and lean)",
     ),
     Option(
         "trust_state",
-        ("MEDUSA_TRUST_STATE",),
         trust_prefixes,
         "PREFIX[,PREFIX]: folders and URLs whose state bundles may bring code that idle engines run; default: none",
     ),
     Option(
         "trust_key",
-        ("MEDUSA_TRUST_KEY",),
         trust_keys,
         "KEY[,KEY]: ed25519 public keys (or PEM files); code in bundles signed with one of them is run, too",
     ),
-    Option("connections", ("MEDUSA_CONNECTIONS",), positive, "connections to the store of one fetch"),
+    Option("connections", positive, "connections to the store of one fetch"),
     Option(
         "cluster",
-        ("MEDUSA_NODE_CLUSTER",),
         _path,
         "the control socket of this node's server in a cluster: models come from other nodes where they are there",
+        "MEDUSA_NODE_CLUSTER",
     ),
-    Option("cluster_token", ("MEDUSA_CLUSTER_TOKEN_FILE",), _path, "file with the cluster's token, mode 0600"),
-    Option("cluster_ca", ("MEDUSA_CLUSTER_CA_FILE",), _path, "CA of the nodes' certificates, for mutual TLS"),
-    Option("cluster_cert", ("MEDUSA_CLUSTER_CERT_FILE",), _path, "this node's certificate"),
-    Option("cluster_key", ("MEDUSA_CLUSTER_KEY_FILE",), _path, "the key of this node's certificate"),
-    Option("log_level", ("MEDUSA_LOG_LEVEL",), OneOf(*LOG_LEVELS), "how much to log"),
+    Option("cluster_token", _path, "file with the cluster's token, mode 0600", "MEDUSA_CLUSTER_TOKEN_FILE"),
+    Option("cluster_ca", _path, "CA of the nodes' certificates, for mutual TLS", "MEDUSA_CLUSTER_CA_FILE"),
+    Option("cluster_cert", _path, "this node's certificate", "MEDUSA_CLUSTER_CERT_FILE"),
+    Option("cluster_key", _path, "the key of this node's certificate", "MEDUSA_CLUSTER_KEY_FILE"),
+    Option("log_level", OneOf(*LOG_LEVELS), "how much to log"),
 )
 # Flags that may be given several times, and what joins them into one text, as the variables have it.
 REPEATED = {"socket": ";", "allow": ",", "quota": ",", "pin": ","}
@@ -308,15 +302,7 @@ REPEATED = {"socket": ";", "allow": ",", "quota": ",", "pin": ","}
 
 def node_settings(environ: Mapping[str, str], flags: Mapping[str, str | None]) -> NodeSettings:
     """Read flags, and the environment below them. Raises ConfigError naming source, value and accepted form."""
-    settings = NodeSettings()
-    for option in NODE_OPTIONS:
-        given, source = flags.get(option.field), option.flag
-        for variable in option.variables if given is None else ():
-            if environ.get(variable):
-                given, source = environ[variable], variable
-                break
-        if given is not None:
-            settings = replace(settings, **{option.field: parse_option(option, given, source)})
+    settings = NodeSettings(**read_options(NODE_OPTIONS, environ, flags))
     for listening in settings.socket:
         if len(os.fsencode(listening.path)) > LONGEST_PATH_BYTES:
             raise ConfigError(

@@ -66,7 +66,7 @@ def test_sizes(text: str, size: int) -> None:
 def test_the_page_names_every_flag_and_variable() -> None:
     text = PAGE.read_text()
     for option in NODE_OPTIONS:
-        for name in (option.flag, *option.variables):
+        for name in (option.flag, option.variable):
             assert f"`{name}`" in text, name
 
 
