@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from medusa_runtime.errors import ConfigError, DeployError
 
+from .client import kubectl
 from .manifests import values
+from .manifests.flags import add_list
 from .manifests.kubernetes import node_agent, secret
 from .manifests.kubernetes.pod import USER, Placement
 
 _FLAGS = ("image", "memory", "cpu", "prewarm", "secret", "allow", "trust_state")
-Kubectl = Callable[..., str]
 
 
 @dataclass(frozen=True)
@@ -40,26 +41,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--node-agent-memory", help="for regions and warm processes (16Gi)")
     group.add_argument("--node-agent-cpu", help="for warm processes that serve (100m)")
     group.add_argument("--node-agent-prewarm", metavar="ENGINE=N", help="idle engine processes a node, e.g. torch=2")
-    group.add_argument(
+    add_list(
+        group,
         "--node-agent-secret",
-        action="append",
-        default=[],
-        metavar="SECRET|VARIABLE=SECRET/KEY",
-        help=f"a Secret of namespace {node_agent.NAMESPACE} with what the agent fetches with; may be repeated",
+        "SECRET|VARIABLE=SECRET/KEY",
+        f"a Secret of namespace {node_agent.NAMESPACE} with what the agent fetches with",
     )
-    group.add_argument(
-        "--node-agent-allow",
-        action="append",
-        default=[],
-        metavar="PREFIX[=UID+UID]",
-        help="further models that functions may have of it, beside --model; may be repeated",
+    add_list(
+        group, "--node-agent-allow", "PREFIX[=UID+UID]", "further models that functions may have of it, beside --model"
     )
-    group.add_argument(
+    add_list(
+        group,
         "--node-agent-trust-state",
-        action="append",
-        default=[],
-        metavar="PREFIX",
-        help="beside which models warm engines run the code in state bundles; default: none; may be repeated",
+        "PREFIX",
+        "beside which models warm engines run the code in state bundles; default: none",
     )
 
 
@@ -160,7 +155,7 @@ def _warnings(arguments: argparse.Namespace, placement: Placement, allow: Sequen
     return found
 
 
-def check_namespace(namespace: str, kubectl: Kubectl) -> None:
+def check_namespace(namespace: str) -> None:
     """DeployError when this namespace refuses pods that mount the agent's folder."""
     found = json.loads(kubectl("get", "namespace", namespace, "-o", "json"))
     ((label, level),) = node_agent.PRIVILEGED.items()
@@ -173,7 +168,7 @@ def check_namespace(namespace: str, kubectl: Kubectl) -> None:
         )
 
 
-def keep_rules(documents: Sequence[Mapping[str, Any]], kubectl: Kubectl) -> None:
+def keep_rules(documents: Sequence[Mapping[str, Any]]) -> None:
     """Add to the agent in ``documents`` what the one in the cluster gives to other functions already."""
     running = kubectl(
         *("get", "daemonset", node_agent.NAME, "-n", node_agent.NAMESPACE, "--ignore-not-found", "-o", "json")

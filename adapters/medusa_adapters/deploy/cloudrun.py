@@ -11,10 +11,11 @@ from medusa_runtime.errors import ConfigError
 
 from .client import run_client
 from .manifests import cloudrun, document, values
+from .manifests.flags import add_labels, add_list, check_scale
 from .manifests.function import add_arguments as add_function_arguments
 from .manifests.function import add_timeout, function
 from .manifests.kubernetes import secret
-from .placement import add_label_arguments, labels
+from .placement import labels
 
 _GCLOUD_TIMEOUT_S = 900
 _MOST_INSTANCES = 1000
@@ -32,14 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-scale", type=int, default=0, help="instances that always run (default: none)")
     parser.add_argument("--max-scale", type=int, default=0, help="most instances; 0: the project's limit (default)")
     parser.add_argument("--service-account", metavar="EMAIL", help="whose rights the function has")
-    parser.add_argument(
-        "--secret",
-        action="append",
-        default=[],
-        metavar="VARIABLE=SECRET/VERSION",
-        help="a secret of Secret Manager, e.g. HF_TOKEN=hub/latest; may be repeated",
-    )
-    add_label_arguments(parser)
+    add_list(parser, "--secret", "VARIABLE=SECRET/VERSION", "a secret of Secret Manager, e.g. HF_TOKEN=hub/latest")
+    add_labels(parser)
     parser.add_argument("--apply", action="store_true", help="bring it there with gcloud instead of printing")
 
 
@@ -63,10 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 def render(arguments: argparse.Namespace) -> str:
     """The service as YAML. ConfigError names a flag that cannot be used."""
     values.within(arguments.timeout, 1, cloudrun.MOST_TIMEOUT_S, "--timeout-s", "seconds")
-    for flag in ("min_scale", "max_scale"):
-        values.within(getattr(arguments, flag), 0, _MOST_INSTANCES, "--" + flag.replace("_", "-"))
-    if 0 < arguments.max_scale < arguments.min_scale:
-        raise ConfigError(f"--min-scale={arguments.min_scale} is above --max-scale={arguments.max_scale}")
+    check_scale(arguments, _MOST_INSTANCES)
     if arguments.region and not _REGION.fullmatch(arguments.region):
         raise ConfigError(f"--region={arguments.region!r} cannot be used: expected a region such as europe-west1")
     described = function(arguments, platform="knative", timeout_s=arguments.timeout)

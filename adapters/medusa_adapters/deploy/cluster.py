@@ -12,9 +12,10 @@ from . import agent
 from .client import kubectl
 from .delivery import add_apply, print_or_apply
 from .manifests import values
+from .manifests.flags import add_list
 from .manifests.kubernetes import node_agent, raycluster
 from .manifests.kubernetes.raycluster import RayCluster
-from .placement import add_label_arguments, placement
+from .placement import add_node_arguments, placement
 
 _MOST_NODES = 10_000
 _MOST_GATEWAYS = 100
@@ -38,21 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-budget", metavar="SIZE", help="of it for models, as for `medusa cluster start`")
     parser.add_argument("--prewarm", metavar="LIST", help="idle engine processes of a node, e.g. torch=2")
     parser.add_argument("--link", metavar="RATE", help="what a node's network carries, e.g. 10gbit")
-    parser.add_argument(
-        "--allow",
-        action="append",
-        default=[],
-        metavar="PREFIX[=UID+UID]",
-        help="models that functions on the nodes' machines may have of their agents; may be repeated",
+    add_list(
+        parser, "--allow", "PREFIX[=UID+UID]", "models that functions on the nodes' machines may have of their agents"
     )
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="of nodes; may be repeated")
-    parser.add_argument(
-        "--secret",
-        action="append",
-        default=[],
-        metavar="SECRET|VARIABLE=SECRET/KEY",
-        help="a Secret with what nodes fetch with; may be repeated",
-    )
+    add_list(parser, "--env", "NAME=VALUE", "of nodes")
+    add_list(parser, "--secret", "SECRET|VARIABLE=SECRET/KEY", "a Secret with what nodes fetch with")
     parser.add_argument(
         "--token-secret",
         metavar="SECRET",
@@ -64,20 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"holds, under {raycluster.TOKEN_KEY}, a token that the gateways ask of their clients",
     )
     parser.add_argument("--head-storage", metavar="SIZE", help="a volume for the head's state, e.g. 1Gi")
-    parser.add_argument("--pull-secret", action="append", default=[], metavar="SECRET", help="may be repeated")
-    parser.add_argument("--node-selector", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
-    parser.add_argument(
-        "--toleration", action="append", default=[], metavar="KEY[=VALUE][:EFFECT]", help="may be repeated"
-    )
-    parser.add_argument("--runtime-class", help="e.g. nvidia")
-    add_label_arguments(parser)
+    add_node_arguments(parser)
     add_apply(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     cluster = _cluster(arguments)
     if arguments.apply:
-        agent.check_namespace(cluster.placement.namespace, kubectl)
+        agent.check_namespace(cluster.placement.namespace)
         cluster = _keep_token(cluster)
     return print_or_apply(
         raycluster.manifests(cluster),

@@ -30,8 +30,8 @@ def print_or_apply(
         sys.stdout.write(document.text(documents, comments))
         return 0
     if agent.manifests:
-        node_agent.check_namespace(namespace, kubectl)
-        node_agent.keep_rules(agent.manifests, kubectl)
+        node_agent.check_namespace(namespace)
+        node_agent.keep_rules(agent.manifests)
     sys.stdout.write(kubectl("apply", "-f", "-", stdin=document.text(documents, comments)))
     for warning in agent.warnings:
         print(f"medusa: {warning}", file=sys.stderr)

@@ -10,6 +10,7 @@ from medusa_runtime.errors import ConfigError
 from . import agent
 from .delivery import add_apply, print_or_apply
 from .manifests import values
+from .manifests.flags import add_list
 from .manifests.function import Function, function
 from .manifests.kubernetes import deployment
 from .manifests.kubernetes.pod import Placement
@@ -41,13 +42,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
         "none: --min-scale instances (default: hpa with --cpu, else none)",
     )
     parser.add_argument("--prometheus", metavar="URL", help="with keda: the Prometheus that scrapes the instances")
-    parser.add_argument(
-        "--host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="with keda-http: a host name under which the function is called; may be repeated",
-    )
+    add_list(parser, "--host", "NAME", "with keda-http: a host name under which the function is called")
 
 
 def run(arguments: argparse.Namespace) -> int:

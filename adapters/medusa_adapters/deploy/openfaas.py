@@ -11,9 +11,10 @@ from medusa_runtime.errors import ConfigError
 from ..cli.project.template_folder import template_files, template_folder, write_files
 from .client import run_client
 from .manifests import document, openfaas, values
+from .manifests.flags import add_labels, add_list
 from .manifests.function import add_arguments as add_function_arguments
 from .manifests.function import add_timeout, function
-from .placement import add_label_arguments, labels, pull_secrets
+from .placement import labels, pull_secrets
 
 _MOST_TIMEOUT_S = 12 * 3600
 _BUILD_TIMEOUT_S = 3600
@@ -39,13 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-scale", type=int, default=20, help="most instances (default: %(default)s)")
     parser.add_argument("--scale-to-zero", action="store_true", help="go when idle (OpenFaaS Pro)")
     parser.add_argument("--namespace", help="the gateway's own if not given")
-    parser.add_argument(
-        "--secret", action="append", default=[], help="becomes a file in /var/openfaas/secrets; may be repeated"
-    )
-    parser.add_argument(
-        "--pull-secret", action="append", default=[], metavar="SECRET", help="for the image's registry; may be repeated"
-    )
-    add_label_arguments(parser)
+    add_list(parser, "--secret", None, "becomes a file in /var/openfaas/secrets")
+    add_list(parser, "--pull-secret", "SECRET", "for the image's registry")
+    add_labels(parser)
     parser.add_argument(
         "--base-image",
         help="what the function's image is built on (default: medusa-runtime, as docs/images.md names it)",

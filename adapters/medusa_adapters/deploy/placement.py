@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from medusa_runtime.errors import ConfigError
 
 from .manifests import values
+from .manifests.flags import add_labels, add_list, check_scale
 from .manifests.function import add_arguments as add_function_arguments
 from .manifests.function import add_timeout
 from .manifests.kubernetes import secret
@@ -28,38 +29,29 @@ def add_arguments(parser: argparse.ArgumentParser, timeouts: str = "") -> None:
     parser.add_argument("--gpu", type=int, default=0, metavar="COUNT", help="GPUs of an instance (nvidia.com/gpu)")
     parser.add_argument("--min-scale", type=int, default=0, help="instances that always run (default: none)")
     parser.add_argument("--max-scale", type=int, default=0, help="most instances; 0: no limit (default)")
-    parser.add_argument("--node-selector", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
-    parser.add_argument(
-        "--toleration", action="append", default=[], metavar="KEY[=VALUE][:EFFECT]", help="may be repeated"
-    )
-    parser.add_argument("--runtime-class", help="e.g. nvidia")
     parser.add_argument("--service-account", help="default: none is mounted")
-    parser.add_argument(
+    add_list(
+        parser,
         "--secret",
-        action="append",
-        default=[],
-        metavar="SECRET|VARIABLE=SECRET/KEY",
-        help="a Secret whose entries become variables, e.g. AWS keys, or one entry under a name; may be repeated",
+        "SECRET|VARIABLE=SECRET/KEY",
+        "a Secret whose entries become variables, e.g. AWS keys, or one entry under a name",
     )
-    parser.add_argument(
-        "--pull-secret", action="append", default=[], metavar="SECRET", help="for the image's registry; may be repeated"
-    )
-    add_label_arguments(parser)
+    add_node_arguments(parser)
 
 
-def add_label_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--label`` and ``--annotation``."""
-    for name in ("label", "annotation"):
-        parser.add_argument(f"--{name}", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
+def add_node_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``placement`` that say which nodes may have pods, and what pods are marked with."""
+    add_list(parser, "--node-selector", "KEY=VALUE")
+    add_list(parser, "--toleration", "KEY[=VALUE][:EFFECT]")
+    parser.add_argument("--runtime-class", help="e.g. nvidia")
+    add_list(parser, "--pull-secret", "SECRET", "for the image's registry")
+    add_labels(parser)
 
 
 def placement(arguments: argparse.Namespace, *, node_agent: bool = False) -> Placement:
     """The checked placement. ConfigError names the flag that cannot be used."""
     values.within(arguments.gpu, 0, _MOST_GPUS, "--gpu")
-    for flag in ("min_scale", "max_scale"):
-        values.within(getattr(arguments, flag), 0, _MOST_INSTANCES, "--" + flag.replace("_", "-"))
-    if 0 < arguments.max_scale < arguments.min_scale:
-        raise ConfigError(f"--min-scale={arguments.min_scale} is above --max-scale={arguments.max_scale}")
+    check_scale(arguments, _MOST_INSTANCES)
     return Placement(
         namespace=values.label(arguments.namespace, "--namespace"),
         cpu=arguments.cpu,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from typing import Any
 
 from medusa_runtime.errors import ConfigError, DeployError, MissingPackageError
 
+from ..manifests.flags import add_list
 from ..manifests.service_model import check_call
 
 Tell = Callable[[str], None]
@@ -58,6 +60,34 @@ class Aws:
 _NAMES = {"sagemaker": "SageMaker", "application-autoscaling": "Application Auto Scaling", "lambda": "Lambda"}
 
 
+def add_arguments(
+    parser: argparse.ArgumentParser, *, updates: str, deletes: str, vpc: str = "", tags: str = ""
+) -> None:
+    """Add the flags of all services of AWS. ``updates`` … ``tags`` say in their help what is meant."""
+    parser.add_argument("--role", metavar="ARN", help="execution role")
+    add_list(parser, "--subnet", "ID", f"{vpc}of a VPC to join")
+    add_list(parser, "--security-group", "ID", "with --subnet")
+    add_list(parser, "--tag", "KEY=VALUE", tags)
+    parser.add_argument("--region", help="default: as boto3 finds it")
+    parser.add_argument("--update", action="store_true", help=updates)
+    parser.add_argument("--delete", action="store_true", help=deletes)
+    parser.add_argument("--apply", action="store_true", help="make the calls; without it they are only printed")
+
+
+def check_action(arguments: argparse.Namespace) -> None:
+    """ConfigError for more than one of ``--update`` and ``--delete``."""
+    if arguments.update and arguments.delete:
+        raise ConfigError("--update and --delete: expected one of them")
+
+
+def check_role(arguments: argparse.Namespace) -> None:
+    """ConfigError without ``--role``."""
+    if not arguments.role:
+        raise ConfigError(
+            "--role is missing: expected the ARN of the execution role, e.g. arn:aws:iam::123456789012:role/fn"
+        )
+
+
 def planned(calls: Calls, service: str) -> Calls:
     """The calls, each checked against the service's own model. Raises ConfigError."""
     try:
@@ -74,13 +104,13 @@ def print_calls(calls: Calls) -> None:
     print("medusa: nothing was called; add --apply to make these calls", file=sys.stderr)
 
 
-def pairs(given: list[str], flag: str = "--tag") -> dict[str, str]:
-    """``KEY=VALUE`` flags for tags. AWS' own model checks their form."""
+def tags(given: list[str]) -> dict[str, str]:
+    """The tags given with ``--tag``. AWS' own model checks their form."""
     found = {}
     for text in given:
         key, sign, value = text.partition("=")
         if not sign or not key:
-            raise ConfigError(f"{flag}={text!r} cannot be used: expected KEY=VALUE")
+            raise ConfigError(f"--tag={text!r} cannot be used: expected KEY=VALUE")
         found[key] = value
     return found
 

@@ -9,14 +9,14 @@ from medusa_runtime.errors import ConfigError, DeployError
 from ..manifests import lambda_, values
 from ..manifests.function import add_arguments as add_function_arguments
 from ..manifests.function import add_timeout, function
-from .calls import Aws, Calls, pairs, planned, print_calls, say
+from .calls import Aws, Calls, check_action, check_role, planned, print_calls, say, tags
+from .calls import add_arguments as add_aws_arguments
 
 _CREATED, _UPDATED = "function_active_v2", "function_updated_v2"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_function_arguments(parser)
-    parser.add_argument("--role", metavar="ARN", help="execution role")
     add_timeout(parser, 60, bounds="1 to 900")
     parser.add_argument("--memory-mb", type=int, default=2048, help="128 to 10240; CPUs follow it; the weights count")
     parser.add_argument("--storage-mb", type=int, default=512, help="size of /tmp, 512 to 10240")
@@ -24,20 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", choices=("iam", "public"), help="give it a function URL, for callers with AWS' signature or for all"
     )
-    parser.add_argument("--subnet", action="append", default=[], metavar="ID", help="of a VPC to join; may be repeated")
-    parser.add_argument(
-        "--security-group", action="append", default=[], metavar="ID", help="with --subnet; may be repeated"
-    )
-    parser.add_argument("--tag", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
-    parser.add_argument("--region", help="default: as boto3 finds it")
-    parser.add_argument("--update", action="store_true", help="give the function that is there this version")
-    parser.add_argument("--delete", action="store_true", help="delete the function")
-    parser.add_argument("--apply", action="store_true", help="make the calls; without it they are only printed")
+    add_aws_arguments(parser, updates="give the function that is there this version", deletes="delete the function")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.update and arguments.delete:
-        raise ConfigError("--update and --delete: expected one of them")
+    check_action(arguments)
     calls = plan(arguments)
     if not arguments.apply:
         print_calls(calls)
@@ -65,10 +56,7 @@ def plan(arguments: argparse.Namespace) -> Calls:
     if arguments.delete:
         return planned([("DeleteFunction", {"FunctionName": values.name(arguments.name)})], "lambda")
     values.within(arguments.timeout, 1, lambda_.MOST_TIMEOUT_S, "--timeout-s", "seconds")
-    if not arguments.role:
-        raise ConfigError(
-            "--role is missing: expected the ARN of the execution role, e.g. arn:aws:iam::123456789012:role/fn"
-        )
+    check_role(arguments)
     if arguments.update and (arguments.url or arguments.tag):
         raise ConfigError("--url and --tag: expected without --update; they stay as they were made")
     capacity = lambda_.Capacity(
@@ -78,7 +66,7 @@ def plan(arguments: argparse.Namespace) -> Calls:
         architecture=arguments.architecture,
         subnets=arguments.subnet,
         security_groups=arguments.security_group,
-        tags=pairs(arguments.tag),
+        tags=tags(arguments.tag),
         url=None if arguments.url is None else {"iam": "AWS_IAM", "public": "NONE"}[arguments.url],
     )
     lambda_.check(capacity)

@@ -13,7 +13,8 @@ from medusa_runtime.errors import ConfigError
 from ..manifests import sagemaker
 from ..manifests.function import Function, function
 from ..manifests.function import add_arguments as add_function_arguments
-from .calls import Calls, pairs, planned, print_calls, say
+from .calls import Calls, check_action, check_role, planned, print_calls, say, tags
+from .calls import add_arguments as add_aws_arguments
 from .endpoint import EndpointClient, creation
 
 _LEAST_STARTUP_S, _MOST_STARTUP_S = 60, 3600
@@ -23,7 +24,6 @@ _STARTS = 10  # the health check waits for ten measured starts
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_function_arguments(parser)
-    parser.add_argument("--role", metavar="ARN", help="execution role")
     parser.add_argument(
         "--model-data",
         metavar="S3",
@@ -39,30 +39,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", action="store_true", help="the function needs a GPU: checked before anything is called"
     )
-    parser.add_argument(
-        "--subnet", action="append", default=[], metavar="ID", help="real-time: of a VPC to join; may be repeated"
-    )
-    parser.add_argument(
-        "--security-group", action="append", default=[], metavar="ID", help="with --subnet; may be repeated"
-    )
-    parser.add_argument(
-        "--tag", action="append", default=[], metavar="KEY=VALUE", help="of all that is made; may be repeated"
-    )
     scaling = parser.add_argument_group("autoscaling (real-time, or serverless with --provisioned-concurrency)")
     scaling.add_argument("--min-scale", type=int, help="fewest instances (1)")
     scaling.add_argument("--max-scale", type=int, help="most instances; given, the endpoint scales")
-    parser.add_argument("--region", help="default: as boto3 finds it")
-    parser.add_argument("--update", action="store_true", help="a new version behind the endpoint that is there")
-    parser.add_argument("--delete", action="store_true", help="delete the endpoint, its configuration and its model")
+    add_aws_arguments(
+        parser,
+        updates="a new version behind the endpoint that is there",
+        deletes="delete the endpoint, its configuration and its model",
+        vpc="real-time: ",
+        tags="of all that is made",
+    )
     parser.add_argument("--no-wait", action="store_true", help="do not wait until it is in service")
-    parser.add_argument("--apply", action="store_true", help="make the calls; without it they are only printed")
     parser.add_argument("--dry-run", action="store_true", help=argparse.SUPPRESS)  # what happens without --apply now
     parser.add_argument("--poll-s", type=float, default=10.0, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.update and arguments.delete:
-        raise ConfigError("--update and --delete: expected one of them")
+    check_action(arguments)
     if arguments.dry_run and arguments.apply:
         raise ConfigError("--dry-run and --apply: expected one of them; without either, the calls are printed")
     if arguments.dry_run:
@@ -116,11 +109,8 @@ def plan(arguments: argparse.Namespace, name: str) -> Plan:
     if arguments.subnet or arguments.security_group:
         vpc = sagemaker.Vpc(arguments.subnet, arguments.security_group)
     sagemaker.check_network(capacity, vpc)
-    tags = pairs(arguments.tag)
-    if not arguments.role:
-        raise ConfigError(
-            "--role is missing: expected the ARN of the execution role, e.g. arn:aws:iam::123456789012:role/fn"
-        )
+    given = tags(arguments.tag)
+    check_role(arguments)
     described = function(arguments, platform="sagemaker", timeout_s=sagemaker.TIMEOUT_S)
     now = datetime.now(UTC)
     version = f"{name}-{now:%Y%m%d-%H%M%S}-{now.microsecond // 1000:03}"
@@ -134,14 +124,14 @@ def plan(arguments: argparse.Namespace, name: str) -> Plan:
         model_data=arguments.model_data,
         serverless=capacity.serverless,
         vpc=vpc,
-        tags=tags,
+        tags=given,
     )
-    config = sagemaker.endpoint_config(version, capacity, startup_timeout_s=startup_s, tags=tags)
+    config = sagemaker.endpoint_config(version, capacity, startup_timeout_s=startup_s, tags=given)
     scalers: Calls = [] if scaling is None else [*sagemaker.autoscaling(name, capacity, scaling)]
     return Plan(
-        planned(creation(name, model, config, update=arguments.update, tags=tags), "sagemaker"),
+        planned(creation(name, model, config, update=arguments.update, tags=given), "sagemaker"),
         planned(scalers, "application-autoscaling"),
-        tags,
+        given,
     )
 
 

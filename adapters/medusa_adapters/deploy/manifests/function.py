@@ -15,6 +15,7 @@ from medusa_runtime.storage.base import redacted
 
 from ...platforms.base import load
 from . import values
+from .flags import add_list
 from .measured import Measured, measure
 
 _MOST_CONCURRENCY = 1000  # Knative's own limit for containerConcurrency
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="checkpoint, as `medusa serve --model` takes it (MEDUSA_MODEL)")
     parser.add_argument("--handler", help="user code (MEDUSA_HANDLER); the image's own setting if not given")
     parser.add_argument("--engine", choices=(*engine_names(), NO_ENGINE), help="MEDUSA_ENGINE")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="environment; may be repeated")
+    add_list(parser, "--env", "NAME=VALUE", "environment")
     parser.add_argument(
         "--concurrency",
         type=int,

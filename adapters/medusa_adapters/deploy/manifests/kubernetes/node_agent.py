@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import network_policy
+from .pod_spec import CONFINED_ROOT, allowed_nodes
 from .secret import Secret, sources
 from .secret import environment as single_entries
 
@@ -127,14 +128,7 @@ def _container(
             "timeoutSeconds": 10,
             "failureThreshold": 3,
         },
-        "securityContext": {
-            # The kubelet makes the folder for root; without capabilities, root is its owner and nothing more.
-            "runAsUser": 0,
-            "readOnlyRootFilesystem": True,
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": CONFINED_ROOT,
         "volumeMounts": [mount(read_only=False), {"name": "tmp", "mountPath": "/tmp"}],
     }
     if from_secrets := sources(secrets):
@@ -157,10 +151,4 @@ def _pod(
         "containers": [container],
         "volumes": [volume("DirectoryOrCreate"), {"name": "tmp", "emptyDir": {}}],
     }
-    if pull_secrets:
-        pod["imagePullSecrets"] = [{"name": name} for name in pull_secrets]
-    if node_selector:
-        pod["nodeSelector"] = dict(node_selector)
-    if tolerations:
-        pod["tolerations"] = [dict(toleration) for toleration in tolerations]
-    return pod
+    return pod | allowed_nodes(pull_secrets, node_selector, tolerations)

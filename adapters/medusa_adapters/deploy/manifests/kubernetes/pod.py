@@ -9,6 +9,7 @@ from typing import Any
 from .. import values
 from ..function import Function
 from . import node_agent
+from .pod_spec import CONFINED, allowed_nodes
 from .secret import Secret, environment, sources
 
 PORT = 8080
@@ -76,14 +77,7 @@ def container(
         "readinessProbe": dict(readiness),
         "livenessProbe": dict(LIVENESS),
         "resources": resources(placement),
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "readOnlyRootFilesystem": True,
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": {"runAsNonRoot": True, "runAsUser": USER, **CONFINED},
         "volumeMounts": mounts,
     }
     if from_secrets := sources(placement.secrets):
@@ -102,12 +96,7 @@ def pod(placement: Placement, container: Mapping[str, Any]) -> dict[str, Any]:
         found["serviceAccountName"] = values.subdomain(placement.service_account, "--service-account")
     else:
         found["automountServiceAccountToken"] = False
-    if placement.pull_secrets:
-        found["imagePullSecrets"] = [{"name": name} for name in placement.pull_secrets]
-    if placement.node_selector:
-        found["nodeSelector"] = dict(placement.node_selector)
-    if placement.tolerations:
-        found["tolerations"] = [dict(toleration) for toleration in placement.tolerations]
+    found |= allowed_nodes(placement.pull_secrets, placement.node_selector, placement.tolerations)
     if placement.runtime_class:
         found["runtimeClassName"] = values.subdomain(placement.runtime_class, "--runtime-class")
     if placement.node_agent:

@@ -18,6 +18,7 @@ from typing import Any
 
 from . import node_agent
 from .pod import Placement, resources
+from .pod_spec import CONFINED_ROOT
 from .secret import environment, sources
 
 DATA_PORT = 8114
@@ -31,15 +32,6 @@ TOKEN_FILE = f"{_TOKEN_FOLDER}/token"
 _PART_OF = {"app.kubernetes.io/part-of": "medusa-cluster"}
 _DRAIN_S = 30
 _SHARED_MEMORY = "256Mi"  # of Ray's object store, which carries control messages alone
-_SECURITY = {
-    # The kubelet makes the host's folder, and the token's file, for root; without capabilities root is their owner
-    # and nothing more.
-    "runAsUser": 0,
-    "readOnlyRootFilesystem": True,
-    "allowPrivilegeEscalation": False,
-    "capabilities": {"drop": ["ALL"]},
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
 
 
 @dataclass(frozen=True)
@@ -136,7 +128,7 @@ def _template(cluster: RayCluster, *, head: bool) -> dict[str, Any]:
         # Without these KubeRay adds its own, which ask Ray's dashboard.
         "readinessProbe": {**health, "periodSeconds": 5},
         "livenessProbe": {**health, "periodSeconds": 20, "initialDelaySeconds": 20, "failureThreshold": 6},
-        "securityContext": _SECURITY,
+        "securityContext": CONFINED_ROOT,
         "volumeMounts": [
             node_agent.mount(read_only=False),
             *({"name": name, "mountPath": f"{node_agent.FOLDER}/{name}"} for name in ("ray", "logs", "gcs")),
@@ -160,7 +152,7 @@ def _template(cluster: RayCluster, *, head: bool) -> dict[str, Any]:
         state,
         {"name": "tmp", "emptyDir": {}},
         {"name": "shared-mem", "emptyDir": {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}},
-        _token_volume(cluster.token_secret, "token", "token"),
+        _token_volume(cluster.token_secret, "token"),
     ]
     return {"metadata": {"labels": _labels(cluster, "node")}, "spec": pod}
 
@@ -186,11 +178,11 @@ def _services(cluster: RayCluster) -> list[dict[str, Any]]:
 def _gateways(cluster: RayCluster) -> dict[str, Any]:
     command = ["medusa", "cluster", "gateway", f"--address={cluster.head}:{DATA_PORT}", f"--token-file={TOKEN_FILE}"]
     mounts = [{"name": "tmp", "mountPath": "/tmp"}, {"name": "token", "mountPath": _TOKEN_FOLDER, "readOnly": True}]
-    volumes = [{"name": "tmp", "emptyDir": {}}, _token_volume(cluster.token_secret, "token", "token")]
+    volumes = [{"name": "tmp", "emptyDir": {}}, _token_volume(cluster.token_secret, "token")]
     if cluster.client_token_secret is not None:
         command.append(f"--client-token-file={_TOKEN_FOLDER}-clients/token")
         mounts.append({"name": "client-token", "mountPath": f"{_TOKEN_FOLDER}-clients", "readOnly": True})
-        volumes.append(_token_volume(cluster.client_token_secret, "client-token", "token"))
+        volumes.append(_token_volume(cluster.client_token_secret, "client-token"))
     container = {
         "name": "gateway",
         "image": cluster.image,
@@ -202,7 +194,7 @@ def _gateways(cluster: RayCluster) -> dict[str, Any]:
         # A pod that is being removed still gets requests until every machine knows.
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", "5"]}}},
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
-        "securityContext": _SECURITY,
+        "securityContext": CONFINED_ROOT,
         "volumeMounts": mounts,
     }
     labels = _labels(cluster, "gateway")
@@ -281,7 +273,7 @@ def _port(name: str, port: int, target: int) -> dict[str, Any]:
     return {"name": name, "port": port, "targetPort": target}
 
 
-def _token_volume(secret: str, name: str, file: str) -> dict[str, Any]:
+def _token_volume(secret: str, name: str) -> dict[str, Any]:
     """The token as a file that its owner alone can read, which is root."""
-    items = [{"key": TOKEN_KEY, "path": file}]
+    items = [{"key": TOKEN_KEY, "path": "token"}]
     return {"name": name, "secret": {"secretName": secret, "defaultMode": 0o400, "items": items}}
