@@ -36,14 +36,14 @@ def rows(options: Options) -> list[dict[str, Any]]:
     return found
 
 
-def planner(devices: int = _DEVICES, layers: int = _LAYERS) -> Callable[[], object]:
-    """Return a call that plans chains to all devices and, for each, from whom it reads which stripe."""
+def planner(devices: int = _DEVICES) -> Callable[[], object]:
+    """Return a call that plans chains to all devices and, for each, from whom it reads."""
     nodes = _nodes(devices + 20)
     sources, targets = nodes[:20], nodes[20:]
 
     def call() -> object:
         chains = plan(sources, targets)
-        return [(chain.sources(name)[:layers], chain.stripe(name)) for chain in chains for name in chain.targets]
+        return [route for chain in chains for route in chain.routes()]
 
     return call
 

@@ -20,6 +20,6 @@ def test_every_kind_of_decision_is_timed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_planner_reaches_every_device() -> None:
-    routes = decisions.planner(devices=50, layers=8)()
+    routes = decisions.planner(devices=50)()
     assert isinstance(routes, list)
     assert len(routes) == 50

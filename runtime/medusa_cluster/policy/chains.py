@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 from .state import Node
@@ -30,16 +30,13 @@ class Chain:
     def targets(self) -> tuple[str, ...]:
         return tuple(name for group in self.groups[1:] for name in group)
 
-    def sources(self, name: str) -> tuple[str, ...]:
-        """Return where a target reads, best first: its own lane's predecessor, the other lanes', those before them.
-
-        Only nodes that stand before it, so that no two nodes ever wait for each other, and of a long chain the nearest
-        ones and its head. The store is implied at the end.
-        """
-        return self._before(*self.place(name))
-
     def routes(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield each target with its sources, in the order of the chain."""
+        """Yield each target, in the order of the chain, with its sources, best first.
+
+        These are its own lane's predecessor, the other lanes', and those before them: only nodes that stand before it,
+        so that no two nodes ever wait for each other, and of a long chain the nearest ones and its head. The store is
+        implied at the end.
+        """
         for position in range(1, len(self.groups)):
             for lane, name in enumerate(self.groups[position]):
                 yield name, self._before(position, lane)
@@ -49,14 +46,10 @@ class Chain:
 
         More than one only where the group before has as many links to send from (sharded parallel transfer).
         """
-        position, lane = self.place(name)
-        count = min(len(self.groups[position]), max(len(self.groups[position - 1]), 1))
-        return lane % count, count
-
-    def without(self, name: str) -> Chain:
-        """Return the chain after a node has left it: those behind it read from those before it."""
-        groups = [tuple(member for member in group if member != name) for group in self.groups]
-        return replace(self, groups=tuple(group for number, group in enumerate(groups) if group or number == 0))
+        position = next(number for number in range(1, len(self.groups)) if name in self.groups[number])
+        group, before = self.groups[position], self.groups[position - 1]
+        count = min(len(group), max(len(before), 1))
+        return group.index(name) % count, count
 
     def _before(self, position: int, lane: int) -> tuple[str, ...]:
         found: list[str] = []
@@ -68,22 +61,9 @@ class Chain:
         found += [head[(lane + step) % len(head)] for step in range(len(head))]
         return tuple(found)
 
-    def place(self, name: str) -> tuple[int, int]:
-        """Return the number of a target's group and its lane in it."""
-        for number in range(1, len(self.groups)):
-            if name in self.groups[number]:
-                return number, self.groups[number].index(name)
-        raise KeyError(f"{name} is no target of this chain")
 
-
-def plan(
-    sources: Iterable[Node],
-    targets: Iterable[Node],
-    count: int | None = None,
-    *,
-    arriving: Set[str] = frozenset(),
-) -> tuple[Chain, ...]:
-    """Plan chains that bring a model from the sources to ``count`` of the targets, or to all of them.
+def plan(sources: Iterable[Node], targets: Iterable[Node], *, arriving: Set[str] = frozenset()) -> tuple[Chain, ...]:
+    """Plan chains that bring a model from the sources to the targets.
 
     Sources that send, and targets that receive, keys and values or activations are left out. ``arriving`` are sources
     that still receive the model themselves; they follow those that have it. Without any source, one chain begins at the
@@ -98,14 +78,10 @@ def plan(
     late = [any(node.name in arriving for node in chain[0]) for chain in chains]
     tails = [(-rates[number], late[number], 1, number) for number in range(len(chains))]
     heapq.heapify(tails)
-    placed = 0
-    while tails and waiting and (count is None or placed < count):
+    while tails and waiting:
         _, _, size, number = heapq.heappop(tails)
         tail = chains[number][-1]
         group = waiting.take(tail[-1].leaf if tail else None)
-        if count is not None:
-            group = group[: count - placed]
-        placed += len(group)
         chains[number].append(group)
         rates[number] = min(rates[number], _bandwidth(group))
         heapq.heappush(tails, (-rates[number], late[number], size + 1, number))

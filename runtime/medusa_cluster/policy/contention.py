@@ -1,13 +1,13 @@
 """Fetches that share a node's link: what a newcomer would get, and whether the others still meet their deadlines.
 
-ParaServe §4.2, Algorithm 2 and Eq. 3 and 4. With N fetches a newcomer gets B/(N+1) of the bandwidth B; the paper's
-listing prints B/N, which Eq. 3 does not mean.
+ParaServe §4.2, Algorithm 2 and Eq. 3. With N fetches a newcomer gets B/(N+1) of the bandwidth B; the paper's
+listing prints B/N, which Eq. 3 does not mean. Eq. 4, what is pending after a while, is what nodes report.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,3 @@ def newcomer_bytes_per_s(link_bytes_per_s: float, fetching: Sequence[Fetching], 
     if any(fetch.pending_bytes > share * (fetch.deadline_s - now_s) for fetch in fetching):
         return 0.0
     return share
-
-
-def settle(link_bytes_per_s: float, fetching: Sequence[Fetching], since_s: float, now_s: float) -> tuple[Fetching, ...]:
-    """Return the fetches that are still going on after equal shares since the last change (Eq. 4)."""
-    if not fetching:
-        return ()
-    moved = link_bytes_per_s / len(fetching) * (now_s - since_s)
-    return tuple(
-        replace(fetch, pending_bytes=fetch.pending_bytes - moved) for fetch in fetching if fetch.pending_bytes > moved
-    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from ..errors import DeviceError
@@ -59,9 +58,7 @@ class DeviceContext:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> None:

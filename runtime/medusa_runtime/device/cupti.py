@@ -17,7 +17,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from ..errors import DeviceError
@@ -100,9 +99,7 @@ class ModuleRecorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _loaded(self, user: Any, domain: int, number: int, resource: Any) -> None:

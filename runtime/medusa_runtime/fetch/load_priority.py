@@ -7,7 +7,6 @@ lock when its holder ends, however it ends, and asking for it changes nothing.
 from __future__ import annotations
 
 import os
-from types import TracebackType
 from typing import Self
 
 from ..region.lock import is_locked, lock, unlock
@@ -41,9 +40,7 @@ class Load:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
 
