@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
@@ -40,6 +40,7 @@ from .framing import (
     entity_tag_of,
     parse_index,
 )
+from .http.pool import ConnectionPool
 from .http.store import Target, _target
 from .http.wire import Connection, Response, StalledError, WireError
 from .peer_access import PeerAccess
@@ -133,10 +134,7 @@ class PeerStore:
         }
         self._context = context
         self._checksum = checksum_function()
-        self._idle: list[Connection] = []
-        self._busy: dict[int, Connection] = {}  # by thread
-        self._lock = threading.Lock()
-        self._closed = False
+        self._pool = ConnectionPool()
 
     def offer(self, most_bytes: int | None = None) -> Offer | None:
         """Return the index and the files; None when they are larger than ``most_bytes``.
@@ -284,16 +282,11 @@ class PeerStore:
                 connection.close()
             raise
         finally:
-            self._give_back(connection)
+            self._pool.give_back(connection)
 
     def _ask(self, path: str, headers: dict[str, str]) -> tuple[Connection, Response]:
         while True:
-            with self._lock:
-                connection = self._idle.pop() if self._idle else None
-            used = connection is not None
-            connection = connection or self._connect(_ANSWER_S)
-            with self._lock:
-                self._busy[threading.get_ident()] = connection
+            connection, used = self._pool.take(self._home.endpoint, partial(self._connect, _ANSWER_S))
             try:
                 connection.limit_silence(_ANSWER_S)
                 response = connection.request(path, headers)
@@ -301,7 +294,7 @@ class PeerStore:
                 return connection, response
             except WireError as error:
                 connection.close()
-                self._give_back(connection)
+                self._pool.give_back(connection)
                 if not used or connection.interrupted:  # a peer may close an idle connection at any time
                     raise StorageError(f"{self.name}: {error}") from None
 
@@ -314,14 +307,6 @@ class PeerStore:
             raise UnreachableError(f"{self.name}: cannot be reached: {error}") from None
         connection.give_up_after(_UNANSWERED_S)
         return connection
-
-    def _give_back(self, connection: Connection) -> None:
-        with self._lock:
-            self._busy.pop(threading.get_ident(), None)
-            if self._closed or not connection.reusable:
-                connection.close()
-            else:
-                self._idle.append(connection)
 
     def _check(self, connection: Connection, response: Response) -> None:
         if response.status not in (200, 204):
@@ -341,16 +326,10 @@ class PeerStore:
 
     def interrupt(self, thread: int) -> None:
         """End the ``read_chunks`` of another thread."""
-        with self._lock:
-            if connection := self._busy.get(thread):
-                connection.interrupt()
+        self._pool.interrupt(thread)
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            for connection in self._idle:
-                connection.close()
-            self._idle.clear()
+        self._pool.close()
 
 
 __all__ = ["Chunk", "Offer", "PeerStore", "Progress"]

@@ -45,7 +45,7 @@ def test_ranges_over_one_kept_connection(store: HttpStore, origin: Any) -> None:
     assert fetched(store, 10, 2_000_000, version) == BODY[10:2_000_000]
     assert store.read("w", len(BODY) - 10, len(BODY) + 1_000_000) == (BODY[-10:], store.stat("w"))
     assert origin.requests[-1][3]["accept-encoding"] == "identity"
-    assert len(store._idle[store._home.endpoint]) == 1
+    assert len(store._pool._idle[store._home.endpoint]) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, urljoin, urlsplit
@@ -32,6 +32,7 @@ from .fields import (
     retry_after_s,
     unsatisfied_size,
 )
+from .pool import ConnectionPool
 from .proxy import Proxies
 from .wire import Connection, Response, WireError
 
@@ -71,11 +72,8 @@ class HttpStore:
         self.url = url
         self.retries = retries or RetryPolicy()
         self._proxies = Proxies(os.environ if environ is None else environ)
-        self._idle: dict[Endpoint, list[Connection]] = {}
-        self._busy: dict[int, Connection] = {}  # by thread
+        self._pool = ConnectionPool()
         self._moved: dict[str, Target] = {}  # where redirects led, so that a range costs one round trip
-        self._lock = threading.Lock()
-        self._closed = False
         self._may_redirect: Callable[[str], bool] | None = None
         self._home, self._query, self._authorization = _home(url)
 
@@ -137,7 +135,7 @@ class HttpStore:
             connection.close()
             raise Transient(StorageError(f"{self.name(key)}: {error}")) from None
         finally:
-            self._give_back(connection)
+            self._pool.give_back(connection)
 
     def _beyond(self, key: str, start: int, response: Response, connection: Connection) -> ObjectInfo:
         """Return what a 416 says about an object that ends at ``start`` or before."""
@@ -209,7 +207,7 @@ class HttpStore:
                 patience.again(cause)
             finally:
                 if connection:
-                    self._give_back(connection)
+                    self._pool.give_back(connection)
 
     def _too_slow(self, key: str) -> StorageError:
         policy = self.retries
@@ -275,7 +273,7 @@ class HttpStore:
                 body = b""
                 connection.close()
             finally:
-                self._give_back(connection)
+                self._pool.give_back(connection)
             if target.endpoint == self._home.endpoint and self.relocate(key, response):
                 target = self.target(key)
             elif response.status in _REDIRECTS and "location" in response.headers:
@@ -291,7 +289,7 @@ class HttpStore:
         encoding = response.headers.get("content-encoding", "")
         if is_encoded(encoding):
             connection.close()
-            self._give_back(connection)
+            self._pool.give_back(connection)
             raise StorageError(
                 f"{self.name(key)}: the server sends it encoded ({encoding[:60]!r}), expected the bytes as they are; "
                 "turn compression off, or upload it without Content-Encoding"
@@ -299,25 +297,20 @@ class HttpStore:
 
     def _exchange(self, key: str, target: Target, headers: Mapping[str, str]) -> tuple[Connection, Response]:
         while True:
-            connection, used = self._take(key, target.endpoint)
+            connection, used = self._pool.take(target.endpoint, partial(self._connect, key, target.endpoint))
             try:
                 return connection, connection.request(target.path, headers)
             except WireError as error:
                 connection.close()
-                self._give_back(connection)
+                self._pool.give_back(connection)
                 self._check_interrupted(key, connection)
                 if used:
                     continue  # the server may close an idle connection at any time; that is no failed try
                 raise Transient(StorageError(f"{self.name(key)}: {error}")) from None
 
-    def _take(self, key: str, endpoint: Endpoint) -> tuple[Connection, bool]:
-        with self._lock:
-            idle = self._idle.get(endpoint)
-            if idle:
-                self._busy[threading.get_ident()] = idle[-1]
-                return idle.pop(), True
+    def _connect(self, key: str, endpoint: Endpoint) -> Connection:
         try:
-            connection = Connection(
+            return Connection(
                 endpoint,
                 self.retries.stall_s,
                 least_bytes_per_s=self.retries.least_bytes_per_s,
@@ -327,19 +320,6 @@ class HttpStore:
             raise Transient(
                 UnreachableError(f"{self.name(key)}: cannot reach {endpoint.host} port {endpoint.port}: {error}")
             ) from None
-        with self._lock:
-            self._busy[threading.get_ident()] = connection
-        return connection, False
-
-    def _give_back(self, connection: Connection) -> None:
-        with self._lock:
-            self._busy.pop(threading.get_ident(), None)
-            if self._closed or not connection.reusable:  # a request that nobody needs any more may outlive the store
-                connection.close()
-                return
-            idle = self._idle.setdefault(connection.endpoint, [])
-            if connection not in idle:
-                idle.append(connection)
 
     def _follow(self, key: str, target: Target, location: str) -> Target:
         endpoint = target.endpoint
@@ -390,9 +370,7 @@ class HttpStore:
         return "; expected an address that may be read, or https://user:password@host/…"
 
     def interrupt(self, thread: int) -> None:
-        with self._lock:
-            if connection := self._busy.get(thread):
-                connection.interrupt()
+        self._pool.interrupt(thread)
 
     def _check_interrupted(self, key: str, connection: Connection | None) -> None:
         if connection and connection.interrupted:
@@ -402,12 +380,7 @@ class HttpStore:
         return None
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            for idle in self._idle.values():
-                for connection in idle:
-                    connection.close()
-            self._idle.clear()
+        self._pool.close()
 
 
 def _home(url: str) -> tuple[Target, str, str | None]:
