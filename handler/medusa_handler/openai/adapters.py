@@ -24,18 +24,23 @@ _UNLOAD = frozenset(("lora_name", "lora_int_id"))
 
 def adapter_models(service: Service) -> list[dict[str, Any]]:
     """The adapters as /v1/models lists them, with the base model as their parent."""
-    return [
-        {
-            "id": name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "medusa-runtime",
-            "root": redacted(url),
-            "parent": service.model.name,
-            "max_model_len": None,
-        }
-        for name, url in service.model.adapters.urls().items()
-    ]
+    base = service.model.name
+    return [model_entry(service, name, redacted(url), base) for name, url in service.model.adapters.urls().items()]
+
+
+def model_entry(
+    service: Service, name: str, root: str, parent: str | None = None, max_model_len: int | None = None
+) -> dict[str, Any]:
+    """A model as /v1/models lists it, in the form of vLLM's."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "medusa-runtime",
+        "root": root,
+        "parent": parent,
+        "max_model_len": max_model_len,
+    }
 
 
 def load_adapter(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
@@ -109,4 +114,4 @@ def _text(body: Body, name: str) -> str:
     return value
 
 
-__all__ = ["adapter_models", "load_adapter", "unload_adapter"]
+__all__ = ["adapter_models", "load_adapter", "model_entry", "unload_adapter"]

@@ -107,37 +107,35 @@ def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response
 
 def embed_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
     """Answer a request for embeddings."""
-    from . import embeddings
+    from .embeddings import embed
 
-    if service.relays:
-        raise NotCoveredError(400, "the engine's own server answers for embeddings")
-    fields.check_fields(body, fields.EMBEDDINGS)
-    return embeddings.embed(service, body, _base_only(service, check_model(service, body)), gone)
+    return _pooled(embed, "embeddings", fields.EMBEDDINGS, service, body, gone)
 
 
 def classify_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
     """Answer a request for the labels of texts."""
-    from . import ranking
+    from .ranking import classify
 
-    return _ranked(ranking.classify, fields.CLASSIFY, service, body, gone)
+    return _pooled(classify, "classifiers", fields.CLASSIFY, service, body, gone)
 
 
 def rerank_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
     """Answer a request for the documents that belong to a query."""
-    from . import ranking
+    from .ranking import rerank
 
-    return _ranked(ranking.rerank, fields.RERANK, service, body, gone)
+    return _pooled(rerank, "classifiers", fields.RERANK, service, body, gone)
 
 
-def _ranked(
+def _pooled(
     answer: Callable[[Service, Body, str, Callable[[], bool]], Response],
+    what: str,
     known: frozenset[str],
     service: Service,
     body: Body,
     gone: Callable[[], bool],
 ) -> Response:
     if service.relays:
-        raise NotCoveredError(400, "the engine's own server answers for classifiers")
+        raise NotCoveredError(400, f"the engine's own server answers for {what}")
     fields.check_fields(body, known)
     return answer(service, body, _base_only(service, check_model(service, body)), gone)
 

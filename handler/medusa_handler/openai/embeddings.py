@@ -27,10 +27,7 @@ def embed(service: Service, body: Body, model: str, gone: Callable[[], bool]) ->
     if form is not None and form not in _FORMS:
         raise invalid("encoding_format", " or ".join(_FORMS), form)
     dimensions = parameters.integer(body, "dimensions", None, 1)
-    truncate = parameters.integer(body, "truncate_prompt_tokens", None, -1)
-    if truncate == 0:
-        raise invalid("truncate_prompt_tokens", "-1 (the model's limit) or 1 and more", truncate)
-    vectors = embeddings(service.model, found, gone, dimensions=dimensions, truncate=truncate)
+    vectors = embeddings(service.model, found, gone, dimensions=dimensions, truncate=truncation(body))
     tokens = sum(vector.tokens for vector in vectors)
     data = [
         {"object": "embedding", "index": index, "embedding": _shown(vector.data, form)}
@@ -59,6 +56,14 @@ def inputs(body: Body) -> list[Input]:
         else:
             raise invalid("input", _EXPECTED, item)
     return found
+
+
+def truncation(body: Body) -> int | None:
+    """To how many tokens inputs are cut, -1 for the model's limit. Raises ApiError 400."""
+    truncate = parameters.integer(body, "truncate_prompt_tokens", None, -1)
+    if truncate == 0:
+        raise invalid("truncate_prompt_tokens", "-1 (the model's limit) or 1 and more", truncate)
+    return truncate
 
 
 def _shown(data: bytes, form: Any) -> str | list[float]:

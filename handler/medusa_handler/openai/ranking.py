@@ -13,7 +13,7 @@ from flask import Response, jsonify
 from ..model.embeddings import Input, embeddings, floats
 from .body import parameters
 from .body.parameters import Body, invalid
-from .embeddings import inputs
+from .embeddings import inputs, truncation
 
 if TYPE_CHECKING:
     from ..service import Service
@@ -23,7 +23,7 @@ _MOST_DOCUMENTS = 2048
 
 def classify(service: Service, body: Body, model: str, gone: Callable[[], bool]) -> Response:
     """Answer with the probability of each label. Raises ApiError, RequestError, EngineError, ClientGoneError."""
-    found = embeddings(service.model, inputs(body), gone, truncate=_truncate(body), classify=True)
+    found = embeddings(service.model, inputs(body), gone, truncate=truncation(body), classify=True)
     labels = _labels(service)
     data = []
     for index, vector in enumerate(found):
@@ -54,7 +54,7 @@ def rerank(service: Service, body: Body, model: str, gone: Callable[[], bool]) -
         raise invalid("documents", f"at most {_MOST_DOCUMENTS} of them", len(documents))
     top = parameters.integer(body, "top_n", 0, 0) or len(documents)
     pairs: list[Input] = [(query, document) for document in documents]
-    found = embeddings(service.model, pairs, gone, truncate=_truncate(body), classify=True)
+    found = embeddings(service.model, pairs, gone, truncate=truncation(body), classify=True)
     scores = [floats(vector.data) for vector in found]
     if len(scores[0]) != 1:
         raise invalid("model", "a classifier with one label, for /rerank", f"one with {len(scores[0])}")
@@ -66,13 +66,6 @@ def rerank(service: Service, body: Body, model: str, gone: Callable[[], bool]) -
     tokens = sum(vector.tokens for vector in found)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return jsonify({"id": f"rerank-{uuid.uuid4().hex}", "model": model, "usage": usage, "results": results})
-
-
-def _truncate(body: Body) -> int | None:
-    truncate = parameters.integer(body, "truncate_prompt_tokens", None, -1)
-    if truncate == 0:
-        raise invalid("truncate_prompt_tokens", "-1 (the model's limit) or 1 and more", truncate)
-    return truncate
 
 
 def _labels(service: Service) -> dict[str, Any]:

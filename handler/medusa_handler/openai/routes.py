@@ -10,7 +10,7 @@ from flask import Blueprint, Response, jsonify, request
 
 from ..http.app import ModelRoutes
 from ..http.body import json_object
-from .adapters import adapter_models, load_adapter, unload_adapter
+from .adapters import adapter_models, load_adapter, model_entry, unload_adapter
 from .body import fields, parameters
 from .body.parameters import Body
 from .calls import adapter_of, check_model, classify_texts, complete, converse, embed_texts, rerank_texts
@@ -89,16 +89,8 @@ def _add_others(routes: Blueprint, service: Service, work: Work) -> None:
 
 
 def _model(service: Service) -> dict[str, Any]:
-    info = service.engine.info if service.engine is not None else None
-    return {
-        "id": service.model.name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "medusa-runtime",
-        "root": service.model.name,
-        "parent": None,
-        "max_model_len": None if info is None else info.max_model_len,
-    }
+    info, name = service.engine.info if service.engine is not None else None, service.model.name
+    return model_entry(service, name, root=name, max_model_len=None if info is None else info.max_model_len)
 
 
 def _tokenize(service: Service, body: Body) -> Response:

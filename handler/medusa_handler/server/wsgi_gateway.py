@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..faults import not_ready
+from ..faults import ApiError, not_ready
 from ..http.environ import ARRIVED, WHOLE
 from ..probes import ProbeResponse
 from .tokens import Tokens
@@ -31,14 +31,7 @@ _TOKEN_WANTED = {
         "code": "invalid_token",
     }
 }
-_PROBE_IS_READ_ONLY = {
-    "error": {
-        "message": "a probe takes GET and HEAD alone",
-        "type": "invalid_request_error",
-        "param": None,
-        "code": "bad_method",
-    }
-}
+_PROBE_IS_READ_ONLY = ApiError(405, "a probe takes GET and HEAD alone", code="bad_method").body()
 
 
 class WsgiGateway:
