@@ -25,7 +25,10 @@ _OF_WHOLE_MODELS = ("lora_modules", "allow_lora")  # settings for what no group 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A model that the cluster serves under a name. ``settings``: options of ``medusa serve``, as text."""
+    """A model that the cluster serves under a name. ``settings``: options of ``medusa serve``, as text.
+
+    ``live_scaling``: an instance that is added under load helps another one while its own layers arrive.
+    """
 
     name: str
     url: str
@@ -34,6 +37,7 @@ class Deployment:
     max: int = 1
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
+    live_scaling: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -69,6 +73,11 @@ class Deployment:
             if not known:
                 raise ConfigError(f"{name}: expected seconds above 0, found {seconds!r}")
         self.environment()
+        if not isinstance(self.live_scaling, bool):
+            raise ConfigError(f"live_scaling: expected true or false, found {self.live_scaling!r}")
+        if self.live_scaling and not (self.engine == "torch" and self.may_be_shared()):
+            found = f"the engine {self.engine}" + (" and adapters" if self.adapters() else "")
+            raise ConfigError(f"live_scaling: expected the engine torch without adapters, found {found}")
 
     def adapters(self) -> dict[str, str]:
         """The URLs of its adapters, by the names that requests give."""

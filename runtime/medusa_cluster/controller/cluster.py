@@ -23,6 +23,7 @@ from ..policy.decide import Memory, Options, decide
 from ..policy.sizing import LARGEST_GROUP
 from .execution import Execution
 from .groups import Groups
+from .live import Live
 from .members import Members
 from .models import Models
 from .nodes import Gateway, KnownInstance, KnownNode, Nodes
@@ -44,7 +45,8 @@ _LONGEST_NAME = 1000
 _MOST_GATEWAYS = 1000
 _GATEWAY_GONE_S = 60.0
 _LONGEST_DRAIN_S = 86400.0
-OPTIONS = Options(largest_group=LARGEST_GROUP)  # for models with a TTFT SLO that one node cannot meet
+# Groups are for models with a TTFT SLO that one node cannot meet, and helpers for deployments that ask for them.
+OPTIONS = Options(largest_group=LARGEST_GROUP, live=True)
 
 
 class Cluster:
@@ -67,6 +69,7 @@ class Cluster:
         self.execution = Execution(self, nodes)
         self._members = Members(self, nodes)
         self.groups = Groups(self, nodes)
+        self.live = Live(self, nodes)
         self.models = Models(nodes)
         self._memory = Memory(requested_nodes=None)
         self._wake = asyncio.Event()
@@ -128,6 +131,8 @@ class Cluster:
                 self.instances[instance_id] = known
             known.confirmed, known.running = True, int(item.get("running", 0))
             known.version = str(item.get("version", ""))
+            if "helping" in item:
+                known.loading = item["helping"]
             if item.get("start"):
                 self._take_start(known, item["start"])
             if known.state != "draining" and item["state"] != known.state:
@@ -140,6 +145,8 @@ class Cluster:
 
     def _take_start(self, known: KnownInstance, start: Mapping[str, float]) -> None:
         """Learn from a start that has had its first token."""
+        if known.helps is not None:
+            return  # it served others first
         deployment = self.deployments.get(known.model)
         if deployment is not None and self.models.learn(known, deployment.url, start):
             predicted = f", {known.predicted_s:.2f} s predicted" if known.predicted_s else ""
@@ -248,7 +255,7 @@ class Cluster:
             models[name] = {"deployment": deployment.to_json(), "instances": []}
         for item in self.instances.values():
             node = self.nodes.get(item.node)
-            if item.rank == 0 and item.model in models and node is not None and node.url:
+            if item.rank == 0 and not item.loading and item.model in models and node is not None and node.url:
                 state = "draining" if item.node in leaving else item.state
                 url = f"{node.url}/instances/{item.id}"
                 models[item.model]["instances"].append({"id": item.id, "node": item.node, "url": url, "state": state})

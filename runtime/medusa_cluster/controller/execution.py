@@ -107,18 +107,21 @@ class Execution:
             "scale-up", f"{decision.id} starts on {decision.node}{reason}", node=decision.node, model=decision.model
         )
         cluster.publish()
-        self.task(("start", decision.id), self._start(known))
+        self.task(("start", decision.id), self._start(known, decision.partner))
 
-    async def _start(self, known: KnownInstance) -> None:
+    async def _start(self, known: KnownInstance, partner: str | None) -> None:
         cluster = self._cluster
         deployment = cluster.deployments[known.model]
         request = {"op": "start", "id": known.id, "deployment": deployment.to_json()}
         try:
             await self._dropped(known.node)
+            if (plan := await cluster.live.plan(known, partner)) is not None:
+                request["group"] = plan
             await self._nodes.call(known.node, request, _START_S)
         except MedusaError as error:
             if cluster.instances.get(known.id) is known:
                 self.failed(known.id)
+                cluster.groups.failed(known)
                 del cluster.instances[known.id]
                 cluster.tell("start-failed", f"{known.id}: {error}", node=known.node, model=known.model)
                 cluster.publish()

@@ -114,7 +114,8 @@ class Groups:
     def failed(self, worker: KnownInstance) -> None:
         """Note a worker that ended by itself: the model may be one that its engine does not split."""
         deployment = self._cluster.deployments.get(worker.model)
-        if worker.group is not None and deployment is not None:
+        shares = worker.group is not None or worker.live is not None or worker.helps is not None
+        if shares and deployment is not None:
             self._cluster.models.avoid_groups(deployment.url, time.monotonic())
 
     def consolidate(self, decision: Consolidate) -> None:

@@ -96,6 +96,12 @@ class Models:
             return 0
         return len(known.bytes.layers)
 
+    def scales_live(self, deployment: Deployment, now: float) -> bool:
+        """Whether its instances may help one another; not where the last that was to be able to has failed."""
+        known = self._known.get(deployment.url)
+        avoided = known is not None and now < known.avoided_until
+        return deployment.live_scaling and not self._devices and not avoided
+
     def avoid_groups(self, url: str, now: float) -> None:
         """Start one instance instead, for a while."""
         if url in self._known:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from .live import LivePlace
 
 
 class Nodes(Protocol):
@@ -64,7 +67,8 @@ class KnownInstance:
 
     ``group``: the id of the group that it is a worker of, with its rank and layers in it, until the group has ended.
     ``predicted_s``: the time to its first token, from cold, with so many ``workers``. ``loading``: its group's leader
-    does not have all layers yet.
+    does not have all layers yet, or it ``helps`` another instance until it has them itself.
+    ``live``: where it waits for one that helps it.
     """
 
     id: str
@@ -83,6 +87,8 @@ class KnownInstance:
     predicted_s: float = 0.0
     workers: int = 1
     loading: bool = False
+    live: LivePlace | None = None
+    helps: str | None = None
 
     def take_group(self, shown: Mapping[str, Any]) -> None:
         """Take over what its node shows of the group that it is in, as after a restart of the controller."""

@@ -102,6 +102,7 @@ _STATUS: dict[str, Check] = {
             "running": _number,
             "version": _text_or_none,
             "group": lambda value: not value or _GROUP(value),
+            "helping": lambda value: isinstance(value, bool),
             "start": lambda value: not value or _START(value),
         },
     ),

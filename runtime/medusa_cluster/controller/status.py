@@ -57,6 +57,7 @@ def _node(cluster: Cluster, node: KnownNode) -> dict[str, Any]:
                 "running": item.running,
                 "group": item.group,
                 "layers": item.layers,
+                "helps": item.helps if item.loading else None,
             }
             for item in instances
         ],
@@ -66,7 +67,8 @@ def _node(cluster: Cluster, node: KnownNode) -> dict[str, Any]:
 def _model(cluster: Cluster, item: Deployment) -> dict[str, Any]:
     load = cluster.loads.summed(cluster.gateways.values(), time.monotonic()).get(item.name)
     instances = [instance for instance in cluster.instances.values() if instance.model == item.name]
-    states = [instance.state for instance in instances if not instance.rank]  # a group is one of them
+    ones = [instance for instance in instances if not instance.rank]  # a group is one of them
+    states = ["starting" if one.loading and one.state == "ready" else one.state for one in ones]
     alive = [node for node in cluster.nodes.values() if node.lost_at is None]
     return item.to_json() | {
         "instances": states.count("ready"),

@@ -44,11 +44,18 @@ class GroupWorker:
             raise ConfigError(f"keep: expected 1 to {self.plan.size}, of the group's leader, found {keep}")
         return replace(self, plan=replace(self.plan, then="down" if keep == 1 else "up", keep=keep))
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether its timeline tells when it stops to share: a group's leader, or an instance that helps another."""
+        return (self.plan.rank == 0) == (self.plan.mode == "pipeline")
+
     def status(self, state: str) -> dict[str, Any]:
-        """What the node's status says of it. ``state``: of the group, where this is its leader."""
+        """What the node's status says of it. ``state``: what its timeline has told, where it is followed."""
         plan = self.plan
+        if plan.mode != "pipeline":
+            return {"helping": state == "serving"} if plan.rank else {}
         found = {"id": plan.group, "rank": plan.rank, "size": plan.size, "full": plan.full, "layers": self.layers}
-        return found | ({"state": state, "keep": plan.keep} if plan.rank == 0 else {})
+        return {"group": found | ({"state": state, "keep": plan.keep} if plan.rank == 0 else {})}
 
     def environment(self, path: Path) -> dict[str, str]:
         """Write the file, and return the variables of ``medusa serve``."""

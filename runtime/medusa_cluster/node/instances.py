@@ -47,7 +47,7 @@ class RunningInstance:
     failure: str | None = None
     worker: GroupWorker | None = None
     start: dict[str, float] | None = None  # what it took; see starts.py
-    group_state: str = "serving"  # of a leader's group: then consolidated, or alone without the others
+    group_state: str = "serving"  # of a leader's group, then consolidated or alone; of a helper, then released
 
     @property
     def port(self) -> int | None:
@@ -214,7 +214,7 @@ class Instances:
                 "pid": None if instance.child is None else instance.child.pid,
                 **({"failure": instance.failure} if instance.failure else {}),
                 **({"start": instance.start} if instance.start else {}),
-                **({} if instance.worker is None else {"group": instance.worker.status(instance.group_state)}),
+                **({} if instance.worker is None else instance.worker.status(instance.group_state)),
             }
             for instance in self._instances.values()
         ]

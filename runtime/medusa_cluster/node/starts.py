@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 
 _SOON_S, _LATER_S = 0.25, 2.0  # between two looks: at a start, and at an instance that nobody has asked yet
 _START_S = 60.0
-_ENDS = {"alone": "alone", "consolidated": "consolidated"}  # a leader's marks, and the group's state that follows
+_ENDS = ("alone", "consolidated", "released")  # marks after which an instance shares its model no more
 
 
 class Starts:
-    """Looks at each instance until its first token has come, and at a group's leader until its group has ended."""
+    """Looks at each instance until its first token has come, and at one that shares its model until that ends."""
 
     def __init__(self, instances: Instances) -> None:
         self._instances = instances
@@ -38,12 +38,12 @@ class Starts:
 
     def _is_due(self, instance: RunningInstance) -> bool:
         known = instance.start is not None and "decode_s" in instance.start
-        leads = instance.worker is not None and instance.worker.plan.rank == 0 and instance.group_state == "serving"
-        if instance.port is None or instance.failure is not None or not (leads or not known):
+        shares = instance.worker is not None and instance.worker.is_followed and instance.group_state == "serving"
+        if instance.port is None or instance.failure is not None or not (shares or not known):
             return False
         now = asyncio.get_running_loop().time()
         first = self._looked.setdefault(f"{instance.id}", now)
-        if not leads and now - first > _START_S:
+        if not shares and now - first > _START_S:
             if instance.start is not None:
                 return False  # it had its first token, and decodes too little to be measured
             return (now - first) % _LATER_S < _SOON_S
@@ -59,7 +59,8 @@ class Starts:
             return
         instance.start = summary(stages, instance.asked_ns) or instance.start
         for stage in stages:
-            instance.group_state = _ENDS.get(stage["name"], instance.group_state)
+            if stage["name"] in _ENDS:
+                instance.group_state = stage["name"]
 
 
 def summary(stages: Sequence[Mapping[str, Any]], asked_ns: int | None) -> dict[str, float] | None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from medusa_cluster.controller.cluster import OPTIONS, Cluster
 from medusa_cluster.json_lines import JsonLinesServer, call
+from medusa_cluster.node.group_worker import GroupWorker
 from medusa_cluster.policy.decide import Options
 from medusa_runtime.errors import ClusterError, InstanceError
 
@@ -112,8 +113,7 @@ class StandInNode:
         started = {"id": request["id"], "model": name, "state": "ready", "since": time.time(), "version": self.version}
         self.instances[request["id"]] = started
         if "group" in request:
-            group = request["group"]
-            started["group"] = {**group, "id": group["group"], "state": "serving", "keep": 0}
+            started |= GroupWorker.from_json(request["group"], "127.0.0.1").status("serving")
         return {"port": 1}
 
     async def stop(self, request: dict[str, Any]) -> dict[str, Any]:

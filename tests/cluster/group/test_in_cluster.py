@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
 import pytest
-from lab_cluster import GROUP_LINK, GROUP_SLO_S, ClusterWithoutRay, ClusterWithRay, completion, until
+from lab_cluster import EXAMPLE, GROUP_LINK, GROUP_SLO_S, SETTINGS, ClusterWithoutRay, ClusterWithRay, completion, until
 from medusa_cluster.lab.laboratory import Laboratory
 from medusa_cluster.lab.link import Link
 
@@ -12,6 +20,8 @@ pytestmark = [
     pytest.mark.root,
     pytest.mark.slow,
 ]
+
+_CLIENTS = 12
 
 
 @pytest.mark.parametrize("kind", [ClusterWithoutRay, ClusterWithRay])
@@ -35,3 +45,58 @@ def test_a_group_answers_and_becomes_an_instance(kind: type[ClusterWithRay]) -> 
         assert 0 < start["predicted_s"] < GROUP_SLO_S
         cluster.call("remove", name="m")
         cluster.end()
+
+
+def test_a_new_instance_helps_a_loaded_one_until_it_has_its_layers() -> None:
+    with Laboratory(2, GROUP_LINK, origin={"m": EXAMPLE}) as lab:
+        cluster = ClusterWithoutRay(lab)
+        cluster.start()
+        for node in lab.nodes:
+            until(lambda node=node: cluster.is_warm(node))
+        cluster.start_gateway(8080)
+        url = lab.forward(0, "switch", 8080)
+        cluster.deploy("m", max=2, live_scaling=True, settings=SETTINGS | {"max_concurrency": "4"})
+        alone = completion(url)
+        (first,) = cluster.instances()
+
+        helps = []
+        with ThreadPoolExecutor(_CLIENTS) as pool:
+            asked = [pool.submit(_ask_until, lambda: _ready(cluster) == 2, url) for _ in range(_CLIENTS)]
+            while not all(one.done() for one in asked):
+                helps += [item["helps"] for item in _shown(cluster) if item["helps"]]
+                time.sleep(0.2)
+        assert set(helps) == {first["id"]}, cluster.told()
+        assert {text for one in asked for text in one.result()} == {alone}
+        assert {item["helps"] for item in _shown(cluster)} == {None}
+        marks = [stage["name"] for stage in _timeline(cluster, first["id"])]
+        assert marks.index("paired") < marks.index("unpaired"), marks
+        assert completion(url) == alone
+        cluster.end()
+
+
+def _ask_until(enough: Callable[[], bool], url: str) -> list[str]:
+    """Ask again and again, and once more when it is enough; all answers."""
+    answers = []
+    while not enough():
+        answers.append(completion(url))
+    return [*answers, completion(url)]
+
+
+def _shown(cluster: ClusterWithRay) -> list[Any]:
+    return [item for node in cluster.status()["nodes"] for item in node["instances"]]
+
+
+def _ready(cluster: ClusterWithRay) -> int:
+    """How many instances answer requests, by the controller."""
+    return int(cluster.status()["models"][0]["instances"])
+
+
+def _timeline(cluster: ClusterWithRay, instance: str) -> list[Any]:
+    """The stages of an instance on the head."""
+    with cluster.lab.network("switch"):
+        connection = http.client.HTTPConnection(cluster.lab.address(cluster.head), 8114, timeout=20)
+        connection.connect()
+    with closing(connection):
+        headers = {"Authorization": f"Bearer {cluster.token}"}
+        connection.request("GET", f"/instances/{instance}/timeline", headers=headers)
+        return list(json.load(connection.getresponse())["stages"])

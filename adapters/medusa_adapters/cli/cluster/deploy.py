@@ -22,6 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ttft-slo", type=float, metavar="S", help="seconds to the first token that are wanted")
     parser.add_argument("--tpot-slo", type=float, metavar="S", help="seconds from token to token that are wanted")
     parser.add_argument(
+        "--live-scaling",
+        action="store_true",
+        help="under load, a new instance helps a running one while its own layers arrive",
+    )
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
@@ -50,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             "max": max(arguments.max, arguments.min),
             "ttft_slo_s": arguments.ttft_slo,
             "tpot_slo_s": arguments.tpot_slo,
+            "live_scaling": arguments.live_scaling,
             "settings": dict(map(_setting, arguments.set)),
         }
     )

@@ -140,7 +140,7 @@ def read_in(cache: KvCache, sequence: Sequence, parts: list[Tensor]) -> None:
     """Write the keys and values of a sequence's first layers, in parts one behind the other, into its blocks."""
     first = 0
     whole = parts[0].shape[2] // BLOCK_TOKENS
-    numbers = torch.tensor(sequence.blocks[:whole])
+    numbers = torch.tensor(sequence.blocks[:whole], dtype=torch.long)  # none of a short prompt
     for kv in parts:
         last = first + kv.shape[0]
         head, rest = kv[:, :, : whole * BLOCK_TOKENS], kv[:, :, whole * BLOCK_TOKENS :]

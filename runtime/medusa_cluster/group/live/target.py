@@ -66,6 +66,7 @@ class Target(TorchEngine):
             logger.warning("%s; this instance goes on alone", error)
         finally:
             helper.close()
+        self._timeline.mark("released")
         self._instance.set()
         super().run(stop)
 

@@ -1,0 +1,105 @@
+"""Requests that are answered while a second instance loads: when it helps the first one, and when it only loads."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from typing import Any
+
+from medusa_cluster.lab.cluster import LabCluster
+from medusa_cluster.lab.laboratory import SWITCH, Laboratory
+from medusa_cluster.lab.link import Link
+from medusa_runtime.errors import LabError
+from medusa_runtime.limits import cpu_count
+
+from benchmarks.cluster.options import Options, row
+
+_NAME, _PORT = "model", 8080
+_CORES = 0.4  # the part of the machine that a node has, unless told; the rest is for gateway and clients
+_LOAD_S = 8.0  # a copy's time on the link, which also carries the keys and values of prompts
+_CLIENTS = 12
+_PLACES = 8  # requests that an instance works on at a time
+_PROMPT_TOKENS = 256
+_WITHIN_S = 180.0
+_LOOK_S = 0.1
+
+
+def rows(options: Options) -> list[dict[str, Any]]:
+    """Requests a second from the second instance's start until it has its weights, live and not, in turn."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for run in range(options.runs):
+        for live in (True, False) if run % 2 else (False, True):
+            found[live].append(_throughput(options, live=live))
+    ratios = [helping / loading for helping, loading in zip(found[True], found[False], strict=True)]
+    return [
+        row("live-only-loads", "requests_per_s", "1/s", found[False]),
+        row("live-helps", "requests_per_s", "1/s", found[True]),
+        row("live", "throughput_ratio", "ratio", ratios),
+    ]
+
+
+def _throughput(options: Options, *, live: bool) -> float:
+    size = sum(path.stat().st_size for path in options.model.glob("*.safetensors"))
+    cpus = options.cpus or _CORES * cpu_count()
+    with Laboratory(2, Link(size / _LOAD_S), cpus=cpus, origin={_NAME: options.model}) as lab:
+        cluster = LabCluster(lab)
+        cluster.start()
+        cluster.start_gateway(_PORT)
+        settings = {"max_concurrency": str(_PLACES), "threads": "1"}
+        cluster.deploy(_NAME, max=2, live_scaling=live, settings=settings)
+        _ask(cluster, 0)
+        ending, answered = threading.Event(), [0] * _CLIENTS
+
+        def client(place: int) -> None:
+            while not ending.is_set():
+                _ask(cluster, place)
+                answered[place] += 1
+
+        clients = [threading.Thread(target=client, args=(place,)) for place in range(_CLIENTS)]
+        for one in clients:
+            one.start()
+        try:
+            _wait(lambda: len(_copies(cluster)) == 2, "a second instance")
+            began, before = time.monotonic(), sum(answered)
+            _wait(lambda: _is_complete(_copies(cluster)), "the second copy")
+            return (sum(answered) - before) / (time.monotonic() - began)
+        finally:
+            ending.set()
+            for one in clients:
+                one.join()
+            cluster.stop()
+
+
+def _copies(cluster: LabCluster) -> list[Any]:
+    return [model for node in cluster.status()["nodes"] if node["instances"] for model in node["models"]]
+
+
+def _is_complete(copies: list[Any]) -> bool:
+    return all(copy["state"] == "done" for copy in copies)
+
+
+def _ask(cluster: LabCluster, number: int) -> None:
+    """Ask the gateway for one token behind a long prompt. Raises LabError for an answer that is an error."""
+    connection = http.client.HTTPConnection(cluster.lab.address(SWITCH), _PORT, timeout=_WITHIN_S)
+    try:
+        with cluster.lab.network(SWITCH):
+            connection.connect()
+        prompt = [3 + (number + 7 * place) % 900 for place in range(_PROMPT_TOKENS)]
+        body = {"model": _NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        said = answer.read()
+        if answer.status != 200:
+            raise LabError(f"status {answer.status}: {said[:300]!r}")
+    finally:
+        connection.close()
+
+
+def _wait(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + _WITHIN_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise LabError(f"expected {what} within {_WITHIN_S:g} s")
+        time.sleep(_LOOK_S)

@@ -1,0 +1,75 @@
+"""Live scaling: how a new instance is told to help a loaded one while its own layers arrive (BlitzScale §5.2)."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .nodes import KnownInstance, Nodes
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+_CALL_S = 10.0
+_FORM_S = 5.0  # for a new instance to reach the one that it is to help; then it only loads
+
+
+@dataclass(frozen=True, slots=True)
+class LivePlace:
+    """Where an instance waits for helpers, and the secret by which it knows them."""
+
+    group: str
+    token: str
+    leader: str  # HOST:PORT
+
+    def plan(self, rank: int) -> dict[str, Any]:
+        """What an engine is told: at rank 0 to wait here, at rank 1 to help the one that does. See ``GroupPlan``."""
+        pair = {"group": self.group, "token": self.token, "leader": self.leader}
+        return {**pair, "mode": "live", "rank": rank, "size": 2, "form_s": _FORM_S}
+
+
+class Live:
+    """The instances of deployments that want live scaling. One helps one other, and one is helped by one at a time.
+
+    After a restart of the controller nobody knows the secrets: those instances serve, and are not helped any more.
+    """
+
+    def __init__(self, cluster: Cluster, nodes: Nodes) -> None:
+        self._cluster = cluster
+        self._nodes = nodes
+
+    async def plan(self, new: KnownInstance, partner: str | None) -> dict[str, Any] | None:
+        """What a new instance's engine is told; None where it starts as any other.
+
+        ``partner``: the instance that the policy wants it to help. Raises ClusterError when its node does not answer.
+        """
+        cluster = self._cluster
+        if not cluster.models.scales_live(cluster.deployments[new.model], time.monotonic()):
+            return None
+        source = self._source(new, partner)
+        if source is not None and source.live is not None:
+            new.helps, new.loading = source.id, True
+            cluster.tell("live", f"{new.id} helps {source.id} while its layers arrive", node=new.node, model=new.model)
+            return source.live.plan(1)
+        found = await self._nodes.call(new.node, {"op": "group_port"}, _CALL_S)
+        host = str(cluster.nodes[new.node].status["address"]).rpartition(":")[0]
+        new.live = LivePlace(f"{new.id}-live", secrets.token_hex(16), f"{host}:{found['port']}")
+        return new.live.plan(0)
+
+    def _source(self, new: KnownInstance, partner: str | None) -> KnownInstance | None:
+        """The instance to help: the policy's, or the most loaded where that one cannot be helped."""
+        if partner is None:
+            return None
+        instances = self._cluster.instances.values()
+        helped = {item.helps for item in instances if item.loading}
+        able = [
+            item
+            for item in instances
+            if item.model == new.model and item.live and item.state == "ready" and item.id not in helped
+        ]
+        return max(able, key=lambda item: (item.id == partner, item.running), default=None)
+
+
+__all__ = ["Live", "LivePlace"]

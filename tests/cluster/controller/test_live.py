@@ -1,0 +1,123 @@
+"""A model with live scaling: an instance that is added helps a loaded one, and is asked when it has its weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from medusa_cluster.controller.cluster import Cluster
+from medusa_runtime.errors import ConfigError
+
+Run = Callable[..., None]
+MODEL = {"name": "m", "url": "http://store/m", "max": 3, "live_scaling": True}
+
+
+async def first(net: Any, cluster: Cluster) -> Any:
+    """Deploy, ask, and wait for the first instance."""
+    for node in net.nodes.values():
+        node.arrives = True
+    await cluster.answer({"op": "deploy", "arguments": MODEL})
+    await until(lambda: cluster.models.get(MODEL["url"]))
+    asked(cluster, waiting=1)
+    (found,) = await until(lambda: [one for one in cluster.instances.values() if one.confirmed])
+    for node in net.nodes.values():
+        node.arrived()
+    return found
+
+
+def asked(cluster: Cluster, **load: int) -> None:
+    cluster._report({"gateway": "g", "url": None, "loads": {"m": load}})
+
+
+async def until(condition: Callable[[], Any]) -> Any:
+    async with asyncio.timeout(20):
+        while not (found := condition()):
+            await asyncio.sleep(0.02)
+    return found
+
+
+async def loaded(cluster: Cluster, count: int) -> list[Any]:
+    """Report a load for so many instances until they are there."""
+
+    def there() -> list[Any]:
+        asked(cluster, running=8, waiting=8 * (count - 1))
+        found = list(cluster.instances.values())
+        return found if len(found) == count and all(one.confirmed for one in found) else []
+
+    found: list[Any] = await until(there)
+    return found
+
+
+def routed(cluster: Cluster) -> set[str]:
+    return {item["id"] for item in cluster.routes.current["models"]["m"]["instances"]}
+
+
+def plans(net: Any) -> list[Any]:
+    return [call.get("group") for call in net.calls() if call["op"] == "start"]
+
+
+def test_a_new_instance_helps_the_loaded_one_and_serves_when_it_has_its_weights(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        source = await first(net, cluster)
+        _, helper = await loaded(cluster, 2)
+        waits, helps = plans(net)
+        assert (waits["mode"], waits["rank"], helps["rank"]) == ("live", 0, 1)
+        assert {key: helps[key] for key in ("group", "token", "leader")} == {
+            key: waits[key] for key in ("group", "token", "leader")
+        }
+        assert (helper.helps, helper.loading) == (source.id, True)
+        assert routed(cluster) == {source.id}
+        (model,) = (await cluster.answer({"op": "status"}))["models"]
+        assert (model["instances"], model["starting"]) == (1, 1)
+        assert waits["token"] not in str(await cluster.answer({"op": "status"}))
+        net.nodes[helper.node].instances[helper.id]["helping"] = False
+        await until(lambda: routed(cluster) == {source.id, helper.id})
+        assert "live" in [event["kind"] for event in cluster.events]
+
+    run(scenario, "n1", "n2")
+
+
+def test_one_instance_is_helped_by_one_at_a_time(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        await first(net, cluster)
+        await loaded(cluster, 3)
+        assert sorted(plan["rank"] for plan in plans(net)) == [0, 0, 1]
+
+    run(scenario, "n1", "n2", "n3")
+
+
+def test_a_model_that_cannot_be_shared_starts_without_it(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        source = await first(net, cluster)
+        failed = {"state": "failed", "failure": "an encoder cannot be split"}
+        net.nodes[source.node].instances[source.id] |= failed
+        asked(cluster, waiting=1)
+        await until(lambda: source.id not in cluster.instances)
+        del net.nodes[source.node].instances[source.id]
+
+        def again() -> bool:
+            asked(cluster, waiting=1)
+            return len(plans(net)) == 2
+
+        await until(again)
+        assert plans(net)[1] is None
+
+    run(scenario, "n1", "n2")
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"live_scaling": "yes"}, "expected true or false"),
+        ({"engine": "vllm"}, "expected the engine torch without adapters, found the engine vllm"),
+        ({"settings": {"lora_modules": "a=/a"}}, "found the engine torch and adapters"),
+    ],
+)
+def test_what_cannot_scale_live_is_refused(run: Run, given: dict[str, Any], named: str) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        with pytest.raises(ConfigError, match=named):
+            await cluster.answer({"op": "deploy", "arguments": MODEL | given})
+
+    run(scenario, "n1")
