@@ -46,9 +46,9 @@ def _throughput(options: Options, *, live: bool) -> float:
     with Laboratory(2, Link(size / _LOAD_S), cpus=cpus, origin={_NAME: options.model}) as lab:
         cluster = LabCluster(lab)
         cluster.start()
-        cluster.start_gateway(_PORT)
         settings = {"max_concurrency": str(_PLACES), "threads": "1"}
         cluster.deploy(_NAME, max=2, live_scaling=live, settings=settings)
+        cluster.start_gateway(_PORT)
         _ask(cluster, 0)
         ending, answered = threading.Event(), [0] * _CLIENTS
 
