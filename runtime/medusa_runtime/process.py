@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
 from .errors import MedusaError
@@ -19,6 +20,7 @@ from .timeline import Timeline
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _SPINS = 2000  # some 30 µs
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP)
 
@@ -145,6 +147,33 @@ def end_first() -> None:
             score.write("900")
     except OSError:
         pass  # a kernel or a sandbox without it
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants that lose theirs (prctl(2), PR_SET_CHILD_SUBREAPER)."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children() -> set[int]:
+    """The process ids of our children; none where the kernel does not list them."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return set(map(int, file.read().split()))
+    except OSError:
+        return set()
+
+
+def kill_children(but: Iterable[int] = ()) -> bool:
+    """Kill our children but these, and return whether there were any. Call it until there are none: theirs become ours.
+
+    Call ``adopt_orphans`` before there are any.
+    """
+    pids = children().difference(but)
+    for pid in pids:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, os.WNOHANG)
+    return bool(pids)
 
 
 def die_with_parent(parent: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import os
 import signal
@@ -11,13 +10,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from medusa_runtime.errors import EngineError, MedusaError
+from medusa_runtime.process import die_with_parent
 from medusa_runtime.storage.base import redacted
 
-_PR_SET_PDEATHSIG = 1
 _SCHEDULER_CLOCK = 2
 _GONE_S = 10.0  # from SIGKILL to the end
 _LEAVE_S = 1.0  # for descendants of a process that has ended, some of which remove its temporary files
@@ -55,7 +55,7 @@ class Process:
             stderr=self._output,
             cwd=folder,
             env={**(os.environ if inherit else {}), **(env or {})},
-            preexec_fn=_die_with_parent if tied else None,
+            preexec_fn=partial(die_with_parent, os.getpid()) if tied else None,
             process_group=0,
         )
 
@@ -180,10 +180,6 @@ def _smaps(pid: int, field: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait_gone(pids: Sequence[int], within_s: float) -> None:

@@ -8,7 +8,6 @@ process writes to; a command that imports no such extension and leaves nothing b
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -18,11 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from medusa_runtime.process import die_with_parent
+from medusa_runtime.process import adopt_orphans, die_with_parent, kill_children
 
 INTERRUPTED = 130
 _GRACE_S = 0.5  # for the command to clean up by itself
-_PR_SET_CHILD_SUBREAPER = 36
+_LOOK_S = 0.002  # between two looks whether killed processes have ended
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _WAITED_FOR = (*_PASSED_ON, signal.SIGCHLD)
 
@@ -58,7 +57,7 @@ def run_in_child(command: Callable[[], int], leftovers: Iterable[Removable], *, 
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
     # What the command started and left behind becomes a child of ours, to be ended.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     folder = _scratch() if scratch else None
     parent, child = os.getpid(), os.fork()
     if not child:
@@ -135,19 +134,9 @@ def _wait(child: int) -> tuple[int, bool]:
 
 def _end_orphans() -> None:
     """Kill the processes that an interrupted command left behind, and their children."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
     deadline = time.monotonic() + _GRACE_S / 2
-    while time.monotonic() < deadline:
-        try:
-            orphans = [int(pid) for pid in children.read_text().split()]
-        except OSError:  # a kernel without this file
-            return
-        for pid in orphans:
-            with suppress(ProcessLookupError, ChildProcessError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        if not orphans:
-            return
+    while kill_children() and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
 
 
 def _die_of(number: int) -> NoReturn:

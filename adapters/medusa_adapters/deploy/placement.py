@@ -53,7 +53,7 @@ def placement(arguments: argparse.Namespace, *, node_agent: bool = False) -> Pla
     values.within(arguments.gpu, 0, _MOST_GPUS, "--gpu")
     check_scale(arguments, _MOST_INSTANCES)
     return Placement(
-        namespace=values.label(arguments.namespace, "--namespace"),
+        namespace=values.namespace(arguments.namespace),
         cpu=arguments.cpu,
         memory=arguments.memory,
         gpus=arguments.gpu,

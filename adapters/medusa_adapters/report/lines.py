@@ -8,6 +8,7 @@ from html import escape
 
 _WIDTH, _HEIGHT = 520, 280  # not wider, so that a phone shows its texts large enough
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 120, 30, 46
+_LINE = 14.0  # the height of a label
 _COLOURS = ("#0b7a75", "#c2410c", "#5b6ee1", "#a16207", "#9d3c8b", "#616b76", "#15803d", "#b4bec9")
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
@@ -61,12 +62,12 @@ def _nice(value: float) -> float:
     return float(next(step * power for step in (1, 2, 4, 5, 8, 10) if step * power >= value))
 
 
-def _apart(heights: Sequence[float], gap: float = 14.0) -> list[float]:
+def _apart(heights: Sequence[float]) -> list[float]:
     """Move labels apart so that none covers another."""
     order = sorted(range(len(heights)), key=lambda number: heights[number])
     placed = list(heights)
     last = -math.inf
     for number in order:
-        placed[number] = max(placed[number], last + gap)
+        placed[number] = max(placed[number], last + _LINE)
         last = placed[number]
     return placed

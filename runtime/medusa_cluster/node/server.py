@@ -15,6 +15,7 @@ from typing import IO
 from aiohttp import web
 from medusa_runtime.errors import ConfigError, NoControllerError
 from medusa_runtime.node.watchdog import Watchdog
+from medusa_runtime.process import adopt_orphans
 
 from ..json_lines import JsonLinesServer
 from ..transport.agent_regions import AgentRegions
@@ -28,7 +29,7 @@ from .listener import Listener
 from .operations import Operations
 from .processes.answering import AnswerWatch
 from .processes.child import OUT_OF_MEMORY, Child, KeptAlive, end_orphans
-from .processes.guard import adopt_orphans, reap_orphans
+from .processes.guard import reap_orphans
 from .processes.keeper import KeeperWatch
 from .processes.stopped import StoppedProcesses
 from .ray.processes import STARTED, forget_address, ray_command, ray_environment

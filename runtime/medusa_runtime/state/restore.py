@@ -150,7 +150,7 @@ class Restoration:
         index, checksums = checkpoint.index, None
         if manifest is None:
             return Restored(index, None, {}, {})
-        from .bundle.reader import checked_size, room_bytes
+        from .bundle.reader import checked_size
         from .key import Facts, Subject, choose
         from .trust import Trust
         from .weight_index import RecordedIndex
@@ -182,7 +182,7 @@ class Restoration:
                 elif artifact.inline is not None:
                     files[file_name(kind.name)] = self._bundle.read(artifact)
                 else:
-                    checked_size(artifact, room_bytes)
+                    checked_size(artifact)
                     self._late[file_name(kind.name)] = artifact
                     continue
                 self._used(kind.name, artifact, began_ns)

@@ -33,7 +33,6 @@ class Stack:
     labels: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)
     base_image: str | None = None  # None: as the template's Dockerfile has it
-    healthcheck_s: int = 5
 
 
 def stack(function: Function, stack: Stack) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def _entry(function: Function, stack: Stack) -> dict[str, Any]:
         "exec_timeout": timeout,
         "read_timeout": f"{function.timeout_s + 5}s",
         "write_timeout": f"{function.timeout_s + 5}s",
-        "healthcheck_interval": f"{stack.healthcheck_s}s",
+        "healthcheck_interval": "5s",
         "max_inflight": str(function.concurrency),
     } | dict(function.env)
     entry: dict[str, Any] = {
@@ -71,7 +70,7 @@ def _entry(function: Function, stack: Stack) -> dict[str, Any]:
     if stack.profile:
         entry["annotations"]["com.openfaas.profile"] = values.subdomain(stack.profile, "--gpu-profile")
     if stack.namespace:
-        entry["namespace"] = values.label(stack.namespace, "--namespace")
+        entry["namespace"] = values.namespace(stack.namespace)
     if stack.secrets:
         entry["secrets"] = [values.subdomain(secret, "--secret") for secret in stack.secrets]
     if stack.base_image:

@@ -26,21 +26,22 @@ _SUFFIXES = {"m": 1e-3, "": 1.0, "k": 1e3} | {
 }
 
 
-def name(value: str, flag: str = "NAME") -> str:
+def name(value: str) -> str:
     """A function's name: an RFC 1035 label, which all platforms accept."""
     if len(value) > _LONGEST or not _SERVICE.fullmatch(value):
         raise ConfigError(
-            f"{flag}={value!r} cannot be used: expected a lower-case letter, then letters, digits and '-', "
+            f"NAME={value!r} cannot be used: expected a lower-case letter, then letters, digits and '-', "
             f"at most {_LONGEST} characters"
         )
     return value
 
 
-def label(value: str, flag: str) -> str:
+def namespace(value: str) -> str:
     """The name of a namespace: an RFC 1123 label."""
     if len(value) > _LONGEST or not _LABEL.fullmatch(value):
         raise ConfigError(
-            f"{flag}={value!r} cannot be used: expected lower-case letters, digits and '-', at most {_LONGEST} of them"
+            f"--namespace={value!r} cannot be used: expected lower-case letters, digits and '-', "
+            f"at most {_LONGEST} of them"
         )
     return value
 
@@ -94,13 +95,13 @@ def pairs(values: Sequence[str], flag: str) -> dict[str, str]:
     return found
 
 
-def annotation_pairs(values: Sequence[str], flag: str = "--annotation") -> dict[str, str]:
-    """``KEY=VALUE`` flags for annotations, whose values may be any text."""
+def annotation_pairs(values: Sequence[str]) -> dict[str, str]:
+    """The annotations given with ``--annotation``, whose values may be any text."""
     found = {}
     for text in values:
         key, sign, value = text.partition("=")
         if not sign or not _KEY.fullmatch(key):
-            raise ConfigError(f"{flag}={text!r} cannot be used: expected key=value, e.g. example.com/team=search")
+            raise ConfigError(f"--annotation={text!r} cannot be used: expected key=value, e.g. example.com/team=search")
         found[key] = value
     return found
 
@@ -110,13 +111,13 @@ def is_variable(text: str) -> bool:
     return _VARIABLE.fullmatch(text) is not None
 
 
-def variables(values: Sequence[str], flag: str = "--env") -> dict[str, str]:
-    """``NAME=VALUE`` flags for the environment. The value stays out of the message: it may be a secret."""
+def variables(values: Sequence[str]) -> dict[str, str]:
+    """The variables given with ``--env``. The value stays out of the message: it may be a secret."""
     found = {}
     for text in values:
         variable, sign, value = text.partition("=")
         if not sign or not is_variable(variable):
             found_text = repr(variable) if sign else "a text without '='"
-            raise ConfigError(f"{flag} cannot be used: expected NAME=VALUE, found {found_text}")
+            raise ConfigError(f"--env cannot be used: expected NAME=VALUE, found {found_text}")
         found[variable] = value
     return found

@@ -72,9 +72,9 @@ class Palette:
         return f"c{place}"
 
 
-def bar(part: float, kind: str, title: str) -> str:
+def bar(part: float, title: str) -> str:
     """A bar that is filled to ``part`` percent."""
     return (
         f'<span class="bar" role="img" aria-label="{text(title)}" title="{text(title)}">'
-        f'<i class="{kind}" style="width:{part:.1f}%"></i></span>'
+        f'<i class="fill" style="width:{part:.1f}%"></i></span>'
     )

@@ -113,7 +113,7 @@ def _transfer(transfer: Status, palette: Palette) -> str:
     return (
         f'<div class="row {palette.of(transfer.get("url"))}"><span class="name">{text(transfer.get("from"))} → '
         f"{text(transfer.get('to'))}<small>{text(short(transfer.get('url')))}</small></span>"
-        f"{bar(done, 'fill', f'{done:.0f} %: {shown}')}"
+        f"{bar(done, f'{done:.0f} %: {shown}')}"
         f'<span class="value">{rest}<small>{size(transfer.get("bytes_per_s"))}/s</small></span></div>'
     )
 
@@ -145,7 +145,7 @@ def _node(node: Status, now: float, palette: Palette) -> str:
 
 def _meter(name: str, part: Any, whole: Any, per: str) -> str:
     shown, most = f"{size(part)}{per}", f"of {size(whole)}{per}"
-    filled = bar(percent(part, whole), "fill", f"{shown} {most}")
+    filled = bar(percent(part, whole), f"{shown} {most}")
     return f'<div class="meter"><dt>{name}</dt>{filled}<dd>{shown}<small>{most}</small></dd></div>'
 
 

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from medusa_runtime.limits import OutOfMemory
-from medusa_runtime.process import die_with_parent
-
-from .guard import children
+from medusa_runtime.process import die_with_parent, kill_children
 
 _KEPT_LINES = 20
 _LONGEST_LOG_BYTES = 16 << 20
@@ -178,9 +176,5 @@ async def end_orphans(ours: set[int], within_s: float = 5.0) -> None:
     """Kill the processes that our children left to us, and theirs, until there are none."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + within_s
-    while (orphans := children() - ours) and loop.time() < deadline:
-        for pid in orphans:
-            with suppress(ProcessLookupError, ChildProcessError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, os.WNOHANG)
+    while kill_children(but=ours) and loop.time() < deadline:
         await asyncio.sleep(_LOOK_S)

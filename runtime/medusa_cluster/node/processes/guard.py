@@ -14,27 +14,12 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
-from medusa_runtime.process import die_with_parent
+from medusa_runtime.process import adopt_orphans, children, die_with_parent, kill_children
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 4.0  # for the command to end what it started by itself
 WAITED_FOR = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of descendants that lose theirs."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def children() -> set[int]:
-    """The pids of our children."""
-    try:
-        return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
-    except OSError:  # a kernel without this file
-        return set()
 
 
 def main(command: Sequence[str]) -> int:
@@ -76,11 +61,7 @@ def reap_orphans(ours: set[int]) -> None:
 
 def end_children() -> None:
     """Kill our children, and theirs, which become ours, until there are none."""
-    while pids := children():
-        for pid in pids:
-            with suppress(ProcessLookupError, ChildProcessError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, os.WNOHANG)
+    while kill_children():
         time.sleep(0.02)
 
 

@@ -15,9 +15,9 @@ from contextlib import suppress
 from medusa_runtime.limits import OutOfMemory
 from medusa_runtime.liveness import Heartbeats, Verdict, Watch, is_stopped
 from medusa_runtime.node.watchdog import STATUS as HUNG
-from medusa_runtime.process import die_with_parent
+from medusa_runtime.process import adopt_orphans, die_with_parent
 
-from .guard import WAITED_FOR, adopt_orphans, end_children, reap_orphans
+from .guard import WAITED_FOR, end_children, reap_orphans
 from .stopped import StoppedProcesses
 
 logger = logging.getLogger(__name__)

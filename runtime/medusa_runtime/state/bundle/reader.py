@@ -6,7 +6,6 @@ Whatever is wrong is a StateError that says so; nobody but the caller decides th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -55,7 +54,7 @@ class Bundle:
         larger than a quarter of the memory that is free."""
         if artifact.inline is not None:
             return bytes(verified(artifact, artifact.inline))
-        buffer = bytearray(checked_size(artifact, room_bytes))
+        buffer = bytearray(checked_size(artifact))
         self.read_into(artifact, memoryview(buffer))
         return bytes(buffer)
 
@@ -83,14 +82,9 @@ class Bundle:
         verified(artifact, buffer)
 
 
-def room_bytes() -> int:
-    """Return how much of the free memory one artifact may take."""
-    return min(int(memory_available_bytes() * _MEMORY_SHARE), _LARGEST_BYTES)
-
-
-def checked_size(artifact: Artifact, room_bytes: Callable[[], int]) -> int:
-    """Return the blob's size. Raises StateError when there is no room for it."""
-    if artifact.size > (room := room_bytes()):
+def checked_size(artifact: Artifact) -> int:
+    """Return the blob's size. Raises StateError when it would take too much of the free memory."""
+    if artifact.size > (room := min(int(memory_available_bytes() * _MEMORY_SHARE), _LARGEST_BYTES)):
         raise StateError(f"its blob is said to have {artifact.size:,} bytes, expected at most {room:,}")
     return artifact.size
 
@@ -104,4 +98,4 @@ def verified(artifact: Artifact, data: bytes | memoryview) -> bytes | memoryview
     return data
 
 
-__all__ = ["Bundle", "checked_size", "room_bytes", "verified"]
+__all__ = ["Bundle", "checked_size", "verified"]
