@@ -33,7 +33,7 @@ def main() -> None:
     )
     parser.add_argument("--cols", type=int, default=8192, help="output features (N)")
     parser.add_argument("--depth", type=int, default=2048, help="input features (K)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
@@ -41,7 +41,7 @@ def main() -> None:
     print(f"{arguments.dtype}: {kernels.describe()[arguments.dtype]}; {torch.get_num_threads()} threads")
     with torch.inference_mode():
         result = measure(arguments.rows, arguments.cols, arguments.depth, dtype, arguments.runs)
-    print(table(result, arguments.rows, arguments.cols, arguments.depth))
+    print(table(result, arguments.rows, arguments.cols, arguments.depth, dtype.itemsize))
     if arguments.json:
         result.write(arguments.json)
 
@@ -49,7 +49,7 @@ def main() -> None:
 def measure(row_counts: list[int], cols: int, depth: int, dtype: torch.dtype, runs: int) -> Result:
     """Milliseconds of each contestant for each number of rows; one run is one product of each, in turn."""
     result = Result()
-    count = max(2, ROTATED_BYTES // (cols * depth * 2))
+    count = max(2, ROTATED_BYTES // (cols * depth * dtype.itemsize))
     weights = itertools.cycle([torch.randn(cols, depth).to(dtype) for _ in range(count)])
     for rows in row_counts:
         x = torch.randn(rows, depth).to(dtype)
@@ -70,12 +70,12 @@ def timed(product: Product, x: Tensor, weight: Tensor) -> float:
     return (time.perf_counter() - start) * 1000
 
 
-def table(result: Result, row_counts: list[int], cols: int, depth: int) -> str:
+def table(result: Result, row_counts: list[int], cols: int, depth: int, item_bytes: int) -> str:
     lines = [f"x [M, {depth}] @ weight [{cols}, {depth}]^T, medians"]
     lines.append("    M  torch ms  medusa ms  upcast ms   ratio    GB/s  GFLOP/s")
     for rows in row_counts:
         theirs, ours, sliced = (result.median(name, f"linear_{rows}_ms") or 0.0 for name in CONTESTANTS)
-        bandwidth, speed = cols * depth * 2 / ours / 1e6, 2 * rows * cols * depth / ours / 1e6
+        bandwidth, speed = cols * depth * item_bytes / ours / 1e6, 2 * rows * cols * depth / ours / 1e6
         lines.append(
             f"{rows:5d} {theirs:9.2f} {ours:10.2f} {sliced:10.2f} {theirs / ours:6.1f}x {bandwidth:7.1f} {speed:8.0f}"
         )

@@ -1,8 +1,9 @@
 """Models that run by transformers' code, here and in transformers.
 
 ``python -m benchmarks.engine.transformers_backend``. A random OLMo 2 of some 60 million parameters in bfloat16
-(``--model`` takes another). Each round starts `medusa serve` and a process that calls ``from_pretrained`` and
-``generate``, in turn, from the exec to the first token; and then has both continue a batch of prompts greedily.
+(``--dtype`` and ``--model`` take others). Each round starts `medusa serve` and a process that calls
+``from_pretrained`` and ``generate``, in turn, from the exec to the first token; and then has both continue a batch of
+prompts greedily.
 The last line is the part of ``generate``'s CPU time that torch's products of its decoding steps take alone: an engine
 with the same products cannot be faster than one over it.
 """
@@ -27,7 +28,7 @@ config = transformers.Olmo2Config(
     vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=int(sys.argv[2]),
     num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=1024, eos_token_id=2, pad_token_id=1,
 )
-transformers.Olmo2ForCausalLM(config).to(torch.bfloat16).save_pretrained(sys.argv[1])
+transformers.Olmo2ForCausalLM(config).to(getattr(torch, sys.argv[3])).save_pretrained(sys.argv[1])
 """
 _THEIRS = """
 import json, sys, time
@@ -68,13 +69,14 @@ print(json.dumps({"rate": rate, "products": (time.process_time() - began) / cpu}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the random model")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64, help="of each sequence")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = arguments.model or make(Path(folder))
+        model = arguments.model or make(Path(folder), dtype=arguments.dtype)
         result = measure(model, arguments.batch, arguments.tokens, arguments.runs)
     print("| | first token | tokens/s |\n|---|---|---|")
     for row in ("ours", "theirs"):
@@ -89,9 +91,9 @@ def main() -> None:
         arguments.json.write_text(json.dumps(result))
 
 
-def make(folder: Path, layers: int = 16) -> Path:
+def make(folder: Path, layers: int = 16, dtype: str = "bfloat16") -> Path:
     """Write the random model."""
-    subprocess.run([sys.executable, "-c", _MAKE, str(folder), str(layers)], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", _MAKE, str(folder), str(layers), dtype], check=True, capture_output=True)
     return folder
 
 

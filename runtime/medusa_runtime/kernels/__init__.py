@@ -1,9 +1,9 @@
 """The expensive steps of a forward pass on a CPU, as fast as its memory allows; for a GPU see ``cuda``.
 
-``linear`` is F.linear for 16-bit weights that stay where they are (read-only, shared, unpacked). torch's own product is
-slow on CPUs without 16-bit dot products, and for few rows on those that have them but no matrix units (AMX). There
-a compiled kernel is used, or, where there is none, fp32 products of slices. ``paged_attention`` reads keys and values
-from the paged cache, without gathering them.
+``linear`` is F.linear for weights that stay where they are (read-only, shared, unpacked). torch's own product is slow
+for few rows, unless the CPU has matrix units (AMX), and for 16-bit weights on CPUs without dot products of these. There
+a compiled kernel is used, or, where there is none, fp32 products of slices of 16-bit weights. ``paged_attention`` reads
+keys and values from the paged cache, without gathering them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class _Path(NamedTuple):
 
 
 _TORCH = _Path(None, "torch")
-_FEW_ROWS = 32  # with bf16 dot products; torch packs the weights for each product, which pays from here on
+_FEW_ROWS = 32  # of fp32, or with bf16 dot products; torch packs the weights for each product, which pays from here on
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """x [..., depth] @ weight [cols, depth]^T + bias [cols] → [..., cols], accumulated in fp32 and rounded once.
 
-    It is F.linear itself where that is the fastest: for other dtypes, other devices, and gradients. ``residual``
+    It is F.linear itself where that is the fastest, and for other dtypes, other devices, and gradients. ``residual``
     [..., cols] is added to the rounded product, and the sum is rounded again.
     """
     path = _path_of(x, weight, bias)
@@ -160,17 +160,16 @@ def paged_attention(
 
 
 def describe() -> dict[str, str]:
-    """How products of each 16-bit dtype are computed on this machine, and why; and how attention is."""
+    """How products of each dtype are computed on this machine, and why; and how attention is."""
     kernels = compiled()
     attention = f"torch: {kernels}" if isinstance(kernels, str) else "native"
     return {name: _path(getattr(torch, name)).reason for name in cpu.FAST_IN_TORCH} | {"attention": attention}
 
 
 def _path_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> _Path:
-    dtype = weight.dtype
-    if dtype is not torch.bfloat16 and dtype is not torch.float16:
+    if weight.dtype not in native.DTYPES:
         return _TORCH
-    path = _path(dtype)
+    path = _path(weight.dtype)
     if (
         path.product is None
         or x.numel() > path.most_rows * weight.shape[-1]
@@ -225,7 +224,10 @@ def _path(dtype: torch.dtype) -> _Path:
     if fast:
         return _Path(None, f"torch: the CPU multiplies it itself ({', '.join(sorted(fast))})")
     if isinstance(kernels, native.NativeKernels):
-        return _Path(kernels.linear, f"native: {kernels.instruction_set} bits wide", kernels)
-    if not features >= cpu.NEEDED:
+        width = f"{kernels.instruction_set} bits wide"
+        if dtype is torch.float32:
+            return _Path(kernels.linear, f"native up to {_FEW_ROWS} rows, torch for more: {width}", kernels, _FEW_ROWS)
+        return _Path(kernels.linear, f"native: {width}", kernels)
+    if dtype is torch.float32 or not features >= cpu.NEEDED:
         return _Path(None, f"torch: {kernels}")
     return _Path(upcast.linear, f"upcast: {kernels}")

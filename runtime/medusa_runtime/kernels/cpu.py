@@ -7,10 +7,12 @@ import functools
 import os
 from pathlib import Path
 
-# With these torch (oneDNN) multiplies 16-bit numbers in hardware; only few rows can be faster with our kernels.
+# With these torch (oneDNN) multiplies 16-bit numbers in hardware; only few rows can be faster with our kernels. fp32
+# needs none.
 FAST_IN_TORCH = {
     "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
     "float16": frozenset({"avx512_fp16", "amx_fp16"}),
+    "float32": frozenset(),
 }
 # Dot products of bf16 that our kernels use, too.
 DOTS = frozenset({"avx512_bf16", "bf16"})

@@ -1,9 +1,10 @@
-/* linear: x @ weight^T + bias for 16-bit weights with fp32 accumulation. */
+/* linear: x @ weight^T + bias, accumulated in fp32. */
 #include "linear.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "dtype.h"
 #include "parallel.h"
 
 #define ROW_BLOCK 256L             /* rows of x that are packed at a time: bounds the scratch memory */
@@ -13,7 +14,7 @@
 struct run {
     const struct linear_variant *variant;
     const struct linear_part *parts;
-    long count;
+    long count, item; /* parts, and bytes of an element */
     struct linear_job job; /* of the first part */
     float *sums;           /* per thread: [rows][block_cols] */
     atomic_long next_task;
@@ -43,7 +44,7 @@ static void multiply_blocks(void *argument, int thread)
         const long task = atomic_fetch_add(&run->next_task, 1);
         while (task - begin >= blocks_of(part, job.block_cols)) {
             begin += blocks_of(part, job.block_cols);
-            job.out += part->cols;
+            job.out = (char *)job.out + part->cols * run->item;
             if (++part == end)
                 return;
         }
@@ -101,11 +102,12 @@ static const struct linear_variant *variant_for(int dtype)
 
 /* x times each part's weight, the results side by side in out [rows, cols of all parts]; a residual goes with a single part.
  * 0 on success, 1 when there is no memory for the scratch space. */
-int medusa_products(uint16_t *out, const uint16_t *x, const struct linear_part *parts, long count, const uint16_t *residual,
-                    long rows, long depth, long x_stride, long residual_stride, int dtype, int threads)
+int medusa_products(char *out, const char *x, const struct linear_part *parts, long count, const char *residual, long rows,
+                    long depth, long x_stride, long residual_stride, int dtype, int threads)
 {
     const struct linear_variant *variant = variant_for(dtype);
     const long padded = (depth + variant->step - 1) / variant->step * variant->step;
+    const long item = dtype == DTYPE_FP32 ? 4 : 2;
     long cols = 0;
     for (long i = 0; i < count; i++)
         cols += parts[i].cols;
@@ -122,9 +124,10 @@ int medusa_products(uint16_t *out, const uint16_t *x, const struct linear_part *
     }
     for (long row = 0; row < rows; row += ROW_BLOCK) {
         const long height = at_most(rows - row, ROW_BLOCK);
-        struct run run = {.variant = variant, .parts = parts, .count = count, .sums = memory + block_rows * padded,
-                          .job = {.x = x + row * x_stride, .residual = residual ? residual + row * residual_stride : NULL,
-                                  .out = out + row * cols, .x_stride = x_stride, .residual_stride = residual_stride,
+        struct run run = {.variant = variant, .parts = parts, .count = count, .item = item, .sums = memory + block_rows * padded,
+                          .job = {.x = x + row * x_stride * item,
+                                  .residual = residual ? residual + row * residual_stride * item : NULL,
+                                  .out = out + row * cols * item, .x_stride = x_stride, .residual_stride = residual_stride,
                                   .out_stride = cols, .rows = height, .depth = depth, .padded_depth = padded,
                                   .block_cols = block, .packed = memory}};
         spread(pack_tiles, &run, height * depth > SERIAL_PACK ? wanted : 1);

@@ -1,18 +1,16 @@
 /* What the dispatcher (linear.c) and the instruction-set variants (linear_tile.c) share. */
 #pragma once
 
-#include <stdint.h>
-
 /* One weight of several that x is multiplied with; strides in elements. */
 struct linear_part {
-    const uint16_t *weight, *bias; /* [cols, depth] and [cols]; bias may be null */
+    const void *weight, *bias; /* [cols, depth] and [cols]; bias may be null */
     long cols, weight_stride;
 };
 
 /* out[rows, cols] = x[rows, depth] @ weight[cols, depth]^T + bias[cols], then + residual[rows, cols]; strides in elements. */
 struct linear_job {
-    const uint16_t *x, *weight, *bias, *residual; /* bias and residual may be null */
-    uint16_t *out;
+    const void *x, *weight, *bias, *residual; /* bias and residual may be null */
+    void *out;
     long x_stride, weight_stride, residual_stride, out_stride;
     long rows, cols, depth;
     long padded_depth; /* depth rounded up to a whole step */
@@ -31,4 +29,4 @@ struct linear_variant {
 };
 
 /* Indexed by dtype. */
-extern const struct linear_variant linear_avx2[2], linear_avx512[2], linear_avx512_bf16[2], linear_neon[2], linear_neon_bf16[2];
+extern const struct linear_variant linear_avx2[3], linear_avx512[3], linear_avx512_bf16[3], linear_neon[3], linear_neon_bf16[3];

@@ -1,8 +1,8 @@
-/* The product for one instruction set, for bf16 and fp16. Compiled with AVX2, with AVX-512F, and with AVX-512's dot products of
+/* The product for one instruction set, for bf16, fp16 and fp32. Compiled with AVX2, with AVX-512F, and with AVX-512's dot products of
  * bf16; on aarch64 with NEON, and with its dot products of bf16.
  *
- * Dot-product form: weights are read as they lie in memory (rows of depth), 16 bits wide, and widened in registers where the
- * CPU cannot multiply them so; nothing is repacked, so read-only shared memory serves. A register tile of R rows of x times C
+ * Dot-product form: weights are read as they lie in memory (rows of depth), and those of 16 bits widened in registers where
+ * the CPU cannot multiply them so; nothing is repacked, so read-only shared memory serves. A register tile of R rows of x times C
  * weight rows keeps R*C vector accumulators, so each weight vector is used R times and each x vector C times. */
 #include <string.h>
 
@@ -47,6 +47,9 @@
 #define NEAR 3
 #endif
 
+/* Bytes of an element in memory. */
+INLINE long item(const int dtype) { return dtype == DTYPE_FP32 ? 4 : 2; }
+
 /* Bytes of an element of x as the tiles read it. */
 INLINE long packed_size(const int dtype)
 {
@@ -58,7 +61,7 @@ INLINE long packed_size(const int dtype)
     return 4;
 }
 
-INLINE void step(vf acc[MAX_ROWS][TILE_COLS], const char *x, const uint16_t *w, long stride, const int dtype, const int rows,
+INLINE void step(vf acc[MAX_ROWS][TILE_COLS], const char *x, const char *w, long stride, const int dtype, const int rows,
                  const int cols)
 {
 #ifdef DOT_BF16
@@ -105,7 +108,7 @@ INLINE void step(vf acc[MAX_ROWS][TILE_COLS], const char *x, const uint16_t *w, 
 /* sums[rows][cols] += x tile @ weight rows^T over `depth` elements. `fetch`: these weights come from memory, so those that many
  * elements behind them are asked for meanwhile (the hardware does not know where rows begin). A piece may come in two parts: the
  * accumulators are left in `to` (not null: the piece goes on) and found in `from`. */
-INLINE void tile(const char *x, const uint16_t *w, long stride, long depth, float *sums, long sums_stride, const int dtype,
+INLINE void tile(const char *x, const char *w, long stride, long depth, float *sums, long sums_stride, const int dtype,
                  const long fetch, const float *from, float *to, const int rows, const int cols)
 {
     vf acc[MAX_ROWS][TILE_COLS];
@@ -118,14 +121,14 @@ INLINE void tile(const char *x, const uint16_t *w, long stride, long depth, floa
     for (; k + STEP <= depth; k += STEP) {
 #pragma GCC unroll 8
         for (int c = 0; fetch && c < cols; c++)
-            PREFETCH(w + c * stride + fetch + k, NEAR);
-        step(acc, x + k * rows * packed_size(dtype), w + k, stride, dtype, rows, cols);
+            PREFETCH(w + c * stride + fetch + k * item(dtype), NEAR);
+        step(acc, x + k * rows * packed_size(dtype), w + k * item(dtype), stride, dtype, rows, cols);
     }
     if (k < depth) { /* never read behind a row: its end may be the end of the mapping */
-        uint16_t tail[TILE_COLS][STEP] = {{0}};
+        char tail[TILE_COLS][STEP * 4] = {{0}};
         for (int c = 0; c < cols; c++)
-            memcpy(tail[c], w + c * stride + k, (size_t)(depth - k) * sizeof(uint16_t));
-        step(acc, x + k * rows * packed_size(dtype), tail[0], STEP, dtype, rows, cols);
+            memcpy(tail[c], w + c * stride + k * item(dtype), (size_t)((depth - k) * item(dtype)));
+        step(acc, x + k * rows * packed_size(dtype), tail[0], STEP * 4, dtype, rows, cols);
     }
     if (to) {
 #pragma GCC unroll 8
@@ -152,7 +155,7 @@ INLINE void tile(const char *x, const uint16_t *w, long stride, long depth, floa
                      from ? from + c * MAX_ROWS * LANES : NULL, to ? to + c * MAX_ROWS * LANES : NULL, rows, 1);               \
         break;
 
-INLINE void any_tile(const char *x, const uint16_t *w, long stride, long depth, float *sums, long sums_stride,
+INLINE void any_tile(const char *x, const char *w, long stride, long depth, float *sums, long sums_stride,
                      const int dtype, const long fetch, const float *from, float *to, long rows, long cols)
 {
     switch (rows) {
@@ -185,15 +188,15 @@ INLINE void pack(const struct linear_job *job, long number, const int dtype)
     const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
     char *packed = (char *)job->packed + start * job->padded_depth * packed_size(dtype);
     for (long r = 0; r < rows; r++) {
-        const uint16_t *x = job->x + (start + r) * job->x_stride;
+        const char *x = (const char *)job->x + (start + r) * job->x_stride * item(dtype);
         for (long k = 0; k < job->depth; k += STEP) {
-            uint16_t tail[STEP] = {0};
-            const uint16_t *from = x + k;
+            char tail[STEP * 4] = {0};
+            const char *from = x + k * item(dtype);
             if (job->depth - k < STEP)
-                from = memcpy(tail, from, (size_t)(job->depth - k) * sizeof(uint16_t));
+                from = memcpy(tail, from, (size_t)((job->depth - k) * item(dtype)));
             char *to = packed + (k * rows + r * STEP) * packed_size(dtype);
             if (packed_size(dtype) == 2) {
-                memcpy(to, from, STEP * sizeof(uint16_t));
+                memcpy(to, from, STEP * 2);
                 continue;
             }
             STORE((float *)to, first(from, dtype));
@@ -202,10 +205,23 @@ INLINE void pack(const struct linear_job *job, long number, const int dtype)
     }
 }
 
+INLINE float element(const void *p, long at, const int dtype)
+{
+    return dtype == DTYPE_FP32 ? ((const float *)p)[at] : widened(((const uint16_t *)p)[at], dtype);
+}
+
+INLINE void put(void *p, long at, float value, const int dtype)
+{
+    if (dtype == DTYPE_FP32)
+        ((float *)p)[at] = value;
+    else
+        ((uint16_t *)p)[at] = narrow(value, dtype);
+}
+
 /* All rows of x times the weight rows [col, col + cols). */
 INLINE void block(const struct linear_job *job, float *sums, long col, long cols, const int dtype)
 {
-    const long count = tiles(job->rows), stride = job->weight_stride, sums_stride = job->block_cols;
+    const long count = tiles(job->rows), stride = job->weight_stride * item(dtype), sums_stride = job->block_cols;
     memset(sums, 0, (size_t)(job->rows * sums_stride) * sizeof(float));
     /* The accumulators of one tile of rows between the parts of a piece. */
     float carried[MOST_BLOCK_COLS * MAX_ROWS * LANES] __attribute__((aligned(64)));
@@ -216,10 +232,10 @@ INLINE void block(const struct linear_job *job, float *sums, long col, long cols
             const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
             for (long k = piece; k < piece_end; k += part) {
                 const long depth = at_most(piece_end - k, part);
-                const long fetch = number == 0 ? (1 + AHEAD / (TILE_COLS * depth * 2)) * TILE_COLS * stride : 0;
+                const long fetch = number == 0 ? (1 + AHEAD / (TILE_COLS * depth * item(dtype))) * TILE_COLS * stride : 0;
                 const char *x = (const char *)job->packed + (start * job->padded_depth + k * rows) * packed_size(dtype);
                 for (long c = 0; c < cols; c += TILE_COLS) {
-                    const uint16_t *w = job->weight + (col + c) * stride + k;
+                    const char *w = (const char *)job->weight + (col + c) * stride + k * item(dtype);
                     float *sum = sums + start * sums_stride + c, *kept = carried + c * MAX_ROWS * LANES;
                     any_tile(x, w, stride, depth, sum, sums_stride, dtype, fetch, k > piece ? kept : NULL,
                              k + depth < piece_end ? kept : NULL, rows, at_most(cols - c, TILE_COLS));
@@ -229,11 +245,11 @@ INLINE void block(const struct linear_job *job, float *sums, long col, long cols
     }
     for (long r = 0; r < job->rows; r++)
         for (long c = 0; c < cols; c++) {
-            const float bias = job->bias ? widened(job->bias[col + c], dtype) : 0.0f;
-            uint16_t value = narrow(sums[r * sums_stride + c] + bias, dtype);
+            const long at = r * job->out_stride + col + c;
+            put(job->out, at, sums[r * sums_stride + c] + (job->bias ? element(job->bias, col + c, dtype) : 0.0f), dtype);
             if (job->residual)
-                value = narrow(widened(job->residual[r * job->residual_stride + col + c], dtype) + widened(value, dtype), dtype);
-            job->out[r * job->out_stride + col + c] = value;
+                put(job->out, at,
+                    element(job->residual, r * job->residual_stride + col + c, dtype) + element(job->out, at, dtype), dtype);
         }
 }
 
@@ -245,8 +261,10 @@ INLINE void block(const struct linear_job *job, float *sums, long col, long cols
     }
 DEFINE(bf16, DTYPE_BF16)
 DEFINE(fp16, DTYPE_FP16)
+DEFINE(fp32, DTYPE_FP32)
 
-const struct linear_variant VARIANT[2] = {
+const struct linear_variant VARIANT[3] = {
     {STEP, TILE_COLS, pack_bf16, tiles, block_bf16},
     {STEP, TILE_COLS, pack_fp16, tiles, block_fp16},
+    {STEP, TILE_COLS, pack_fp32, tiles, block_fp32},
 };

@@ -110,7 +110,7 @@ class NativeKernels:
     ) -> Tensor:
         """x [rows, depth] @ each weight [cols, depth]^T + its bias, concatenated → [rows, all cols].
 
-        All have one 16-bit dtype and contiguous rows. With a single weight, ``residual`` [rows, cols] is added to the
+        All have one dtype and contiguous rows. With a single weight, ``residual`` [rows, cols] is added to the
         rounded product.
         """
         rows, depth = x.shape
@@ -139,7 +139,7 @@ class NativeKernels:
         return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [rows, depth] @ weight [cols, depth]^T → [rows, cols]; both have one 16-bit dtype and contiguous rows."""
+        """x [rows, depth] @ weight [cols, depth]^T → [rows, cols]; both have one dtype and contiguous rows."""
         return self.products(x, (weight,), (bias,))
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, once: bool, offset: float) -> Tensor:

@@ -119,7 +119,7 @@ def made(image: Image, *shape: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dots", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products(image: Image, emulated: Path, here: native.NativeKernels, dtype: torch.dtype, dots: bool) -> None:
     depth, cols = 2070, (97, 30)
     x, weights = made(image, 40, depth, dtype=dtype), [made(image, each, depth, dtype=dtype) for each in cols]

@@ -16,7 +16,8 @@ from medusa_runtime import kernels
 from medusa_runtime.kernels import build, cpu, native, upcast
 from torch import Tensor
 
-DTYPES = [torch.bfloat16, torch.float16]
+HALVES = [torch.bfloat16, torch.float16]
+DTYPES = [*HALVES, torch.float32]
 # (rows, cols, depth): every tile height and width, depths that end within a step, more than one block of each.
 SHAPES = [(rows, 29, 70) for rows in range(1, 15)] + [
     (1, 1, 1),
@@ -74,7 +75,7 @@ def test_compiled_on_many_threads(compiled: native.NativeKernels, rows: int, dty
     assert_rounded(compiled.linear(x, weight, bias), x, weight, bias)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("rows", [1, 40])
 def test_upcast_is_rounded_once(rows: int, dtype: torch.dtype) -> None:
     x, weight, bias = sample(rows, 1030, 130, dtype)
@@ -104,24 +105,27 @@ def test_strided_and_misaligned_weights(compiled: native.NativeKernels) -> None:
     assert_rounded(compiled.linear(x, weight, None), x, weight, None)
 
 
-def test_weights_at_the_end_of_read_only_memory(compiled: native.NativeKernels) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_weights_at_the_end_of_read_only_memory(compiled: native.NativeKernels, dtype: torch.dtype) -> None:
     """The last row ends where memory ends: an element read further, or a write, would kill this process."""
-    rows, depth, page = 2, 1021, mmap.PAGESIZE
+    page = mmap.PAGESIZE
+    rows, count = 2, page // dtype.itemsize
+    depth = count // rows - 3
     memory = mmap.mmap(-1, 2 * page)
-    values = torch.frombuffer(memory, dtype=torch.bfloat16, count=page // 2)
-    weight = values[page // 2 - rows * depth :].view(rows, depth)
+    values = torch.frombuffer(memory, dtype=dtype, count=count)
+    weight = values[count - rows * depth :].view(rows, depth)
     weight.normal_()
     protect = ctypes.CDLL(None, use_errno=True).mprotect
     protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     assert protect(values.data_ptr(), page, mmap.PROT_READ) == 0
     assert protect(values.data_ptr() + page, page, 0) == 0
-    x = torch.randn(5, depth).bfloat16()
+    x = torch.randn(5, depth).to(dtype)
     assert_rounded(compiled.linear(x, weight, None), x, weight, None)
 
 
 def test_linear_is_f_linear_for_everything_else() -> None:
     x, weight, bias = sample(4, 6, 8, torch.bfloat16)
-    assert torch.equal(kernels.linear(x.float(), weight.float()), F.linear(x.float(), weight.float()))
+    assert torch.equal(kernels.linear(x.double(), weight.double()), F.linear(x.double(), weight.double()))
     assert kernels.linear(x[:0], weight).shape == (0, 6)
     assert kernels.linear(x.to("meta"), weight.to("meta")).device.type == "meta"
     with pytest.raises(RuntimeError, match=r"mat1 and mat2|dtype"):
@@ -217,7 +221,7 @@ def test_several_weights_at_once_are_each_alone(compiled: native.NativeKernels, 
     assert torch.equal(found, torch.cat(expected, 1))
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_residual_is_added_to_the_rounded_product(dtype: torch.dtype) -> None:
     x, weight, bias = sample(300, 50, 70, dtype)
     wider = torch.randn(300, 80).to(dtype)
@@ -257,6 +261,14 @@ def test_describe_names_the_way_and_the_reason(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.undo()
         kernels._path.cache_clear()
         kernels.compiled.cache_clear()
+
+
+def test_torch_multiplies_many_rows_of_fp32() -> None:
+    for rows, ours in ((32, True), (33, False)):
+        x, weight, bias = sample(rows, 40, 50, torch.float32)
+        path = kernels._path_of(x, weight, bias)
+        assert (path.compiled is not None) == (ours and isinstance(kernels.compiled(), native.NativeKernels))
+        assert_rounded(kernels.linear(x, weight, bias), x, weight, bias)
 
 
 @pytest.mark.skipif("avx512_bf16" not in cpu.features(), reason="this CPU has no dot products of bf16")
