@@ -77,7 +77,7 @@ def test_other_code_gets_the_real_client_and_types() -> None:
 
 
 def test_another_pydantic_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from pydantic import BaseModel
+    from pydantic import BaseModel, TypeAdapter
     from pydantic._internal import _config
 
     with lean_server():
@@ -85,6 +85,10 @@ def test_another_pydantic_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch, capl
         class Late(BaseModel):
             number: int
 
+        late = TypeAdapter(list[int] | None)
+
+    assert not late.pydantic_complete
+    assert late.validate_python(["7"]) == [7]
     assert not Late.__pydantic_complete__
     assert Late(number="7").number == 7  # type: ignore[arg-type]
     context = lean_server()
@@ -97,4 +101,5 @@ def test_another_pydantic_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch, capl
             number: int
 
     assert AtOnce.__pydantic_complete__
+    assert TypeAdapter(list[int]).pydantic_complete
     assert "without deferred checks" in caplog.text

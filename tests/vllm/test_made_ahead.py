@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.metadata
 import importlib.util
 import logging
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from medusa_vllm.serving import ahead, mounting
 from medusa_vllm.serving.arguments import server_arguments
+from medusa_vllm.serving.replacement import instead
 
 pytestmark = [
     pytest.mark.vllm,
@@ -132,15 +134,71 @@ def test_a_front_ends_configuration_is_the_one_that_vllm_would_make(core_configu
 def test_a_mount_reads_no_configuration_and_copies_a_tokenizer_once(core_configuration: Any) -> None:
     from vllm.renderers import hf, renderer_from_config
     from vllm.tokenizers import registry
+    from vllm.transformers_utils import config
 
     made = mounting.front_configuration(
         core_configuration, EXAMPLE, name="m", generation_config="auto", max_model_len=64
     )
-    places = registry.get_config, hf.maybe_make_thread_pool
+    places = registry.get_config, config.get_config, hf.maybe_make_thread_pool
+    own = {"trust_remote_code": False, "config_format": made.model_config.config_format}
+    expected = made.model_config.try_get_generation_config()
     with mounting.known_configuration(made), mounting.one_copy():
         assert registry.get_config(EXAMPLE, config_format="hf") is made.model_config.hf_config
-        assert registry.get_config(EXAMPLE, trust_remote_code=False, config_format="auto").vocab_size
+        assert config.get_config(EXAMPLE, **own) is made.model_config.hf_config
+        assert made.model_config.try_get_generation_config() == expected
+        made.model_config.hf_overrides = {"vocab_size": 7}  # with which the core read it, and these readers do not
+        assert config.get_config(EXAMPLE, **own) is not made.model_config.hf_config
+        made.model_config.hf_overrides = {}
         renderer = renderer_from_config(made)
-    assert (registry.get_config, hf.maybe_make_thread_pool) == places
+    assert (registry.get_config, config.get_config, hf.maybe_make_thread_pool) == places
     assert renderer.tokenizer.encode("Return the") == renderer.tokenizer("Return the")["input_ids"]
     renderer.shutdown()
+
+
+def test_a_hash_describes_a_configuration_once(core_configuration: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, described = type(core_configuration.model_config.hf_config), list[Any]()
+    theirs = kind.to_json_string
+    monkeypatch.setattr(kind, "to_json_string", lambda self, **given: described.append(self) or theirs(self, **given))
+    plain = core_configuration.compute_hash()
+    twice = len(described)
+    with mounting.described_once():
+        assert core_configuration.compute_hash() == plain
+    assert (twice, len(described)) == (2, 3)
+
+
+def test_the_heap_is_frozen_without_a_collection() -> None:
+    from vllm.entrypoints.launchers.utils import server_utils
+
+    collections, before = list[str](), gc.get_freeze_count()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collections.append(phase)
+
+    with mounting.frozen_as_it_is():
+        gc.callbacks.append(note)
+        try:
+            server_utils.freeze_gc_heap()
+        finally:
+            gc.callbacks.remove(note)
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    assert frozen > before
+    assert not collections
+
+
+def test_what_another_version_does_not_have_is_not_replaced() -> None:
+    for place, name in (("vllm.not_there", "name"), ("vllm.renderers.hf", "not_there")):
+        with instead(place, name, lambda before: None):
+            assert importlib.util.find_spec("vllm.not_there") is None
+    from vllm.renderers import hf
+
+    assert not hasattr(hf, "not_there")
+
+
+def test_logging_is_muted_while_flags_are_made_and_no_longer() -> None:
+    from vllm.engine import arg_utils
+
+    mute = arg_utils.suppress_logging
+    server_arguments([], "a/model")
+    assert logging.root.manager.disable == logging.NOTSET
+    assert arg_utils.suppress_logging is mute

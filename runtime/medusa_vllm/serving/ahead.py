@@ -100,7 +100,7 @@ def known_plugins() -> AbstractContextManager[None]:
     Each of its searches reads the metadata of every installed package.
     """
     found: Any = importlib.metadata.entry_points() if _entry_points is None else _entry_points
-    return instead(importlib.metadata, "entry_points", lambda before, **chosen: found.select(**chosen))
+    return instead("importlib.metadata", "entry_points", lambda before, **chosen: found.select(**chosen))
 
 
 def quiet_uvicorn() -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any
 
 from medusa_runtime.errors import ConfigError, MissingPackageError
+
+from .replacement import instead
 
 
 def engine_arguments(words: list[str]) -> dict[str, Any]:
@@ -53,7 +58,8 @@ def server_arguments(words: list[str], model: str) -> argparse.Namespace:
 
     parser = Parser(prog="vllm")
     command = ServeSubcommand()
-    command.subparser_init(parser.add_subparsers(required=True, dest="subparser", parser_class=Parser))
+    with _muted_once():
+        command.subparser_init(parser.add_subparsers(required=True, dest="subparser", parser_class=Parser))
     arguments: argparse.Namespace = parser.parse_args(["serve", model, *words])
     arguments.model = arguments.model_tag
     if arguments.reasoning_parser:  # vLLM does so when it makes its configuration from these arguments
@@ -63,6 +69,18 @@ def server_arguments(words: list[str], model: str) -> argparse.Namespace:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"flags of vllm serve cannot be used together: {error}") from error
     return arguments
+
+
+@contextmanager
+def _muted_once() -> Iterator[None]:
+    """Mute what vLLM logs while it makes its flags. It would do so flag by flag, and look at all loggers each time."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        with instead("vllm.engine.arg_utils", "suppress_logging", lambda theirs, *_: nullcontext()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 __all__ = ["engine_arguments", "server_arguments"]

@@ -26,7 +26,9 @@ from .ahead import app_for, arguments_for, give_back, known_plugins, quiet_uvico
 from .lean_server import lean_server
 from .mounting import (
     computed_once,
+    described_once,
     front_configuration,
+    frozen_as_it_is,
     known_configuration,
     load_processors,
     one_copy,
@@ -122,10 +124,11 @@ class FrontEnd:
         )  # fmt: skip
         server = uvicorn.Server(settings)
         serving = asyncio.create_task(server.serve(sockets=[]))
-        while not server.started:
-            if serving.done():
-                raise EngineError("vLLM's HTTP server ended while it started; its log says why")
-            await asyncio.sleep(_START_LOOK_S)
+        with frozen_as_it_is():
+            while not server.started:
+                if serving.done():
+                    raise EngineError("vLLM's HTTP server ended while it started; its log says why")
+                await asyncio.sleep(_START_LOOK_S)
         loop = self._loop = asyncio.get_running_loop()
 
         async def accept(connection: socket.socket) -> None:
@@ -169,9 +172,8 @@ async def _make(served: Served) -> tuple[Any, Any, Any]:
     addresses = {name: f"ipc://{folder}/{name.removesuffix('_address')}" for name in _ADDRESSES}
     served.core.attach_front_end(addresses["input_address"], addresses["output_address"])
     without_processor(config, folder)
-    sampling = computed_once(config.model_config, _SAMPLING)
     generation = computed_once(config.model_config, "try_get_generation_config")
-    with known_plugins(), known_configuration(config), one_copy(), generation:
+    with generation, known_plugins(), known_configuration(config), one_copy():
         client = AsyncLLM(
             config,
             served.executor_class,
@@ -182,15 +184,14 @@ async def _make(served: Served) -> tuple[Any, Any, Any]:
         tasks = await client.get_supported_tasks()
         app = app_for(arguments, tasks, client.model_config)
         load_processors(config.model_config)
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
-    with computed_once(config, "compute_hash"), sampling, probed_once():
-        await init_app_state(client, app.state, arguments, tasks)
+        app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
+        with computed_once(config, "compute_hash"), described_once(), probed_once():
+            await init_app_state(client, app.state, arguments, tasks)
     return client, app, arguments
 
 
 # Every caller could stop the model with them, and its core has no other processes to scale to.
 _NOT_SERVED = ("/scale_elastic_ep", "/is_scaling_elastic_ep")
-_SAMPLING = "get_diff_sampling_param"
 _ADDRESSES = ("input_address", "output_address")
 
 

@@ -2,7 +2,7 @@
 
 vLLM uses some classes of OpenAI's client, whose import makes all of it: the client, and 500 modules of types. Here a
 package of types imports what is looked up in it. And pydantic builds the checks of a class at its definition; here at
-its first use, and an instance uses few of the classes.
+its first use, as it does FastAPI's for each route, and an instance uses few of them.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ def lean_server() -> Iterator[None]:
 
 @contextmanager
 def _checks_built_late() -> Iterator[None]:
-    """Give classes that are defined in this context pydantic's option ``defer_build``."""
+    """Give classes and adapters that are made in this context pydantic's option ``defer_build``."""
     try:
+        from pydantic import TypeAdapter
         from pydantic._internal import _config
 
         options_of_a_class: Any = _config.ConfigWrapper
-        before = vars(options_of_a_class)["for_model"]
+        adapter: Any = TypeAdapter
+        before, defers = vars(options_of_a_class)["for_model"], vars(adapter)["_defer_build"]
 
         def for_model(cls: Any, *arguments: Any, **options: Any) -> Any:
             made = before.__func__(cls, *arguments, **options)
@@ -56,11 +58,11 @@ def _checks_built_late() -> Iterator[None]:
         logger.info("importing vLLM's server without deferred checks: %s", error)
         yield
         return
-    options_of_a_class.for_model = classmethod(for_model)
+    options_of_a_class.for_model, adapter._defer_build = classmethod(for_model), property(lambda self: True)
     try:
         yield
     finally:
-        options_of_a_class.for_model = before
+        options_of_a_class.for_model, adapter._defer_build = before, defers
 
 
 class _LatePackages(MetaPathFinder):

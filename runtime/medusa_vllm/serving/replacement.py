@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 
 @contextmanager
-def instead(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """In this context ``module.name`` is ``function``, which gets the one that it replaces as its first argument.
+def instead(place: str, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """In this context ``name`` of the module ``place`` is ``function``, whose first argument is the one it replaces.
 
-    A module without that name stays as it is: it may be another version's.
+    What is not there stays away: it may be another version of vLLM.
     """
-    before = getattr(module, name, None)
-    if before is None:
+    try:
+        module = importlib.import_module(place)
+        before = getattr(module, name)
+    except (ImportError, AttributeError):
         yield
         return
     setattr(module, name, functools.partial(function, before))
