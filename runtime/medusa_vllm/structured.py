@@ -13,7 +13,7 @@ from medusa_runtime.engine.base import StructuredOutputs
 from medusa_runtime.engine.serving.inbox import Inbox
 from medusa_runtime.engine.structured.constraints import Constraints
 from medusa_runtime.engine.structured.grammar import COMPILED
-from medusa_runtime.errors import MedusaError, RequestError
+from medusa_runtime.errors import EngineError, MedusaError, RequestError
 from medusa_runtime.region.reader import Region
 
 from .imports import no_cache_folder
@@ -41,9 +41,13 @@ class TokenizerFolder:
         self._region = region
         self._lock = threading.Lock()
         self._folder: CheckpointFolder | None = None
+        self._closed = False
 
     def path(self) -> Path:
+        """Raises EngineError once it is closed: a thread that mounts the server may be late."""
         with self._lock:
+            if self._closed:
+                raise EngineError("the engine is stopping; try again")
             if self._folder is None:
                 folder = CheckpointFolder(self._region)
                 for name in SMALL_FILES:
@@ -54,6 +58,7 @@ class TokenizerFolder:
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             if self._folder is not None:
                 self._folder.__exit__(None, None, None)
                 self._folder = None

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_runtime.errors import EngineError
+from medusa_runtime.region.reader import Region
 from medusa_vllm.serving import ahead, mounting
 from medusa_vllm.serving.arguments import server_arguments
 from medusa_vllm.serving.replacement import instead
+from medusa_vllm.structured import TokenizerFolder
 
 pytestmark = [
     pytest.mark.vllm,
@@ -202,3 +205,14 @@ def test_logging_is_muted_while_flags_are_made_and_no_longer() -> None:
     server_arguments([], "a/model")
     assert logging.root.manager.disable == logging.NOTSET
     assert arg_utils.suppress_logging is mute
+
+
+def test_a_late_mount_makes_no_folder_in_an_engine_that_has_ended() -> None:
+    region = Region.create()
+    try:
+        files = TokenizerFolder(region)
+        files.close()
+        with pytest.raises(EngineError, match="is stopping"):
+            files.path()
+    finally:
+        region.close()
