@@ -9,23 +9,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from medusa_cluster.simulation.experiment import Summary, what_if
+from medusa_cluster.simulation.experiment import Summary, hardest_run, needed_change, what_if
 from medusa_cluster.simulation.experiment import run as run_plan
 from medusa_cluster.simulation.fleet_file import read_plan
 from medusa_cluster.simulation.strategy import strategy_named
-from medusa_runtime.errors import ConfigError
+from medusa_runtime.errors import ConfigError, shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("fleet", type=Path, metavar="FLEET.yaml", help="machines, models and requests")
     parser.add_argument("--strategies", metavar="LIST", help="instead of those in the file: names, with commas")
-    parser.add_argument("--what-if", action="store_true", help="also try larger and faster fleets")
+    parser.add_argument(
+        "--what-if", action="store_true", help="also try larger and faster fleets until the goal is met"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write a page with charts to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
     plan = read_plan(arguments.fleet)
+    for option in ("json", "report"):
+        _check_folder(f"--{option}", getattr(arguments, option))
     if arguments.strategies:
         names = tuple(name.strip() for name in arguments.strategies.split(",") if name.strip())
         if not names:
@@ -39,13 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(_line(summary), flush=True)
     changed: list[Summary] = []
     if arguments.what_if:
-        first = min(
-            (item for item in runs if item.strategy == plan.strategies[0]), key=lambda item: item.ttft_attainment
-        )
+        first = hardest_run(plan, runs)
         for summary in what_if(plan, first.strategy, *_asked(plan.workload.rates, first.rate), first.cv, progress.show):
             progress.clear()
             changed.append(summary)
             print(_line(summary), flush=True)
+        print(needed_change(plan, first, changed))
     if arguments.json:
         document = {"fleet": plan.fleet.name, "runs": [item.to_json() for item in (*runs, *changed)]}
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
@@ -55,6 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.report.write_text(simulation_page(plan, runs, changed))
         print(f"report: {arguments.report}", file=sys.stderr)
     return 0
+
+
+def _check_folder(option: str, file: Path | None) -> None:
+    """ConfigError for a file that could not be written after the simulation."""
+    if file is not None and not file.parent.is_dir():
+        raise ConfigError(f"{option}: expected a file in a folder that is there, found {shown(str(file))}")
 
 
 def _asked(rates: Sequence[float], rate: float) -> tuple[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from medusa_cluster.simulation.experiment import Summary
+from medusa_cluster.simulation.experiment import Summary, hardest_run, needed_change
 from medusa_cluster.simulation.fleet_file import Plan
 
 from .html import STYLE
@@ -16,13 +16,14 @@ def simulation_page(plan: Plan, runs: Sequence[Summary], changed: Sequence[Summa
     """The page. ``changed``: the first strategy's runs in other fleets."""
     sections = [
         _headline(plan, runs),
+        _goal(plan, runs),
+        _changes(plan, runs, changed),
         _charts(
             "Requests that meet their first-token SLO", "percent", runs, lambda run: 100 * run.ttft_attainment, 100
         ),
         _charts("Time to the first token, 99th percentile", "seconds", runs, lambda run: run.ttft_p99_s),
         _charts("Devices in use", "device hours", runs, lambda run: run.device_hours),
         _where(runs),
-        _changes(runs, changed),
         _table(plan, runs),
         _fleet(plan),
     ]
@@ -36,13 +37,49 @@ def simulation_page(plan: Plan, runs: Sequence[Summary], changed: Sequence[Summa
 
 
 def _headline(plan: Plan, runs: Sequence[Summary]) -> str:
-    best = max(runs, key=lambda run: (run.ttft_attainment, -run.device_hours))
+    """What is reached under the load at which the first strategy is worst."""
+    hardest = hardest_run(plan, runs)
+    best = max(_under(runs, hardest), key=lambda run: (run.ttft_attainment, -run.device_hours))
     return (
         f'<p class="kicker">simulated · {escape(plan.fleet.name)} · {plan.fleet.devices:,} devices · '
         f"{len(plan.fleet.models):,} models</p><h1>{100 * best.ttft_attainment:.1f}<span> % of the requests get their "
-        f"first token in time</span></h1><p class='versus'>with <strong>{escape(best.strategy)}</strong> at "
-        f"{best.rate:g} requests a second and a CV of {best.cv:g}, for {best.device_hours:,.1f} device hours</p>"
+        f"first token in time</span></h1><p class='versus'>with <strong>{escape(best.strategy)}</strong>, the best of "
+        f"the strategies at {_load(best)}, for {best.device_hours:,.1f} device hours</p>"
     )
+
+
+def _goal(plan: Plan, runs: Sequence[Summary]) -> str:
+    """The cheapest strategy that meets the goal, for each load."""
+    rows = ""
+    for load in {(run.rate, run.cv): run for run in runs}.values():
+        same = _under(runs, load)
+        meeting = [run for run in same if run.ttft_attainment >= plan.goal]
+        if meeting:
+            best = min(meeting, key=lambda run: run.device_hours)
+            why = "the only one" if len(meeting) == 1 else f"the fewest device hours of {len(meeting)} that meet it"
+            answer = f"{escape(best.strategy)}<small>{why}</small>"
+        else:
+            best = max(same, key=lambda run: run.ttft_attainment)
+            answer = f"none<small>{escape(best.strategy)} comes closest</small>"
+        rows += (
+            f"<tr><td>{load.rate:g}/s<small>CV {load.cv:g}</small></td><td>{answer}</td>"
+            f"<td>{100 * best.ttft_attainment:.1f} %</td><td>{best.device_hours:,.1f}"
+            f"{f'<small>{best.cost:,.2f}</small>' if plan.device_hour else ''}</td></tr>"
+        )
+    return (
+        f"<section><h2>Who meets the goal</h2><p>The goal: {100 * plan.goal:g} % of the first tokens in time.</p>"
+        "<div class='wide'><table class='numbers'><thead><tr><th>load</th><th>strategy</th><th>in time</th>"
+        f"<th>device hours{'<small>cost</small>' if plan.device_hour else ''}</th></tr></thead>"
+        f"<tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _under(runs: Sequence[Summary], load: Summary) -> list[Summary]:
+    return [run for run in runs if (run.rate, run.cv) == (load.rate, load.cv)]
+
+
+def _load(run: Summary) -> str:
+    return f"{run.rate:g} requests a second and a CV of {run.cv:g}"
 
 
 def _charts(title: str, unit: str, runs: Sequence[Summary], value: object, top: float | None = None) -> str:
@@ -80,35 +117,44 @@ def _series(runs: Sequence[Summary], x: object, y: object) -> dict[str, list[tup
 def _where(runs: Sequence[Summary]) -> str:
     rows = "".join(
         f"<tr><td>{escape(run.strategy)}<small>{run.rate:g}/s, CV {run.cv:g}</small></td>"
-        f"<td>{run.cold_starts:,}</td><td>{run.requests / max(run.cold_starts, 1):.1f}</td>"
-        f"<td>{run.fetched_gb:,.0f} GB<small>{run.store_gb:,.0f} GB from the store</small></td>"
+        f"<td>{run.ttft_mean_s:.2f}<small>{run.queued_mean_s:.2f} · {_waits_inside_s(run):.2f} · "
+        f"{run.prefill_mean_s:.2f}</small></td>"
+        f"<td>{run.cold_starts:,}<small>{run.requests / max(run.cold_starts, 1):.1f}</small></td>"
+        f"<td>{run.fetched_gb:,.0f}<small>{run.store_gb:,.0f}</small></td>"
         f"<td>{run.largest_backlog:,}</td><td>{run.unanswered:,}</td></tr>"
         for run in runs
     )
     return (
-        "<section><h2>Where the time went</h2><p>Requests wait while an instance starts, and while none can "
-        "start. Many cold starts point to the first; a long queue with few of them to the second.</p>"
+        "<section><h2>Where the time went</h2><p>A request waits for an instance, while one starts or while none can "
+        "start; then in the instance, for others; then for its own prefill. Many cold starts point to instances that "
+        "start, a long queue with few of them to instances that cannot.</p>"
         "<div class='wide'><table class='numbers'><thead><tr><th>run</th>"
-        "<th>cold starts</th><th>requests for each</th><th>weights moved</th><th>longest queue of a model</th>"
+        "<th>mean TTFT, s<small>for an instance · in it · prefill</small></th>"
+        "<th>cold starts<small>requests for each</small></th><th>GB moved<small>from the store</small></th>"
+        "<th>longest queue</th>"
         f"<th>never answered</th></tr></thead><tbody>{rows}</tbody></table></div></section>"
     )
 
 
-def _changes(runs: Sequence[Summary], changed: Sequence[Summary]) -> str:
+def _waits_inside_s(run: Summary) -> float:
+    return max(run.ttft_mean_s - run.queued_mean_s - run.prefill_mean_s, 0.0)
+
+
+def _changes(plan: Plan, runs: Sequence[Summary], changed: Sequence[Summary]) -> str:
     if not changed:
         return ""
-    first = changed[0]
-    base = next(r for r in runs if (r.strategy, r.rate, r.cv) == (first.strategy, first.rate, first.cv))
+    base = hardest_run(plan, runs)
     rows = "".join(
         f"<tr><td>{escape(run.change) or 'as it is'}</td><td>{100 * run.ttft_attainment:.1f} %</td>"
+        f"<td>{'met' if run.ttft_attainment >= plan.goal else 'missed'}</td>"
         f"<td>{run.ttft_p99_s:.2f} s</td><td>{run.device_hours:,.1f}</td></tr>"
         for run in (base, *changed)
     )
     return (
-        f"<section><h2>What would have to change</h2><p>{escape(first.strategy)} at {first.rate:g} requests a second "
-        f"and a CV of {first.cv:g}, in other fleets.</p><table class='numbers'><thead><tr><th>change</th>"
-        "<th>in time</th><th>p99</th>"
-        f"<th>device hours</th></tr></thead><tbody>{rows}</tbody></table></section>"
+        f"<section><h2>What would have to change</h2><p>{escape(needed_change(plan, base, changed))}</p>"
+        "<div class='wide'><table class='numbers'><thead><tr><th>change</th>"
+        "<th>in time</th><th>goal</th><th>p99</th>"
+        f"<th>device hours</th></tr></thead><tbody>{rows}</tbody></table></div></section>"
     )
 
 

@@ -115,7 +115,6 @@ class Execution:
                 links = (Link(node.machine.fast_bytes_per_s),)
         else:
             links = (sim.store, node.ingress, node.disk)
-            sim.outcome.store_bytes += size
         copy.flow = sim.network.start(links, max(size, 1.0), arrived, upstream)
 
     def _own_links(self, source: SimNode, url: str) -> tuple[Link, ...]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from medusa_runtime.errors import ConfigError
 
 from .fleet import Fleet
 from .fleet_file import Plan
@@ -18,7 +20,11 @@ Progress = Callable[[str, float], None]  # which run, and how much of it is done
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run in numbers. Latencies are of requests that were answered; the others count as missed."""
+    """One run in numbers. Latencies are of requests that were answered; the others count as missed.
+
+    ``queued_mean_s`` and ``prefill_mean_s``: of the mean time to the first token, the part before an instance took the
+    request, and that of its prefill. The rest is waiting in the instance.
+    """
 
     strategy: str
     rate: float
@@ -32,6 +38,8 @@ class Summary:
     ttft_p50_s: float
     ttft_p95_s: float
     ttft_p99_s: float
+    queued_mean_s: float
+    prefill_mean_s: float
     tpot_mean_s: float
     tpot_p99_s: float
     device_hours: float
@@ -55,26 +63,61 @@ def run(plan: Plan, progress: Progress | None = None) -> Iterator[Summary]:
                 yield simulate(plan, name, rate, cv, progress=progress)
 
 
+def hardest_run(plan: Plan, runs: Sequence[Summary]) -> Summary:
+    """Return the run in which the plan's first strategy has the fewest first tokens in time."""
+    return min((run for run in runs if run.strategy == plan.strategies[0]), key=lambda run: run.ttft_attainment)
+
+
+def needed_change(plan: Plan, base: Summary, changed: Sequence[Summary]) -> str:
+    """Say what would meet the goal under the load of ``base``."""
+    what = f"{base.strategy} at {base.rate:g} requests a second and a CV of {base.cv:g}"
+    reached = f"{what} has {100 * base.ttft_attainment:.1f} % of the first tokens in time"
+    if base.ttft_attainment >= plan.goal:
+        return f"{reached}, which meets the goal of {100 * plan.goal:g} % as it is."
+    meeting = [run.change for run in changed if run.ttft_attainment >= plan.goal]
+    if meeting:
+        return f"{reached}. The goal of {100 * plan.goal:g} % is met with {', or with '.join(meeting)}."
+    best = max(changed, key=lambda run: run.ttft_attainment)
+    return (
+        f"{reached}. None of the changes meets the goal of {100 * plan.goal:g} %; "
+        f"the best is {best.change}, with {100 * best.ttft_attainment:.1f} %."
+    )
+
+
 def what_if(plan: Plan, strategy: str, rate: float, cv: float, progress: Progress | None = None) -> Iterator[Summary]:
-    """Yield the same run in changed fleets: what would have to change to meet the SLOs."""
-    for text, fleet in changes(plan.fleet):
-        yield simulate(replace(plan, fleet=fleet), strategy, rate, cv, change=text, progress=progress)
+    """Yield the same run in changed fleets, with more and more of one thing until the goal is met."""
+    for steps in changes(plan.fleet):
+        for text, fleet in steps:
+            summary = simulate(replace(plan, fleet=fleet), strategy, rate, cv, change=text, progress=progress)
+            yield summary
+            if summary.ttft_attainment >= plan.goal:
+                break
 
 
-def changes(fleet: Fleet) -> Iterator[tuple[str, Fleet]]:
-    """Yield fleets that have more of one thing."""
-    machines = tuple(
-        replace(machine, count=max(math.ceil(machine.count * 1.5), machine.count + 1)) for machine in fleet.machines
-    )
-    yield "half as many machines more", replace(fleet, machines=machines)
-    machines = tuple(
-        replace(machine, link_bytes_per_s=2 * machine.link_bytes_per_s, store_bytes_per_s=2 * machine.store_bytes_per_s)
-        for machine in fleet.machines
-    )
-    yield "links and disks of twice the speed", replace(fleet, machines=machines)
+def changes(fleet: Fleet) -> Iterator[list[tuple[str, Fleet]]]:
+    """Yield fleets that have more of one thing, from less to more."""
+    yield [(f"{times:g} times the machines", _more_machines(fleet, times)) for times in (1.5, 2, 3)]
+    yield [(f"links and disks {times} times as fast", _faster_links(fleet, times)) for times in (2, 4)]
     least = tuple(replace(model, min=max(model.min, 1)) for model in fleet.models)
     if len(least) <= fleet.devices:
-        yield "one instance of each model always there", replace(fleet, models=least)
+        yield [("one instance of each model always there", replace(fleet, models=least))]
+
+
+def _more_machines(fleet: Fleet, times: float) -> Fleet:
+    machines = (replace(machine, count=math.ceil(machine.count * times)) for machine in fleet.machines)
+    return replace(fleet, machines=tuple(machines))
+
+
+def _faster_links(fleet: Fleet, times: float) -> Fleet:
+    machines = (
+        replace(
+            machine,
+            link_bytes_per_s=times * machine.link_bytes_per_s,
+            store_bytes_per_s=times * machine.store_bytes_per_s,
+        )
+        for machine in fleet.machines
+    )
+    return replace(fleet, machines=tuple(machines), store_bytes_per_s=times * fleet.store_bytes_per_s)
 
 
 def simulate(
@@ -82,7 +125,9 @@ def simulate(
 ) -> Summary:
     workload, fleet = plan.workload, plan.fleet
     requests = workload.requests(fleet.models, plan.lengths, rate, cv)
-    end = max(requests[-1].at_s, 1.0) if requests else 1.0
+    if not requests:
+        raise ConfigError(f"requests: expected a longer time or a higher rate, found no request at {rate:g} a second")
+    end = max(requests[-1].at_s, 1.0)
     title = f"{strategy}, {rate:g}/s, CV {cv:g}" + (f", {change}" if change else "")
     outcome = Simulation(
         fleet,
@@ -113,6 +158,8 @@ def summarize(outcome: Outcome, fleet: Fleet, rate: float, cv: float, change: st
         percentile(ttft, 0.5),
         percentile(ttft, 0.95),
         percentile(ttft, 0.99),
+        outcome.queued_s / max(outcome.ended, 1),
+        outcome.prefill_s / max(outcome.ended, 1),
         outcome.mean_tpot_s(),
         percentile(tpot, 0.99),
         hours,

@@ -24,6 +24,7 @@ _AMOUNT = re.compile(r"([0-9.]+)\s*([kmgt]i?)?(b|bit)?(?:/s)?", re.IGNORECASE)
 
 _LARGEST_BYTES = 4 << 20
 _MOST = 1_000_000  # of whatever is counted
+_ABOVE_0 = 1e-9
 _LARGEST_NUMBER = 1e300
 
 
@@ -58,7 +59,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A file's content. ``lengths``: of each model's requests."""
+    """A file's content. ``lengths``: of each model's requests. ``goal``: the part of first tokens to be in time."""
 
     fleet: Fleet
     lengths: tuple[str, ...]
@@ -66,6 +67,7 @@ class Plan:
     strategies: tuple[str, ...]
     tick_s: float
     device_hour: float  # price; 0: not given
+    goal: float
 
 
 def read_plan(path: Path) -> Plan:
@@ -110,7 +112,7 @@ def parse(content: Any, folder: Path = Path(), name: str = "fleet") -> Plan:
             machines,
             tuple(model for model, _ in pairs),
             top.number("hop_s", 0.001),
-            top.amount("store", math.inf),
+            top.amount("store", math.inf, above_0=True),
             top.number("start_spread", 0.0),
         ),
         tuple(lengths for _, lengths in pairs),
@@ -118,8 +120,15 @@ def parse(content: Any, folder: Path = Path(), name: str = "fleet") -> Plan:
         strategies,
         top.number("tick_s", 0.25, least=0.01),
         top.number("device_hour", 0.0),
+        top.number("goal", 95.0, most=100.0) / 100,
     )
     top.end()
+    least = sum(model.min for model in plan.fleet.models)
+    if least > plan.fleet.devices:
+        raise ConfigError(
+            f"{name}: models: expected a min of at most {plan.fleet.devices} instances together, as many as the "
+            f"machines have devices, found {least}"
+        )
     names = [model.name for model in plan.fleet.models]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -131,14 +140,14 @@ def _machine(item: _Section) -> Machine:
     machine = Machine(
         item.word("name", None),
         item.whole("count", 1),
-        item.amount("link", None),
+        item.amount("link", None, above_0=True),
         item.whole("devices", 1),
         item.word("device", ""),
         int(item.amount("memory", 0.0)),
-        item.amount("disk", math.inf),
+        item.amount("disk", math.inf, above_0=True),
         item.word("leaf", ""),
         item.whole("fast_group", 1),
-        item.amount("fast_link", math.inf),
+        item.amount("fast_link", math.inf, above_0=True),
     )
     item.end()
     return machine
@@ -150,6 +159,11 @@ def _models(item: _Section, machines: Sequence[Machine]) -> list[tuple[Model, st
     device = item.word("device", "")
     if device and device not in {machine.device for machine in machines}:
         raise item.wrong("device", f"a device of the machines ({', '.join(m.device for m in machines)})", device)
+    fitting = [machine for machine in machines if device in ("", machine.device)]
+    if all(0 < machine.memory_bytes < profile.size_bytes for machine in fitting):
+        most = max(machine.memory_bytes for machine in fitting)
+        expected = f"weights that fit in the memory of a machine that may run them (at most {most / 1e9:g} GB)"
+        raise item.wrong("size" if item.has("size") else "profile", expected, f"{profile.size_bytes / 1e9:g} GB")
     slo = item.section("slo", optional=True)
     model = Model(
         name,
@@ -163,6 +177,8 @@ def _models(item: _Section, machines: Sequence[Machine]) -> list[tuple[Model, st
         item.number("tokens_per_s", 0.0),
         item.flag("disaggregated"),
     )
+    if model.min > model.max:
+        raise item.wrong("min", f"at most max ({model.max})", model.min)
     lengths = item.choice("lengths", "sharegpt", LENGTHS)
     slo.end()
     item.end()
@@ -178,7 +194,7 @@ def _profile(item: _Section) -> Profile:
         times.number("container", 0.0),
         times.number("device", 0.0),
         times.number("import", 0.0),
-        times.amount("load", 16e9),
+        times.amount("load", 16e9, above_0=True),
         times.number("init", 0.0),
         0.0,
         times.number("plain_init", times.number("init", 0.0)),
@@ -203,9 +219,9 @@ def _workload(item: _Section, folder: Path) -> Workload:
     recorded = arrivals != "gamma"
     workload = Workload(
         arrivals,
-        item.numbers("rate", (0.0,) if recorded else None, least=0.0 if recorded else 1e-9),
+        item.numbers("rate", (0.0,) if recorded else None, least=0.0 if recorded else _ABOVE_0),
         item.numbers("cv", (1.0,), least=1e-3, most=100.0),
-        item.number("seconds", 0.0 if recorded else 3600.0),
+        item.number("seconds", 0.0 if recorded else 3600.0, least=0.0 if recorded else _ABOVE_0),
         item.number("popularity", 0.0),
         item.whole("seed", 1, least=0),
         folder,
@@ -273,10 +289,10 @@ class _Section:
             raise self.wrong(key, "true or false", found)
         return found
 
-    def number(self, key: str, default: float | None, *, least: float = 0.0) -> float:
+    def number(self, key: str, default: float | None, *, least: float = 0.0, most: float = _LARGEST_NUMBER) -> float:
         found = self._get(key, default, "a number")
-        if found is not default and not _is_number(found, least, _LARGEST_NUMBER):
-            raise self.wrong(key, f"a number of at least {least:g}", found)
+        if found is not default and not _is_number(found, least, most):
+            raise self.wrong(key, f"a number {_range(least, most)}", found)
         return float(found)
 
     def numbers(
@@ -286,8 +302,7 @@ class _Section:
         found = found if isinstance(found, list) else [found]
         bad = [n for n in found if not _is_number(n, least, most)]
         if bad or not found:
-            up_to = "" if most == _LARGEST_NUMBER else f" and at most {most:g}"
-            raise self.wrong(key, f"a number of at least {least:g}{up_to}, or a list of them", bad[0] if bad else found)
+            raise self.wrong(key, f"a number {_range(least, most)}, or a list of them", bad[0] if bad else found)
         return tuple(float(item) for item in found)
 
     def whole(self, key: str, default: int | None, *, least: int = 1) -> int:
@@ -298,18 +313,14 @@ class _Section:
             raise self.wrong(key, f"a whole number of at most {_MOST}", found)
         return found
 
-    def amount(self, key: str, default: float | None) -> float:
+    def amount(self, key: str, default: float | None, *, above_0: bool = False) -> float:
         """Read bytes, or bytes a second: 12.5GB, 16Gbit, 400MB/s."""
-        found = self._get(key, default, "a size such as 12.5GB or 16Gbit")
-        if found is default or _is_number(found, 0.0, _LARGEST_NUMBER):
-            return float(found)
-        match = _AMOUNT.fullmatch(found.strip()) if isinstance(found, str) else None
-        try:
-            assert match is not None
-            value = float(match[1]) * _UNITS[(match[2] or "").lower()]
-        except (AssertionError, ValueError):
-            raise self.wrong(key, "a size such as 12.5GB or 16Gbit", found) from None
-        return value / 8 if (match[3] or "").lower() == "bit" else value
+        expected = f"a size {'above 0 ' if above_0 else ''}such as 12.5GB or 16Gbit"
+        found = self._get(key, default, expected)
+        value = found if found is default else _amount(found)
+        if value is None or (above_0 and value <= 0):
+            raise self.wrong(key, expected, found)
+        return float(value)
 
     def _one_of(self, key: str, found: Any, known: Mapping[str, object]) -> str:
         if not isinstance(found, str) or found not in known:
@@ -322,6 +333,25 @@ class _Section:
         if found is None:
             raise ConfigError(f"{self._place}: expected {key}, {expected}, found none")
         return found
+
+
+def _amount(found: Any) -> float | None:
+    """Return bytes, or None for what is no size."""
+    if _is_number(found, 0.0, _LARGEST_NUMBER):
+        return float(found)
+    match = _AMOUNT.fullmatch(found.strip()) if isinstance(found, str) else None
+    if match is None:
+        return None
+    try:
+        value = float(match[1]) * _UNITS[(match[2] or "").lower()]
+    except ValueError:
+        return None
+    return value / 8 if (match[3] or "").lower() == "bit" else value
+
+
+def _range(least: float, most: float) -> str:
+    from_ = "above 0" if least == _ABOVE_0 else f"of at least {least:g}"
+    return from_ if most == _LARGEST_NUMBER else f"{from_} and at most {most:g}"
 
 
 def _is_number(found: Any, least: float, most: float) -> bool:

@@ -20,12 +20,12 @@ def call_after(env: Any, delay_s: float, call: Callable[[], None]) -> None:
 
 
 class Link:
-    """A direction of a cable, a switch's uplink, or a disk."""
+    """A direction of a cable, a switch's uplink, or a disk. ``moved_bytes``: by the flows that have left it."""
 
-    __slots__ = ("bytes_per_s", "flows")
+    __slots__ = ("bytes_per_s", "flows", "moved_bytes")
 
     def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s = bytes_per_s
+        self.bytes_per_s, self.moved_bytes = bytes_per_s, 0.0
         self.flows: dict[Flow, None] = {}  # a set in the order of arrival
 
     @property
@@ -122,7 +122,9 @@ class Network:
         self.moved_bytes += flow.done
         flow.silence()
         for link in flow.links:
-            link.flows.pop(flow, None)
+            if flow in link.flows:
+                del link.flows[flow]
+                link.moved_bytes += flow.done
         if flow.upstream is not None:
             flow.upstream.followers.pop(flow, None)
         touched = _touched(flow.links)

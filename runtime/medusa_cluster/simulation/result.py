@@ -17,6 +17,9 @@ class Outcome:
     model: array[int] = field(default_factory=lambda: array("l"))
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
     tpot_s: array[float] = field(default_factory=lambda: array("d"))
+    ended: int = 0  # requests whose last token has come
+    queued_s: float = 0.0  # of these, until an instance took them
+    prefill_s: float = 0.0  # of these, from the begin of the prefill to the first token
     device_s: float = 0.0  # devices × seconds
     seconds: float = 0.0
     cold_starts: int = 0
@@ -44,6 +47,11 @@ class Outcome:
         self.model.append(model)
         self.ttft_s.append(math.inf)
         self.tpot_s.append(math.inf)
+
+    def end(self, number: int, ttft_s: float, tpot_s: float) -> None:
+        """Note the answer to a request."""
+        self.ended += 1
+        self.ttft_s[number], self.tpot_s[number] = ttft_s, tpot_s
 
     def attainment(self, ttft_slo_s: Callable[[int], float], tpot_slo_s: Callable[[int], float] | None = None) -> float:
         """Return the part of the requests that met their model's SLO: of the first token, or of the others."""

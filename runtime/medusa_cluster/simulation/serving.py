@@ -33,14 +33,20 @@ def relieved_s(seconds: float, loaded: float, loaded_per_s: float) -> float:
 
 
 class Served:
-    """A request on its way. Times are those of the simulation; -1: not yet. ``number``: of those that came before."""
+    """A request on its way. Times are those of the simulation; -1: not yet. ``number``: of those that came before.
 
-    __slots__ = ("at_s", "done_s", "first_s", "model", "number", "output_tokens", "prompt_tokens")
+    ``taken_s``: when an instance took it; ``begun_s``: when its prefill began.
+    """
+
+    __slots__ = (
+        *("at_s", "taken_s", "begun_s", "first_s", "done_s"),
+        *("model", "number", "output_tokens", "prompt_tokens"),
+    )
 
     def __init__(self, at_s: float, model: int, prompt_tokens: int, output_tokens: int, number: int = 0) -> None:
         self.at_s, self.model, self.number = at_s, model, number
         self.prompt_tokens, self.output_tokens = prompt_tokens, output_tokens
-        self.first_s = self.done_s = -1.0
+        self.taken_s = self.begun_s = self.first_s = self.done_s = -1.0
 
     @property
     def ttft_s(self) -> float:
@@ -180,6 +186,7 @@ class Server:
         while self._waiting and (not self._batch or tokens + self._waiting[0].prompt_tokens <= self._batch_tokens):
             request = self._waiting.popleft()
             tokens += request.prompt_tokens
+            request.begun_s = self._env.now
             self._batch.append(request)
         seconds = self.speed.prefill(tokens) * (self.slower() if self.slower is not None else 1.0)
         if self.relieved is not None:

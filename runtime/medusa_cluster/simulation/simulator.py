@@ -25,7 +25,7 @@ from .serving import Served, Server
 from .strategy import Strategy
 from .trace import Request
 
-_PATIENCE_S = 900.0  # after the last request
+_PATIENCE_S = 900.0  # after the last request, or the last answer
 
 
 class SimModel:
@@ -96,6 +96,7 @@ class Simulation:
         self._progress, self._progress_at = progress, 0.0
         self._details, self._paid_until_s = details, paid_until_s
         self._unanswered: set[Served] = set()
+        self._answered_s = 0.0  # when the last request came or was answered
 
     def run(self) -> Outcome:
         """Run to the last answer, or until nothing can be answered any more."""
@@ -113,7 +114,7 @@ class Simulation:
         outcome = self.outcome
         for request in self._unanswered:
             outcome.ttft_s[request.number] = request.ttft_s
-        outcome.moved_bytes = self.network.moved_bytes
+        outcome.moved_bytes, outcome.store_bytes = self.network.moved_bytes, self.store.moved_bytes
         outcome.seconds = self.env.now
         return outcome
 
@@ -130,6 +131,7 @@ class Simulation:
         outcome = self.outcome
         served = Served(now, request.model, request.prompt_tokens, request.output_tokens, outcome.requests)
         self._unanswered.add(served)
+        self._answered_s = now
         outcome.add(now, request.model)
         model = self.models[request.model]
         model.last_request_s = now
@@ -170,6 +172,7 @@ class Simulation:
         request = model.queue.popleft()
         model.queued_tokens -= request.prompt_tokens
         model.running += 1
+        request.taken_s = self.env.now
         return request
 
     def first_token(self, request: Served) -> None:
@@ -182,8 +185,10 @@ class Simulation:
         """A request has ended (or, without one, gone to a decoder); its place is free."""
         if request is not None:
             self._unanswered.discard(request)
-            self.outcome.ttft_s[request.number] = request.ttft_s
-            self.outcome.tpot_s[request.number] = request.tpot_s
+            self._answered_s = self.env.now
+            self.outcome.end(request.number, request.ttft_s, request.tpot_s)
+            self.outcome.queued_s += request.taken_s - request.at_s
+            self.outcome.prefill_s += request.first_s - request.begun_s
             model = self.models[request.model]
             model.running -= 1
             self._active.add(request.model)
@@ -227,23 +232,23 @@ class Simulation:
         self._go_on(bool(decisions))
 
     def _go_on(self, decided: bool) -> None:
-        """Look again: soon after a change, each second while anything is there that may have to end."""
+        """Look again: soon after a change, each second while anything is there that may have to end.
+
+        No more when nothing has been asked or answered for a long time: what waits then waits for ever.
+        """
+        if self._next_request_s is None and self.env.now >= self._answered_s + _PATIENCE_S:
+            return
         if decided or self._active:
             self.wake()
         elif self._execution.instances or any(node.dirty for node in self.changed):
-            patient = self._next_request_s is not None or self.env.now < self._last_s() + _PATIENCE_S
-            if patient:
-                at = self.env.now + self._quiet_s
-                self._tick_at = at
-                call_after(self.env, at - self.env.now, lambda: self._tick(at))
+            at = self.env.now + self._quiet_s
+            self._tick_at = at
+            call_after(self.env, at - self.env.now, lambda: self._tick(at))
 
     def paid_s(self, since_s: float) -> float:
         """Return how much of the time since then counts as device time."""
         now: float = self.env.now
         return max(min(now, self._paid_until_s) - since_s, 0.0)
-
-    def _last_s(self) -> float:
-        return self.outcome.at_s[-1] if len(self.outcome.at_s) else 0.0
 
     def _take_loads(self) -> None:
         now = self.env.now

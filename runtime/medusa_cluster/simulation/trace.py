@@ -159,7 +159,8 @@ def read_csv(path: Path, models: Sequence[str]) -> list[Request]:
         with path.open(newline="") as file:
             return _parse(csv.DictReader(file), path, models)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"the trace {path} could not be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"the trace {path} could not be read: {why}") from None
 
 
 def _parse(rows: csv.DictReader[str], path: Path, models: Sequence[str]) -> list[Request]:

@@ -44,9 +44,9 @@ def test_runs_are_shown_written_and_drawn(tmp_path: Path, capsys: pytest.Capture
     assert run(words) == 0
     shown = capsys.readouterr().out
     assert [line.split()[0] for line in shown.splitlines()[:4]] == ["medusa", "vllm", "medusa", "vllm"]
-    assert "(half as many machines more)" in shown
+    assert "(1.5 times the machines)" in shown
     runs = json.loads(numbers.read_text())["runs"]
-    assert {run["change"] for run in runs} >= {"", "links and disks of twice the speed"}
+    assert {run["change"] for run in runs} >= {"", "links and disks 2 times as fast"}
     assert all(run["cost"] == pytest.approx(2 * run["device_hours"]) for run in runs)
     page = report.read_text()
     assert "&lt;small&gt;" in page
@@ -73,7 +73,7 @@ def test_the_page_is_readable_on_a_phone_and_on_a_screen(tmp_path: Path) -> None
             boxes = "[...document.querySelectorAll('svg')].map(svg => [...svg.querySelectorAll('text')].map(e => {"
             boxes += "const r = e.getBoundingClientRect(); return [r.left, r.right, r.top, r.bottom]}))"
             for texts in browser.value(boxes):
-                assert min(bottom - top for _, _, top, bottom in texts) >= 10
+                assert min(round(bottom - top, 2) for _, _, top, bottom in texts) >= 10
                 for number, (left, right, top, bottom) in enumerate(texts):
                     upon = [
                         o
@@ -87,6 +87,24 @@ def test_the_page_is_readable_on_a_phone_and_on_a_screen(tmp_path: Path) -> None
         assert browser.errors == []
 
 
+def test_what_if_says_which_change_meets_the_goal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scarce = FLEET.replace("count: 4, device", "count: 1, devices: 2, device").replace("rate: [0.2, 0.4]", "rate: 0.4")
+    words = ["simulate", str(tmp_path / "fleet.yaml"), "--what-if", "--strategies", "vllm"]
+    report = tmp_path / "report.html"
+    for goal, said in (
+        (0, "which meets the goal of 0 % as it is."),
+        (100, "None of the changes meets the goal of 100 %"),
+    ):
+        (tmp_path / "fleet.yaml").write_text(f"{scarce}\ngoal: {goal}")
+        assert run([*words, "--report", str(report)]) == 0
+        assert said in capsys.readouterr().out
+        assert said in report.read_text()
+    slack = scarce.replace("ttft: 7.5", "ttft: 30")
+    (tmp_path / "fleet.yaml").write_text(f"{slack}\ngoal: 95")
+    assert run([*words, "--report", str(report)]) == 0
+    assert "The goal of 95 % is met with" in capsys.readouterr().out
+
+
 def test_only_the_strategies_that_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "fleet.yaml").write_text(FLEET)
     assert run(["simulate", str(tmp_path / "fleet.yaml"), "--strategies", "paraserve"]) == 0
@@ -98,6 +116,12 @@ def test_bad_calls_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run(["simulate", str(tmp_path / "fleet.yaml")]) == 2
     assert 'models[0].slo.ttft: expected a number of at least 0, found "soon"' in capsys.readouterr().err
     assert run(["simulate", str(tmp_path / "fleet.yaml"), "--strategies", "magic"]) == 2
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    for option in ("--report", "--json"):
+        assert run(["simulate", str(tmp_path / "fleet.yaml"), option, str(tmp_path / "none" / "file")]) == 2
+        shown = capsys.readouterr()
+        assert f"{option}: expected a file in a folder that is there" in shown.err
+        assert shown.out == ""
 
 
 def test_the_example_of_the_page_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

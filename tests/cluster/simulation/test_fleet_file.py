@@ -74,16 +74,18 @@ def test_a_model_of_ones_own() -> None:
         (
             "machines.0.link",
             "fast",
-            r"fleet: machines\[0\]\.link: expected a size such as 12\.5GB or 16Gbit, found \"fast\"",
+            r"fleet: machines\[0\]\.link: expected a size above 0 such as 12\.5GB or 16Gbit, found \"fast\"",
         ),
         ("machines.0.link", None, r"fleet: machines\[0\]: expected link"),
+        ("machines.0.link", 0, r"machines\[0\]\.link: expected a size above 0 .*, found 0"),
+        ("goal", 200, r"fleet: goal: expected a number of at least 0 and at most 100, found 200"),
         ("machines.0.count", 0, r"machines\[0\]\.count: expected a whole number of at least 1, found 0"),
         ("machines.0.gpus", 4, r"machines\[0\]: unknown key 'gpus'; known are count"),
         ("models.0.profile", "gpt", r"models\[0\]\.profile: expected one of opt-2\.7b@a10"),
         ("models.0.slo", 5, r"models\[0\]\.slo: expected a mapping, found 5"),
         ("models.0.slo.ttft", "soon", r"models\[0\]\.slo\.ttft: expected a number of at least 0, found \"soon\""),
         ("models.0.min", True, r"models\[0\]\.min: expected a whole number of at least 0, found true"),
-        ("requests.rate", 0, r"requests\.rate: expected a number of at least 1e-09"),
+        ("requests.rate", 0, r"requests\.rate: expected a number above 0, or a list of them, found 0"),
         ("requests.rate", None, r"requests: expected rate"),
         ("requests.arrivals", "uniform", r"requests\.arrivals: expected gamma, poisson"),
         ("strategies", ["medusa", "magic"], r"fleet: strategies\[1\]: expected one of medusa, .*, found \"magic\"$"),
@@ -107,11 +109,24 @@ def test_a_mistake_is_named_with_its_place_and_the_schema_sees_it_too(path: str,
     [
         ("models.0.device", "h100", r"models\[0\]\.device: expected a device of the machines \(a10\), found \"h100\""),
         ("models", [{"name": "m", "profile": "llama2-7b@a10"}] * 2, "expected different names, found 'm' twice"),
+        (
+            "machines.0.memory",
+            "8GB",
+            r"models\[0\]\.profile: expected weights that fit .* \(at most 8 GB\), found \"12\.5",
+        ),
+        ("models.0.min", 3, r"fleet: models: expected a min of at most 2 instances together, .* found 6"),
+        ("models", [{**OWN, "min": 2, "max": 1}], r"models\[0\]\.min: expected at most max \(1\), found 2"),
+        ("requests.seconds", 0, r"requests\.seconds: expected a number above 0, found 0"),
     ],
 )
 def test_mistakes_that_no_schema_sees(path: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(changed(path, value))
+
+
+def test_a_run_without_requests_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"expected a longer time or a higher rate, found no request at 0\.001 a"):
+        simulate(parse(changed("requests", {"rate": 0.001, "seconds": 1})), "medusa", 0.001, 1.0)
 
 
 def test_the_schema_accepts_what_is_read_and_knows_all_names() -> None:

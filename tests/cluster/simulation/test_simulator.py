@@ -99,6 +99,28 @@ def test_all_is_over_at_the_end_and_what_it_cost_is_counted() -> None:
     assert outcome.moved_bytes > 48 * GB
 
 
+def test_a_run_ends_where_a_model_can_never_start() -> None:
+    outcome = Simulation(fleet("llama2-7b@a10", device="h100"), strategy_named("medusa"), [Request(0.0, 0, 9, 9)]).run()
+    assert outcome.ttft_s[0] == float("inf")
+    assert outcome.seconds < 3600
+
+
+def test_bytes_from_the_store_are_counted_once() -> None:
+    for name in ("vllm", "serverlessllm", "single"):  # the first two begin to fetch after the boot
+        outcome = Simulation(fleet("llama2-7b@a10"), strategy_named(name), [Request(0.0, 0, 9, 9)]).run()
+        assert outcome.store_bytes == pytest.approx(12.5 * GB, rel=1e-6)
+
+
+def test_the_parts_of_the_time_to_the_first_token_add_up() -> None:
+    requests = [Request(0.0, 0, 512, 8)] * 12  # more than an instance takes at once
+    outcome = Simulation(fleet("llama2-7b@a10", nodes=1), strategy_named("single"), requests).run()
+    assert outcome.ended == 12
+    speed = PROFILES["llama2-7b@a10"].speed
+    together = 1, 7, 4  # the first is prefilled at once, then those that came meanwhile
+    assert outcome.prefill_s == pytest.approx(sum(count * speed.prefill(count * 512) for count in together))
+    assert 0 < outcome.queued_s + outcome.prefill_s <= sum(outcome.ttft_s) + 1e-6
+
+
 def test_provisioned_devices_serve_from_the_start_and_are_paid_for_all_the_time() -> None:
     full, half = scaled("full"), scaled("half")
     assert full.cold_starts == half.cold_starts == 0
