@@ -11,7 +11,7 @@ from medusa_runtime.errors import ConfigError
 
 from benchmarks import command_line
 from benchmarks.simulation import blitzscale, medusa, paraserve
-from benchmarks.simulation.figure import Figure
+from benchmarks.simulation.figure import BANDS, Figure
 
 FIGURES: dict[str, Callable[[float], Figure]] = {
     "paraserve-7": paraserve.figure_7,
@@ -43,12 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         raise ConfigError(f"--figure: expected names of {', '.join(FIGURES)}, found {', '.join(unknown)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
+    verdicts = ["| figure | verdict |", "|---|---|"]
     for name in names:
         begun = time.monotonic()
         figure = FIGURES[name](arguments.seconds)
         figure.write(arguments.out)
         print(figure.table())
         print(f"{arguments.out / name}.svg, {time.monotonic() - begun:.1f} s\n", flush=True)
+        verdicts.append(f"| {name} | {figure.verdict()} |")
+    print("\n".join(verdicts))
+    print("In band: " + ", ".join(f"{unit}: {band}" for unit, band in BANDS.items()) + " of the published number.")
     return 0
 
 

@@ -1,22 +1,58 @@
-"""A figure: its chart, and a table with the published numbers beside the simulated ones."""
+"""A figure: its chart, and a table with the published numbers beside the simulated ones, and a verdict on each.
+
+A simulated number is in band if it is as near to the published one as ``BANDS`` says for its unit. Which system is
+better than which has to be as published, always.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from medusa_adapters.report.lines import Series, lines
 
+LESS = "% less"  # what remains is compared, as a ratio
+BANDS = {"s": "within 15 %", "×": "within 20 %", LESS: "what remains within 20 %", "%": "within 8 points"}
+_RELATIVE = {"s": 0.15, "×": 0.2, LESS: 0.2}
+_POINTS = 8.0
+
 
 @dataclass(frozen=True)
 class Line:
-    """One number of a figure. ``published``: as the paper prints or plots it, if it does."""
+    """One number of a figure. ``published``: as the paper prints or plots it, if it does; a pair is a range."""
 
     what: str
     ours: float
-    published: float | None = None
+    published: float | tuple[float, float] | None = None
     unit: str = ""
+
+    @property
+    def in_band(self) -> bool | None:
+        """Whether it is as near to the published number as its unit's band asks; None without a number or a band."""
+        if self.published is None or self.unit not in BANDS:
+            return None
+        least, most = self.published if isinstance(self.published, tuple) else (self.published, self.published)
+        if self.unit == "%":
+            return least - _POINTS <= self.ours <= most + _POINTS
+        ours = self.ours
+        if self.unit == LESS:
+            ours, least, most = 100 - ours, 100 - most, 100 - least
+        part = _RELATIVE[self.unit]
+        return least * (1 - part) <= ours <= most * (1 + part)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Systems in the paper's order, from the smallest number to the largest, with ours."""
+
+    what: str
+    systems: Mapping[str, float]
+
+    @property
+    def kept(self) -> bool:
+        return all(less <= more for less, more in pairwise(self.systems.values()))
 
 
 @dataclass(frozen=True)
@@ -28,26 +64,41 @@ class Figure:
     svg: str
     lines: Sequence[Line]
     why: str
-    found: str = "simulated"
+    orders: Sequence[Order] = ()
 
     def table(self) -> str:
         """The numbers as Markdown."""
-        rows = [f"| {line.what} | {_shown(line.published)} | {line.ours:.3g} | {line.unit} |" for line in self.lines]
-        head = [f"| what | published | {self.found} | unit |", "|---|---|---|---|"]
-        return "\n".join([f"# {self.title}", "", *head, *rows, "", self.why, ""])
+        rows = [
+            f"| {line.what} | {_shown(line.published)} | {line.ours:.3g} | {line.unit} | {_VERDICTS[line.in_band]} |"
+            for line in self.lines
+        ]
+        for order in self.orders:
+            ours = sorted(order.systems, key=order.systems.__getitem__)
+            shown = " | ".join(" < ".join(names) for names in (order.systems, ours))
+            rows.append(f"| {order.what} | {shown} | | {'kept' if order.kept else '**not kept**'} |")
+        head = ["| what | published | simulated | unit | verdict |", "|---|---|---|---|---|"]
+        return "\n".join([f"# {self.title}", "", *head, *rows, "", self.verdict(), "", self.why, ""])
+
+    def verdict(self) -> str:
+        """How many numbers are in band, and how many orders are kept."""
+        judged = [line.in_band for line in self.lines if line.in_band is not None]
+        found = [f"{sum(judged)} of {len(judged)} in band"] if judged else []
+        if self.orders:
+            found.append(f"{sum(order.kept for order in self.orders)} of {len(self.orders)} orders kept")
+        return ", ".join(found) or "nothing published to compare with"
 
     def write(self, folder: Path) -> None:
         """Write the chart as SVG and the table as Markdown."""
         (folder / f"{self.name}.svg").write_text(self.svg + "\n")
         (folder / f"{self.name}.md").write_text(self.table())
 
-    def worst(self) -> float:
-        """Return the largest deviation of a number that was published: ours over theirs, or the reverse, less one."""
-        ratios = [line.ours / line.published for line in self.lines if line.published and line.ours > 0]
-        return max((max(ratio, 1 / ratio) - 1 for ratio in ratios), default=0.0)
+
+_VERDICTS = {None: "", True: "in band", False: "**out**"}
 
 
-def _shown(value: float | None) -> str:
+def _shown(value: float | tuple[float, float] | None) -> str:
+    if isinstance(value, tuple):
+        return f"{value[0]:g} to {value[1]:g}"
     return "" if value is None else f"{value:g}"
 
 

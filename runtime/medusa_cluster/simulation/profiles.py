@@ -29,7 +29,7 @@ class Stages:
     plain_init_s: float = 2.0
     plain_init_s_per_gb: float = 0.36
     loader_init_s: float = 4.0
-    loader_init_s_per_gb: float = 0.187
+    loader_init_s_per_gb: float = 0.172
     end_s: float = 0.0
 
 
