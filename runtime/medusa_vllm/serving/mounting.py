@@ -109,14 +109,14 @@ def probed_once() -> Iterator[None]:
 
 def described_once() -> AbstractContextManager[None]:
     """In this context vLLM's hash of a configuration describes a model's own once, where it has it under two names."""
-    found: dict[int, Any] = {}
+    found: dict[int, tuple[Any, Any]] = {}  # each with the object, so that no other one gets its id
 
     def once(before: Any, value: Any) -> Any:
         if not hasattr(value, "to_json_string"):
             return before(value)
         if id(value) not in found:
-            found[id(value)] = before(value)
-        return found[id(value)]
+            found[id(value)] = value, before(value)
+        return found[id(value)][1]
 
     return instead("vllm.config.utils", "normalize_value", once)
 

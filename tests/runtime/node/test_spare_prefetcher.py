@@ -80,7 +80,9 @@ def test_the_process_that_waits_shares_no_memory_that_it_will_write_to(start_nod
 
 def test_a_spare_that_has_died_costs_nothing_but_itself(start_node: Start, put_model: Put) -> None:
     node = start_node("--ready-memory", "8Mi")
-    os.kill(spare_of(node), signal.SIGKILL)
+    spare = spare_of(node)
+    os.kill(spare, signal.SIGKILL)
+    until(lambda: not alive(spare))
     url = put_model("model", 4 * MB)
     with closing(node.client()) as client:
         region = client.region(url)
