@@ -6,7 +6,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from medusa_cluster.lab.link import Link
 from medusa_runtime.errors import LabError
 
 from benchmarks.cluster.options import Options, row
+from benchmarks.waiting import until
 
 _NAME, _PORT = "model", 8080
 _PROMPTS = 16
@@ -64,13 +65,13 @@ def _cluster(options: Options) -> Iterator[LabCluster]:
         cluster.start()
         cluster.start_gateway(_PORT)
         cluster.deploy(_NAME, min=1, max=options.nodes, settings={"max_concurrency": str(_PLACES)})
-        _until(lambda: _instances(cluster) >= 1, _READY_WITHIN_S, "an instance")
+        until(lambda: _instances(cluster) >= 1, _READY_WITHIN_S, "an instance")
         yield cluster
         cluster.stop()
 
 
 def _burst(cluster: LabCluster, nodes: int, expected: list[str]) -> _Burst:
-    _until(lambda: _instances(cluster) == 1, _SHRUNK_WITHIN_S, "a single instance")
+    until(lambda: _instances(cluster) == 1, _SHRUNK_WITHIN_S, "a single instance")
     found, ending, lock = _Burst(), threading.Event(), threading.Lock()
 
     def ask(first: int) -> None:
@@ -104,7 +105,7 @@ def _burst(cluster: LabCluster, nodes: int, expected: list[str]) -> _Burst:
         for client in clients:
             client.join()
     ended = time.monotonic()
-    _until(lambda: _instances(cluster) == 1, _SHRUNK_WITHIN_S, "a single instance again")
+    until(lambda: _instances(cluster) == 1, _SHRUNK_WITHIN_S, "a single instance again")
     found.shrunk_s = time.monotonic() - ended
     for error in found.errors[:3]:
         print(f"lost: {error}")
@@ -146,11 +147,3 @@ def _streamed(answer: bytes) -> str:
     if any("error" in chunk for chunk in chunks):
         raise LabError(f"the stream ended with {chunks[-1]}")
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
-
-
-def _until(condition: Callable[[], bool], within_s: float, what: str) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise LabError(f"expected {what} within {within_s:g} s")
-        time.sleep(0.2)

@@ -15,6 +15,7 @@ from medusa_runtime.errors import LabError
 from medusa_runtime.limits import cpu_count
 
 from benchmarks.cluster.options import Options, row
+from benchmarks.waiting import until
 
 _NAME, _PORT = "model", 8080
 _CORES = 0.4  # the part of the machine that a node has, unless told; the rest is for gateway and clients
@@ -23,7 +24,6 @@ _CLIENTS = 12
 _PLACES = 8  # requests that an instance works on at a time
 _PROMPT_TOKENS = 256
 _WITHIN_S = 180.0
-_LOOK_S = 0.1
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
@@ -61,9 +61,9 @@ def _throughput(options: Options, *, live: bool) -> float:
         for one in clients:
             one.start()
         try:
-            _wait(lambda: len(_copies(cluster)) == 2, "a second instance")
+            until(lambda: len(_copies(cluster)) == 2, _WITHIN_S, "a second instance")
             began, before = time.monotonic(), sum(answered)
-            _wait(lambda: _is_complete(_copies(cluster)), "the second copy")
+            until(lambda: _is_complete(_copies(cluster)), _WITHIN_S, "the second copy")
             return (sum(answered) - before) / (time.monotonic() - began)
         finally:
             ending.set()
@@ -95,11 +95,3 @@ def _ask(cluster: LabCluster, number: int) -> None:
             raise LabError(f"status {answer.status}: {said[:300]!r}")
     finally:
         connection.close()
-
-
-def _wait(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + _WITHIN_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise LabError(f"expected {what} within {_WITHIN_S:g} s")
-        time.sleep(_LOOK_S)

@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from medusa_adapters.bench.openai_client import stream
@@ -28,6 +28,7 @@ from medusa_runtime.errors import LabError
 from medusa_runtime.timeline import Stage
 
 from benchmarks.cluster.options import Options, row
+from benchmarks.waiting import until
 
 _NAME = "model"
 _NODE = "n1"
@@ -97,7 +98,7 @@ def _settle(lab: Laboratory, cluster: LabCluster) -> None:
     """Deploy anew, without an instance, and wait until an engine is warm."""
     if cluster.status()["models"]:
         cluster.call("remove", name=_NAME)
-    _until(lambda: not any(node["instances"] for node in cluster.status()["nodes"]))
+    until(lambda: not any(node["instances"] for node in cluster.status()["nodes"]), _WITHIN_S, "no instance")
     cluster.deploy(_NAME, max=1)
     control = lab.node_folder(_NODE) / "control.sock"
 
@@ -106,7 +107,7 @@ def _settle(lab: Laboratory, cluster: LabCluster) -> None:
         complete = [model["state"] for model in status["models"]] == ["done"]
         return complete and bool(status["agent"]["engines"]["torch"]["warm"])
 
-    _until(idle)
+    until(idle, _WITHIN_S, "a quiet cluster")
     time.sleep(_QUIET_S)
 
 
@@ -146,11 +147,3 @@ def _line(process: subprocess.Popen[str]) -> str:
     if not line:
         raise LabError("the process that starts `medusa serve` alone has ended; its message is above")
     return line
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _WITHIN_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise LabError(f"the cluster was not quiet within {_WITHIN_S:g} s")
-        time.sleep(0.2)

@@ -6,7 +6,7 @@ import http.client
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -21,11 +21,12 @@ from medusa_cluster.simulation.result import Outcome
 from medusa_cluster.simulation.simulator import Simulation
 from medusa_cluster.simulation.strategy import Strategy
 from medusa_cluster.simulation.trace import Request
-from medusa_runtime.errors import LabError, MedusaError
+from medusa_runtime.errors import MedusaError
 
 from benchmarks.replay.calibration import PROMPT, Calibration, Samples, probe
 from benchmarks.replay.machine import Answer, Replayed
 from benchmarks.replay.systems import body
+from benchmarks.waiting import until
 
 CONCURRENCY = 16
 _NAME, _PORT = "model", 8080
@@ -48,10 +49,10 @@ class LabSystem:
         """Deploy the model anew, so that it has no instance."""
         if self._cluster.status()["models"]:
             self._cluster.call("remove", name=_NAME)
-        _until(lambda: not self._instances(), "no instance")
+        until(lambda: not self._instances(), _WITHIN_S, "no instance")
         nodes = len(self._cluster.lab.nodes)
         self._cluster.deploy(_NAME, min=0, max=nodes, settings={"max_concurrency": str(CONCURRENCY)})
-        _until(self._is_copied, "a copy of the model")
+        until(self._is_copied, _WITHIN_S, "a copy of the model")
 
     def sample(self, context: int, found: Samples) -> None:
         """Time a start through the gateway, then single requests."""
@@ -128,11 +129,3 @@ def simulate(calibration: Calibration, requests: Sequence[Request], folder: Path
     strategy = Strategy("replay", cache="lru", policy=Options())
     fleet = calibration.fleet("laboratory", machine, model)
     return Simulation(fleet, strategy, requests, tick_s=_TICK_S, quiet_s=_TICK_S, seed=seed).run()
-
-
-def _until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _WITHIN_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise LabError(f"expected {what} within {_WITHIN_S:g} s")
-        time.sleep(0.2)
