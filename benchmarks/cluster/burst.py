@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medusa_cluster.lab.cluster import LabCluster
-from medusa_cluster.lab.laboratory import SWITCH, Laboratory
+from medusa_cluster.lab.laboratory import Laboratory
 from medusa_cluster.lab.link import Link
 from medusa_runtime.errors import LabError
 
+from benchmarks.cluster.asking import ask
 from benchmarks.cluster.options import Options, row
 from benchmarks.waiting import until
 
@@ -120,23 +121,13 @@ def _instances(cluster: LabCluster) -> int:
 
 def _complete(cluster: LabCluster, number: int) -> str:
     """Ask the gateway, every other time as a stream. Raises LabError for an answer that is an error."""
-    connection = http.client.HTTPConnection(cluster.lab.address(SWITCH), _PORT, timeout=600)
-    try:
-        with cluster.lab.network(SWITCH):
-            connection.connect()
-        sampling = {"temperature": 0} if number % 4 < 2 else {"temperature": 1, "seed": number}
-        body = {
-            "model": _NAME, "prompt": f"Number {number} is", "max_tokens": _TOKENS, "ignore_eos": True,
-            "stream": number % 2 == 1,
-        }  # fmt: skip
-        connection.request("POST", "/v1/completions", json.dumps(body | sampling), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        answer = response.read()
-        if response.status != 200:
-            raise LabError(f"status {response.status}: {answer[:300]!r}")
-        return _streamed(answer) if body["stream"] else str(json.loads(answer)["choices"][0]["text"])
-    finally:
-        connection.close()
+    sampling = {"temperature": 0} if number % 4 < 2 else {"temperature": 1, "seed": number}
+    body = {
+        "model": _NAME, "prompt": f"Number {number} is", "max_tokens": _TOKENS, "ignore_eos": True,
+        "stream": number % 2 == 1,
+    }  # fmt: skip
+    answer = ask(cluster, _PORT, body | sampling)
+    return _streamed(answer) if body["stream"] else str(json.loads(answer)["choices"][0]["text"])
 
 
 def _streamed(answer: bytes) -> str:

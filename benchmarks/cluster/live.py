@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import threading
 import time
 from typing import Any
 
 from medusa_cluster.lab.cluster import LabCluster
-from medusa_cluster.lab.laboratory import SWITCH, Laboratory
+from medusa_cluster.lab.laboratory import Laboratory
 from medusa_cluster.lab.link import Link
-from medusa_runtime.errors import LabError
 from medusa_runtime.limits import cpu_count
 
+from benchmarks.cluster.asking import ask
 from benchmarks.cluster.options import Options, row
 from benchmarks.waiting import until
 
@@ -82,16 +80,5 @@ def _is_complete(copies: list[Any]) -> bool:
 
 def _ask(cluster: LabCluster, number: int) -> None:
     """Ask the gateway for one token behind a long prompt. Raises LabError for an answer that is an error."""
-    connection = http.client.HTTPConnection(cluster.lab.address(SWITCH), _PORT, timeout=_WITHIN_S)
-    try:
-        with cluster.lab.network(SWITCH):
-            connection.connect()
-        prompt = [3 + (number + 7 * place) % 900 for place in range(_PROMPT_TOKENS)]
-        body = {"model": _NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        said = answer.read()
-        if answer.status != 200:
-            raise LabError(f"status {answer.status}: {said[:300]!r}")
-    finally:
-        connection.close()
+    prompt = [3 + (number + 7 * place) % 900 for place in range(_PROMPT_TOKENS)]
+    ask(cluster, _PORT, {"model": _NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0})

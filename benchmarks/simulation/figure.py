@@ -30,7 +30,7 @@ class Line:
 
     @property
     def in_band(self) -> bool | None:
-        """Whether it is as near to the published number as its unit's band asks; None without a number or a band."""
+        """Whether the number is in the band of its unit; None if nothing was published, or the unit has no band."""
         if self.published is None or self.unit not in BANDS:
             return None
         least, most = self.published if isinstance(self.published, tuple) else (self.published, self.published)

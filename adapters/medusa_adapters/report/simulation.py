@@ -37,7 +37,7 @@ def simulation_page(plan: Plan, runs: Sequence[Summary], changed: Sequence[Summa
 
 
 def _headline(plan: Plan, runs: Sequence[Summary]) -> str:
-    """What is reached under the load at which the first strategy is worst."""
+    """The best result under the hardest load: the one under which the first strategy does worst."""
     hardest = hardest_run(plan, runs)
     best = max(_under(runs, hardest), key=lambda run: (run.ttft_attainment, -run.device_hours))
     return (

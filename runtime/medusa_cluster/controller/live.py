@@ -25,7 +25,7 @@ class LivePlace:
     leader: str  # HOST:PORT
 
     def plan(self, rank: int) -> dict[str, Any]:
-        """What an engine is told: at rank 0 to wait here, at rank 1 to help the one that does. See ``GroupPlan``."""
+        """The ``GroupPlan`` of one of the two, as JSON. Rank 0 waits here for a helper; rank 1 is that helper."""
         pair = {"group": self.group, "token": self.token, "leader": self.leader}
         return {**pair, "mode": "live", "rank": rank, "size": 2, "form_s": _FORM_S}
 
@@ -41,7 +41,7 @@ class Live:
         self._nodes = nodes
 
     async def plan(self, new: KnownInstance, partner: str | None) -> dict[str, Any] | None:
-        """What a new instance's engine is told; None where it starts as any other.
+        """The ``GroupPlan`` of a new instance, as JSON; None if it starts without live scaling.
 
         ``partner``: the instance that the policy wants it to help. Raises ClusterError when its node does not answer.
         """

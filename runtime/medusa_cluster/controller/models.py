@@ -97,7 +97,7 @@ class Models:
         return len(known.bytes.layers)
 
     def scales_live(self, deployment: Deployment, now: float) -> bool:
-        """Whether its instances may help one another; not where the last that was to be able to has failed."""
+        """Whether its instances may help one another. A failed start of such an instance forbids it for a while."""
         known = self._known.get(deployment.url)
         avoided = known is not None and now < known.avoided_until
         return deployment.live_scaling and not self._devices and not avoided

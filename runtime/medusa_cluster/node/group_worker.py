@@ -46,7 +46,7 @@ class GroupWorker:
 
     @property
     def is_followed(self) -> bool:
-        """Whether its timeline tells when it stops to share: a group's leader, or an instance that helps another."""
+        """Whether its timeline says when sharing ends: that of a group's leader and that of a helper do."""
         return (self.plan.rank == 0) == (self.plan.mode == "pipeline")
 
     def status(self, state: str) -> dict[str, Any]:
