@@ -23,7 +23,7 @@ from .flags import announce_renamed, chosen_parser, log_level, unify
 # Name, module with ``add_arguments(parser)`` and ``run(arguments) -> int``, and a line of help.
 _COMMANDS = (
     ("serve", "medusa_adapters.cli.serve", "serve a model or a function, and show where its start's time went"),
-    ("run", "medusa_adapters.cli.project.run", "call a handler once, without a server or a model"),
+    ("run", "medusa_adapters.cli.project.run", "call a handler once, with or without a model"),
     ("build", "medusa_adapters.cli.project.build", "build an image of a function, by podman, docker or buildah"),
     ("fetch", "medusa_adapters.cli.checkpoint.fetch", "fetch a checkpoint into a folder or, for timing, into memory"),
     ("new", "medusa_adapters.cli.project.new", "make a small complete project: handler, test, Dockerfile"),

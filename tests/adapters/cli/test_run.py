@@ -90,10 +90,22 @@ def test_what_a_handler_gets_wrong(handler: Path) -> None:
     assert 'raise ValueError("ouch")' in done.stderr
     assert "medusa_handler" not in done.stderr
     assert "handler:broken: answering raised ValueError: ouch [Handler.Failed]" in done.stderr
-    assert "medusa serve --model" in medusa(handler, "run", "handler:model").stderr
+    assert "--model URL" in medusa(handler, "run", "handler:model").stderr
     done = medusa(handler, "run", "handler.py", "--request", "@nothing")
     assert (done.returncode, "expected a file that can be read" in done.stderr) == (2, True)
     assert medusa(handler, "run").returncode == 2
+
+
+def test_a_handler_is_called_once_with_a_model(handler: Path) -> None:
+    model = str(Path(__file__).parents[3] / "examples" / "pydoc-lm")
+    done = medusa(handler, "run", "handler:model", "--model", model)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    done = medusa(handler, "run", "handler:broken", "--model", model)
+    assert (done.returncode, "status 500" in done.stderr, 'raise ValueError("ouch")' in done.stderr) == (1, True, True)
+    done = medusa(handler, "run", "handler:model", "--model", "nothing-here")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "nothing-here: expected a folder with a checkpoint" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["serve", "doctor", "materialize", "bench", "node", "fetch"])

@@ -1,4 +1,4 @@
-"""`medusa run`: call a handler once, in this process, without a server or a model."""
+"""`medusa run`: call a handler once, in this process, or with a model as `medusa serve` does."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from medusa_runtime.config import from_env
 from medusa_runtime.errors import ConfigError, HandlerError, MedusaError
 
 _NO_MODEL = "'NoneType' object has no attribute"
+_ANSWER_S = 3600.0  # a first start may fetch a large model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("handler", nargs="?", metavar="HANDLER", help="file.py, file.py:name or module:name")
     parser.add_argument("--handler", dest="handler_flag", metavar="HANDLER", help="the same, as serve takes it")
+    parser.add_argument(
+        "--model", metavar="URL", help="serve the handler with this model until it has answered [MEDUSA_MODEL]"
+    )
     parser.add_argument(
         "--request", default="", metavar="BODY", help="the request's body; @FILE is a file's content; default: empty"
     )
@@ -30,10 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Return status 1 when the handler fails or answers with 400 or more."""
     if arguments.handler is not None and arguments.handler_flag is not None:
         raise ConfigError("expected one handler: medusa run HANDLER, or --handler HANDLER")
-    settings = from_env(os.environ, handler=arguments.handler or arguments.handler_flag)
+    settings = from_env(os.environ, handler=arguments.handler or arguments.handler_flag, model=arguments.model)
     if settings.handler is None:
         raise ConfigError("expected a handler: medusa run handler.py, or handler.py:name")
     body = _body(arguments.request)
+    if settings.model is not None:
+        return _run_served(settings.handler, settings.model, body, arguments.content_type)
     from medusa_handler.contract import Context, Headers, HttpError, Request
     from medusa_handler.user_code.code import UserCode
     from medusa_handler.user_code.loop import EventLoop
@@ -57,6 +63,21 @@ def run(arguments: argparse.Namespace) -> int:
     return int(status >= 400)
 
 
+def _run_served(handler: str, model: str, body: bytes, content_type: str) -> int:
+    """Print the answer of an instance that ends with it; what the instance prints follows on stderr."""
+    from ...bench.served_instance import ServedInstance, serve_command
+
+    with ServedInstance(serve_command("--handler", handler, "--model", model)) as instance:
+        with instance.answering():
+            answer = instance.exchange("POST", "/", body, {"Content-Type": content_type}, timeout_s=_ANSWER_S)
+        if answer.status != 200:
+            print(f"status {answer.status}", file=sys.stderr)
+        _print(answer.body)
+        sys.stdout.flush()
+        sys.stderr.write(instance.output())
+    return int(answer.status >= 400)
+
+
 def _body(text: str) -> bytes:
     if not text.startswith("@"):
         return text.encode()
@@ -68,7 +89,7 @@ def _body(text: str) -> bytes:
 
 def _hinted(error: Exception, message: str) -> MedusaError:
     if _NO_MODEL in str(error):
-        message += "; `medusa run` gives a handler no model: for one that uses it, medusa serve --model URL --handler …"
+        message += "; a handler that uses a model needs one here: --model URL"
     return type(error)(message) if isinstance(error, MedusaError) else HandlerError(message)
 
 
