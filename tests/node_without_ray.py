@@ -23,12 +23,15 @@ from medusa_cluster.node.forwarding import Forwarder
 from medusa_cluster.node.instances import Instances
 from medusa_cluster.node.listener import Listener
 from medusa_cluster.node.operations import Operations
+from medusa_cluster.node.processes.stopped import StoppedProcesses
 from medusa_cluster.node.settings import NodeServerSettings
 from medusa_cluster.node.starts import Starts
 from medusa_cluster.transport.agent_regions import AgentRegions
 from medusa_cluster.transport.pacing import Pacer
 from medusa_cluster.transport.regions import RegionRoutes
 from medusa_runtime.errors import ClusterError
+
+_LOOK_S = 0.5
 
 
 class Neighbours:
@@ -63,6 +66,14 @@ class Neighbours:
         pass
 
 
+async def end_stopped() -> None:
+    """Kill processes that were stopped, as the node server does."""
+    stopped = StoppedProcesses()
+    while True:
+        stopped.look()
+        await asyncio.sleep(_LOOK_S)
+
+
 async def run(settings: NodeServerSettings) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -73,7 +84,7 @@ async def run(settings: NodeServerSettings) -> None:
     operations = Operations(settings, agent, instances, line, peers, pacer)
     listener = Listener(settings, access, Forwarder(instances), line, peers.routes())
     control = JsonLinesServer(settings.control_socket, operations.answer)
-    works = [Starts(instances).run()]
+    works = [Starts(instances).run(), end_stopped()]
     if settings.is_head:
         cluster = Cluster(Neighbours(settings.folder.parent), settings.folder / "controller.json")
         await JsonLinesServer(settings.controller_socket, cluster.answer).start()

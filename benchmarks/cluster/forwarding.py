@@ -5,13 +5,17 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
+from medusa_adapters.bench.result import Row
 from medusa_cluster.lab.laboratory import Laboratory
 from medusa_cluster.lab.link import Link
 from medusa_runtime.errors import LabError
@@ -20,11 +24,14 @@ from benchmarks.cluster.chain import cpu_seconds_of, fetch
 from benchmarks.cluster.options import Options, row
 from benchmarks.cluster.weight_nodes import WeightNode, weight_nodes
 
+_T = TypeVar("_T")
 _PORT = 8080
 _PACE = 0.85  # of the link, for weights while the node serves
 _STREAMS = 2  # requests at a time
-_TOKENS = 400  # of a request, in each slice
-_SLICES = 2  # of a sample, in turns with those of the other ways: 16 gaps of it are longer than its p99
+_TOKENS = 150  # of a request, in each slice: with more, tokens of longer contexts would make the p99
+_ROUNDS = 7  # of a run: slices of the two ways of the promised ratio in turns, the first one with those of all others
+_RESAMPLED = 400
+_PROBABLE = (0.05, 0.95)  # between which share of resampled figures the true one is
 _READY_WITHIN_S = 120.0
 
 
@@ -53,7 +60,7 @@ _RATIOS = {  # metric → two ways
     "tpot_p99_ratio_unpaced_local": ("unpaced_local", "elsewhere_local"),
     "tpot_p99_ratio_elsewhere": ("elsewhere", "alone"),
 }
-_BASE = "elsewhere"
+_PROMISED = "tpot_p99_ratio"
 
 
 class _Slice(NamedTuple):
@@ -65,37 +72,23 @@ class _Slice(NamedTuple):
     sender_cpu_s: float  # of its server of regions and its agent
 
 
-class _Sample(NamedTuple):
-    """The slices of one way in one run."""
-
-    slices: list[_Slice]
-
-    @property
-    def p99_ms(self) -> float:
-        return _p99_ms(self.slices)
-
-    @property
-    def noise(self) -> float:
-        """The p99 of every second slice over that of the others, which differ in nothing."""
-        one, other = _p99_ms(self.slices[::2]), _p99_ms(self.slices[1::2])
-        return max(one, other) / min(one, other)
-
-    @property
-    def sent_bytes_per_s(self) -> float:
-        return sum(each.sent_bytes for each in self.slices) / self._seconds
-
-    @property
-    def sender_cpus(self) -> float:
-        return sum(each.sender_cpu_s for each in self.slices) / self._seconds
-
-    @property
-    def _seconds(self) -> float:
-        return sum(each.seconds for each in self.slices)
-
-
-def _p99_ms(slices: list[_Slice]) -> float:
+def _p99_ms(slices: Sequence[_Slice]) -> float:
     gaps = sorted(gap for each in slices for gap in each.gaps_s)
     return gaps[int(len(gaps) * 0.99)] * 1e3
+
+
+def _ratio(slices: Sequence[tuple[_Slice, _Slice]]) -> float:
+    """The p99 of all tokens of one way, over that of another one in the same rounds."""
+    one, other = zip(*slices, strict=True)
+    return _p99_ms(one) / _p99_ms(other)
+
+
+def _estimate(metric: str, unit: str, slices: Sequence[_T], figure: Callable[[Sequence[_T]], float]) -> dict[str, Any]:
+    """A figure of all slices, and the range of 90 % of those that as many slices give, drawn from these at random."""
+    draw = random.Random(0)
+    drawn = sorted(figure(draw.choices(slices, k=len(slices))) for _ in range(_RESAMPLED))
+    least, most = (drawn[int(share * _RESAMPLED)] for share in _PROBABLE)
+    return asdict(Row("forwarding", metric, unit, figure(slices), least, most, len(slices)))
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
@@ -104,31 +97,39 @@ def rows(options: Options) -> list[dict[str, Any]]:
     The serving node has a core of its own, as it would have a machine; the other nodes and the clients have the rest.
     Cores of one machine still share caches, or are threads of one core. So a node that forwards is compared with one
     beside which another node sends the same weights, and that one with a node beside which nothing happens.
+
+    A figure is the p99 of the tokens of all slices together; its least and its greatest are where the true one probably
+    is (``_estimate``).
     """
     everywhere = os.sched_getaffinity(0)
     own = {min(everywhere)}
     os.sched_setaffinity(0, everywhere - own or everywhere)
     try:
-        samples = _measure(options, own)
+        rounds = _measure(options, own)
     finally:
         os.sched_setaffinity(0, everywhere)
+    slices = {name: [each[name] for each in rounds if name in each] for name in _WAYS}
     found = []
-    for metric, names in _RATIOS.items():
-        pairs = zip(*(samples[name] for name in names), strict=True)
-        found.append(row("forwarding", metric, "", [one.p99_ms / other.p99_ms for one, other in pairs]))
-    found.append(row("forwarding", "tpot_p99_noise", "", [sample.noise for sample in samples[_BASE]]))
+    for metric, (one, other) in _RATIOS.items():
+        found.append(
+            _estimate(metric, "", [(each[one], each[other]) for each in rounds if {one, other} <= each.keys()], _ratio)
+        )
+    base = slices[_RATIOS[_PROMISED][1]]
+    found.append(_estimate("tpot_p99_noise", "", list(zip(base[::2], base[1::2], strict=False)), _ratio))
     for name in _WAYS:
-        found.append(row("forwarding", f"tpot_p99_{name}_ms", "ms", [sample.p99_ms for sample in samples[name]]))
+        found.append(_estimate(f"tpot_p99_{name}_ms", "ms", slices[name], _p99_ms))
     for name in ("paced", "unpaced"):
-        shares = [sample.sent_bytes_per_s / options.link_bytes_per_s for sample in samples[name]]
+        shares = [each.sent_bytes / each.seconds / options.link_bytes_per_s for each in slices[name]]
         found.append(row("forwarding", f"link_share_{name}", "", shares))
-        found.append(row("forwarding", f"sender_cpus_{name}", "", [sample.sender_cpus for sample in samples[name]]))
+        cpus = [each.sender_cpu_s / each.seconds for each in slices[name]]
+        found.append(row("forwarding", f"sender_cpus_{name}", "", cpus))
     return found
 
 
-def _measure(options: Options, own: set[int]) -> dict[str, list[_Sample]]:
+def _measure(options: Options, own: set[int]) -> list[dict[str, _Slice]]:
+    """The slices of each round, by their ways."""
     link = Link(options.link_bytes_per_s)
-    samples: dict[str, list[_Sample]] = {name: [] for name in _WAYS}
+    rounds: list[dict[str, _Slice]] = [{} for _ in range(options.runs * _ROUNDS)]
     with (
         Laboratory(4, link, cpus=options.cpus, cores={"n1": own}, origin={"model": options.model}) as lab,
         weight_nodes(lab) as (serving, receiving, other, client),
@@ -138,21 +139,18 @@ def _measure(options: Options, own: set[int]) -> dict[str, list[_Sample]]:
             fetch([node], url)
         _serve(lab, serving.name, url)
         _stream(lab, serving.name, client.name, [])
-        ways = list(_WAYS.items())
-        for _ in range(options.runs):
-            for name in _WAYS:
-                samples[name].append(_Sample([]))
-            for _ in range(_SLICES):
-                ways.reverse()  # what drifts concerns all of them alike
-                for name, way in ways:
-                    serving.ask("pace", bytes_per_s=None if way.pace is None else way.pace * options.link_bytes_per_s)
-                    sender = {"serving": serving, "other": other, None: None}[way.sender]
-                    weights = None if sender is None else _Weights(sender, receiving, url)
-                    found = _slice(lab, serving.name, serving.name if way.local else client.name)
-                    samples[name][-1].slices.append(found)
-                    if weights is not None:
-                        weights.end()
-    return samples
+        senders = {"serving": serving, "other": other, None: None}
+        for number, slices in enumerate(rounds):
+            names = _RATIOS[_PROMISED] if number % _ROUNDS else _WAYS
+            for name in sorted(names, reverse=bool(number % 2)):  # what drifts concerns all of them alike
+                way = _WAYS[name]
+                serving.ask("pace", bytes_per_s=None if way.pace is None else way.pace * options.link_bytes_per_s)
+                sender = senders[way.sender]
+                weights = None if sender is None else _Weights(sender, receiving, url)
+                slices[name] = _slice(lab, serving.name, serving.name if way.local else client.name)
+                if weights is not None:
+                    weights.end()
+    return rounds
 
 
 def _slice(lab: Laboratory, node: str, client: str) -> _Slice:

@@ -119,7 +119,6 @@ class Cluster:
             known = self.instances.get(instance_id)
             if item["state"] == "failed":
                 if known is not None and self.execution.failed(instance_id):
-                    self.groups.failed(known)
                     self._forget_instance(known, "instance-died", str(item.get("failure")))
                 continue
             if known is None:

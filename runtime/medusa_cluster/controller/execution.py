@@ -121,7 +121,6 @@ class Execution:
         except MedusaError as error:
             if cluster.instances.get(known.id) is known:
                 self.failed(known.id)
-                cluster.groups.failed(known)
                 del cluster.instances[known.id]
                 cluster.tell("start-failed", f"{known.id}: {error}", node=known.node, model=known.model)
                 cluster.publish()
@@ -143,6 +142,8 @@ class Execution:
             # One that has served may be started again at once; one that never listened will hardly do better now.
             lasted = known.state == "ready" and time.time() - known.since > _LONGEST_PAUSE_S / 6
             count = 0 if lasted else self._failures.get(known.model, (0, 0.0))[0] + 1
+            if not lasted:
+                self._cluster.groups.start_failed(known)
             pause_s = min(_SHORTEST_PAUSE_S * 2 ** (count - 1), _LONGEST_PAUSE_S) if count else 0.0
             self._failures[known.model] = (count, now + pause_s)
         return True

@@ -111,8 +111,8 @@ class Groups:
             if worker.id in cluster.instances:
                 cluster.execution.begin(StopInstance(worker.id, worker.node, 0.0, "its group could not be started"))
 
-    def failed(self, worker: KnownInstance) -> None:
-        """Note a worker that ended by itself: the model may be one that its engine does not split."""
+    def start_failed(self, worker: KnownInstance) -> None:
+        """Note a worker that ended soon after its start: the model may be one that its engine does not split."""
         deployment = self._cluster.deployments.get(worker.model)
         shares = worker.group is not None or worker.live is not None or worker.helps is not None
         if shares and deployment is not None:

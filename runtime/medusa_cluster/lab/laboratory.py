@@ -132,6 +132,7 @@ class Laboratory:
 
     def crash(self, node: str) -> None:
         """End a node as a power cut does: every process in it is gone when this returns."""
+        self._network.unplug(node)
         holder = self._held.pop(node).holder
         holder.terminate()
         holder.wait()

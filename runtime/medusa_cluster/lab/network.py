@@ -58,6 +58,10 @@ class Network:
             self._tc(pid, f"qdisc add dev eth0 {link.shaper()}")
             self._tc(self._switch, f"qdisc add dev {port} {link.shaper(_PORT_SHARE)}")
 
+    def unplug(self, name: str) -> None:
+        """Take the node's cable away. The kernel does so when the node's namespace ends, but some time later."""
+        self._ip(self._switch, f"link del {_port(name)}")
+
     def cut(self, name: str) -> None:
         """Pull the node's cable: what it sends and what is sent to it is lost."""
         self._ip(self._switch, f"link set {_port(name)} down")

@@ -11,6 +11,7 @@ from .in_flight import InFlightRange, InFlightRanges, Span
 from .load_priority import Load, interactive_load
 
 _LARGEST_SPAN_BYTES = 8 << 20
+_LARGEST_WHOLE_BYTES = 64 << 20  # of a range that may be given back; a peer sends no more with one answer
 # Where a reader gives memory back as it copies, a fetch is at most this far in front of it.
 _UNRELEASED_BYTES = 256 << 20
 _YIELD_S = 0.005
@@ -36,6 +37,8 @@ class Schedule:
         self._pending = writer.pending()
         self._load = load
         self._urgent = frozenset(urgent)
+        self.large = Span(0, 0)  # the newest range that may be given back
+        self._most_bytes = _LARGEST_SPAN_BYTES if urgent else _LARGEST_WHOLE_BYTES  # of such a range
         self._taken = bytearray(b"\1" * self._chunks.count)  # also what is there already, or no tensor's
         for chunk in self._pending:
             self._taken[chunk] = 0
@@ -63,7 +66,8 @@ class Schedule:
     def take(self, takers: int, *, whole: bool = False) -> Span | None:
         """The next range: up to 8 MiB, and less when few bytes are left for ``takers`` connections, or come slowly.
 
-        ``whole``: always 8 MiB, for ranges that come one after the other, where smaller ones only cost more requests.
+        ``whole``: for ranges that come one after the other, of which each costs both ends CPU time. One at a time has
+        up to 64 MiB, and is given back when it ``gives_way``; the others have 8 MiB.
 
         Waits while a load that is more important has the right of way, or memory must be given back first.
         """
@@ -83,6 +87,34 @@ class Schedule:
                         return self._take_paced(asked, share)
                     pause_s = _PACED_YIELD_S
             time.sleep(pause_s)
+
+    def gives_way(self, *, alone: bool) -> bool:
+        """Whether the rest of the large range is to be given back; from then on no range is large.
+
+        It is when it is not ``alone`` on the link any more, something else comes first, or readers set a pace.
+        """
+        span, present = self.large, self._writer.present
+        missing = [chunk for chunk in span.chunks if not present(chunk)]
+        soon = _LARGEST_SPAN_BYTES // self._chunks.chunk_bytes
+        if len(missing) <= soon:
+            return False
+        with self._lock:
+            wanted = self.wanted()
+            first = next((chunk for chunk in (*wanted, *self._writer.hinted()) if not present(chunk)), missing[0])
+            comes_soon = first in missing[:soon] or (self._taken[first] and first not in span.chunks)
+            paced = self._writer.demand.share != 1.0 or (not wanted and self._is_less_important())
+            if alone and comes_soon and not paced:
+                return False
+            self._most_bytes = _LARGEST_SPAN_BYTES
+            return True
+
+    def give_back(self, span: Span) -> None:
+        """Hand out again what has not come of a range."""
+        with self._lock:
+            for chunk in span.chunks:
+                self._taken[chunk] = self._writer.present(chunk)
+            self._next = 0
+            self._skip_taken()
 
     def _leaves_room(self, asked: int | None, wanted: Collection[int]) -> bool:
         """Whether to wait because urgent chunks are under way, from which any other would take bandwidth.
@@ -117,18 +149,22 @@ class Schedule:
     def _must_wait(self) -> bool:
         if self._writer.unreleased_bytes > _UNRELEASED_BYTES:
             return True
+        return self._is_less_important() and self.flights.count > 0
+
+    def _is_less_important(self) -> bool:
+        """Whether this is a background load while an interactive one is under way."""
         load = self._load
         if load is None or not load.background:
             return False
         if self._writer.demand.promoted:
             load.promote()
             return False
-        return self.flights.count > 0 and interactive_load()
+        return interactive_load()
 
     def _take(self, asked: int | None, takers: int) -> Span:
         """Take a range; ``takers``: 0 for a whole one."""
         first = self._pending[self._next] if asked is None else asked
-        most = _LARGEST_SPAN_BYTES // self._chunks.chunk_bytes
+        most = (_LARGEST_SPAN_BYTES if takers else self._whole_bytes(first)) // self._chunks.chunk_bytes
         if takers:
             most = min(most, self.flights.most_bytes(takers, _LARGEST_SPAN_BYTES) // self._chunks.chunk_bytes)
             left = sum(not self._taken[chunk] for chunk in self._urgent) if first in self._urgent else 0
@@ -137,9 +173,21 @@ class Schedule:
         while count < most and self._follows(first, count, in_order=asked is None):
             count += 1
         self._taken[first : first + count] = b"\1" * count
+        self._skip_taken()
+        span = Span(first, count)
+        if count * self._chunks.chunk_bytes > _LARGEST_SPAN_BYTES:
+            self.large = span
+        return span
+
+    def _skip_taken(self) -> None:
         while self._next < len(self._pending) and self._taken[self._pending[self._next]]:
             self._next += 1
-        return Span(first, count)
+
+    def _whole_bytes(self, first: int) -> int:
+        """The most bytes of a range that has the link for itself. Large are those in order, one at a time."""
+        in_order = first == self._pending[self._next]
+        under_way = any(not self._writer.present(chunk) for chunk in self.large.chunks)
+        return self._most_bytes if in_order and not under_way else _LARGEST_SPAN_BYTES
 
     def _follows(self, first: int, count: int, *, in_order: bool) -> bool:
         """Whether a range of ``count`` chunks may have one more."""

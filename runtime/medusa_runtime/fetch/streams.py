@@ -51,6 +51,10 @@ class Mismatch(Exception):
         self.chunk = chunk
 
 
+class _GivenBack(Exception):
+    """The rest of a range is fetched later: something else comes first."""
+
+
 class Peers(Protocol):
     """What a store of several machines decides by itself: ``storage.sources.SourcesStore``."""
 
@@ -307,7 +311,7 @@ class Streams:
         chunks = self._writer.chunks
         assert chunks is not None
         size_bytes = chunks.place(span.first + span.length - 1).stop - chunks.place(span.first).start
-        flights, failure = self._schedule.flights, None
+        flights, failure, given_back = self._schedule.flights, None, False
         begun = 0 if late is None else self._begun_bytes(span.first, late)
         flight = flights.begin(span, size_bytes - begun, is_hedge=late is not None)
         flight.late, flight.alone = late, late is not None and late.overtaken
@@ -316,9 +320,13 @@ class Streams:
             self._fetch_right(span, flight, begun)
         except OvertakenError:
             pass
+        except _GivenBack:
+            given_back = True
         except Exception as error:  # noqa: BLE001  raised below, unless another request brings the range
             failure = error
         alone = flights.end(flight)
+        if given_back and not flight.hedged:
+            self._schedule.give_back(span)
         if failure and alone and not flight.overtaken and not self._there(span):
             raise failure
         if flight.hedged or flight.is_hedge:
@@ -372,6 +380,9 @@ class Streams:
                 self._late, self._late_until = flight, time.monotonic() + _HOLD_S
             self._hold(flight)
             arrival.publish(prepare=flight.direct)
+            large = span is self._schedule.large and not flight.hedged
+            if large and self._schedule.gives_way(alone=self._few() is not None):
+                raise _GivenBack
 
         def keep(more: int) -> None:
             at = (arrival.filled - begun) % len(own)

@@ -56,7 +56,7 @@ _PROBE_S = 2.0  # for its answer
 _STANDSTILL_S = 4.0  # how long a peer that lives may get nothing itself
 _UNANSWERED_S = 2.0  # for what a request says to be acknowledged
 _LEAST_BYTES_PER_S = 1024.0
-_TOGETHER = 8  # chunks that compiled code receives before the caller learns of them
+_TOGETHER_BYTES = 4 << 20  # what compiled code receives before the caller learns of it; a chunk at least
 
 
 class Offer(NamedTuple):
@@ -226,9 +226,10 @@ class PeerStore:
         """Receive the rest of a range in compiled code, which verifies each chunk before it publishes it."""
         chunks, receiving, patience = compiled(), landing.receiving(done), _Patience(self)
         assert chunks is not None
+        together = max(_TOGETHER_BYTES // receiving.chunks.bytes, 1)
         while receiving.done < receiving.chunks.count:
             before, before_wire = receiving.filled_bytes, receiving.wire_bytes
-            receiving.stop = min(receiving.done + _TOGETHER, receiving.chunks.count)
+            receiving.stop = min(receiving.done + together, receiving.chunks.count)
             try:
                 status = connection.land(chunks, receiving)
             finally:  # what is published is not fetched again, also where the connection is given up

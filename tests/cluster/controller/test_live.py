@@ -107,6 +107,24 @@ def test_a_model_that_cannot_be_shared_starts_without_it(run: Run) -> None:
     run(scenario, "n1", "n2")
 
 
+def test_a_source_that_dies_after_it_has_served_leaves_live_scaling_on(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        source = await first(net, cluster)
+        source.since -= 60.0
+        net.nodes[source.node].instances[source.id] |= {"state": "failed", "failure": "it was killed"}
+        await until(lambda: source.id not in cluster.instances)
+        del net.nodes[source.node].instances[source.id]
+
+        def again() -> bool:
+            asked(cluster, waiting=1)
+            return len(plans(net)) == 2
+
+        await until(again)
+        assert plans(net)[1]["mode"] == "live"
+
+    run(scenario, "n1", "n2")
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,10 +72,52 @@ def test_a_new_instance_helps_a_loaded_one_until_it_has_its_layers() -> None:
         assert set(helps) == {first["id"]}, cluster.told()
         assert {text for one in asked for text in one.result()} == {alone}
         assert {item["helps"] for item in _shown(cluster)} == {None}
-        marks = [stage["name"] for stage in _timeline(cluster, first["id"])]
+        marks = _marks(cluster, first["id"])
         assert marks.index("paired") < marks.index("unpaired"), marks
         assert completion(url) == alone
         cluster.end()
+
+
+@pytest.mark.parametrize("victim", ["source", "helper"])
+def test_a_stopped_live_instance_costs_no_request(victim: str) -> None:
+    with Laboratory(2, GROUP_LINK, origin={"m": EXAMPLE}) as lab:
+        cluster = ClusterWithoutRay(lab)
+        cluster.start()
+        for node in lab.nodes:
+            until(lambda node=node: cluster.is_warm(node))
+        cluster.start_gateway(8080)
+        url = lab.forward(0, "switch", 8080)
+        cluster.deploy("m", max=2, live_scaling=True, settings=SETTINGS | {"max_concurrency": "4"})
+        alone = completion(url)
+        (source,) = cluster.instances()
+        source_node = next(node["name"] for node in cluster.status()["nodes"] if node["instances"])
+
+        ended = threading.Event()
+        with ThreadPoolExecutor(_CLIENTS) as pool:
+            asked = [pool.submit(_ask_until, ended.is_set, url) for _ in range(_CLIENTS)]
+            try:
+                until(lambda: "paired" in _marks(cluster, source["id"]), cluster.told)
+                others = [node for node in lab.nodes if node != source_node]
+                began = time.monotonic()
+                _stop_instance(lab, source_node if victim == "source" else others[0])
+                until(lambda: "instance-died" in cluster.kinds(), cluster.told)
+                until(lambda: _ready(cluster) == 2, cluster.told)
+            finally:
+                ended.set()
+        assert {text for one in asked for text in one.result()} == {alone}
+        print(f"two instances again, and no request left, {time.monotonic() - began:.1f} s after the signal")
+        cluster.end()
+
+
+def _stop_instance(lab: Laboratory, node: str) -> None:
+    """SIGSTOP all processes of the node's instance: those of `medusa serve`, and its engine."""
+    for pid, line in lab.processes(node).items():
+        if " serve " in line or Path(f"/proc/{pid}/comm").read_text() == "engine\n":
+            os.kill(pid, signal.SIGSTOP)
+
+
+def _marks(cluster: ClusterWithRay, instance: str) -> list[str]:
+    return [stage["name"] for stage in _timeline(cluster, instance)]
 
 
 def _ask_until(enough: Callable[[], bool], url: str) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,19 @@ def nodes(folder: Path, token_file: Path, cluster_fork_server: ForkServer) -> It
 @pytest.fixture
 def model(folder: Path) -> Iterator[Model]:
     """A checkpoint of 12 MB with random bytes, on an origin that counts."""
-    part = 1_000_003
+    with _served(folder, 1_000_003) as model:
+        yield model
+
+
+@pytest.fixture
+def large_model(folder: Path) -> Iterator[Model]:
+    """The same of 48 MB."""
+    with _served(folder, 4_000_003) as model:
+        yield model
+
+
+@contextmanager
+def _served(folder: Path, part: int) -> Iterator[Model]:
     names = {f"model.layers.{n}.weight": {"dtype": "U8", "shape": [part]} for n in range(TENSORS)}
     for number, entry in enumerate(names.values()):
         entry["data_offsets"] = [number * part, (number + 1) * part]

@@ -10,9 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from e2e.slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
+from medusa_runtime.errors import MedusaError
 from peer_nodes import Model, Node, percent, until
 
 PACE = 6_000_000  # bytes a second: two seconds for the model
+ENDED_S = 60.0  # longer than a fetch tries without any bytes
+LAST = "model.layers.11.weight"
 
 
 def test_a_chain_brings_every_node_the_bytes_and_the_origin_sends_them_once(
@@ -43,6 +46,24 @@ def test_a_chain_may_begin_with_its_end(nodes: Callable[..., list[Node]], model:
             model.check(fetch.result())
     assert model.copies() < 1.05
     assert [node.held()["sources"]["received_bytes"]["store"] for node in chain] == [len(model.data), 0, 0]
+
+
+def test_what_a_forward_waits_for_comes_before_the_rest_of_a_large_range(
+    nodes: Callable[..., list[Node]], large_model: Model
+) -> None:
+    first, second = nodes(2)
+    large_model.check(first.fetch(large_model.url))
+    first.ask("pace", bytes_per_s=PACE)
+    second.read_from(first)
+    region = second.fetch(large_model.url)
+    until(lambda: percent(region) > 5)
+    region.demand([LAST])
+    region.wait_tensor(LAST, timeout_s=60)
+    assert percent(region) < 60  # the rest of a batch, 8 MiB that were asked for before, and what is wanted
+    first.ask("pace", bytes_per_s=None)
+    large_model.check(region)
+    received = second.held()["sources"]["received_bytes"]
+    assert received == {first.url: len(large_model.data), "store": 0}
 
 
 @pytest.mark.parametrize("at", [10, 50, 90])
@@ -84,6 +105,41 @@ def test_a_relay_that_is_stopped_costs_only_its_hop(nodes: Callable[..., list[No
         os.kill(pid, signal.SIGSTOP)
     model.check(region)
     assert model.copies() < 1.05
+
+
+@pytest.mark.parametrize("end", ["the origin", "a node", "a node that dies", "nothing"])
+def test_nodes_that_read_from_one_another_end_with_right_bytes_or_an_error(
+    nodes: Callable[..., list[Node]], model: Model, end: str
+) -> None:
+    first, second, third = nodes(3)
+    pair, sources = [first, second], [third] if "node" in end else []
+    if sources:
+        model.check(third.fetch(model.url))
+        third.ask("pace", bytes_per_s=PACE)
+    if end in ("a node", "nothing"):
+        model.origin.__exit__(None, None, None)
+    first.read_from(second, *sources)
+    second.read_from(first, *sources)
+    with ThreadPoolExecutor(2) as threads:
+        fetches = [threads.submit(_fetch, node, model) for node in pair]
+        if end == "a node that dies":
+            until(lambda: all(percent(node.fetch(model.url)) > 20 for node in pair))
+            third.signal(signal.SIGKILL)
+        for fetch in fetches:
+            assert fetch.result(ENDED_S) == (end != "nothing")
+
+
+def _fetch(node: Node, model: Model) -> bool:
+    """Whether a node gets the model; False when its fetch ends with an error."""
+    try:
+        region = node.fetch(model.url)
+    except MedusaError:
+        return False
+    until(lambda: region.progress().state in ("done", "failed"))
+    if region.progress().state == "failed":
+        return False
+    model.check(region)
+    return True
 
 
 def test_one_that_joins_late_gets_what_is_there_at_once(nodes: Callable[..., list[Node]], model: Model) -> None:

@@ -17,7 +17,7 @@ from medusa_runtime.fetch.in_flight import InFlightRanges, Span
 from medusa_runtime.fetch.load_priority import Load, interactive_load
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.fetch.schedule import Schedule
-from medusa_runtime.region.demand import demand_memory, pace, promote
+from medusa_runtime.region.demand import demand, demand_memory, pace, promote
 from medusa_runtime.region.reader import Region
 from medusa_runtime.storage.retry import RetryPolicy
 from medusa_runtime.timeline import Timeline
@@ -332,6 +332,34 @@ def test_a_fetch_waits_for_memory_to_be_given_back(
     filled.region.release("1")
     thread.join(120)
     assert taken
+
+
+def test_one_range_at_a_time_is_large_until_something_else_comes_first(filling: Callable[..., Any]) -> None:
+    import torch
+
+    filled = filling({"0": torch.zeros(24 * MIB), "1": torch.zeros(MIB)})
+    writer = filled.lay_out().writer
+    schedule = Schedule(writer)
+    large, small = (schedule.take(2, whole=True) for _ in range(2))
+    assert large is not None
+    assert small is not None
+    assert [span.length * writer.chunks.chunk_bytes for span in (large, small)] == [64 * MIB, 8 * MIB]
+    assert not schedule.gives_way(alone=True)
+    assert schedule.large is large
+
+    demand_fd, last = demand_memory(), writer.chunks.count - 1
+    writer.demand.listen(demand_fd)
+    demand(demand_fd, [small.first])  # it comes next
+    assert not schedule.gives_way(alone=True)
+    os.close(demand_fd)
+    demand_fd = demand_memory()
+    writer.demand.listen(demand_fd)
+    demand(demand_fd, [last])
+    assert schedule.gives_way(alone=True)
+    os.close(demand_fd)
+    schedule.give_back(large)
+    assert schedule.take(2, whole=True) == Span(last, 1)
+    assert schedule.take(2, whole=True) == Span(large.first, small.length)
 
 
 def test_a_workers_layers_are_fetched_first_and_the_others_in_the_background(
