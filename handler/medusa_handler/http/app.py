@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
-import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -95,7 +95,7 @@ def _name_requests(app: Flask, platform: Platform) -> None:
         g.began = time.monotonic()
         own = platform.request_id(Headers(request.headers.items())) if platform.request_id is not None else None
         given = request.headers.get("X-Request-Id", "")
-        g.request_id = own or (given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
+        g.request_id = own or (given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex())
 
     @app.after_request
     def finish_head(response: Response) -> Response:

@@ -1,12 +1,13 @@
-"""The lean import of Flask: without templates, commands, forms, and a server of its own.
+"""The lean import of Flask: without templates, commands, forms, signatures, and a server of its own.
 
-These are Jinja2, Click, and parts of werkzeug, which take half of the time of ``import flask``. Here they are lazy
-(``medusa_runtime.imports.lazy_modules``): code that uses them gets the real ones. The names were found by
-experiment, and hold for the versions in ``TESTED``; another version is imported plainly.
+These are Jinja2, Click, parts of werkzeug, and modules of Python that those use, half of the time of ``import flask``.
+Here they are lazy (``medusa_runtime.imports.lazy_modules``): code that uses them gets the real ones. The names were
+found by experiment, and hold for the versions in ``TESTED``; another version is imported plainly.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from medusa_runtime.imports.lazy_modules import LazyFinder, LazyHooks, LazyPolic
 from medusa_runtime.imports.lock import TESTED_PYTHONS
 
 TESTED = ("3.1.",)
+_OF_PYTHON = ("decimal", "difflib", "email.utils", "hashlib", "hmac", "platform", "secrets")
 _LAZY = (
     "click", "flask.cli", "flask.templating", "jinja2", "werkzeug.formparser", "werkzeug.serving", "werkzeug.test",
+    *_OF_PYTHON,
 )  # fmt: skip
 # What others bind while Flask is imported, or call for each app that is made.
 _BOUND = {
@@ -24,6 +27,7 @@ _BOUND = {
         "DispatchingJinjaLoader", "Environment", "_default_template_ctx_processor", "render_template",
         "render_template_string", "stream_template", "stream_template_string",
     ),
+    "hashlib": ("sha1",),
     "jinja2": ("BaseLoader", "FileSystemLoader"),
     "werkzeug.formparser": ("FormDataParser", "default_stream_factory"),
     "werkzeug.serving": ("is_running_from_reloader", "run_simple"),
@@ -58,10 +62,12 @@ def import_leanly() -> None:
         return
     LazyFinder(
         "flask",
-        LazyPolicy(packages=_LAZY, whole=frozenset({"click", "jinja2"}), independent=("flask", "werkzeug")),
+        LazyPolicy(
+            packages=_LAZY, whole=frozenset({"click", "jinja2"}), independent=("flask", "werkzeug", *_OF_PYTHON)
+        ),
         StandIns(
             importing={module: {name: StandIn.of(module, name) for name in names} for module, names in _BOUND.items()},
-            lasting={"flask.cli": {"AppGroup": CommandGroup}},
+            lasting={"flask.cli": {"AppGroup": CommandGroup}, "platform": {"system": lambda: os.uname().sysname}},
             bound_by=("flask",),
         ),
         LazyHooks(why_not=_why_not),

@@ -5,7 +5,7 @@ The modules of chats, embeddings and classifiers are imported at the first such 
 
 from __future__ import annotations
 
-import uuid
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,7 @@ def complete(service: Service, body: Body, gone: Callable[[], bool]) -> Response
     if wanted is not None:
         params = replace(params, structured_outputs=wanted.asked)
     echoes = [_text(service, prompt) for prompt in prompts for _ in range(keep)] if echo else []
-    name = f"cmpl-{uuid.uuid4().hex}"
+    name = f"cmpl-{os.urandom(16).hex()}"
     requests = _requests(name, prompts, params, per_prompt, parameters.flag(body, "add_special_tokens", True))
     requests = _adapted(service, model, requests)
     envelope = Envelope(name, model, completion.CompletionShape(logprobs, echoes))
@@ -92,7 +92,7 @@ def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response
     elif parser is not None:  # what marks a call may be a special token
         params = replace(params, skip_special_tokens=False)
     prompt = template.render(messages, arguments)
-    name = f"chatcmpl-{uuid.uuid4().hex}"
+    name = f"chatcmpl-{os.urandom(16).hex()}"
     # The template writes the special tokens itself.
     requests = _requests(name, [prompt], params, count, parameters.flag(body, "add_special_tokens", False))
     requests = _adapted(service, model, requests)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import base64
 import logging
+import os
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -82,7 +82,9 @@ def _generate(service: Service, body: Body, gone: Callable[[], bool]) -> Respons
         raise invalid("frame", "an object", frame)
     request = frames.request_from_frame(frame)
     given = request.id
-    generation = Generation(service.model, [replace(request, id=f"remote-{uuid.uuid4().hex}", adapter=adapter)], gone)
+    generation = Generation(
+        service.model, [replace(request, id=f"remote-{os.urandom(16).hex()}", adapter=adapter)], gone
+    )
     try:
         events = generation.events(service.settings.heartbeat_s)
         first = next(events)  # an error before the first token still has its own status

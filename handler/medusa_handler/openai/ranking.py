@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ def classify(service: Service, body: Body, model: str, gone: Callable[[], bool])
     tokens = sum(vector.tokens for vector in found)
     return jsonify(
         {
-            "id": f"classify-{uuid.uuid4().hex}",
+            "id": f"classify-{os.urandom(16).hex()}",
             "object": "list",
             "created": int(time.time()),
             "model": model,
@@ -65,7 +65,7 @@ def rerank(service: Service, body: Body, model: str, gone: Callable[[], bool]) -
     ]
     tokens = sum(vector.tokens for vector in found)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return jsonify({"id": f"rerank-{uuid.uuid4().hex}", "model": model, "usage": usage, "results": results})
+    return jsonify({"id": f"rerank-{os.urandom(16).hex()}", "model": model, "usage": usage, "results": results})
 
 
 def _labels(service: Service) -> dict[str, Any]:

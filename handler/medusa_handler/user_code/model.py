@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import uuid
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +79,7 @@ class Model:
     def _stream(
         self, prompt: str | tuple[int, ...], params: SamplingParams, *, add_special_tokens: bool
     ) -> Iterator[str]:
-        request = GenerateRequest(f"fn-{uuid.uuid4().hex}", prompt, params, add_special_tokens)
+        request = GenerateRequest(f"fn-{os.urandom(16).hex()}", prompt, params, add_special_tokens)
         with Generation(self._served, [request], _gone()) as generation:
             for item in generation.events():
                 if item is not None and item.value.text:

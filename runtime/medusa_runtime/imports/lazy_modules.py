@@ -17,13 +17,23 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .lock import ImportLock
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+else:  # importlib.abc takes 5 ms: it imports shutil and tempfile for the readers of resources
+
+    class MetaPathFinder: ...
+
+    class Loader:
+        def create_module(self, spec):
+            return None
+
 
 logger = logging.getLogger(__name__)
 _STATE = "__medusa_lazy__"

@@ -7,7 +7,7 @@ list of such objects or, in newer versions, a name and its arguments. vLLM's par
 
 from __future__ import annotations
 
-import uuid
+import os
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -42,12 +42,12 @@ class ToolParser(Protocol):
 
 
 def _call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+    return f"call_{os.urandom(16).hex()[:24]}"
 
 
 def _short_id() -> str:
     """Mistral's templates take nine letters and digits only."""
-    return uuid.uuid4().hex[:9]
+    return os.urandom(16).hex()[:9]
 
 
 class _Parser:
