@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -39,7 +40,7 @@ _MOST_HELD = 8192  # connections that have sent no whole request; then the oldes
 _HEAD = re.compile(
     rb"(GET|HEAD) (/[!-\"$->@-~]*)(?:\?[!-~]*)? HTTP/1\.([01])\r\n((?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~]*\r\n)*)\r\n"
 )
-_BODY_OR_MORE = (b"content-length:", b"transfer-encoding:", b"expect:", b"upgrade:")
+_BODY_OR_MORE = re.compile(rb"\r\n(?:content-length|transfer-encoding|expect|upgrade):")
 _PHRASES = {  # http.HTTPStatus takes a millisecond to import, and the first probe would wait for it
     200: "OK",
     400: "Bad Request",
@@ -173,7 +174,7 @@ class ProbeAcceptor:
             return None
         method, path, recent, fields = request[1], request[2], request[3] == b"1", b"\r\n" + request[4].lower()
         probe = self._probes.answer(path.decode())
-        if not isinstance(probe, ProbeResponse) or any(b"\r\n" + name in fields for name in _BODY_OR_MORE):
+        if not isinstance(probe, ProbeResponse) or _BODY_OR_MORE.search(fields):
             return None
         if fields.count(b"\r\nhost:") != 1 and recent:
             return None
@@ -261,7 +262,7 @@ def _response(status: int, value: object, *, lasting: bool, only_head: bool) -> 
     body = json.dumps(value).encode() + b"\n"
     lines = (
         f"HTTP/1.1 {status} {_PHRASES[status]}",
-        time.strftime("Date: %a, %d %b %Y %H:%M:%S GMT", time.gmtime()),
+        _date(int(time.time())),
         "Connection: " + ("keep-alive" if lasting else "close"),
         "Content-Type: application/json",
         f"Content-Length: {len(body)}",
@@ -269,6 +270,11 @@ def _response(status: int, value: object, *, lasting: bool, only_head: bool) -> 
         *(("Retry-After: 1",) if status == 503 and not lasting else ()),
     )
     return "\r\n".join((*lines, "", "")).encode() + (b"" if only_head else body)
+
+
+@functools.lru_cache(maxsize=1)
+def _date(now_s: int) -> str:
+    return time.strftime("Date: %a, %d %b %Y %H:%M:%S GMT", time.gmtime(now_s))
 
 
 class HandoffSocket:

@@ -17,10 +17,11 @@ from ..http.environ import SMALL_BODY_BYTES
 
 HEAD_BYTES = 32 << 10  # the largest head; less than what a socket's buffer holds from the start
 _PEEK_BYTES = 2 * HEAD_BYTES
+_PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
+_MOST_DIGITS = 20  # of a length
 _CLOSE_WAIT = 8  # TCP_INFO's state of a connection whose client will send no more
 _BEGINS = re.compile(rb"(?:\r\n)*(?:[!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}(?: |\Z)|\r?\Z)")
 _FRAMING = re.compile(rb"\r\n(content-length|transfer-encoding|expect)[ \t]*:[ \t]*([^\r\n]*)", re.IGNORECASE)
-_LENGTH = re.compile(rb"[0-9]{1,20}[ \t]*")
 _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;.*)?")
 _END = b"\r\n\r\n"
 
@@ -57,7 +58,7 @@ def judge(data: bytes) -> Judgement:
     if len(framing) != 1:  # with an Expect the client waits for an answer to its head
         return Judgement(Sent.HEAD if framing else Sent.WHOLE)
     name, value = framing[0][0].lower(), framing[0][1].strip().lower()
-    if name == b"content-length" and _LENGTH.fullmatch(value):
+    if name == b"content-length" and value.isdigit() and len(value) <= _MOST_DIGITS:
         length = int(value)
         missing = end + len(_END) + min(length, SMALL_BODY_BYTES) - len(data)
         if missing > 0:
@@ -111,7 +112,7 @@ class Incoming:
         ``before`` holds the bytes of the request that were already taken from the socket.
         """
         try:
-            peeked = self._connection.recv(_PEEK_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            peeked = self._connection.recv(_PEEK_BYTES, _PEEK)
         except BlockingIOError:
             peeked = None
         except OSError:
