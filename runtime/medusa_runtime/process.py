@@ -1,4 +1,4 @@
-"""Child processes: forked, ended with their parent, and able to report why they failed."""
+"""Child processes: forked, ended with their parent, and able to report why they failed; connections they share."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from .errors import MedusaError
 from .resource_limits import as_limit_error
 from .timeline import Timeline
+
+if TYPE_CHECKING:
+    import subprocess
 
 logger = logging.getLogger(__name__)
 
@@ -176,8 +180,28 @@ def kill_children(but: Iterable[int] = ()) -> bool:
     return bool(pids)
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the parent ends (prctl(2), PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Ask the kernel for this signal when the parent ends (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)
+
+
+def terminate(process: subprocess.Popen[Any], within_s: float) -> int:
+    """End a process by SIGTERM, or by SIGKILL if it has not ended ``within_s``. Returns its status."""
+    from subprocess import TimeoutExpired
+
+    process.terminate()  # nothing is sent to one that has ended
+    try:
+        return process.wait(within_s)
+    except TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def hang_up(connection: socket.socket) -> None:
+    """End a connection in all threads and processes that have it, and wake those that wait in it."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it has ended already

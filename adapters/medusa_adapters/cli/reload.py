@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from medusa_runtime.errors import ConfigError
+from medusa_runtime.process import terminate
 
 _POLL_S = 0.5
 _END_S = 60.0
@@ -38,7 +39,7 @@ def serve_again(argv: Sequence[str], handler: str | None) -> int:
                 print(f"ended with status {child.returncode}; waiting for a change in {folder}", file=sys.stderr)
                 said = True
             time.sleep(_POLL_S)
-        status = _end(child)
+        status = terminate(child, _END_S)
         if stopping:
             return status
         changed = next((name for name in sorted(set(now) | set(seen)) if now.get(name) != seen.get(name)), "")
@@ -70,13 +71,3 @@ def _stamps(folder: Path) -> dict[str, int]:
         if len(found) > _MOST_FILES:
             raise ConfigError(f"--reload: expected at most {_MOST_FILES} files of code below {folder}, found more")
     return found
-
-
-def _end(child: subprocess.Popen[bytes]) -> int:
-    if child.poll() is None:
-        child.terminate()
-    try:
-        return child.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        return child.wait()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.config import to_env
+from medusa_runtime.process import terminate
 
 if TYPE_CHECKING:
     from medusa_handler.contract import Request, Response
@@ -129,7 +130,7 @@ class Models:
         except BaseException:
             with self._lock:
                 self._loaded.pop(name, None)
-            _end(loaded)
+            terminate(loaded.process, _END_S)
             raise
         return loaded
 
@@ -167,7 +168,7 @@ class Models:
         loaded = self._find(name)
         with self._lock:
             self._loaded.pop(name, None)
-        _end(loaded)
+        terminate(loaded.process, _END_S)
         return loaded
 
     def _find(self, name: str) -> Loaded:
@@ -253,12 +254,3 @@ class _Pieces:
 
     def close(self) -> None:
         self._connection.close()
-
-
-def _end(loaded: Loaded) -> None:
-    loaded.process.terminate()
-    try:
-        loaded.process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        loaded.process.kill()
-        loaded.process.wait()

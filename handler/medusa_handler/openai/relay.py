@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from flask import Response, request
 from medusa_runtime.errors import EngineError
+from medusa_runtime.process import hang_up
 
 from ..faults import ClientGoneError, NotCoveredError
 from ..http.body import read_body
@@ -137,10 +138,7 @@ class _Answer:
             self._connection.close()
 
     def cancel(self) -> None:
-        try:
-            self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
+        hang_up(self._connection)
 
 
 __all__ = ["light_or_relayed", "relay"]

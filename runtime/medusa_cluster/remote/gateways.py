@@ -21,6 +21,7 @@ from medusa_runtime.errors import (
     RequestError,
     UnreachableError,
 )
+from medusa_runtime.process import hang_up
 
 _CONNECT_S = 5.0
 _SILENT_S = 60.0  # a gateway sends a comment into a silent stream every ten seconds
@@ -106,10 +107,7 @@ class Exchange:
         return response
 
     def abort(self) -> None:
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
+        hang_up(self._socket)
 
     def close(self) -> None:
         self._connection.close()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..errors import EngineError, MedusaError, from_code
+from ..process import hang_up
 from . import frames
 from .base import Delta, Embedding, EngineInfo, GenerateRequest
 
@@ -229,7 +230,7 @@ class EngineClient:
             connection, self._socket = self._socket, None
             self._state.notify_all()
         if connection is not None:
-            _hang_up(connection)
+            hang_up(connection)
 
     def _call(
         self, method: str, timeout_s: float | None = 30.0, look: Callable[[], None] | None = None, **arguments: Any
@@ -386,10 +387,3 @@ class _Wait:
         if left_s <= 0:
             return None
         return left_s if self._look is None else min(_LOOK_S, left_s)
-
-
-def _hang_up(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import MedusaError, OverloadedError, RequestError
+from ..process import hang_up
 from ..region.handed import open_handed
 from . import frames
 from .base import Delta, Engine, GenerateRequest
@@ -244,8 +245,5 @@ class _Connection:
         if whole and self._takes_over is not None:
             self._takes_over(self._socket)
             return
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
+        hang_up(self._socket)
         self._socket.close()

@@ -10,7 +10,7 @@ from enum import Enum
 
 from ..config import NODE_SOCKET, Settings
 from ..errors import MedusaError, NodeAwayError, NodeError
-from ..process import ReportPipe
+from ..process import ReportPipe, hang_up
 from ..region.reader import Region
 from ..timeline import Timeline
 from .client import HURRIED, NodeClient
@@ -142,10 +142,7 @@ class Attachment:
         """End the engine process that serves this instance; False when it is not the agent's."""
         had = self._lease is not None
         if self._lease is not None:
-            try:
-                self._lease.shutdown(socket.SHUT_RDWR)  # forked children hold it, too
-            except OSError:
-                pass
+            hang_up(self._lease)  # forked children hold it, too
             self._lease.close()
             self._lease = None
         return had

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import NodeAwayError, NodeError, NodeRefusedError, from_code
+from ..process import hang_up
 from ..region.reader import Region
 from .callers.peer import Peer
 from .messages import VERSION, Message, close_all, receive, send
@@ -157,10 +158,7 @@ class NodeClient:
 
     def close(self) -> None:
         """End the connection, also where forked children hold it."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
+        hang_up(self._socket)
         self._socket.close()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import http.client
 import json
 import os
@@ -17,6 +15,7 @@ from typing import Any, Self
 
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import EngineError
+from medusa_runtime.process import die_with_parent, hang_up, terminate
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
@@ -26,7 +25,6 @@ from ..weights.attached import settings_for
 
 _LOOK_S = 0.1
 _END_S = 10.0
-_PR_SET_PDEATHSIG = 1
 _GIB = 1024
 # `vllm serve`. vLLM's own main asks for a distribution named vllm, which a build for CPUs is not.
 _MAIN = """
@@ -54,8 +52,7 @@ class Exchange:
 
     def hang_up(self) -> None:
         """End the connection, also while another thread reads from it."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        hang_up(self._connection)
 
     def __enter__(self) -> Self:
         return self
@@ -94,10 +91,7 @@ class VllmServer:
         parent = os.getpid()
 
         def prepare() -> None:
-            # SIGTERM lets vLLM's server end its own processes.
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(1)
+            die_with_parent(parent, signal.SIGTERM)  # with which vLLM's server ends its own processes, too
 
         self._process = subprocess.Popen([*command, *flags], env=environment, preexec_fn=prepare)
 
@@ -135,31 +129,21 @@ class VllmServer:
 
     def ask(self, method: str, path: str, body: Any) -> Exchange:
         """Send a request, and return once the answer's head has come. Raises OSError."""
-        connection = self.connect()
+        http_connection = http.client.HTTPConnection("engine")
+        http_connection.sock = connection = self.connect()
         try:
-            data = b"" if body is None else json.dumps(body).encode()
-            head = (f"{method} {path} HTTP/1.1", "Host: engine", "Connection: close", "Content-Type: application/json",
-                    f"Content-Length: {len(data)}", "", "")  # fmt: skip
-            connection.sendall("\r\n".join(head).encode() + data)
-            answer = http.client.HTTPResponse(connection, method=method)
-            answer.begin()
+            headers = {"Connection": "close", "Content-Type": "application/json"}
+            http_connection.request(method, path, None if body is None else json.dumps(body), headers)
+            return Exchange(connection, http_connection.getresponse())
         except http.client.HTTPException as error:
             connection.close()
             raise OSError(f"no answer: {error}") from error
         except BaseException:
             connection.close()
             raise
-        return Exchange(connection, answer)
 
     def close(self) -> None:
-        """End it, at first with SIGTERM."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        terminate(self._process, _END_S)
 
 
 __all__ = ["VllmServer"]
