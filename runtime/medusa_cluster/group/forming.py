@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from medusa_runtime.errors import EngineError, MedusaError
+from medusa_runtime.errors import EngineError
 from medusa_runtime.models.layer_range import LayerRange
 
 from .identity import disagreement
 from .plan import GroupPlan
-from .wire.channel import Greeting, Listener, TcpChannel, connect
+from .wire.channel import Greeting, Listener, TcpChannel, close_with, connect
 from .wire.link import Link
 from .wire.message import Kind, packed
 
@@ -32,7 +32,8 @@ class Worker:
     place: str
     blocks: int
     channel: TcpChannel
-    gathered: TcpChannel | None = None
+    gathered: TcpChannel | None = None  # for keys and values
+    hidden: TcpChannel | None = None  # for hidden states, to the first of the workers
     loaded: bool = False
     full: bool = False
     offset_ns: int = 0
@@ -53,42 +54,41 @@ class Worker:
         self.loaded = self.loaded or bool(values.get("loaded"))
 
     def close(self) -> None:
-        self.channel.close()
-        if self.gathered is not None:
-            self.gathered.close()
-
-
-@dataclass(slots=True)
-class Formation:
-    """A group that has come together: the other workers by rank, and the channel to the first of them."""
-
-    workers: list[Worker]
-    hidden: TcpChannel
-
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.close()
-        self.hidden.close()
+        for channel in (self.channel, self.gathered, self.hidden):
+            if channel is not None:
+                channel.close()
 
 
 def form(
     plan: GroupPlan,
-    layers: LayerRange,
+    own: LayerRange | None,
     identity: Callable[[], dict[str, Any]],
     link: Link | None,
     stopped: Callable[[], bool],
-) -> Formation:
-    """Wait for all workers. EngineError when they do not come in time, or do not fit together."""
-    workers = gather(plan, range(1, plan.size), identity, link, stopped)
+) -> list[Worker]:
+    """Wait for all workers. EngineError when they do not come in time, or do not fit together.
+
+    ``own`` are the layers that the leader computes itself; with None its place, too, is a worker's.
+    """
+    workers = _gather(plan, range(1 if own is not None else 0, plan.size), identity, link, stopped)
+    ranges = [worker.layers for worker in workers]
     try:
-        return _connected(workers, plan, layers, link, stopped)
+        if own is None:
+            _check_ranges(ranges)
+        else:
+            _check_ranges([own, *ranges])
+            _connect(workers, plan, link, stopped)
+        places = [*(worker.place for worker in workers[1:]), None]
+        for worker, place in zip(workers, places, strict=True):
+            worker.channel.send(packed(Kind.FORM, plan.number, {"next": place}))
     except BaseException:
         for worker in workers:
             worker.close()
         raise
+    return workers
 
 
-def gather(
+def _gather(
     plan: GroupPlan,
     ranks: range,
     identity: Callable[[], dict[str, Any]],
@@ -134,12 +134,7 @@ def _admit(greeting: Greeting, plan: GroupPlan, ranks: range, ours: dict[str, An
     reason = disagreement(ours, values)
     if reason is not None:
         error = EngineError(f"worker {greeting.rank} was refused: {reason}")
-        try:
-            channel.send(packed(Kind.ERROR, plan.number, {"code": error.code, "message": str(error)}))
-            channel.flush(1.0)
-        except MedusaError:
-            pass
-        channel.close()
+        close_with(channel, plan.number, error)
         raise error
     try:
         start, stop = map(int, values["layers"])
@@ -150,7 +145,7 @@ def _admit(greeting: Greeting, plan: GroupPlan, ranks: range, ours: dict[str, An
     return Worker(greeting.rank, LayerRange(start, stop, int(ours["total"])), place, blocks, channel)
 
 
-def check_ranges(ranges: Sequence[LayerRange]) -> None:
+def _check_ranges(ranges: Sequence[LayerRange]) -> None:
     """Raise EngineError where layers do not follow one another, from the first to the last."""
     stops, total = [0, *(one.stop for one in ranges)], ranges[0].total
     if [one.start for one in ranges] != stops[:-1] or stops[-1] != total:
@@ -158,10 +153,8 @@ def check_ranges(ranges: Sequence[LayerRange]) -> None:
         raise EngineError(f"expected workers whose layers follow one another up to {total}, found {listed}")
 
 
-def _connected(
-    workers: list[Worker], plan: GroupPlan, layers: LayerRange, link: Link | None, stopped: Callable[[], bool]
-) -> Formation:
-    check_ranges([layers, *(worker.layers for worker in workers)])
+def _connect(workers: list[Worker], plan: GroupPlan, link: Link | None, stopped: Callable[[], bool]) -> None:
+    """Open the leader's further connections."""
     deadline = time.monotonic() + plan.silent_s
 
     def channel(worker: Worker, purpose: str) -> TcpChannel:
@@ -172,15 +165,7 @@ def _connected(
 
     for worker in workers:
         worker.gathered = channel(worker, "blocks")
-    hidden = channel(workers[0], "hidden")
-    places = [*(worker.place for worker in workers[1:]), None]
-    try:
-        for worker, place in zip(workers, places, strict=True):
-            worker.channel.send(packed(Kind.FORM, plan.number, {"next": place}))
-    except BaseException:
-        hidden.close()
-        raise
-    return Formation(workers, hidden)
+    workers[0].hidden = channel(workers[0], "hidden")
 
 
-__all__ = ["Formation", "Worker", "check_ranges", "form", "gather"]
+__all__ = ["Worker", "form"]

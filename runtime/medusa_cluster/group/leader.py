@@ -18,26 +18,23 @@ import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.serving.sequence import Sequence, Span
 from medusa_runtime.engine.torch.kv_cache import BLOCK_TOKENS
-from medusa_runtime.engine.torch.migration import ExportedRequest, export, resume
 from medusa_runtime.engine.torch.paged_attention import PagedAttention
 from medusa_runtime.engine.torch.runner import positions_of, tokens_of
-from medusa_runtime.errors import EngineError, MedusaError, RequestError
+from medusa_runtime.errors import MedusaError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
 from .consolidation import Consolidation
-from .forming import Formation, Worker, form
+from .crew import Crew
+from .forming import Worker, form
 from .gathering import Gathering, Source
-from .identity import Beats
 from .member import Member
 from .plan import GroupPlan
 from .steps import StepWriter, has_prompts, packed_bits, sampled_of, take_back
-from .wire.channel import error_of
 from .wire.message import Kind, Message, hidden_states, packed
 
 logger = logging.getLogger(__name__)
 
-_FLUSH_S = 1.0
 _PLAN_S = 0.25  # between two looks at the group's file
 
 
@@ -53,13 +50,12 @@ class Leader(Member):
     """See the module. Everything but the readers' threads is the thread of ``run``."""
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
-        self._formation: Formation | None = None  # None: this engine is alone
+        self._crew: Crew | None = None  # None: this engine is alone
         self._flights: dict[int, Flight] = {}
         self._busy: set[Sequence] = set()
         self._next_step = 1
         self._writer = StepWriter()
         self._move: Consolidation | None = None
-        self._beats: Beats | None = None
         self._served = threading.Event()  # by now every layer is loaded somewhere
         super().__init__(region, settings, timeline, plan)
 
@@ -74,11 +70,11 @@ class Leader(Member):
         try:
             super().run(stop)
         finally:
-            if self._formation is not None:
+            if self._crew is not None:
                 self._release(1)
 
     def stats(self) -> dict[str, Any]:
-        workers = 1 if self._formation is None else self.plan.size
+        workers = 1 if self._crew is None else self.plan.size
         return super().stats() | {"workers": workers, "steps_under_way": len(self._flights)}
 
     def consolidate(self, then: str = "down") -> None:
@@ -91,7 +87,7 @@ class Leader(Member):
 
     @property
     def _needs_rest(self) -> bool:
-        return self._formation is None
+        return self._crew is None
 
     # The group comes and goes.
 
@@ -99,98 +95,51 @@ class Leader(Member):
         """Wait for the others and take them in; without them go on alone."""
         try:
             with self._timeline.stage("form", size=self.plan.size):
-                formation = form(self.plan, self.layers, self.identity, self.link, stop.is_set)
+                workers = form(self.plan, self.layers, self.identity, self.link, stop.is_set)
         except MedusaError as error:
             if not stop.is_set():
                 self._alone(f"no group was formed: {error}")
             return
-        least = min([self._cache.blocks.blocks, *(worker.blocks for worker in formation.workers)])
+        least = min([self._cache.blocks.blocks, *(worker.blocks for worker in workers)])
         if least * BLOCK_TOKENS < self.info.max_model_len:
-            formation.close()
+            for worker in workers:
+                worker.close()
             room = f"{least * BLOCK_TOKENS} tokens of keys and values"
             self._alone(f"a worker has room for {room}, and one sequence may need {self.info.max_model_len}")
             return
         self._cache.blocks.limit(least)
-        self._formation = formation
-        number = self.plan.number
-        for worker in formation.workers:
-            threading.Thread(target=self._listen, args=(worker,), name="group-worker", daemon=True).start()
 
-        threading.Thread(target=self._watch_hidden, args=(formation,), name="group-next", daemon=True).start()
+        def lose(worker: Worker, error: MedusaError) -> None:
+            self._inbox.post(lambda: self._lose(worker, error))
 
-        def send(message: Message) -> None:
-            for worker in formation.workers:
-                try:
-                    worker.channel.send(message)
-                except MedusaError:
-                    pass  # its reader notices it, too
+        self._crew = Crew(
+            workers, self.plan, self._timeline, take=self._take_message, lose=lose, served=self._look_served
+        )
 
-        self._beats = Beats(number, 0, send, self._state)
+    def _take_message(self, _: Worker, message: Message) -> None:
+        """In a thread of the crew's."""
+        if message.kind is Kind.TOKENS:
+            self._inbox.post(lambda: self._land(message))
 
-    def _state(self) -> dict[str, Any]:
-        """What the leader's signs of life say."""
-        if self.loaded and not self._pace.group_loaded:
-            self._inbox.post(self._look_served)
-        return {"served": self._pace.group_loaded}
-
-    def _watch_hidden(self, formation: Formation) -> None:
-        """In a thread of its own: nothing comes from the next worker but the end of the connection."""
-        try:
-            while formation.hidden.receive() is not None:
-                pass
-        except MedusaError:
-            pass
-        self._inbox.post(lambda: self._lose(formation.workers[0], EngineError("the connection to it broke")))
-
-    def _listen(self, worker: Worker) -> None:
-        """In a thread of its own: read what a worker sends."""
-        error: MedusaError = EngineError("its connection broke")
-        try:
-            while (message := worker.channel.receive()) is not None:
-                if message.kind is Kind.TOKENS:
-                    self._inbox.post(lambda message=message: self._land(message))  # type: ignore[misc]
-                elif message.kind is Kind.BEAT:
-                    self._heard(worker, message.values())
-                elif message.kind is Kind.STAGES:
-                    self._add_stages(worker, message.values())
-                elif message.kind is Kind.ERROR:
-                    raise error_of(message)
-        except MedusaError as found:
-            error = found
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as found:
-            error = EngineError(f"it sent something that could not be read: {found!r}")
-        self._inbox.post(lambda: self._lose(worker, error))
-
-    def _heard(self, worker: Worker, values: dict[str, Any]) -> None:
-        before = worker.loaded
-        worker.note_beat(values)
-        if worker.loaded and not before:
-            self._inbox.post(self._look_served)
-
-    def _add_stages(self, worker: Worker, values: dict[str, Any]) -> None:
-        """Put a worker's timeline into ours, by our clock."""
-        timeline = self._timeline.named(f"worker {worker.rank}")
-        for name, process, start_ns, end_ns, detail in values["stages"]:
-            shift = worker.offset_ns
-            timeline.record(str(name), int(start_ns) + shift, int(end_ns) + shift, of=str(process), detail=detail)
-
-    def _look_served(self) -> None:
-        formation = self._formation
-        if formation is None:
-            if self.full.is_set() or self._rest_error is not None:
-                self._served.set()
-        elif self.loaded and all(worker.loaded for worker in formation.workers):
-            self._pace.group_loaded = True
+    def _look_served(self) -> bool:
+        """Find out whether all of the group's layers are loaded, or all of them here; in any thread."""
+        crew = self._crew
+        if crew is None:
+            served = self.full.is_set() or self._rest_error is not None
+        else:
+            self._pace.group_loaded |= self.loaded and crew.loaded
+            served = self._pace.group_loaded
+        if served:
             self._served.set()
+        return self._pace.group_loaded
 
     def _lose(self, worker: Worker, error: MedusaError) -> None:
-        if self._formation is not None and worker in self._formation.workers:
+        if self._crew is not None and worker in self._crew.workers:
             self._fall_back(f"worker {worker.rank} is lost: {error}")
 
     def _fall_back(self, reason: str) -> None:
         """Go on alone with all requests, from prompt and tokens so far: what a lost worker had is computed again."""
-        formation, move = self._formation, self._move
-        assert formation is not None
+        move = self._move
         for flight in self._flights.values():
             for sequence in flight.ends:
                 take_back(sequence)
@@ -210,31 +159,19 @@ class Leader(Member):
 
     def _release(self, keep: int) -> None:
         """Dissolve the group: the first ``keep`` workers become instances, this one among them, and the others end."""
-        formation, self._formation = self._formation, None
-        assert formation is not None
+        crew, self._crew = self._crew, None
+        assert crew is not None
         self._pace.alone()
-        if self._beats is not None:
-            self._beats.close()
         if self._move is not None:
             self._move.close()
             self._move = None
-        for worker in formation.workers:
-            become = "instance" if worker.rank < keep else "end"
-            try:
-                worker.channel.send(packed(Kind.RELEASE, self.plan.number, {"as": become}))
-            except MedusaError:
-                pass
-        threading.Thread(target=_part_with, args=(formation,), name="group-release", daemon=True).start()
+        crew.release(keep)
 
     # Steps.
 
     def _turn(self) -> bool:
-        if self._formation is None:
+        if self._crew is None:
             return super()._turn()
-        for worker in self._formation.workers:
-            if time.monotonic() - worker.channel.heard > self.plan.silent_s:
-                self._fall_back(f"worker {worker.rank} has been silent for {self.plan.silent_s:g} s")
-                return True
         if self._move is not None and self._move.draining:
             if not self._flights:
                 self._move.gather_last(self._scheduler.running)
@@ -265,8 +202,10 @@ class Leader(Member):
 
     def _launch(self, spans: list[Span]) -> None:
         """Begin a step: describe it to all workers, run the first layers, and hand their results on."""
-        formation, step, number = self._formation, self._next_step, self.plan.number
-        assert formation is not None
+        crew, step, number = self._crew, self._next_step, self.plan.number
+        assert crew is not None
+        hidden_channel = crew.workers[0].hidden
+        assert hidden_channel is not None
         allowed = self._allowed(spans)
         spans = [span for span in spans if not span.sequence.cancelled]
         if not spans:
@@ -278,15 +217,14 @@ class Leader(Member):
         self._busy.update(span.sequence for span in spans)
         message = packed(Kind.STEP, number, self._writer.describe(spans, allowed), step=step)
         try:
-            for worker in formation.workers:
-                worker.channel.send(message)
+            crew.send(message)
             attention = PagedAttention(self._cache, spans)
             places = positions_of(spans)
             hidden = self._model.embed(tokens_of(spans), places)
             hidden = self._model.run_layers(hidden, places, attention, self.layers.start, self.layers.stop)
             for span in spans:
                 span.sequence.computed = span.stop
-            formation.hidden.send(hidden_states(number, step, 0, hidden))
+            hidden_channel.send(hidden_states(number, step, 0, hidden))
         except MedusaError as error:
             self._check_loaded()
             self._fall_back(f"step {step} could not be sent: {error}")
@@ -328,7 +266,7 @@ class Leader(Member):
     def _follow_plan(self) -> None:
         """In a thread of its own: look at the group's file until it says what the workers are to become."""
         assert self._settings.group is not None
-        while self._formation is not None and not self._closing.is_set():
+        while self._crew is not None and not self._closing.is_set():
             try:
                 plan = GroupPlan.read(self._settings.group)
             except MedusaError as error:
@@ -340,9 +278,9 @@ class Leader(Member):
             self._closing.wait(_PLAN_S)
 
     def _consolidate(self, then: str, keep: int = 0) -> None:
-        if self._formation is None or self._move is not None or not self.full.is_set():
+        if self._crew is None or self._move is not None or not self.full.is_set():
             return
-        sources = [Source(worker.layers, worker.gathered) for worker in self._formation.workers if worker.gathered]
+        sources = [Source(worker.layers, worker.gathered) for worker in self._crew.workers if worker.gathered]
 
         def done(error: MedusaError | None) -> None:
             self._inbox.post(lambda: self._gathered(error))
@@ -361,7 +299,7 @@ class Leader(Member):
 
     def _gathered(self, error: MedusaError | None) -> None:
         move = self._move
-        if move is None or self._formation is None:
+        if move is None or self._crew is None:
             return
         if error is not None:
             self._fall_back(str(error))
@@ -369,36 +307,6 @@ class Leader(Member):
             self._timeline.record("gather", move.began_ns, time.monotonic_ns(), **move.detail())
             self._timeline.mark("consolidated", kept=move.keep)
             self._release(move.keep)
-
-    # Requests that come from other engines, or go to them: without keys and values, which are in many places.
-
-    def _export(self, request_id: str) -> ExportedRequest:
-        if self._formation is None:
-            return super()._export(request_id)
-        sequence = self._requests.get(request_id)
-        if sequence is None:
-            raise RequestError(f"export: expected the id of a running request, found {request_id!r}")
-        if any(sequence in flight.ends for flight in self._flights.values()):
-            take_back(sequence)
-        sequence.computed = 0
-        exported = export(sequence, self._cache)
-        self._requests.drop(sequence)
-        return exported
-
-    def _import(self, sequence: Sequence, exported: ExportedRequest) -> None:
-        if self._formation is None:
-            super()._import(sequence, exported)
-            return
-        resume(sequence, exported, self._cache, None)
-        self._scheduler.add(sequence)
-
-
-def _part_with(formation: Formation) -> None:
-    """Let what was sent last leave, then close everything."""
-    for worker in formation.workers:
-        worker.channel.flush(_FLUSH_S)
-    time.sleep(0.2)  # for the workers' last stages of the timeline
-    formation.close()
 
 
 __all__ = ["Flight", "Leader"]

@@ -101,24 +101,6 @@ def test_a_worker_takes_no_requests_of_its_own(group: Callable[..., Group]) -> N
         made.workers[1].ask("A")
 
 
-def test_a_request_leaves_and_comes_back(group: Callable[..., Group], serve: Any) -> None:
-    """Without keys and values, which are in two places; they are computed again."""
-    made, alone = group("0:2", "2:4").start(), serve()
-    params: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "seed": 3}
-    expected = alone.ask(PROMPTS[0], **params).tokens
-    moving = made.leader.ask(PROMPTS[0], **params)
-    for _ in range(5):
-        moving.next()
-    for target in (alone.engine, made.leader.engine):
-        source = made.leader.engine if target is alone.engine else alone.engine
-        exported = source.export_request(moving.id)
-        while not moving.incoming.empty():
-            moving.next()
-        target.import_request(exported, moving.incoming.put)
-        moving.next()
-    assert moving.tokens == expected
-
-
 def test_text_follows_its_grammar(group: Callable[..., Group], serve: Any) -> None:
     pytest.importorskip("llguidance", reason="structured outputs need llguidance")
     from medusa_runtime.engine.base import StructuredOutputs

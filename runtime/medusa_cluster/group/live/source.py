@@ -19,7 +19,7 @@ from medusa_runtime.timeline import Timeline
 
 from ..identity import Beats, disagreement, identity_of
 from ..plan import GroupPlan
-from ..wire.channel import Greeting, Listener, TcpChannel, error_of
+from ..wire.channel import Greeting, Listener, TcpChannel, close_with, error_of
 from ..wire.link import Link
 from ..wire.message import Kind, Message, packed
 from .handover import Batch, Handover, HandoverReader, grouped, offer, read_in
@@ -102,9 +102,7 @@ class Source(TorchEngine):
         if reason is not None:
             error = EngineError(f"live scaling was refused: {reason}")
             logger.warning("%s", error)
-            greeting.channel.send(packed(Kind.ERROR, self.plan.number, {"code": error.code, "message": str(error)}))
-            greeting.channel.flush(1.0)
-            greeting.channel.close()
+            close_with(greeting.channel, self.plan.number, error)
             return
         pair = _Pair(greeting.channel, Beats(self.plan.number, 0, greeting.channel.send, dict))
         self._inbox.post(lambda: self._begin_pair(pair))

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import EngineError, MedusaError, RequestError
@@ -28,13 +28,14 @@ from medusa_vllm.engine import VllmEngine
 from medusa_vllm.resumption import resume
 from medusa_vllm.version import UNKNOWN_PARTS
 
-from ..forming import Worker, check_ranges, gather
-from ..identity import Beats
+from ..forming import form
 from ..pace import Pace
 from ..plan import GroupPlan
 from ..wire.link import Link
-from ..wire.message import Kind, Message, packed
 from .configuration import Share, layers_of, share
+
+if TYPE_CHECKING:
+    from .executor import Calls
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,7 @@ class Leader(VllmEngine):
         self.link = Link(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
         self._layers = layers_of(region, settings)
         self._share: Share | None = None
-        self._crew: Any = None  # None: this engine is alone
-        self._beats: Beats | None = None
+        self._calls: Calls | None = None  # None: this engine is alone
         self._first = 0  # the process of rank 0
         self._alone = threading.Event()
         self._closing = threading.Event()
@@ -61,7 +61,7 @@ class Leader(VllmEngine):
         self._pace = Pace(region, self._first_loaded, full=True)
 
     def stats(self) -> dict[str, Any]:
-        return super().stats() | {"workers": 1 if self._crew is None else self.plan.size}
+        return super().stats() | {"workers": 1 if self._calls is None else self.plan.size}
 
     def open_http(self) -> Callable[[socket.socket], None]:
         """vLLM's own server stands on the core that stays, so a request for it waits until this engine is alone."""
@@ -85,8 +85,8 @@ class Leader(VllmEngine):
         )
 
     def _first_loaded(self) -> bool:
-        crew = self._crew
-        return crew is not None and crew.workers[0].loaded
+        calls = self._calls
+        return calls is not None and calls.crew.workers[0].loaded
 
     # The methods from here on run in the thread of ``run``, where nothing else is said.
 
@@ -105,26 +105,16 @@ class Leader(VllmEngine):
     def _form(self) -> Any:
         from medusa_vllm.serving.core import PlainCore
 
-        from .executor import Crew, GroupExecutor
+        from .executor import Calls, GroupExecutor
 
         assert self._share is not None
         identity = self._share.identity
         self._start_first()
         with self._timeline.stage("form", size=self.plan.size):
-            workers = gather(self.plan, range(self.plan.size), lambda: identity, self.link, self._closing.is_set)
-            try:
-                check_ranges([worker.layers for worker in workers])
-                for worker, following in zip(workers, [*workers[1:], None], strict=True):
-                    place = None if following is None else following.place
-                    worker.channel.send(packed(Kind.FORM, self.plan.number, {"next": place}))
-            except MedusaError:
-                for worker in workers:
-                    worker.close()
-                raise
-            self._crew = Crew(workers, self.plan, self._heard, self._add_stages)
-        self._beats = Beats(self.plan.number, 0, self._beat, lambda: {"served": self._served()})
+            workers = form(self.plan, None, lambda: identity, self.link, self._closing.is_set)
+            self._calls = Calls(workers, self.plan, self._timeline, served=self._served)
         with self._timeline.stage("core", workers=self.plan.size):
-            core = PlainCore(self._share.config, partial(GroupExecutor, crew=self._crew), self._inbox, self._handle)
+            core = PlainCore(self._share.config, partial(GroupExecutor, calls=self._calls), self._inbox, self._handle)
             core.before_adding = self._before_adding
         return core
 
@@ -145,7 +135,7 @@ class Leader(VllmEngine):
         started.wait()
 
     def _first_forward(self, start_ns: int) -> None:
-        if self._crew is None:
+        if self._calls is None:
             super()._first_forward(start_ns)
         else:
             self._began_ns = start_ns  # its end comes later, with its tokens
@@ -157,7 +147,7 @@ class Leader(VllmEngine):
         super()._handle(outputs)
 
     def _step(self) -> None:
-        if self._crew is None:
+        if self._calls is None:
             super()._step()
             return
         from .executor import BrokenGroupError
@@ -168,13 +158,13 @@ class Leader(VllmEngine):
         except BrokenGroupError as error:
             self._fall_back(str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, another core can go on from here
-            broken = self._crew.broken
+            broken = self._calls.broken
             self._fall_back(str(broken or f"a step failed: {type(error).__name__}: {error}"))
 
     def _look(self) -> None:
         """Has the group broken while it had nothing to do?"""
-        if self._crew is not None and self._crew.broken is not None:
-            self._fall_back(str(self._crew.broken))
+        if self._calls is not None and self._calls.broken is not None:
+            self._fall_back(str(self._calls.broken))
 
     def _fall_back(self, reason: str) -> None:
         """Go on alone with all requests, from prompt and tokens so far."""
@@ -193,11 +183,9 @@ class Leader(VllmEngine):
 
     def _dissolve(self, keep: int) -> None:
         """Dissolve the group; from any thread."""
-        crew, self._crew = self._crew, None
-        if self._beats is not None:
-            self._beats.close()
-        if crew is not None:
-            crew.release(keep)
+        calls, self._calls = self._calls, None
+        if calls is not None:
+            calls.release(keep)
         if self._first:
             try:
                 os.kill(self._first, signal.SIGKILL)
@@ -210,7 +198,7 @@ class Leader(VllmEngine):
     def _follow_plan(self) -> None:
         """In a thread of its own: when this node has the whole model, do what the group's file says."""
         marked = False
-        while not self._closing.wait(_LOOK_S) and self._crew is not None:
+        while not self._closing.wait(_LOOK_S) and self._calls is not None:
             self._inbox.post(self._look)
             if self._region.progress().state != "done":
                 continue
@@ -243,7 +231,7 @@ class Leader(VllmEngine):
 
     def _consolidate(self, keep: int, began_ns: int) -> None:
         """The second core is there: it takes the requests over, between two steps."""
-        if self._crew is None:
+        if self._calls is None:
             return  # a worker was lost meanwhile, and it has taken over
         now_ns = time.monotonic_ns()
         tokens = sum(len(one.tokens) for one in self._requests.running())
@@ -271,30 +259,12 @@ class Leader(VllmEngine):
                 self._requests.end(sequence, "error", lost)
         self._alone.set()
 
-    # The threads of the connections.
-
     def _served(self) -> bool:
-        crew = self._crew
-        if crew is not None and all(worker.loaded for worker in crew.workers):
+        """Whether all of the group's layers are loaded; in a thread of the crew's."""
+        calls = self._calls
+        if calls is not None and calls.crew.loaded:
             self._pace.group_loaded = True
         return self._pace.group_loaded
-
-    def _beat(self, message: Message) -> None:
-        for worker in self._crew.workers if self._crew is not None else ():
-            try:
-                worker.channel.send(message)
-            except MedusaError:
-                pass  # its reader notices it, too
-
-    def _heard(self, worker: Worker, values: dict[str, Any]) -> None:
-        worker.note_beat(values)
-
-    def _add_stages(self, worker: Worker, values: dict[str, Any]) -> None:
-        """Put a worker's timeline into ours, by our clock."""
-        timeline = self._timeline.named(f"worker {worker.rank}")
-        for name, process, start_ns, end_ns, detail in values["stages"]:
-            shift = worker.offset_ns
-            timeline.record(str(name), int(start_ns) + shift, int(end_ns) + shift, of=str(process), detail=detail)
 
 
 __all__ = ["Leader"]

@@ -71,17 +71,8 @@ class Part(VllmEngine):
         from .rank import Rank
 
         assert self._share is not None
-        self._rank = Rank(
-            self._share, self.plan, self.link, self._timeline, stop.is_set, self._served, self._step_begins
-        )
+        self._rank = Rank(self._share, self.plan, self.link, self._timeline, stop.is_set, self._pace)
         return self._rank
-
-    def _served(self, served: bool) -> None:
-        """What the leader says of all workers."""
-        self._pace.group_loaded = served
-
-    def _step_begins(self, prompts: bool) -> None:
-        self._pace.used(prompts=prompts)
 
 
 __all__ = ["Part"]

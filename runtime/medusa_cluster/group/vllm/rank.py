@@ -24,8 +24,9 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from ..identity import Beats
 from ..membership import LostError
+from ..pace import Pace
 from ..plan import GroupPlan
-from ..wire.channel import Greeting, Listener, TcpChannel, connect, error_of
+from ..wire.channel import Greeting, Listener, TcpChannel, close_with, connect, error_of
 from ..wire.link import Link
 from ..wire.message import Kind, Message, packed
 from .calls import read, written
@@ -41,8 +42,7 @@ _ANSWERED_BY_THE_LAST = ("execute_model", "sample_tokens")
 class Rank:
     """One membership in a group, from the greeting to the end. ``run`` belongs to one thread.
 
-    ``on_state``: called, with each of the leader's signs of life, with whether all of the group's layers are loaded.
-    ``on_step``: called as a step begins, with whether it has prompts.
+    ``pace`` is told of each step, and whether all of the group's layers are loaded.
     """
 
     def __init__(
@@ -52,12 +52,10 @@ class Rank:
         link: Link | None,
         timeline: Timeline,
         stopped: Callable[[], bool],
-        on_state: Callable[[bool], None] = lambda served: None,
-        on_step: Callable[[bool], None] = lambda prompts: None,
+        pace: Pace | None = None,
     ) -> None:
         self._share, self._plan, self._link = share, plan, link
-        self._timeline, self._stopped, self._on_state = timeline, stopped, on_state
-        self._on_step = on_step
+        self._timeline, self._stopped, self._pace = timeline, stopped, pace
         self._number = plan.number
         self._messages: queue.SimpleQueue[Message | MedusaError] = queue.SimpleQueue()
         self._channels: list[TcpChannel] = []
@@ -90,7 +88,8 @@ class Rank:
         except UNKNOWN_PARTS as error:
             raise EngineError(f"this version of vLLM cannot be a worker of a group: {error}") from error
         except MedusaError as error:
-            self._report(error)
+            if self._leader is not None:
+                close_with(self._leader, self._number, error)
             raise
 
     def _serve(self) -> str:
@@ -138,8 +137,8 @@ class Rank:
         method, args, kwargs = read(message.body)
         if not isinstance(method, str) or method.startswith("_"):
             raise EngineError(f"expected the name of a worker's method from the leader, found {method!r}")
-        if method == "execute_model":
-            self._on_step(args[0].total_num_scheduled_tokens > len(args[0].num_scheduled_tokens))
+        if method == "execute_model" and self._pace is not None:
+            self._pace.used(prompts=args[0].total_num_scheduled_tokens > len(args[0].num_scheduled_tokens))
         began = time.monotonic_ns()
         result = getattr(self._worker, method)(*args, **kwargs)
         if isinstance(result, AsyncModelRunnerOutput):
@@ -182,7 +181,8 @@ class Rank:
                 if message.kind is Kind.BEAT:
                     values = message.values()
                     self._echo = int(values.get("sent", 0)), time.monotonic_ns()
-                    self._on_state(bool(values.get("served")))
+                    if self._pace is not None:
+                        self._pace.group_loaded = bool(values.get("served"))
                 elif message.kind is Kind.FORM:
                     self._form(message)
                 elif message.kind is Kind.ERROR:
@@ -240,15 +240,6 @@ class Rank:
         new, self._told = stages[self._told :], len(stages)
         self._leader.send(packed(Kind.STAGES, self._number, {"stages": new}, stage=self._plan.rank))
         self._leader.flush(1.0)
-
-    def _report(self, error: MedusaError) -> None:
-        """Tell the leader why this worker gives up."""
-        if self._leader is not None:
-            try:
-                self._leader.send(packed(Kind.ERROR, self._number, {"code": error.code, "message": str(error)}))
-                self._leader.flush(1.0)
-            except MedusaError:
-                pass
 
     def close(self) -> None:
         """Leave the group, and free the worker's memory."""

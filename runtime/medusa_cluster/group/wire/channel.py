@@ -16,11 +16,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from medusa_runtime.errors import EngineError, MedusaError, from_code
+from medusa_runtime.process import hang_up
 from medusa_runtime.storage.peer_access import PeerAccess
 
 from .handshake import answer, challenge, greeting, is_answer, read_greeting
 from .link import Link
-from .message import HEADER_BYTES, LARGEST_BYTES, LARGEST_GREETING_BYTES, Kind, Message, parse_header
+from .message import HEADER_BYTES, LARGEST_BYTES, LARGEST_GREETING_BYTES, Kind, Message, packed, parse_header
 
 if TYPE_CHECKING:
     import ssl
@@ -214,10 +215,7 @@ class TcpChannel:
             self._closed = True
             self._waiting.clear()
             self._changed.notify_all()
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
+        hang_up(self._socket)
         self._socket.close()
 
 
@@ -275,7 +273,7 @@ class Listener:
                 oldest = next(iter(self._strangers)) if len(self._strangers) > _MOST_STRANGERS else None
                 if oldest is not None:
                     del self._strangers[oldest]
-                    _shut(oldest)
+                    hang_up(oldest)
             threading.Thread(target=self._greet, args=(connection,), name="group-greet", daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
@@ -318,17 +316,9 @@ class Listener:
         with self._lock:
             self._closed = True
             for stranger in self._strangers:
-                _shut(stranger)
-        _shut(self._socket)
+                hang_up(stranger)
+        hang_up(self._socket)
         self._socket.close()
-
-
-def _shut(connection: socket.socket) -> None:
-    """Wake the thread that waits in it."""
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
 
 
 def connect(
@@ -407,4 +397,14 @@ def error_of(message: Message) -> MedusaError:
     return from_code(str(values.get("code")), str(values.get("message")))
 
 
-__all__ = ["Channel", "Greeting", "Listener", "TcpChannel", "connect", "error_of"]
+def close_with(channel: TcpChannel, group: int, error: MedusaError) -> None:
+    """Close a channel, and tell the peer why."""
+    try:
+        channel.send(packed(Kind.ERROR, group, {"code": error.code, "message": str(error)}))
+        channel.flush(1.0)
+    except MedusaError:
+        pass
+    channel.close()
+
+
+__all__ = ["Channel", "Greeting", "Listener", "TcpChannel", "close_with", "connect", "error_of"]
