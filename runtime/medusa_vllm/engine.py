@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import EngineInfo, GenerateRequest
-from medusa_runtime.engine.serving.completion import advance
 from medusa_runtime.engine.serving.inbox import Inbox
 from medusa_runtime.engine.serving.model_name import served_name
 from medusa_runtime.engine.serving.requests import Requests, Sink
@@ -94,10 +93,10 @@ class VllmEngine:
         )
         self._front_end = FrontEnd(timeline)
         self._mounting = False
-        self._requests = Requests(settings, self._tokenizer, self.info, self._release)
+        self._requests = Requests(settings, self._tokenizer, self.info, timeline, self._release)
         self._loaded = threading.Event()
         self._load_error: MedusaError | None = None
-        self._prompt_tokens = self._generated_tokens = self._steps = 0
+        self._steps = 0
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
         if self._pools:
@@ -117,11 +116,10 @@ class VllmEngine:
         sequence = self._requests.get(request_id)
         if sequence is not None:
             sequence.cancelled = True  # at once, so that the step that is running gives it no token
-            self._inbox.post(lambda: self._cancel(sequence))
+            self._inbox.post(lambda: self._requests.end(sequence, "cancelled"))
 
     def run(self, stop: threading.Event) -> None:
-        end: MedusaError = EngineError("the engine is stopping; try again")
-        try:
+        with contextlib.closing(self._inbox), self._requests.serving(_missing_kernel):
             self._load()
             while not stop.is_set():
                 self._inbox.handle()
@@ -129,18 +127,9 @@ class VllmEngine:
                     self._step()
                 else:
                     self._core.complete_idle()
-                    if self._generated_tokens or self._pools or server_is_imported():
+                    if self._requests.generated_tokens or self._pools or server_is_imported():
                         self._mount_when_idle()
                     self._inbox.wait(_IDLE_S)
-        except MedusaError as error:
-            end = error
-            raise
-        except Exception as error:
-            end = _missing_kernel(error) or EngineError(f"the engine failed: {type(error).__name__}: {error}")
-            raise end from error
-        finally:
-            self._requests.close(end)
-            self._inbox.close()
 
     @property
     def loaded(self) -> bool:
@@ -185,13 +174,7 @@ class VllmEngine:
         scheduler = self._core.scheduler if self._core is not None else None
         running = len(scheduler.running) if scheduler is not None else 0
         used = scheduler.kv_cache_manager.usage if scheduler is not None else 0.0
-        return {
-            "running": running,
-            "waiting": max(len(self._requests) - running, 0),
-            "kv_tokens": self.info.kv_tokens,
-            "kv_tokens_used": round(used * self.info.kv_tokens),
-            "prompt_tokens_total": self._prompt_tokens,
-            "generated_tokens_total": self._generated_tokens,
+        return self._requests.stats(running, round(used * self.info.kv_tokens)) | {
             "steps_total": self._steps,
             "compilations_total": sum(compilations()),
         }
@@ -253,7 +236,6 @@ class VllmEngine:
     def _begin(self, sequence: Sequence) -> None:
         if sequence.cancelled:
             return
-        self._prompt_tokens += sequence.prompt_length
         try:
             request, _ = self._core.preprocess_add_request(core_request(sequence, vocab_size=self._vocab_size))
             self._core.add_request(request)
@@ -284,21 +266,13 @@ class VllmEngine:
 
     def _take(self, sequence: Sequence, output: Any) -> None:
         for position, token in enumerate(output.new_token_ids):
-            delta = advance(sequence, _sampled(output, position, token), self._tokenizer)
-            if self._generated_tokens == 0:
-                self._timeline.mark("first_token")
-            self._generated_tokens += 1
-            self._requests.tell(sequence, delta)
+            delta = self._requests.give(sequence, _sampled(output, position, token))
             if delta.finish_reason is not None:
                 return
         if output.finish_reason is not None:
             reason = str(output.finish_reason)
             failed = EngineError("vLLM ended the request with an error; try again") if reason == "error" else None
             self._requests.end(sequence, "error" if failed else "cancelled" if reason == "abort" else "stop", failed)
-
-    def _cancel(self, sequence: Sequence) -> None:
-        if self._requests.get(sequence.id) is sequence:
-            self._requests.end(sequence, "cancelled")
 
     def _release(self, sequence: Sequence) -> None:
         """Free a sequence's blocks. vLLM ignores ids of requests that it has ended itself."""

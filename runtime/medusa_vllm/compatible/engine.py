@@ -18,7 +18,6 @@ from typing import Any
 
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import EngineInfo, GenerateRequest, SamplingParams, StructuredOutputs
-from medusa_runtime.engine.serving.completion import advance
 from medusa_runtime.engine.serving.model_name import served_name
 from medusa_runtime.engine.serving.requests import Requests, Sink
 from medusa_runtime.engine.serving.sequence import Sequence
@@ -26,6 +25,7 @@ from medusa_runtime.engine.serving.tokenizer import Tokenizer
 from medusa_runtime.engine.serving.validation import check_token_ids
 from medusa_runtime.engine.torch.sampler import Sampled
 from medusa_runtime.errors import EngineError, MedusaError, RequestError
+from medusa_runtime.process import hang_up
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
@@ -68,10 +68,9 @@ class CompatibleEngine:
             eos_token_ids(region, endings),
             int(model["max_model_len"]) * settings.max_concurrency,
         )
-        self._requests = Requests(settings, self._tokenizer, self.info, self._release)
+        self._requests = Requests(settings, self._tokenizer, self.info, timeline, self._release)
         self._exchanges: dict[str, Exchange] = {}
         self._delivery = threading.Lock()
-        self._prompt_tokens = self._generated_tokens = 0
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
         sequence = self._requests.open(request, sink)
@@ -110,15 +109,7 @@ class CompatibleEngine:
         return self._tokenizer.decode(token_ids)
 
     def stats(self) -> dict[str, Any]:
-        return {
-            "running": len(self._requests),
-            "waiting": 0,
-            "kv_tokens": self.info.kv_tokens,
-            "kv_tokens_used": 0,
-            "prompt_tokens_total": self._prompt_tokens,
-            "generated_tokens_total": self._generated_tokens,
-            "steps_total": 0,
-        }
+        return self._requests.stats(len(self._requests), 0) | {"steps_total": 0}
 
     def close(self) -> None:
         self._server.close()
@@ -126,7 +117,6 @@ class CompatibleEngine:
 
     def _run(self, sequence: Sequence) -> None:
         try:
-            self._prompt_tokens += sequence.prompt_length
             for choice in self._choices(sequence):
                 if sequence.cancelled or not self._take(sequence, choice):
                     break
@@ -136,9 +126,8 @@ class CompatibleEngine:
         except (OSError, ValueError, KeyError, HTTPException) as found:
             error = EngineError(f"vLLM's own server did not answer: {type(found).__name__}: {found}")
         with self._delivery:
-            if self._requests.get(sequence.id) is sequence:
-                reason = "cancelled" if sequence.cancelled else "error" if error else "stop"
-                self._requests.end(sequence, reason, None if sequence.cancelled else error)
+            reason = "cancelled" if sequence.cancelled else "error" if error else "stop"
+            self._requests.end(sequence, reason, None if sequence.cancelled else error)
 
     def _choices(self, sequence: Sequence) -> Iterator[dict[str, Any]]:
         with self._server.ask("POST", "/v1/completions", self._body(sequence)) as exchange:
@@ -164,11 +153,7 @@ class CompatibleEngine:
             with self._delivery:
                 if self._requests.get(sequence.id) is not sequence:
                     return False
-                delta = advance(sequence, _sampled(choice.get("logprobs"), position, token), self._tokenizer)
-                if self._generated_tokens == 0:
-                    self._timeline.mark("first_token")
-                self._generated_tokens += 1
-                self._requests.tell(sequence, delta)
+                delta = self._requests.give(sequence, _sampled(choice.get("logprobs"), position, token))
             if delta.finish_reason is not None:
                 return False
         return True
@@ -222,10 +207,7 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
     except OSError:
         pass
     for end in (source, target):
-        try:
-            end.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
+        hang_up(end)
 
 
 def _structured(asked: StructuredOutputs) -> dict[str, Any]:

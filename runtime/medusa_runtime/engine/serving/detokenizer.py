@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 _CONTEXT_TOKENS = 6
@@ -64,9 +63,3 @@ class Detokenizer:
             if left + right == text and len(left) <= self._sent:
                 self._window, self._sent, self._read = self._window[cut:], self._sent - len(left), 0
                 return
-
-    def state(self) -> dict[str, Any]:
-        return {"window": self._window, "read": self._read, "sent": self._sent}
-
-    def resume(self, state: dict[str, Any]) -> None:
-        self._window, self._read, self._sent = list(state["window"]), state["read"], state["sent"]

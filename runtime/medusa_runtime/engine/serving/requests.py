@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from ...config import Settings
-from ...errors import MedusaError, OverloadedError, RequestError, from_code
+from ...errors import EngineError, MedusaError, OverloadedError, RequestError, from_code
+from ...timeline import Timeline
 from ..base import Delta, EngineInfo, GenerateRequest
-from .completion import ended
+from ..torch.sampler import Sampled
+from .completion import advance, ended
 from .detokenizer import Detokenizer
 from .sequence import Sequence
 from .throughput import Throughput
@@ -29,11 +33,19 @@ class Requests:
     """
 
     def __init__(
-        self, settings: Settings, tokenizer: Tokenizer, info: EngineInfo, release: Callable[[Sequence], None]
+        self,
+        settings: Settings,
+        tokenizer: Tokenizer,
+        info: EngineInfo,
+        timeline: Timeline,
+        release: Callable[[Sequence], None],
     ) -> None:
+        self.generated_tokens = 0
+        self._prompt_tokens = 0
         self._settings = settings
         self._tokenizer = tokenizer
         self._info = info
+        self._timeline = timeline
         self._release = release
         self._eos_token_ids = frozenset(info.eos_token_ids)
         self._sequences: dict[str, Sequence] = {}
@@ -60,10 +72,6 @@ class Requests:
             prompt = self._tokenizer.encode(request.prompt, request.add_special_tokens)
         else:
             prompt = list(request.prompt)
-        return self.register(request, prompt, sink)
-
-    def register(self, request: GenerateRequest, prompt: list[int], sink: Sink) -> Sequence:
-        """Admit a request like ``open``, with a prompt that is already tokenized."""
         sequence = self._sequence(request, prompt, sink)
         with self._lock:
             self._check_room()
@@ -72,7 +80,17 @@ class Requests:
             if not self._sequences:
                 self._throughput.begin()
             self._sequences[sequence.id] = sequence
+            self._prompt_tokens += sequence.prompt_length
         return sequence
+
+    def give(self, sequence: Sequence, sampled: Sampled) -> Delta:
+        """Append a token to its sequence, and hand what comes of it to the caller."""
+        delta = advance(sequence, sampled, self._tokenizer)
+        if not self.generated_tokens:
+            self._timeline.mark("first_token")
+        self.generated_tokens += 1
+        self.tell(sequence, delta)
+        return delta
 
     def tell(self, sequence: Sequence, delta: Delta) -> None:
         """Hand a delta to its caller; one with a ``finish_reason`` ends the sequence."""
@@ -87,8 +105,9 @@ class Requests:
                 self.drop(sequence)
 
     def end(self, sequence: Sequence, reason: str, error: MedusaError | None = None) -> None:
-        """End a sequence that did not end by itself."""
-        self.tell(sequence, ended(sequence, reason, None if error is None else (error.code, str(error))))
+        """End a sequence that did not end by itself, and has not ended yet."""
+        if self.get(sequence.id) is sequence:
+            self.tell(sequence, ended(sequence, reason, None if error is None else (error.code, str(error))))
 
     def drop(self, sequence: Sequence) -> None:
         """Let go of a sequence without another delta."""
@@ -97,13 +116,41 @@ class Requests:
             del self._sequences[sequence.id]
         self._throughput.note()
 
+    @contextlib.contextmanager
+    def serving(self, known: Callable[[Exception], MedusaError | None] = lambda error: None) -> Iterator[None]:
+        """Take requests until the end of this block, and then end all of them with the error that ended it.
+
+        ``known`` may give an exception that is none of ours a better error than that the engine failed.
+        """
+        end: MedusaError = EngineError("the engine is stopping; try again")
+        try:
+            yield
+        except MedusaError as error:
+            end = error
+            raise
+        except Exception as error:
+            end = known(error) or EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            raise end from error
+        finally:
+            self.close(end)
+
     def close(self, error: MedusaError) -> None:
         """Take no more requests, and end all with this error."""
         with self._lock:
             self._end = error
-            sequences = list(self._sequences.values())
-        for sequence in sequences:
+        for sequence in self.running():
             self.end(sequence, "error", error)
+
+    def stats(self, running: int, kv_tokens_used: int) -> dict[str, Any]:
+        """What every engine's ``stats`` has. ``running``: how many requests compute; the others wait."""
+        return {
+            "running": running,
+            "waiting": max(len(self) - running, 0),
+            "kv_tokens": self._info.kv_tokens,
+            "kv_tokens_used": kv_tokens_used,
+            "prompt_tokens_total": self._prompt_tokens,
+            "generated_tokens_total": self.generated_tokens,
+        }
 
     def _check_room(self) -> None:
         if self._end is not None:

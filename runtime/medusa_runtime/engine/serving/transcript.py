@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from .detokenizer import Detokenizer
 
@@ -48,16 +47,6 @@ class Transcript:
         keep = max(_overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-    def state(self) -> dict[str, Any]:
-        """JSON-serializable; for ``resume`` in another process."""
-        detokenizer = self._detokenizer.state() if self._detokenizer else None
-        return {"held": self._held, "detokenizer": detokenizer}
-
-    def resume(self, state: dict[str, Any]) -> None:
-        self._held = state["held"]
-        if self._detokenizer is not None:
-            self._detokenizer.resume(state["detokenizer"])
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -65,13 +65,13 @@ class Constraints:
         self._awaited: _Awaited | None = None
         self._bytes: Tensor | None = None
 
-    def open(self, asked: StructuredOutputs, tokens: Sequence[int] = ()) -> Constraint:
-        """A grammar that has seen ``tokens``. Waits for the vocabulary at first. In any thread but the engine's.
+    def open(self, asked: StructuredOutputs) -> Constraint:
+        """A new sequence's grammar. Waits for the vocabulary at first. In any thread but the engine's.
 
         Raises RequestError for what is no grammar, and where the library is not installed; EngineError.
         """
         process = self._started()
-        return Constraint(process, process.open(asked, list(tokens)))
+        return Constraint(process, process.open(asked))
 
     def take(self, sequences: Sequence[Generated], sampled: Sequence[Sampled], *, ask: bool) -> None:
         """Note the new tokens. With ``ask`` have the next masks made already, while nothing computes."""
@@ -109,13 +109,12 @@ class Constraints:
         if not rows:
             return []
         ended, late = self._forbid(logits, rows)
-        if late:  # from another engine, perhaps
-            ended += self._take_over(list(late.values()))
+        if late:
+            self._ask(list(late.values()))
             found, lost = self._forbid(logits, late)
             text = "the process that keeps the grammars of structured outputs ended; try again"
-            known = {id(end.sequence) for end in ended}
             ended += found
-            ended += [Ended(each, EngineError(text)) for each in lost.values() if id(each) not in known]
+            ended += [Ended(each, EngineError(text)) for each in lost.values()]
         return ended
 
     def _ask(self, sequences: list[Generated]) -> None:
@@ -140,19 +139,6 @@ class Constraints:
             logger.warning("%s", error)
         else:
             self._awaited = _Awaited(process, rows)
-
-    def _take_over(self, sequences: list[Generated]) -> list[Ended]:
-        """Give those grammars that have none yet, and ask for the masks of all."""
-        ended = []
-        for sequence in sequences:
-            asked = sequence.params.structured_outputs
-            if sequence.constraint is None and asked is not None:
-                try:
-                    sequence.constraint = self.open(asked, sequence.tokens[sequence.prompt_length :])
-                except EngineError as error:
-                    ended.append(Ended(sequence, error))
-        self._ask(sequences)
-        return ended
 
     def _forbid(self, logits: Tensor, rows: dict[int, Generated]) -> tuple[list[Ended], dict[int, Generated]]:
         """Mask the rows whose masks were asked for. Returns sequences that end, and the rows without a mask."""

@@ -12,6 +12,7 @@ import sys
 import threading
 
 from ...errors import EngineError, MedusaError, RequestError
+from ...process import hang_up
 from ..base import StructuredOutputs
 from ..frames import Frame, FrameReader, pack
 from .constraints import PARAM
@@ -72,9 +73,9 @@ class GrammarProcess:
         self._fault = ""
         self._numbers = 0
 
-    def open(self, asked: StructuredOutputs, tokens: list[int]) -> int:
-        """The number of a new grammar that has seen ``tokens``. Raises RequestError for a bad one; EngineError."""
-        number, answer = self._open(asked, tokens, keep=True)
+    def open(self, asked: StructuredOutputs) -> int:
+        """The number of a new grammar. Raises RequestError for a bad one; EngineError."""
+        number, answer = self._open(asked, keep=True)
         fault = answer["error"] or "; ".join(answer["warnings"])
         if fault:
             raise RequestError(f"{PARAM}: this {asked.kind} cannot be used: {' '.join(fault.split())}", PARAM)
@@ -82,9 +83,9 @@ class GrammarProcess:
 
     def check(self, asked: StructuredOutputs) -> str:
         """Return what is wrong with a grammar or takes too much, if anything; nothing is kept for steps."""
-        return str(self._open(asked, [], keep=False)[1]["error"])
+        return str(self._open(asked, keep=False)[1]["error"])
 
-    def _open(self, asked: StructuredOutputs, tokens: list[int], *, keep: bool) -> tuple[int, Frame]:
+    def _open(self, asked: StructuredOutputs, *, keep: bool) -> tuple[int, Frame]:
         with self._opening:
             if not self._greeted:
                 self._openings.settimeout(_START_S)
@@ -97,7 +98,7 @@ class GrammarProcess:
             self._numbers += keep
             number = self._numbers if keep else _NOT_KEPT
             self._openings.settimeout(_OPEN_S)
-            frame = {"type": "open", "number": number, "kind": asked.kind, "text": asked.text, "tokens": tokens}
+            frame = {"type": "open", "number": number, "kind": asked.kind, "text": asked.text}
             return number, self._ask(self._openings, self._read_opened, frame)
 
     def send(self, rows: list[tuple[int, list[int], list[int]]]) -> None:
@@ -118,10 +119,7 @@ class GrammarProcess:
     def close(self) -> None:
         self.failed = True
         for connection in (self._openings, self._steps):
-            try:
-                connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in it
-            except OSError:
-                pass
+            hang_up(connection)
             connection.close()
         self._asked.close()
         self._process.kill()

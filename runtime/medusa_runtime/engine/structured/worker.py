@@ -4,7 +4,7 @@ To read a vocabulary of 128k tokens holds Python's lock for over a second, in wh
 anybody. And a grammar comes from a client: what it costs in time and memory should not be the engine's.
 
     hello {error}                                  when the vocabulary is read
-    open {number, kind, text, tokens}              → opened {error, warnings}
+    open {number, kind, text}                      → opened {error, warnings}
     step {rows: [[number, tokens, endings]], closed: […]} → masks {states: [[stopped, error]]}
 
 Two sockets, one for steps and one for the rest. The masks lie in a shared file, a row for each row of the step. What
@@ -61,14 +61,12 @@ class Grammars:
         # As they are before the first token, with their size; the last used last.
         self._fresh: dict[StructuredOutputs, tuple[Any, int]] = {}
 
-    def open(self, number: int, asked: StructuredOutputs, tokens: list[int]) -> Frame:
+    def open(self, number: int, asked: StructuredOutputs) -> Frame:
         try:
             matcher = self._matcher(asked)
         except ValueError as error:
             return {"type": "opened", "error": str(error) or "it cannot be read", "warnings": []}
         fault = matcher.get_error()
-        if not fault and tokens and not matcher.consume_tokens(tokens):
-            fault = matcher.get_error()
         if not fault:
             self._matchers[number] = matcher
         return {"type": "opened", "error": fault, "warnings": [] if fault else matcher.get_grammar_warnings()}
@@ -164,7 +162,7 @@ def _open(connection: socket.socket, grammars: Grammars) -> None:
     reader = FrameReader(connection)
     while (frame := reader.read()) is not None:
         asked = StructuredOutputs(frame["kind"], frame["text"])
-        connection.sendall(pack(grammars.open(frame["number"], asked, frame["tokens"])))
+        connection.sendall(pack(grammars.open(frame["number"], asked)))
 
 
 def _step(connection: socket.socket, asked: int, grammars: Grammars, masks: memoryview, row_bytes: int) -> None:

@@ -7,12 +7,12 @@ The first prefill starts as soon as there is a request; the gates of the loader 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -29,22 +29,18 @@ from ...timeline import Timeline
 from ..base import EngineInfo, GenerateRequest
 from ..checkpoint_files import read_config, read_eos_token_ids
 from ..gpu.device import Gpu, graphs_of, open_gpu
-from ..serving.completion import advance
 from ..serving.inbox import Inbox
 from ..serving.requests import Requests, Sink
-from ..serving.sequence import Constraint, Sequence, Span
+from ..serving.sequence import Sequence, Span
 from ..serving.tokenizer import Tokenizer
 from ..serving.validation import check_token_ids
 from ..structured.constraints import Constraints
 from .adapters import Adapters
-from .kv_cache import BLOCK_TOKENS, KvCache, KvShape, blocks_for
+from .kv_cache import BLOCK_TOKENS, KvCache, KvShape
 from .kv_size import kv_plan, tokens_before
 from .runner import CpuRunner, Runner
 from .sampler import Sampled
 from .scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from .migration import ExportedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +136,7 @@ class TorchEngine:
             max_batched_tokens=settings.max_batched_tokens,
         )
         self._inbox = Inbox()
-        self._requests = Requests(settings, self._tokenizer, self.info, self._released)
+        self._requests = Requests(settings, self._tokenizer, self.info, timeline, self._released)
         self._constraints = Constraints(
             lambda: region.file("tokenizer.json"),
             vocab_size=config.vocab_size,
@@ -158,7 +154,7 @@ class TorchEngine:
             begin=self._scheduler.add,
             fail=lambda sequence, error: self._requests.end(sequence, "error", error),
         )
-        self._prompt_tokens = self._generated_tokens = self._steps = self._failed_steps = 0
+        self._steps = self._failed_steps = 0
         self._decodes_ns: list[int] = []
         self._load_error: MedusaError | None = None
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
@@ -166,9 +162,15 @@ class TorchEngine:
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
         adapter = None if request.adapter is None else self._adapters.find(request.adapter)
-        constraint = self._constraint(request)
-        sequence = self._opened(constraint, lambda: self._requests.open(request, sink))
-        sequence.adapter = adapter
+        asked = request.params.structured_outputs
+        constraint = None if asked is None else self._constraints.open(asked)
+        try:
+            sequence = self._requests.open(request, sink)
+        except MedusaError:
+            if constraint is not None:
+                self._inbox.post(constraint.close)
+            raise
+        sequence.adapter, sequence.constraint = adapter, constraint
         self._inbox.post(lambda: self._begin(sequence))
 
     def add_adapter(self, name: str, region: Region) -> None:
@@ -193,43 +195,15 @@ class TorchEngine:
         sequence = self._requests.get(request_id)
         if sequence is not None:
             sequence.cancelled = True  # at once, so that the step that is running gives it no token
-            self._inbox.post(lambda: self._cancel(sequence))
-
-    def export_request(self, request_id: str) -> ExportedRequest:
-        """Take a request out of this engine; it gets no further delta here. RequestError for an unknown id.
-
-        Needs a running engine, as all changes are made by the thread of ``run``.
-        """
-        return self._inbox.ask(lambda: self._export(request_id))
-
-    def import_request(self, exported: ExportedRequest, sink: Sink) -> None:
-        """Go on with a request of another engine of the same model. Raises RequestError and OverloadedError."""
-        from .migration import request_of
-
-        request = request_of(exported, self._cache.shape)
-        prompt = list(request.prompt)
-        constraint = self._constraint(request, exported.header["tokens"][len(prompt) :])
-        sequence = self._opened(constraint, lambda: self._requests.register(request, prompt, sink))  # type: ignore[arg-type]
-        self._inbox.ask(lambda: self._import(sequence, exported))
+            self._inbox.post(lambda: self._requests.end(sequence, "cancelled"))
 
     def run(self, stop: threading.Event) -> None:
-        end: MedusaError = EngineError("the engine is stopping; try again")
-        try:
-            with torch.inference_mode():
-                while not stop.is_set():
-                    self._inbox.handle()
-                    self._check_loaded()
-                    if not self._turn():
-                        self._inbox.wait(0.0 if self.runner.use_idle_time() else _IDLE_S)
-        except MedusaError as error:
-            end = error
-            raise
-        except Exception as error:
-            end = EngineError(f"the engine failed: {type(error).__name__}: {error}")
-            raise end from error
-        finally:
-            self._requests.close(end)
-            self._inbox.close()
+        with contextlib.closing(self._inbox), self._requests.serving(), torch.inference_mode():
+            while not stop.is_set():
+                self._inbox.handle()
+                self._check_loaded()
+                if not self._turn():
+                    self._inbox.wait(0.0 if self.runner.use_idle_time() else _IDLE_S)
 
     def wait_ready(self) -> None:
         self._watcher.join()
@@ -243,14 +217,7 @@ class TorchEngine:
         return self._tokenizer.decode(token_ids)
 
     def stats(self) -> dict[str, Any]:
-        running = len(self._scheduler.running)
-        return {
-            "running": running,
-            "waiting": max(len(self._requests) - running, 0),
-            "kv_tokens": self.info.kv_tokens,
-            "kv_tokens_used": self._cache.blocks.used * BLOCK_TOKENS,
-            "prompt_tokens_total": self._prompt_tokens,
-            "generated_tokens_total": self._generated_tokens,
+        return self._requests.stats(len(self._scheduler.running), self._cache.blocks.used * BLOCK_TOKENS) | {
             "preemptions_total": self._scheduler.preemptions,
             "steps_total": self._steps,
             "adapters": len(self._adapters),
@@ -277,21 +244,6 @@ class TorchEngine:
             quantization=self._model.config.quantization,
             rest=rest,
         )
-
-    def _constraint(self, request: GenerateRequest, generated: list[int] | None = None) -> Constraint | None:
-        asked = request.params.structured_outputs
-        return None if asked is None else self._constraints.open(asked, generated or [])
-
-    def _opened(self, constraint: Constraint | None, register: Callable[[], Sequence]) -> Sequence:
-        """A sequence that follows a grammar, which is forgotten when the sequence is refused."""
-        try:
-            sequence = register()
-        except MedusaError:
-            if constraint is not None:
-                self._inbox.post(constraint.close)
-            raise
-        sequence.constraint = constraint
-        return sequence
 
     # From here on: the thread of run, but for what says otherwise.
 
@@ -326,7 +278,6 @@ class TorchEngine:
             sequence.constraint.close()
 
     def _begin(self, sequence: Sequence) -> None:
-        self._prompt_tokens += sequence.prompt_length
         if not self._adapters.hold(sequence):
             self._scheduler.add(sequence)
 
@@ -381,31 +332,5 @@ class TorchEngine:
                 middle = sorted(self._decodes_ns)[_DECODES // 2 - 1 : _DECODES // 2 + 1]
                 self._timeline.mark("decodes", step_ms=sum(middle) / 2e6)
         for sequence, sampled_token in zip(sequences, sampled, strict=True):
-            if sequence.cancelled:
-                continue
-            delta = advance(sequence, sampled_token, self._tokenizer)
-            if self._generated_tokens == 0:
-                self._timeline.mark("first_token")
-            self._generated_tokens += 1
-            self._requests.tell(sequence, delta)
-
-    def _cancel(self, sequence: Sequence) -> None:
-        if self._requests.get(sequence.id) is sequence:
-            self._requests.end(sequence, "cancelled")
-
-    def _export(self, request_id: str) -> ExportedRequest:
-        sequence = self._requests.get(request_id)
-        if sequence is None:
-            raise RequestError(f"export: expected the id of a running request, found {request_id!r}")
-        from .migration import export
-
-        exported = export(sequence, self._cache)
-        self._requests.drop(sequence)
-        return exported
-
-    def _import(self, sequence: Sequence, exported: ExportedRequest) -> None:
-        from .migration import resume
-
-        blocks = self._cache.blocks.take(blocks_for(exported.header["computed"]))
-        resume(sequence, exported, self._cache, blocks)
-        self._scheduler.add(sequence)
+            if not sequence.cancelled:
+                self._requests.give(sequence, sampled_token)

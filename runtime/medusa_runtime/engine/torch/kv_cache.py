@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 import torch
@@ -66,16 +65,6 @@ class KvCache:
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """k and v [tokens, kv_heads, head_dim] into ``slots`` [tokens] (block x 16 + place in the block)."""
         kernels.write_kv(*self.slots[layer], slots, k, v)
-
-    def read_out(self, blocks: Items[int], tokens: int) -> Tensor:
-        """A copy of one sequence's keys and values, [layers, 2, tokens, kv_heads, head_dim]."""
-        return self.pool[:, :, list(blocks)].flatten(2, 3)[:, :, :tokens].clone().cpu()
-
-    def read_in(self, blocks: Items[int], kv: Tensor) -> None:
-        """The reverse of ``read_out``."""
-        for number, start in zip(blocks, range(0, kv.shape[2], BLOCK_TOKENS), strict=False):
-            piece = kv[:, :, start : start + BLOCK_TOKENS]
-            self.pool[:, :, number, : piece.shape[2]] = piece
 
 
 def blocks_for(tokens: int) -> int:

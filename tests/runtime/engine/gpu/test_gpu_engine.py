@@ -379,24 +379,6 @@ def test_where_nothing_can_be_written_down_the_error_ends_the_engine(
     assert [type(error) for error in served.errors] == [DeviceError]
 
 
-def test_imported_requests_wait_for_the_weights_too(start: Callable[..., Any]) -> None:
-    """A graph does not wait at gates, so a decode without a prefill before it must not run one too early."""
-    gpu, recorder = HostGpu(recorder := Recorder()), recorder
-    gpu.link.open.clear()
-    target = start(gpu)
-    until(lambda: len(recorder.captured) == 4)
-    source = start(None)
-    expected = source.ask(PROMPTS[1], max_tokens=400).tokens
-    moving = source.ask(PROMPTS[1], max_tokens=400)
-    moving.next()
-    exported = source.engine.export_request(moving.id)
-    target.engine.import_request(exported, moving.incoming.put)
-    time.sleep(0.05)
-    assert sum(graph.replays for graph in recorder.captured) == 0
-    gpu.link.open.set()
-    assert moving.tokens == expected
-
-
 def test_a_gpus_plan_is_measured_where_its_graphs_are_captured(start: Callable[..., Any]) -> None:
     class Memory:
         def free(self) -> int:

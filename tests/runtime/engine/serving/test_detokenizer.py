@@ -88,12 +88,3 @@ def test_byte_fallback_and_leading_spaces() -> None:
     assert "".join(pieces) == whole[len(tokenizer.decode(prompt)) :]
     assert pieces[0] == " word"  # the space that only the beginning of a text loses
     assert not any("\ufffd" in piece for piece in pieces)
-
-
-def test_it_can_go_on_elsewhere() -> None:
-    ids = list(TEXT.encode())
-    for cut in range(0, len(ids), 5):
-        first, second = Detokenizer(Bytes().decode, [65]), Detokenizer(Bytes().decode, [65])
-        text = "".join(first.push(token) for token in ids[:cut])
-        second.resume(first.state())
-        assert text + "".join(second.push(token) for token in ids[cut:]) + second.flush() == TEXT

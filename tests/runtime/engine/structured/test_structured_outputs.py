@@ -82,23 +82,6 @@ def test_preempted_sequences_keep_their_form(serve: Any) -> None:
     assert served.engine.stats()["preemptions_total"] > 0
 
 
-def test_a_request_moves_to_another_engine_with_its_grammar(serve: Any) -> None:
-    from engine_fixtures import Answer
-
-    first, second = serve(), serve()
-    whole = ask(first, schema(PERSON), temperature=1.0, seed=3).text
-    moving = ask(first, schema(PERSON), temperature=1.0, seed=3)
-    for _ in range(4):
-        moving.next()
-    exported = first.engine.export_request(moving.id)
-    while not moving.incoming.empty():
-        moving.next()
-    exported = exported._replace(header=json.loads(json.dumps(exported.header)))
-    rest = Answer(moving.id)
-    second.engine.import_request(exported, rest.incoming.put)
-    assert "".join(delta.text for delta in moving.deltas) + rest.text == whole
-
-
 def test_stop_strings_and_tokens_end_it_earlier(serve: Any) -> None:
     served = serve()
     stopped = ask(served, DIGITS, stop=("-",))
