@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _PLAIN_EVERY_S = 5.0
 _BAR_CELLS = 24
-_CLEAR_LINE = "\r\x1b[2K"
+CLEAR_LINE = "\r\x1b[2K"
 
 
 class ProgressLine:
@@ -32,7 +32,7 @@ class ProgressLine:
         self._complete = progress.state == "done"
         if self._moving:
             done = int(_BAR_CELLS * progress.fetched_bytes / progress.total_bytes)
-            self._write(f"{_CLEAR_LINE}{'█' * done}{'░' * (_BAR_CELLS - done)} {describe(progress)}")
+            self._write(f"{CLEAR_LINE}{'█' * done}{'░' * (_BAR_CELLS - done)} {describe(progress)}")
             self._shown = True
         elif time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + _PLAIN_EVERY_S
@@ -40,7 +40,7 @@ class ProgressLine:
 
     def end(self) -> None:
         if self._shown:
-            self._write(_CLEAR_LINE)
+            self._write(CLEAR_LINE)
             self._shown = False
 
 

@@ -15,6 +15,8 @@ from medusa_cluster.simulation.fleet_file import read_plan
 from medusa_cluster.simulation.strategy import strategy_named
 from medusa_runtime.errors import ConfigError, shown
 
+from .progress import CLEAR_LINE
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("fleet", type=Path, metavar="FLEET.yaml", help="machines, models and requests")
@@ -83,17 +85,12 @@ def _line(run: Summary) -> str:
 class _Progress:
     """One line on the terminal that is written over; nothing where the output is no terminal."""
 
-    def __init__(self) -> None:
-        self._shown = 0
-        self._terminal = sys.stderr.isatty()
-
     def show(self, title: str, part: float) -> None:
-        if self._terminal:
-            text = f"{title}: {100 * part:3.0f} %"
-            print("\r" + text.ljust(self._shown), end="", file=sys.stderr, flush=True)
-            self._shown = len(text)
+        self._write(f"{CLEAR_LINE}{title}: {100 * part:3.0f} %")
 
     def clear(self) -> None:
-        if self._terminal and self._shown:
-            print("\r" + " " * self._shown + "\r", end="", file=sys.stderr, flush=True)
-            self._shown = 0
+        self._write(CLEAR_LINE)
+
+    def _write(self, text: str) -> None:
+        if sys.stderr.isatty():
+            print(text, end="", file=sys.stderr, flush=True)

@@ -1,8 +1,7 @@
 """Plans multicasts: which node reads a model from which (BlitzScale §5.1, its Algorithm 1).
 
 A chain is a row of groups. Each group reads from the group before it while that one still receives, so a chain of any
-length takes hardly longer than its slowest link. The nodes of a group share a fast link: each takes a stripe over the
-network, and they exchange the stripes among themselves.
+length takes hardly longer than its slowest link. The nodes of a group share a fast link.
 """
 
 from __future__ import annotations
@@ -40,16 +39,6 @@ class Chain:
         for position in range(1, len(self.groups)):
             for lane, name in enumerate(self.groups[position]):
                 yield name, self._before(position, lane)
-
-    def stripe(self, name: str) -> tuple[int, int]:
-        """Return which part of the model a target reads over the network, of how many; it has the rest from its group.
-
-        More than one only where the group before has as many links to send from (sharded parallel transfer).
-        """
-        position = next(number for number in range(1, len(self.groups)) if name in self.groups[number])
-        group, before = self.groups[position], self.groups[position - 1]
-        count = min(len(group), max(len(before), 1))
-        return group.index(name) % count, count
 
     def _before(self, position: int, lane: int) -> tuple[str, ...]:
         found: list[str] = []

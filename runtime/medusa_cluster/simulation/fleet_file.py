@@ -240,7 +240,7 @@ class _Section:
 
     def __init__(self, content: Any, place: str, between: str = ".") -> None:
         if not isinstance(content, Mapping):
-            raise ConfigError(f"{place}: expected a mapping, found {_shown(content)}")
+            raise ConfigError(f"{place}: expected a mapping, found {shown(content)}")
         self.content, self._place, self._known = dict(content), place, set[str]()
         self._inside = place + between
 
@@ -248,7 +248,7 @@ class _Section:
         return key in self.content
 
     def wrong(self, key: str, expected: str, found: Any, known: Iterable[str] = ()) -> ConfigError:
-        return ConfigError(f"{self._inside}{key}: expected {expected}, found {_shown(found)}{_meant(found, known)}")
+        return ConfigError(f"{self._inside}{key}: expected {expected}, found {shown(found)}{_meant(found, known)}")
 
     def end(self) -> None:
         unknown = self.content.keys() - self._known
@@ -361,7 +361,3 @@ def _is_number(found: Any, least: float, most: float) -> bool:
 def _meant(found: Any, known: Iterable[str]) -> str:
     close = get_close_matches(found, known, 1) if isinstance(found, str) else []
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _shown(found: Any) -> str:
-    return "nothing" if found is None else shown(found)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ...errors import NodeRefusedError, TooLargeError
+from ...errors import MedusaError, NodeRefusedError, TooLargeError
 from ...storage.base import redacted
 from ..callers.accounts import Accounts
 from ..callers.policy import Policy, below
@@ -24,7 +24,9 @@ class _Limit(NamedTuple):
     limit_bytes: int
     others: list[HeldRegion]
     besides_bytes: int  # what is charged to the same caller and is no region
-    refusal: Callable[[str, str], Exception]
+    refusal: type[MedusaError]
+    whose: str  # in words, with how much it is
+    flag: str  # that raises it
 
 
 class RegionPool:
@@ -67,7 +69,10 @@ class RegionPool:
             fixed = limit.besides_bytes + sum(other.size_bytes for other in limit.others if other.in_use)
             if size_bytes + fixed > limit.limit_bytes:
                 used = f", of which {_mb(fixed)} are in use" if fixed >= 500_000 else ""
-                raise limit.refusal(f"{redacted(held.key)} takes {_mb(size_bytes)} of memory; expected at most ", used)
+                raise limit.refusal(
+                    f"{redacted(held.key)} takes {_mb(size_bytes)} of memory; expected at most {limit.whose}{used}; "
+                    f"raise {limit.flag}"
+                )
         for limit in limits:
             self._make_room(limit, size_bytes)
         held.size_bytes = size_bytes
@@ -78,16 +83,19 @@ class RegionPool:
 
     def _limits(self, held: HeldRegion) -> list[_Limit]:
         others = [other for other in self if other is not held]
-        limits = [_Limit(self.budget_bytes, others, 0, _over_budget(self.budget_bytes))]
+        budget = f"the node agent's budget of {_mb(self.budget_bytes)}"
+        limits = [_Limit(self.budget_bytes, others, 0, TooLargeError, budget, "--memory-budget")]
         for prefix, size_bytes in self._policy.quotas(held.key):
             shared = [other for other in others if below(other.key, prefix)]
-            limits.append(_Limit(size_bytes, shared, 0, _over_quota(prefix, size_bytes)))
+            quota = f"the quota of {_mb(size_bytes)} for {redacted(prefix)}"
+            limits.append(_Limit(size_bytes, shared, 0, NodeRefusedError, quota, "--quota"))
         payer = held.payer
         if payer is not None and not payer.trusted:
             account, most = payer.account, self._accounts.memory_bytes
             shared = [other for other in others if other.payer is not None and other.payer.account == account]
             besides = self._accounts.has(account, "memory_bytes")
-            limits.append(_Limit(most, shared, besides, _over_share(account, most)))
+            share = f"what {account} may have, {_mb(most)}"
+            limits.append(_Limit(most, shared, besides, NodeRefusedError, share, "--per-caller memory=…"))
         return limits
 
     def _make_room(self, limit: _Limit, size_bytes: int) -> None:
@@ -113,24 +121,6 @@ class RegionPool:
     def close(self) -> None:
         for held in self:
             self.drop(held)
-
-
-def _over_budget(limit_bytes: int) -> Callable[[str, str], Exception]:
-    return lambda what, used: TooLargeError(
-        f"{what}the node agent's budget of {_mb(limit_bytes)}{used}; raise --memory-budget"
-    )
-
-
-def _over_quota(prefix: str, limit_bytes: int) -> Callable[[str, str], Exception]:
-    return lambda what, used: NodeRefusedError(
-        f"{what}the quota of {_mb(limit_bytes)} for {redacted(prefix)}{used}; raise --quota"
-    )
-
-
-def _over_share(account: str, limit_bytes: int) -> Callable[[str, str], Exception]:
-    return lambda what, used: NodeRefusedError(
-        f"{what}what {account} may have, {_mb(limit_bytes)}{used}; raise --per-caller memory=…"
-    )
 
 
 def _mb(size_bytes: int) -> str:
