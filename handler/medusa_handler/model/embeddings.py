@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
-
-from ..faults import ClientGoneError
 
 if TYPE_CHECKING:
     from medusa_runtime.engine.base import Embedding
@@ -35,13 +32,7 @@ def embeddings(
     Raises RequestError, EngineError, ClientGoneError, and ApiError 503 after ``hold_s``.
     """
     assert model.engine is not None
-    began = time.monotonic()
-
-    def look() -> None:
-        if gone():
-            raise ClientGoneError
-        model.check_hold(began)
-
+    look = model.watch(gone)
     found: dict[int, Embedding] = {}
     # Inputs of similar length share a batch, so that there is little padding.
     order = sorted(range(len(inputs)), key=lambda number: len(inputs[number]))

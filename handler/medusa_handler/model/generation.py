@@ -38,7 +38,7 @@ class Generation:
         self._use: AdapterUse | None = None
         try:
             if requests and requests[0].adapter is not None:
-                self._use = model.adapters.use(requests[0].adapter, self._look)
+                self._use = model.adapters.use(requests[0].adapter, model.watch(gone))
             for request in requests:
                 self._streams.append(model.engine.generate(request))
         except BaseException:
@@ -70,11 +70,6 @@ class Generation:
             if heartbeat_s is not None and now - last >= heartbeat_s:
                 last = now
                 yield None
-
-    def _look(self) -> None:
-        if self._gone():
-            raise ClientGoneError
-        self._model.check_hold(self._began)
 
     def _next(self) -> Item[Delta] | None:
         if self._merge is not None:

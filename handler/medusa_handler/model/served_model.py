@@ -99,6 +99,17 @@ class ServedModel:
             text = f"the model was not loaded within {self.settings.hold_s:g} s of the request"
             raise not_ready(text, self.eta_s())
 
+    def watch(self, gone: Callable[[], bool]) -> Callable[[], None]:
+        """A function to call while a new request waits: it raises ClientGoneError, and 503 like ``check_hold``."""
+        began = time.monotonic()
+
+        def look() -> None:
+            if gone():
+                raise ClientGoneError
+            self.check_hold(began)
+
+        return look
+
     def eta_s(self) -> float:
         """Seconds until it is worth asking again for what is not there yet.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from medusa_runtime.config import ADAPTER_NAME
 from medusa_runtime.errors import RequestError
 from medusa_runtime.storage.base import redacted
 
-from ..faults import ApiError, ClientGoneError
+from ..faults import ApiError
 from .body import fields, parameters
 from .body.parameters import Body, invalid
 
@@ -55,13 +54,7 @@ def load_adapter(service: Service, body: Body, gone: Callable[[], bool]) -> Resp
     assert engine is not None
     before = adapters.urls().get(name)
     adapters.add(name, url, replace=inplace)
-    began = time.monotonic()
-
-    def look() -> None:
-        if gone():
-            raise ClientGoneError
-        service.model.check_hold(began)
-
+    look = service.model.watch(gone)
     try:
         use = adapters.use(name, look)
         try:

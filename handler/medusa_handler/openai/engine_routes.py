@@ -61,12 +61,10 @@ def _describe(service: Service, body: Body, gone: Callable[[], bool]) -> Respons
     """What the engine says of itself, and the checkpoint's small files."""
     check_model(service, body)
     assert service.engine is not None
-    began = time.monotonic()
+    look = service.model.watch(gone)
     service.engine.start()
     while service.engine.info is None:
-        if gone():
-            raise ClientGoneError
-        service.model.check_hold(began)
+        look()
         time.sleep(_LOOK_S / 10)
     assert service.region is not None
     files = {name: data for name in FILES if (data := service.region.file(name)) is not None}

@@ -7,7 +7,6 @@ passed on as they come. When the client leaves, the connection to the server is 
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from flask import Response, request
 from medusa_runtime.errors import EngineError
 from medusa_runtime.process import hang_up
 
-from ..faults import ClientGoneError, NotCoveredError
+from ..faults import NotCoveredError
 from ..http.body import read_body
 from ..merge import Merge
 
@@ -60,13 +59,7 @@ def relay(service: Service, gone: Callable[[], bool], target: str | None = None,
     """
     engine = service.engine
     assert engine is not None
-    began = time.monotonic()
-
-    def look() -> None:
-        if gone():
-            raise ClientGoneError
-        service.model.check_hold(began)
-
+    look = service.model.watch(gone)
     body = read_body() if body is None else body
     head = _head(service, target, body)
     connection = engine.http(look)

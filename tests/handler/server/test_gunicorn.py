@@ -91,7 +91,8 @@ def test_requests_are_served_at_both_ends_of_the_range(tmp_path: Path, end: str)
         check=True,
     )
     assert where.stdout.startswith(str(tmp_path))
-    tests = [f"tests/handler/test_{name}.py" for name in ("gunicorn", "serving", "probe_acceptor")]
+    names = ("server/test_gunicorn", "test_serving", "server/test_probe_acceptor")
+    tests = [f"tests/handler/{name}.py" for name in names]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,

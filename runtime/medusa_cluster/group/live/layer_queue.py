@@ -52,19 +52,35 @@ class ZigZag:
         return self._queue.done[batch]
 
 
-class BestEffort:
-    """Each batch once, in order, with the layers that are there when it begins, at most half: the paper's baseline."""
+class _InOrder:
+    """Batches that are handed over in the order in which they came."""
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self._done: list[int] = []
-        self._goals: list[int] = []
-        self._first = 0
+        self._first = 0  # that has not been handed over
 
     def add(self) -> int:
         self._done.append(0)
-        self._goals.append(0)
         return len(self._done) - 1
+
+    def ran(self, batch: int) -> None:
+        self._done[batch] += 1
+
+    def done(self, batch: int) -> int:
+        return self._done[batch]
+
+
+class BestEffort(_InOrder):
+    """Each batch once, in order, with the layers that are there when it begins, at most half: the paper's baseline."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self._goals: list[int] = []
+
+    def add(self) -> int:
+        self._goals.append(0)
+        return super().add()
 
     def next(self, loaded: int) -> int | None:
         for batch in range(self._first, len(self._done)):
@@ -76,9 +92,6 @@ class BestEffort:
                 return None
         return None
 
-    def ran(self, batch: int) -> None:
-        self._done[batch] += 1
-
     def pull(self, loaded: int) -> int | None:
         if self._first == len(self._done):
             return None
@@ -88,21 +101,9 @@ class BestEffort:
         self._first += 1
         return head
 
-    def done(self, batch: int) -> int:
-        return self._done[batch]
 
-
-class Whole:
+class Whole(_InOrder):
     """Each batch through all layers, in order: a prefill instance, which hands over what is done (BlitzScale §5.4)."""
-
-    def __init__(self, layers: int) -> None:
-        self._layers = layers
-        self._done: list[int] = []
-        self._first = 0
-
-    def add(self) -> int:
-        self._done.append(0)
-        return len(self._done) - 1
 
     def next(self, loaded: int) -> int | None:
         for batch in range(self._first, len(self._done)):
@@ -110,17 +111,11 @@ class Whole:
                 return batch if self._done[batch] < loaded else None
         return None
 
-    def ran(self, batch: int) -> None:
-        self._done[batch] += 1
-
     def pull(self, loaded: int) -> int | None:
         if self._first == len(self._done) or self._done[self._first] < self._layers:
             return None
         self._first += 1
         return self._first - 1
-
-    def done(self, batch: int) -> int:
-        return self._done[batch]
 
 
 def layer_queue(schedule: str, layers: int) -> LayerQueue:
