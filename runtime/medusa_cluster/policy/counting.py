@@ -23,6 +23,7 @@ class Count:
     instances: list[Instance]  # those that count: they start or are ready, on nodes that stay
     current: int = 0
     ready: int = 0
+    ready_since_s: float = -math.inf  # of the last one
     wanted: int = 0
     least: int = 0  # would do
     monitor: Monitor = _NEW
@@ -35,6 +36,8 @@ class Count:
             if instance.full:
                 self.current += 1
                 self.ready += ready
+                if ready:
+                    self.ready_since_s = max(self.ready_since_s, instance.since_s)
             if instance.version and instance.version != version and version and ready and instance.group is None:
                 self.outdated.append(instance)
 
@@ -155,7 +158,7 @@ class Counting:
             return self._last.monitors.get((model, role), _NEW)
         for known, monitor in settled.monitors:
             if known == role:  # what was counted then held until the last tick
-                return Monitor(((self._last.at_s, monitor.samples[0][1]),), None, monitor.tokens_per_s)
+                return replace(monitor, samples=((self._last.at_s, monitor.samples[0][1]),), spare_since_s=None)
         return _NEW
 
     def _count_roles(self, deployment: Deployment) -> list[Count]:
@@ -183,6 +186,7 @@ class Counting:
             load,
             current=count.current,
             ready=count.ready,
+            ready_since_s=count.ready_since_s,
             now_s=self._now_s,
             monitor=self._monitor(deployment.name, role),
             bounds=self._bounds,

@@ -79,14 +79,16 @@ def restore(
 
 
 def spread(index: Index, nodes: Mapping[str, Node], deployments: Iterable[Deployment]) -> dict[str, str]:
-    """Choose a node for each model: the largest model first, each to the node whose memory the pool fills least.
+    """Choose a node for each model: the largest model first, each to the node that the pool fills least.
 
+    A node with a link twice as fast takes twice as much: from it, the others have a copy sooner.
     A model that fits nowhere is left out.
     """
     wanted = sorted(deployments, key=lambda deployment: (-deployment.size_bytes, deployment.url))
     if not wanted:
         return {}
-    heap = [(_filled(nodes[name], pinned), name, pinned) for name, pinned in index.pinned_bytes.items()]
+    largest = wanted[0].size_bytes  # compared as with it, so that the first goes where a copy weighs least
+    heap = [(_filled(nodes[name], pinned + largest), name, pinned) for name, pinned in index.pinned_bytes.items()]
     heapq.heapify(heap)
     chosen: dict[str, str] = {}
     rooms: dict[str, int] = {}  # as the models that were placed leave them
@@ -104,7 +106,7 @@ def spread(index: Index, nodes: Mapping[str, Node], deployments: Iterable[Deploy
                 chosen[deployment.url] = name
                 rooms[name] -= deployment.size_bytes
                 pinned += max(deployment.size_bytes, 1)
-                heapq.heappush(heap, (_filled(nodes[name], pinned), name, pinned))
+                heapq.heappush(heap, (_filled(nodes[name], pinned + largest), name, pinned))
                 break
             set_aside.append(entry)
         else:
@@ -144,7 +146,8 @@ def room(node: Node) -> int:
 
 
 def _filled(node: Node, pinned: int) -> float:
-    return pinned / node.memory_bytes if node.memory_bytes else float("inf")
+    """Return how full the pool makes a node: the part of its memory, for each byte a second of its link."""
+    return pinned / node.memory_bytes / node.link_bytes_per_s if node.memory_bytes else float("inf")
 
 
 def _adopt(index: Index, deployment: Deployment) -> str | None:
@@ -189,18 +192,19 @@ def _in_use(node: Node) -> set[str]:
 
 def _rebalance(index: Index, nodes: Mapping[str, Node], by_url: Mapping[str, Deployment]) -> dict[str, str]:
     """Move one copy from the fullest to the emptiest node, where that makes the two more alike; one at a time."""
-    if len(index.pinned_bytes) < 2 or any(copy.pinned for copy in index.arriving.values()):
+    pinned = {name: size for name, size in index.pinned_bytes.items() if nodes[name].memory_bytes}
+    if len(pinned) < 2 or any(copy.pinned for copy in index.arriving.values()):
         return {}
-    pinned = index.pinned_bytes
-    full = max(pinned, key=lambda name: pinned[name])
-    empty = min((name for name in pinned if _filled(nodes[name], 0) == 0), key=lambda name: pinned[name], default=full)
-    gap = pinned[full] - pinned[empty]
+    full = nodes[max(pinned, key=lambda name: _filled(nodes[name], pinned[name]))]
+    empty = nodes[min(pinned, key=lambda name: _filled(nodes[name], pinned[name] + 1))]
+    space = room(empty)
     movable = [
         copy
-        for copy in nodes[full].copies
-        if copy.pinned and copy.url in by_url and copy.is_complete and 2 * copy.total_bytes <= gap
+        for copy in full.copies
+        if copy.pinned
+        and copy.url in by_url
+        and copy.is_complete
+        and copy.total_bytes <= space
+        and _filled(empty, pinned[empty.name] + copy.total_bytes) <= _filled(full, pinned[full.name] - copy.total_bytes)
     ]
-    movable = [copy for copy in movable if copy.total_bytes <= room(nodes[empty]) and empty != full]
-    if not movable:
-        return {}
-    return {max(movable, key=lambda copy: (copy.total_bytes, copy.url)).url: empty}
+    return {max(movable, key=lambda copy: (copy.total_bytes, copy.url)).url: empty.name} if movable else {}

@@ -14,6 +14,10 @@ from typing import NamedTuple
 
 from .state import Deployment, Load
 
+# Gateways count tokens over this time. What instances did in it says what they can do only if they were busy all the
+# time; else a burst that finds one idle, or waits for one, is answered with many times the instances that it needs.
+_COUNTED_S = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -37,6 +41,7 @@ class Monitor:
     samples: tuple[tuple[float, float], ...] = ()  # (time, instances' worth of load), the window's falling maxima
     spare_since_s: float | None = None
     tokens_per_s: float = 0.0  # the most prompt tokens that one busy instance was seen to take
+    counted: bool = False  # while it was busy all the time; before that, they count for nothing
 
 
 class Need(NamedTuple):
@@ -74,16 +79,21 @@ def wanted(
     *,
     current: int,
     ready: int,
+    ready_since_s: float = -math.inf,
     now_s: float,
     monitor: Monitor,
     bounds: Bounds,
 ) -> Wanted:
     """Return how many instances the model should have now. ``current`` counts those that start, and not those that end.
 
+    ``ready_since_s``: when the last of the ready ones became ready.
     Needs more: at once to the middle of what the bounds allow. Needs fewer: one less, after ``spare_s``.
     """
-    capacity = _capacity(deployment, load, ready, monitor)
-    found = need(deployment, load, ready, capacity, bounds)
+    learned, counted = monitor.tokens_per_s, monitor.counted
+    if ready and load.waiting > 0:
+        learned = max(learned, load.prefilled_per_s / ready)
+        counted |= min(load.longest_wait_s, now_s - ready_since_s) >= _COUNTED_S
+    found = need(deployment, load, ready, deployment.tokens_per_s or (learned if counted else 0.0), bounds)
     samples = _window(monitor.samples, now_s, float(found.most), bounds.window_s)
     most = int(samples[0][1])
     if current < found.least:
@@ -97,8 +107,7 @@ def wanted(
         count, spare = current, None
     low, high = deployment.min, max(deployment.max, deployment.min)
     least = min(max(found.least, low), high)
-    learned = 0.0 if deployment.tokens_per_s else capacity
-    return Wanted(min(max(count, low), high), least, Monitor(samples, spare, learned))
+    return Wanted(min(max(count, low), high), least, Monitor(samples, spare, learned, counted))
 
 
 def shares(demands: Mapping[str, int], deployments: Mapping[str, Deployment], slots: int) -> dict[str, int]:
@@ -138,18 +147,6 @@ def prescaled_decoders(prefill: int, prefill_wanted: int, decode: int, decode_wa
 
 def _kept(load: Load, now_s: float, bounds: Bounds) -> int:
     return 1 if now_s - load.last_request_s < bounds.keep_alive_s else 0
-
-
-def _capacity(deployment: Deployment, load: Load, ready: int, monitor: Monitor) -> float:
-    """Return the prompt tokens a second of one instance: what was profiled, else the most that a busy one has done.
-
-    What arrives says nothing about that: while requests wait, it is more.
-    """
-    if deployment.tokens_per_s > 0:
-        return deployment.tokens_per_s
-    if ready and load.waiting > 0:
-        return max(monitor.tokens_per_s, load.prefilled_per_s / ready)
-    return monitor.tokens_per_s
 
 
 def _window(

@@ -46,6 +46,23 @@ def test_models_are_spread_evenly_by_size() -> None:
     assert sorted(filled.values()) == [300, 300, 300]
 
 
+def test_a_node_holds_as_many_times_more_as_its_link_is_faster_while_it_has_room() -> None:
+    nodes = [node("a", link_bytes_per_s=1e9), node("b", link_bytes_per_s=3e9), node("c", link_bytes_per_s=1e9)]
+    found = restored(nodes, *(model(url) for url in "pqrst"))
+    assert [list(found.fetches.values()).count(name) for name in "abc"] == [1, 3, 1]
+    assert restored(nodes, model("x")).fetches == {"x": "b"}
+    small = node("b", link_bytes_per_s=30e9, memory=150)
+    fetches = restored([nodes[0], small], model("x"), model("y"), model("z")).fetches
+    assert sorted(fetches.values()) == ["a", "a", "b"]
+
+
+def test_what_is_spread_by_the_links_stays() -> None:
+    slow, fast = node("a", link_bytes_per_s=1e9), node("b", *map(whole, "xyz"), link_bytes_per_s=10e9)
+    deployed = (model("x"), model("y"), model("z"))
+    assert restored([slow, fast], *deployed) == Restoration({}, ())
+    assert restored([replace(fast, link_bytes_per_s=1e9), slow], *deployed).fetches == {"z": "a"}
+
+
 def test_a_model_that_fits_nowhere_is_left_out_and_the_others_are_not() -> None:
     found = restored([node("a", memory=100)], model("big", 500), model("small", 50))
     assert found == Restoration({"small": "a"}, (), frozenset({"big"}))

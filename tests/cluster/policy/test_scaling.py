@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from hypothesis import given
 from hypothesis import strategies as st
 from medusa_cluster.policy.scaling import Bounds, Monitor, need, prescaled_decoders, shares, wanted
@@ -20,12 +22,13 @@ class Run:
     def __init__(self, deployment: Deployment, current: int = 0) -> None:
         self.deployment, self.current, self.monitor = deployment, current, Monitor()
 
-    def at(self, now_s: float, **load: float) -> int:
+    def at(self, now_s: float, ready_since_s: float = -inf, **load: float) -> int:
         found = wanted(
             self.deployment,
             Load(**load),  # type: ignore[arg-type]
             current=self.current,
             ready=self.current,
+            ready_since_s=ready_since_s,
             now_s=now_s,
             monitor=self.monitor,
             bounds=BOUNDS,
@@ -90,12 +93,24 @@ def test_minimum_and_maximum_hold() -> None:
 
 def test_what_one_instance_can_do_is_learned_while_requests_wait() -> None:
     run = Run(model(high=100), current=2)
-    run.at(0.0, waiting=1, running=15, tokens_per_s=9000, prefilled_per_s=2000, last_request_s=0.0)
+    run.at(0.0, waiting=1, running=15, tokens_per_s=9000, prefilled_per_s=2000, longest_wait_s=2.0, last_request_s=0.0)
     assert run.monitor.tokens_per_s == 1000  # not what arrives while they cannot keep up
     assert run.at(0.1, tokens_per_s=8000, last_request_s=0.1) >= 10
-    profiled = Run(model(tokens_per_s=500), current=2)
-    profiled.at(0.0, waiting=1, running=15, prefilled_per_s=2000, last_request_s=0.0)
-    assert profiled.monitor.tokens_per_s == 0
+    profiled = Run(model(tokens_per_s=500, high=100), current=2)
+    profiled.at(0.0, waiting=1, running=15, prefilled_per_s=2000, longest_wait_s=2.0, last_request_s=0.0)
+    assert profiled.at(0.1, tokens_per_s=1600, last_request_s=0.1) == 6
+
+
+def test_what_instances_have_done_says_nothing_before_they_were_busy_for_as_long_as_it_is_counted() -> None:
+    run = Run(model(high=100), current=2)
+    for step in range(20):  # the first prompts of a burst that found idle instances
+        waited, done = step / 10, 100.0 * step
+        run.at(waited, waiting=8, running=8, tokens_per_s=9000, prefilled_per_s=done, longest_wait_s=waited)
+        assert run.current == 2
+    found = run.at(2.0, waiting=8, running=8, tokens_per_s=9000, prefilled_per_s=2000, longest_wait_s=2.0)
+    assert (run.monitor.tokens_per_s, found) == (1000, 15)
+    new = Run(model(high=100), current=1)  # its requests waited for its start, not for what it does
+    assert new.at(9.0, ready_since_s=8.9, waiting=8, tokens_per_s=9000, prefilled_per_s=50, longest_wait_s=5.0) == 1
 
 
 def test_a_full_cluster_is_shared_fairly() -> None:
