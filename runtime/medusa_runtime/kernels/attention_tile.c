@@ -24,8 +24,6 @@ struct rows {
     float q[MAX_QUERY_ROWS][MAX_HEAD_DIM], out[MAX_QUERY_ROWS][MAX_HEAD_DIM]; /* in the order of first() and second() */
 };
 
-static inline long size_of(const int dtype) { return dtype == DTYPE_FP32 ? 4 : 2; }
-
 static inline float exponential(float x)
 {
     x = x < -87.0f ? -87.0f : x;

@@ -114,7 +114,7 @@ static void narrow_all(const float *values, long count, void *out, int dtype)
 
 static void rows_as_they_lie(const struct codes *codes, long first, long stop)
 {
-    const long size = codes->dtype == DTYPE_FP32 ? 4 : 2;
+    const long size = size_of(codes->dtype);
     float values[CHUNK];
     for (long row = first; row < stop; row++)
         for (long begin = 0; begin < codes->columns; begin += CHUNK) {

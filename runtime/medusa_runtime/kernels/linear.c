@@ -107,7 +107,7 @@ int medusa_products(char *out, const char *x, const struct linear_part *parts, l
 {
     const struct linear_variant *variant = variant_for(dtype);
     const long padded = (depth + variant->step - 1) / variant->step * variant->step;
-    const long item = dtype == DTYPE_FP32 ? 4 : 2;
+    const long item = size_of(dtype);
     long cols = 0;
     for (long i = 0; i < count; i++)
         cols += parts[i].cols;

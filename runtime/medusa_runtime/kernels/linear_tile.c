@@ -29,9 +29,14 @@
 #define VARIANT linear_avx2
 #define MAX_ROWS 4
 #define TILE_COLS 3
+#define MOST_TOGETHER 2
+#endif
+#ifndef MOST_TOGETHER
+#define MOST_TOGETHER 1 /* so many tiles of x, if there are no more, take turns with each few weight rows */
 #endif
 
 #define DEPTH_BLOCK 1024L /* a tile of x (16 KB) stays in the first-level cache, a block of weights in the second */
+#define TOGETHER_BYTES 16384L /* of tiles of x that take turns: they stay in the first-level cache, and so do their weights */
 
 /* Depth is added up in pieces of this many elements, whatever the number of rows: the lanes of an accumulator are added to each
  * other at a piece's end alone. So a row's product has the same bits in every batch. */
@@ -46,9 +51,6 @@
 #define AHEAD 0L
 #define NEAR 3
 #endif
-
-/* Bytes of an element in memory. */
-INLINE long item(const int dtype) { return dtype == DTYPE_FP32 ? 4 : 2; }
 
 /* Bytes of an element of x as the tiles read it. */
 INLINE long packed_size(const int dtype)
@@ -121,13 +123,13 @@ INLINE void tile(const char *x, const char *w, long stride, long depth, float *s
     for (; k + STEP <= depth; k += STEP) {
 #pragma GCC unroll 8
         for (int c = 0; fetch && c < cols; c++)
-            PREFETCH(w + c * stride + fetch + k * item(dtype), NEAR);
-        step(acc, x + k * rows * packed_size(dtype), w + k * item(dtype), stride, dtype, rows, cols);
+            PREFETCH(w + c * stride + fetch + k * size_of(dtype), NEAR);
+        step(acc, x + k * rows * packed_size(dtype), w + k * size_of(dtype), stride, dtype, rows, cols);
     }
     if (k < depth) { /* never read behind a row: its end may be the end of the mapping */
         char tail[TILE_COLS][STEP * 4] = {{0}};
         for (int c = 0; c < cols; c++)
-            memcpy(tail[c], w + c * stride + k * item(dtype), (size_t)((depth - k) * item(dtype)));
+            memcpy(tail[c], w + c * stride + k * size_of(dtype), (size_t)((depth - k) * size_of(dtype)));
         step(acc, x + k * rows * packed_size(dtype), tail[0], STEP * 4, dtype, rows, cols);
     }
     if (to) {
@@ -188,12 +190,12 @@ INLINE void pack(const struct linear_job *job, long number, const int dtype)
     const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
     char *packed = (char *)job->packed + start * job->padded_depth * packed_size(dtype);
     for (long r = 0; r < rows; r++) {
-        const char *x = (const char *)job->x + (start + r) * job->x_stride * item(dtype);
+        const char *x = (const char *)job->x + (start + r) * job->x_stride * size_of(dtype);
         for (long k = 0; k < job->depth; k += STEP) {
             char tail[STEP * 4] = {0};
-            const char *from = x + k * item(dtype);
+            const char *from = x + k * size_of(dtype);
             if (job->depth - k < STEP)
-                from = memcpy(tail, from, (size_t)((job->depth - k) * item(dtype)));
+                from = memcpy(tail, from, (size_t)((job->depth - k) * size_of(dtype)));
             char *to = packed + (k * rows + r * STEP) * packed_size(dtype);
             if (packed_size(dtype) == 2) {
                 memcpy(to, from, STEP * 2);
@@ -221,27 +223,30 @@ INLINE void put(void *p, long at, float value, const int dtype)
 /* All rows of x times the weight rows [col, col + cols). */
 INLINE void block(const struct linear_job *job, float *sums, long col, long cols, const int dtype)
 {
-    const long count = tiles(job->rows), stride = job->weight_stride * item(dtype), sums_stride = job->block_cols;
+    const long count = tiles(job->rows), stride = job->weight_stride * size_of(dtype), sums_stride = job->block_cols;
     memset(sums, 0, (size_t)(job->rows * sums_stride) * sizeof(float));
-    /* The accumulators of one tile of rows between the parts of a piece. */
-    float carried[MOST_BLOCK_COLS * MAX_ROWS * LANES] __attribute__((aligned(64)));
-    const long part = count == 1 ? PIECE(dtype) : DEPTH_BLOCK;
+    const long together = count <= MOST_TOGETHER ? count : 1;
+    /* The accumulators of these tiles between the parts of a piece. */
+    float carried[MOST_TOGETHER][MOST_BLOCK_COLS * MAX_ROWS * LANES] __attribute__((aligned(64)));
+    const long part = count == 1   ? PIECE(dtype)
+                      : together > 1 ? TOGETHER_BYTES / (job->rows * packed_size(dtype)) / STEP * STEP
+                                     : DEPTH_BLOCK;
     for (long piece = 0; piece < job->depth; piece += PIECE(dtype)) {
         const long piece_end = at_most(job->depth, piece + PIECE(dtype));
-        for (long number = 0; number < count; number++) {
-            const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
+        for (long group = 0; group < count; group += together)
             for (long k = piece; k < piece_end; k += part) {
                 const long depth = at_most(piece_end - k, part);
-                const long fetch = number == 0 ? (1 + AHEAD / (TILE_COLS * depth * item(dtype))) * TILE_COLS * stride : 0;
-                const char *x = (const char *)job->packed + (start * job->padded_depth + k * rows) * packed_size(dtype);
-                for (long c = 0; c < cols; c += TILE_COLS) {
-                    const char *w = (const char *)job->weight + (col + c) * stride + k * item(dtype);
-                    float *sum = sums + start * sums_stride + c, *kept = carried + c * MAX_ROWS * LANES;
-                    any_tile(x, w, stride, depth, sum, sums_stride, dtype, fetch, k > piece ? kept : NULL,
-                             k + depth < piece_end ? kept : NULL, rows, at_most(cols - c, TILE_COLS));
-                }
+                const long ahead = (1 + AHEAD / (TILE_COLS * depth * size_of(dtype))) * TILE_COLS * stride;
+                for (long c = 0; c < cols; c += TILE_COLS)
+                    for (long number = group; number < group + together; number++) {
+                        const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
+                        const char *x = (const char *)job->packed + (start * job->padded_depth + k * rows) * packed_size(dtype);
+                        const char *w = (const char *)job->weight + (col + c) * stride + k * size_of(dtype);
+                        float *sum = sums + start * sums_stride + c, *kept = carried[number - group] + c * MAX_ROWS * LANES;
+                        any_tile(x, w, stride, depth, sum, sums_stride, dtype, number == 0 ? ahead : 0, k > piece ? kept : NULL,
+                                 k + depth < piece_end ? kept : NULL, rows, at_most(cols - c, TILE_COLS));
+                    }
             }
-        }
     }
     for (long r = 0; r < job->rows; r++)
         for (long c = 0; c < cols; c++) {

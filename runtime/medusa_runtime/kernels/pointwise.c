@@ -29,8 +29,6 @@ static void spread_rows(void (*rows)(const void *, long, long), const void *job,
     medusa_spread(take_rows, &run, count > run.step ? threads : 1);
 }
 
-static inline long size_of(const int dtype) { return dtype == DTYPE_FP32 ? 4 : 2; }
-
 INLINE vf load(const char *p, const int dtype)
 {
     if (dtype == DTYPE_FP32)
