@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from medusa_runtime.models import build_model
+from medusa_runtime.models.registry import model_config
 from medusa_runtime.models.transformers import faster
 from torch import nn
 
@@ -63,3 +65,29 @@ def test_projections_of_one_input_are_computed_once_for_each_input() -> None:
                 torch.testing.assert_close(one(x), expected)
         torch.testing.assert_close(projections[0](first), wanted[first][0])  # and the others are not asked for
         torch.testing.assert_close(projections[1](second), wanted[second][1])
+
+
+# Norms of q and k over all heads, over each head, and none; rotated by neighbours, which is not known.
+ATTENTIONS = {"Olmo2": "whole", "Qwen3Moe": "heads", "Granite": "", "Cohere": None}
+
+
+def attentions(name: str, **changes: Any) -> list[Any]:
+    """The attention modules of a decoder as the engine has it."""
+    raw = getattr(transformers, f"{name}Config")(**SHAPE | changes).to_dict()
+    model: Any = build_model(model_config(raw | {"architectures": [f"{name}ForCausalLM"]}))
+    return [layer.self_attn for layer in model.module.model.layers]
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_an_attention_is_known_by_what_it_gives_the_engine(name: str) -> None:
+    (part,) = attentions(name)
+    formula = getattr(part, "medusa_formula", None)
+    theirs = type(part).__module__.startswith("transformers.")
+    assert theirs == (formula is None)
+    assert (None if formula is None else formula.norms) == ATTENTIONS[name]
+
+
+def test_layers_that_differ_have_options_of_their_own() -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    parts = attentions("Olmo3", num_hidden_layers=2, layer_types=kinds, sliding_window=6)
+    assert [part.medusa_formula.options["window"] for part in parts] == [6, None]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import EngineError
 from ..base import Attention
+from ..layers.rope import Rotation
 
 NAME = "medusa"
 STEP = "medusa_step"  # the attribute of an attention module of transformers that holds its ``Step``
@@ -20,6 +22,17 @@ class Step:
     attention: Attention
     head_dim: int
     kv_heads: int
+
+    def begin(self, attention: Attention) -> None:
+        self.attention = attention
+        self._rotations: dict[int, tuple[Tensor, Rotation]] = {}
+
+    def rotation(self, cos: Tensor, sin: Tensor) -> Rotation:
+        """Those of transformers, [1, tokens, head_dim], as our kernels take them: once for all layers of a step."""
+        if id(sin) not in self._rotations:
+            low, high = sin[0].unsqueeze(1).chunk(2, -1)
+            self._rotations[id(sin)] = sin, Rotation(cos[0].unsqueeze(1), torch.cat((-low, high), -1))
+        return self._rotations[id(sin)][1]
 
 
 def attend(

@@ -52,7 +52,7 @@ class TransformersDecoder(DecoderModel):
     def run(self, token_ids: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None) -> Tensor | None:
         if self.gathers and hasattr(attention, "spans"):
             return run_gathered(self, token_ids, positions, attention, rows)
-        self._step.attention = attention
+        self._step.begin(attention)
         keep = torch.empty(0, dtype=torch.long) if rows is None else rows
         logits = self.call(token_ids.unsqueeze(0), positions.unsqueeze(0), logits_to_keep=keep, use_cache=False)[0]
         return None if rows is None else logits

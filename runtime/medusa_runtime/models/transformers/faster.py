@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from medusa_runtime.kernels import rms_norm, silu_gate
 
 from ..layers.linear import Linear, project
+from .faster_attention import use_our_attention
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _TRIED = 32  # elements of a row with which a class is tried
@@ -37,6 +38,7 @@ def use_our_parts(module: nn.Module, dtype: torch.dtype) -> None:
                 _join(cast("list[Linear]", found))
         if type(getattr(part, "gate_proj", None)) is _Joined and _is_gated(part):
             part.__class__ = _gated(cast(Any, type(part)))
+        use_our_attention(part, dtype)
 
 
 # Norms
