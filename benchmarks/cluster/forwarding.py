@@ -10,10 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from medusa_adapters.bench.result import Row
 from medusa_cluster.lab.laboratory import Laboratory
@@ -24,12 +24,12 @@ from benchmarks.cluster.chain import cpu_seconds_of, fetch
 from benchmarks.cluster.options import Options, row
 from benchmarks.cluster.weight_nodes import WeightNode, weight_nodes
 
-_T = TypeVar("_T")
 _PORT = 8080
 _PACE = 0.85  # of the link, for weights while the node serves
 _STREAMS = 2  # requests at a time
 _TOKENS = 150  # of a request, in each slice: with more, tokens of longer contexts would make the p99
 _ROUNDS = 7  # of a run: slices of the two ways of the promised ratio in turns, the first one with those of all others
+_STOLEN = 0.01  # of the serving core's time, by this machine's host: slices with more do not count
 _RESAMPLED = 400
 _PROBABLE = (0.05, 0.95)  # between which share of resampled figures the true one is
 _READY_WITHIN_S = 120.0
@@ -70,6 +70,7 @@ class _Slice(NamedTuple):
     seconds: float
     sent_bytes: int  # by the serving node
     sender_cpu_s: float  # of its server of regions and its agent
+    stolen: float  # share of the serving core's time that the machine's host took
 
 
 def _p99_ms(slices: Sequence[_Slice]) -> float:
@@ -77,18 +78,25 @@ def _p99_ms(slices: Sequence[_Slice]) -> float:
     return gaps[int(len(gaps) * 0.99)] * 1e3
 
 
-def _ratio(slices: Sequence[tuple[_Slice, _Slice]]) -> float:
-    """The p99 of all tokens of one way, over that of another one in the same rounds."""
-    one, other = zip(*slices, strict=True)
-    return _p99_ms(one) / _p99_ms(other)
+def _p99_of(slices: Sequence[tuple[_Slice, ...]]) -> float:
+    """The p99 of all tokens of a way, in ms, or over that of a second way in the same rounds."""
+    one, *others = (_p99_ms(way) for way in zip(*slices, strict=True))
+    return one / others[0] if others else one
 
 
-def _estimate(metric: str, unit: str, slices: Sequence[_T], figure: Callable[[Sequence[_T]], float]) -> dict[str, Any]:
-    """A figure of all slices, and the range of 90 % of those that as many slices give, drawn from these at random."""
-    draw = random.Random(0)
-    drawn = sorted(figure(draw.choices(slices, k=len(slices))) for _ in range(_RESAMPLED))
+def _undisturbed(slices: Sequence[tuple[_Slice, ...]]) -> list[tuple[_Slice, ...]]:
+    """Those during which the machine's host took next to nothing; at least the half with the least."""
+    ordered = sorted(slices, key=lambda each: max(one.stolen for one in each))
+    quiet = sum(all(one.stolen <= _STOLEN for one in each) for each in ordered)
+    return ordered[: max(quiet, (len(ordered) + 1) // 2)]
+
+
+def _estimate(metric: str, unit: str, slices: Sequence[tuple[_Slice, ...]]) -> dict[str, Any]:
+    """The p99, and the range of 90 % of those that as many slices give, drawn from these at random (bootstrap)."""
+    draw, counted = random.Random(0), _undisturbed(slices)
+    drawn = sorted(_p99_of(draw.choices(counted, k=len(counted))) for _ in range(_RESAMPLED))
     least, most = (drawn[int(share * _RESAMPLED)] for share in _PROBABLE)
-    return asdict(Row("forwarding", metric, unit, figure(slices), least, most, len(slices)))
+    return asdict(Row("forwarding", metric, unit, _p99_of(counted), least, most, len(counted)))
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
@@ -98,8 +106,8 @@ def rows(options: Options) -> list[dict[str, Any]]:
     Cores of one machine still share caches, or are threads of one core. So a node that forwards is compared with one
     beside which another node sends the same weights, and that one with a node beside which nothing happens.
 
-    A figure is the p99 of the tokens of all slices together; its least and its greatest are where the true one probably
-    is (``_estimate``).
+    A figure is the p99 of the tokens of all undisturbed slices together; its least and its greatest are where the true
+    one probably is (``_estimate``).
     """
     everywhere = os.sched_getaffinity(0)
     own = {min(everywhere)}
@@ -110,14 +118,13 @@ def rows(options: Options) -> list[dict[str, Any]]:
         os.sched_setaffinity(0, everywhere)
     slices = {name: [each[name] for each in rounds if name in each] for name in _WAYS}
     found = []
-    for metric, (one, other) in _RATIOS.items():
-        found.append(
-            _estimate(metric, "", [(each[one], each[other]) for each in rounds if {one, other} <= each.keys()], _ratio)
-        )
+    for metric, names in _RATIOS.items():
+        both = [tuple(each[name] for name in names) for each in rounds if set(names) <= each.keys()]
+        found.append(_estimate(metric, "", both))
     base = slices[_RATIOS[_PROMISED][1]]
-    found.append(_estimate("tpot_p99_noise", "", list(zip(base[::2], base[1::2], strict=False)), _ratio))
+    found.append(_estimate("tpot_p99_noise", "", list(zip(base[::2], base[1::2], strict=False))))
     for name in _WAYS:
-        found.append(_estimate(f"tpot_p99_{name}_ms", "ms", slices[name], _p99_ms))
+        found.append(_estimate(f"tpot_p99_{name}_ms", "ms", [(each,) for each in slices[name]]))
     for name in ("paced", "unpaced"):
         shares = [each.sent_bytes / each.seconds / options.link_bytes_per_s for each in slices[name]]
         found.append(row("forwarding", f"link_share_{name}", "", shares))
@@ -154,10 +161,23 @@ def _measure(options: Options, own: set[int]) -> list[dict[str, _Slice]]:
 
 
 def _slice(lab: Laboratory, node: str, client: str) -> _Slice:
-    sent, cpu_s, began = lab.sent_bytes(node), _sender_cpu_s(lab, node), time.monotonic()
+    sent, cpu_s, stolen_s, began = (
+        lab.sent_bytes(node),
+        _sender_cpu_s(lab, node),
+        _stolen_s(lab, node),
+        time.monotonic(),
+    )
     gaps = _gaps_s(lab, node, client)
     seconds = time.monotonic() - began
-    return _Slice(gaps, seconds, lab.sent_bytes(node) - sent, _sender_cpu_s(lab, node) - cpu_s)
+    stolen = (_stolen_s(lab, node) - stolen_s) / seconds
+    return _Slice(gaps, seconds, lab.sent_bytes(node) - sent, _sender_cpu_s(lab, node) - cpu_s, stolen)
+
+
+def _stolen_s(lab: Laboratory, node: str) -> float:
+    """The time that this machine's host has taken from the node's cores (proc_stat(5))."""
+    names = {f"cpu{core}" for core in lab.cores[node]}
+    lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+    return sum(int(fields[8]) for fields in lines if fields[0] in names) / os.sysconf("SC_CLK_TCK")
 
 
 def _sender_cpu_s(lab: Laboratory, node: str) -> float:

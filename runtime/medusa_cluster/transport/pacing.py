@@ -17,7 +17,8 @@ from contextlib import contextmanager
 
 _SO_MAX_PACING_RATE = 47
 _UNLIMITED = (1 << 64) - 1
-_UNSENT_PER_S, _LEAST_UNSENT_BYTES = 100, 64 << 10  # what a paced connection's socket takes ahead
+# What a paced connection's socket takes ahead. With 10 ms of it, waking the sender costs twice the CPU time.
+_UNSENT_PER_S, _LEAST_UNSENT_BYTES = 25, 64 << 10
 _SENT_WITHIN_MS = 1000
 _PRIORITY_SERVING = 6  # the highest that needs no privilege
 _TAKES_NOTHING_MS = 10_000

@@ -355,7 +355,7 @@ def test_a_paced_answer_has_been_sent_when_the_next_one_begins() -> None:
     with sender, reader:
         sender.setblocking(False)
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
-        pacer = Pacer(8e6)
+        pacer = Pacer(2e6)
         with pacer.sending(sender):
             _fill(sender)
             assert 64 << 10 < _unsent_bytes(sender) < 128 << 10
