@@ -68,6 +68,11 @@ class Turn:
                 self._answers.remove(answer)
                 self._changed.notify_all()
 
+    def is_first(self, answer: object) -> bool:
+        """Whether no answer that was asked for earlier is under way."""
+        with self._changed:
+            return self._answers[0] is answer
+
     def pause(self, answer: object, wait: Callable[[float], None]) -> None:
         """Wait for the next chunk of an answer with ``wait(timeout_s)``. Only the first answer is woken for each.
 
@@ -213,7 +218,8 @@ class Sending:
                 continue
             looked = now
             # In a chain, chunks come in the order in which they are asked for; from others, this one may be far away.
-            region.demand(first)
+            if self._turn.is_first(self):
+                region.demand(first)
             if region.received_bytes != received_bytes:
                 received_bytes, changed = region.received_bytes, now
             if (now - changed > _QUIET_S or not region.is_filled) and not region.has(first):
