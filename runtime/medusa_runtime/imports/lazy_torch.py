@@ -28,7 +28,7 @@ from .uncollected import uncollected
 
 logger = logging.getLogger(__name__)
 
-TESTED = ("2.13.",)
+TESTED = ("2.13.", "2.15.")
 # These ask for something that torch does while it is imported, and that a lean import would put off.
 _PLAIN_IF_SET = ("TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_TRACE", "TORCH_CUDA_SANITIZER", "TORCH_COMPILE_DEBUG")
 # Modules that replace themselves in sys.modules, or that are imported for what they register.
@@ -66,7 +66,7 @@ _PREREQUISITES: dict[str, tuple[str, ...]] = {
 _LATE = {
     "torch._functorch.autograd_function": ("custom_function_call",),
     "torch._higher_order_ops": ("cond", "while_loop"),
-    "torch._linalg_utils": ("_symeig", "eig", "lstsq", "matrix_rank", "solve"),
+    "torch._linalg_utils": ("_symeig", "cholesky", "eig", "lstsq", "matrix_rank", "qr", "solve"),
     "torch._lobpcg": ("lobpcg",),
     "torch._strobelight.compile_time_profiler": ("StrobelightCompileTimeProfiler",),
     "torch._vmap_internals": ("_vmap", "vmap"),
@@ -180,6 +180,7 @@ class _LeanImport:
                 absent=frozenset({"torch.privateuseone"}),  # torch.manual_seed looks for it
                 prerequisites=_PREREQUISITES,
                 on_executed={
+                    "torch.distributed.distributed_c10d": _register_process_groups,
                     "torch.distributed.rpc": _define_rrefs,
                     "torch.fx.experimental.sym_node": _look_for_dynamic_ints,
                 },
@@ -213,7 +214,8 @@ class _LeanImport:
                 yield
                 torch: Any = sys.modules["torch"]
                 # As torch._prims.rng_prims does at the end of a plain import; without it there is no torch.Generator.
-                torch._C._set_generator_metaclass(torch._opaque_base.OpaqueBaseMeta)
+                base = sys.modules.get("torch._custom_class_base") or torch._opaque_base  # renamed in 2.15
+                torch._C._set_generator_metaclass(base.OpaqueBaseMeta)
                 self._then(torch)
         finally:
             sys.setdlopenflags(flags)
@@ -228,6 +230,8 @@ class _LeanImport:
         }
         names["torch._logging"] = {"_init_logs": lambda: None}
         names["torch.distributed.rpc"] = {"is_available": lambda: False}
+        # torch calls it since 2.15; _register_process_groups does so when that module has been executed.
+        names["torch.distributed.distributed_c10d"] = {"_register_process_group_opaque_type": lambda: None}
         names["torch.library"] = {"Library": self._library}
         return names
 
@@ -278,6 +282,10 @@ class _LeanImport:
         for function, name in self._builtins:
             register(function, name)
         importlib.import_module("torch._logging")._init_logs()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            # torch._native does it at its end; here it was executed before its operators, so there was none.
+            importlib.import_module("torch._native.registry")._register_all_overrides()
 
     def _replace_stand_ins(self) -> None:
         for name, module in list(sys.modules.items()):
@@ -371,6 +379,12 @@ def _numpy_version() -> str:
     path = Path(spec.origin).with_name("version.py")
     found = re.search(r"^(?:version|short_version|__version__) = ['\"]([^'\"]+)", path.read_text(), re.MULTILINE)
     return found.group(1) if found else "0"
+
+
+def _register_process_groups() -> None:
+    register = getattr(sys.modules["torch.distributed.distributed_c10d"], "_register_process_group_opaque_type", None)
+    if register is not None:
+        register()
 
 
 def _define_rrefs() -> None:
