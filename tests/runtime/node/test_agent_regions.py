@@ -190,7 +190,7 @@ def test_what_nobody_waits_for_gives_way(start_node: Start, put_model: Put, orig
         another.region(first).close()
     while "fetching" == early.progress().state == late.progress().state:
         time.sleep(0.01)
-    assert (early.progress().state == "done") == waits, "both have four connections, and the first began earlier"
+    assert (early.progress().fetched_bytes >= 16 * MB) == waits, "what gives way has what was under way, 12 MB"
     for region in (early, late):
         assert len(read_all(region)) == 8
         region.close()
