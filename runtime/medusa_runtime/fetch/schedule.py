@@ -11,7 +11,7 @@ from .in_flight import InFlightRange, InFlightRanges, Span
 from .load_priority import Load, interactive_load
 
 _LARGEST_SPAN_BYTES = 8 << 20
-_LARGEST_WHOLE_BYTES = 64 << 20  # of a range that may be given back; a peer sends no more with one answer
+_LARGEST_WHOLE_BYTES = 64 << 20  # of the first range, which may be given back; a peer sends no more with one answer
 # Where a reader gives memory back as it copies, a fetch is at most this far in front of it.
 _UNRELEASED_BYTES = 256 << 20
 _YIELD_S = 0.005
@@ -37,7 +37,7 @@ class Schedule:
         self._pending = writer.pending()
         self._load = load
         self._urgent = frozenset(urgent)
-        self.large = Span(0, 0)  # the newest range that may be given back
+        self.large = Span(0, 0)  # the range that may be given back
         self._most_bytes = _LARGEST_SPAN_BYTES if urgent else _LARGEST_WHOLE_BYTES  # of such a range
         self._taken = bytearray(b"\1" * self._chunks.count)  # also what is there already, or no tensor's
         for chunk in self._pending:
@@ -66,7 +66,7 @@ class Schedule:
     def take(self, takers: int, *, whole: bool = False) -> Span | None:
         """The next range: up to 8 MiB, and less when few bytes are left for ``takers`` connections, or come slowly.
 
-        ``whole``: for ranges that come one after the other, of which each costs both ends CPU time. One at a time has
+        ``whole``: for ranges that come one after the other, of which each costs both ends CPU time. The first one has
         up to 64 MiB, and is given back when it ``gives_way``; the others have 8 MiB.
 
         Waits while a load that is more important has the right of way, or memory must be given back first.
@@ -89,7 +89,7 @@ class Schedule:
             time.sleep(pause_s)
 
     def gives_way(self, *, alone: bool) -> bool:
-        """Whether the rest of the large range is to be given back; from then on no range is large.
+        """Whether the rest of the large range is to be given back.
 
         It is when it is not ``alone`` on the link any more, something else comes first, or readers set a pace.
         """
@@ -103,10 +103,7 @@ class Schedule:
             first = next((chunk for chunk in (*wanted, *self._writer.hinted()) if not present(chunk)), missing[0])
             comes_soon = first in missing[:soon] or (self._taken[first] and first not in span.chunks)
             paced = self._writer.demand.share != 1.0 or (not wanted and self._is_less_important())
-            if alone and comes_soon and not paced:
-                return False
-            self._most_bytes = _LARGEST_SPAN_BYTES
-            return True
+            return paced or not alone or not comes_soon
 
     def give_back(self, span: Span) -> None:
         """Hand out again what has not come of a range."""
@@ -176,7 +173,7 @@ class Schedule:
         self._skip_taken()
         span = Span(first, count)
         if count * self._chunks.chunk_bytes > _LARGEST_SPAN_BYTES:
-            self.large = span
+            self.large, self._most_bytes = span, _LARGEST_SPAN_BYTES
         return span
 
     def _skip_taken(self) -> None:
@@ -184,10 +181,8 @@ class Schedule:
             self._next += 1
 
     def _whole_bytes(self, first: int) -> int:
-        """The most bytes of a range that has the link for itself. Large are those in order, one at a time."""
-        in_order = first == self._pending[self._next]
-        under_way = any(not self._writer.present(chunk) for chunk in self.large.chunks)
-        return self._most_bytes if in_order and not under_way else _LARGEST_SPAN_BYTES
+        """The most bytes of a range that has the link for itself; the large one is in order."""
+        return self._most_bytes if first == self._pending[self._next] else _LARGEST_SPAN_BYTES
 
     def _follows(self, first: int, count: int, *, in_order: bool) -> bool:
         """Whether a range of ``count`` chunks may have one more."""

@@ -56,7 +56,7 @@ _PROBE_S = 2.0  # for its answer
 _STANDSTILL_S = 4.0  # how long a peer that lives may get nothing itself
 _UNANSWERED_S = 2.0  # for what a request says to be acknowledged
 _LEAST_BYTES_PER_S = 1024.0
-_TOGETHER_BYTES = 4 << 20  # what compiled code receives before the caller learns of it; a chunk at least
+_TOGETHER_BYTES = 8 << 20  # what compiled code receives before the caller learns of it; a chunk at least
 
 
 class Offer(NamedTuple):
