@@ -88,21 +88,26 @@ def test_one_instance_is_helped_by_one_at_a_time(run: Run) -> None:
     run(scenario, "n1", "n2", "n3")
 
 
+async def next_plan(net: Any, cluster: Cluster, failed: Any) -> Any:
+    """The plan of the instance that is started when the ``failed`` one is forgotten and a request waits."""
+    await until(lambda: failed.id not in cluster.instances)
+    del net.nodes[failed.node].instances[failed.id]
+
+    def again() -> bool:
+        asked(cluster, waiting=1)
+        return len(plans(net)) == 2
+
+    await until(again)
+    return plans(net)[1]
+
+
 def test_a_model_that_cannot_be_shared_starts_without_it(run: Run) -> None:
     async def scenario(net: Any, cluster: Cluster) -> None:
         source = await first(net, cluster)
         failed = {"state": "failed", "failure": "an encoder cannot be split"}
         net.nodes[source.node].instances[source.id] |= failed
         asked(cluster, waiting=1)
-        await until(lambda: source.id not in cluster.instances)
-        del net.nodes[source.node].instances[source.id]
-
-        def again() -> bool:
-            asked(cluster, waiting=1)
-            return len(plans(net)) == 2
-
-        await until(again)
-        assert plans(net)[1] is None
+        assert await next_plan(net, cluster, source) is None
 
     run(scenario, "n1", "n2")
 
@@ -112,15 +117,7 @@ def test_a_source_that_dies_after_it_has_served_leaves_live_scaling_on(run: Run)
         source = await first(net, cluster)
         source.since -= 60.0
         net.nodes[source.node].instances[source.id] |= {"state": "failed", "failure": "it was killed"}
-        await until(lambda: source.id not in cluster.instances)
-        del net.nodes[source.node].instances[source.id]
-
-        def again() -> bool:
-            asked(cluster, waiting=1)
-            return len(plans(net)) == 2
-
-        await until(again)
-        assert plans(net)[1]["mode"] == "live"
+        assert (await next_plan(net, cluster, source))["mode"] == "live"
 
     run(scenario, "n1", "n2")
 

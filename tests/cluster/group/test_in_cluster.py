@@ -8,9 +8,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,7 @@ _CLIENTS = 12
 def test_a_group_answers_and_becomes_an_instance(kind: type[ClusterWithRay]) -> None:
     with Laboratory(3, GROUP_LINK, origin_link=Link(50e6)) as lab:
         cluster = kind(lab)
-        cluster.start()
-        for node in lab.nodes:
-            until(lambda node=node: cluster.is_warm(node))
-        cluster.start_gateway(8080)
-        url = lab.forward(0, "switch", 8080)
+        url = _started(cluster)
         (asked,) = cluster.ask_for_a_group(url, "torch")
         by_group = asked.result()
         assert "group-alone" not in cluster.kinds(), cluster.told()
@@ -52,15 +48,7 @@ def test_a_group_answers_and_becomes_an_instance(kind: type[ClusterWithRay]) -> 
 
 
 def test_a_new_instance_helps_a_loaded_one_until_it_has_its_layers() -> None:
-    with Laboratory(2, GROUP_LINK, origin={"m": EXAMPLE}) as lab:
-        cluster = ClusterWithoutRay(lab)
-        cluster.start()
-        for node in lab.nodes:
-            until(lambda node=node: cluster.is_warm(node))
-        cluster.start_gateway(8080)
-        url = lab.forward(0, "switch", 8080)
-        cluster.deploy("m", max=2, live_scaling=True, settings=SETTINGS | {"max_concurrency": "4"})
-        alone = completion(url)
+    with _live_cluster() as (cluster, url, alone):
         (first,) = cluster.instances()
 
         helps = []
@@ -80,15 +68,8 @@ def test_a_new_instance_helps_a_loaded_one_until_it_has_its_layers() -> None:
 
 @pytest.mark.parametrize("victim", ["source", "helper"])
 def test_a_stopped_live_instance_costs_no_request(victim: str) -> None:
-    with Laboratory(2, GROUP_LINK, origin={"m": EXAMPLE}) as lab:
-        cluster = ClusterWithoutRay(lab)
-        cluster.start()
-        for node in lab.nodes:
-            until(lambda node=node: cluster.is_warm(node))
-        cluster.start_gateway(8080)
-        url = lab.forward(0, "switch", 8080)
-        cluster.deploy("m", max=2, live_scaling=True, settings=SETTINGS | {"max_concurrency": "4"})
-        alone = completion(url)
+    with _live_cluster() as (cluster, url, alone):
+        lab = cluster.lab
         (source,) = cluster.instances()
         source_node = next(node["name"] for node in cluster.status()["nodes"] if node["instances"])
 
@@ -107,6 +88,25 @@ def test_a_stopped_live_instance_costs_no_request(victim: str) -> None:
         assert {text for one in asked for text in one.result()} == {alone}
         print(f"two instances again, and no request left, {time.monotonic() - began:.1f} s after the signal")
         cluster.end()
+
+
+def _started(cluster: ClusterWithRay) -> str:
+    """Start a cluster whose nodes are warm, and a gateway; the gateway's URL."""
+    cluster.start()
+    for node in cluster.lab.nodes:
+        until(lambda node=node: cluster.is_warm(node))
+    cluster.start_gateway(8080)
+    return cluster.lab.forward(0, "switch", 8080)
+
+
+@contextmanager
+def _live_cluster() -> Iterator[tuple[ClusterWithRay, str, str]]:
+    """A cluster of two nodes, whose one instance may be helped; its gateway's URL, and what that instance answers."""
+    with Laboratory(2, GROUP_LINK, origin={"m": EXAMPLE}) as lab:
+        cluster = ClusterWithoutRay(lab)
+        url = _started(cluster)
+        cluster.deploy("m", max=2, live_scaling=True, settings=SETTINGS | {"max_concurrency": "4"})
+        yield cluster, url, completion(url)
 
 
 def _stop_instance(lab: Laboratory, node: str) -> None:
