@@ -23,10 +23,9 @@ from medusa_runtime.engine.base import EngineInfo, GenerateRequest
 from medusa_runtime.engine.serving.inbox import Inbox
 from medusa_runtime.engine.serving.model_name import served_name
 from medusa_runtime.engine.serving.requests import Requests, Sink
-from medusa_runtime.engine.serving.sequence import Sequence
+from medusa_runtime.engine.serving.sequence import Sampled, Sequence
 from medusa_runtime.engine.serving.tokenizer import Tokenizer
 from medusa_runtime.engine.serving.validation import check_token_ids
-from medusa_runtime.engine.torch.sampler import Sampled
 from medusa_runtime.errors import EngineError, MedusaError, ModelError, RequestError
 from medusa_runtime.limits import cpu_count
 from medusa_runtime.models.backend import backend

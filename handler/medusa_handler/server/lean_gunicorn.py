@@ -9,15 +9,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from medusa_runtime.imports.lock import TESTED_PYTHONS
 
-_DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+from .http_date import http_date
 
 
 class _Placeholder(ModuleType):
@@ -47,10 +45,7 @@ class _NoTlsError(Exception):
 
 
 def _formatdate(timestamp: float, localtime: bool = False, usegmt: bool = False) -> str:
-    """The date of each answer (RFC 9110, section 5.6.7), like ``email.utils.formatdate`` with ``usegmt``."""
-    at = time.gmtime(timestamp)
-    date = f"{_DAYS[at.tm_wday]}, {at.tm_mday:02} {_MONTHS[at.tm_mon - 1]} {at.tm_year:04}"
-    return f"{date} {at.tm_hour:02}:{at.tm_min:02}:{at.tm_sec:02} GMT"
+    return http_date(int(timestamp))  # gunicorn calls it for the Date field only
 
 
 def _from_log_files(name: str) -> Callable[..., Any]:

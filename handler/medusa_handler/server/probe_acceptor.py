@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import logging
 import os
@@ -27,6 +26,7 @@ from medusa_runtime.liveness import LOOK_S
 from medusa_runtime.resource_limits import LEAST_FILES, as_limit_error, most_files
 
 from ..probes import ProbeResponse, Probes
+from .http_date import http_date
 from .whole_requests import HEAD_BYTES, Incoming, Sent
 
 logger = logging.getLogger(__name__)
@@ -262,7 +262,7 @@ def _response(status: int, value: object, *, lasting: bool, only_head: bool) -> 
     body = json.dumps(value).encode() + b"\n"
     lines = (
         f"HTTP/1.1 {status} {_PHRASES[status]}",
-        _date(int(time.time())),
+        f"Date: {http_date(int(time.time()))}",
         "Connection: " + ("keep-alive" if lasting else "close"),
         "Content-Type: application/json",
         f"Content-Length: {len(body)}",
@@ -270,11 +270,6 @@ def _response(status: int, value: object, *, lasting: bool, only_head: bool) -> 
         *(("Retry-After: 1",) if status == 503 and not lasting else ()),
     )
     return "\r\n".join((*lines, "", "")).encode() + (b"" if only_head else body)
-
-
-@functools.lru_cache(maxsize=1)
-def _date(now_s: int) -> str:
-    return time.strftime("Date: %a, %d %b %Y %H:%M:%S GMT", time.gmtime(now_s))
 
 
 class HandoffSocket:

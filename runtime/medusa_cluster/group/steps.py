@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from medusa_runtime.engine import frames
 from medusa_runtime.engine.base import GenerateRequest
-from medusa_runtime.engine.serving.sequence import Dice, Sequence, Span
+from medusa_runtime.engine.serving.sequence import Dice, Sampled, Sequence, Span
 from medusa_runtime.engine.serving.transcript import Transcript
-from medusa_runtime.engine.torch.sampler import GREEDY, Sampled
+from medusa_runtime.engine.torch.sampler import GREEDY
 from medusa_runtime.errors import EngineError
 from torch import Tensor
 

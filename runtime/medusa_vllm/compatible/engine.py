@@ -20,10 +20,9 @@ from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import EngineInfo, GenerateRequest, SamplingParams, StructuredOutputs
 from medusa_runtime.engine.serving.model_name import served_name
 from medusa_runtime.engine.serving.requests import Requests, Sink
-from medusa_runtime.engine.serving.sequence import Sequence
+from medusa_runtime.engine.serving.sequence import Sampled, Sequence
 from medusa_runtime.engine.serving.tokenizer import Tokenizer
 from medusa_runtime.engine.serving.validation import check_token_ids
-from medusa_runtime.engine.torch.sampler import Sampled
 from medusa_runtime.errors import EngineError, MedusaError, RequestError
 from medusa_runtime.process import hang_up
 from medusa_runtime.region.reader import Region

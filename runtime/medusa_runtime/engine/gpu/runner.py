@@ -12,10 +12,10 @@ from ...errors import StateError
 from ...load.loader import Loader
 from ...models import DecoderModel
 from ...timeline import Timeline
-from ..serving.sequence import Sequence, Span
+from ..serving.sequence import Sampled, Sequence, Span
 from ..torch.kv_cache import KvCache
 from ..torch.runner import run_step
-from ..torch.sampler import Sampled, sample
+from ..torch.sampler import sample
 from .attention import GpuAttention
 from .decode_graphs import DecodeGraphs, Restorer, obstacle, sizes_for
 from .device import BundledGraphs, Gpu

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..base import Delta, TokenLogprob
-from ..torch.sampler import Sampled
-from .sequence import Sequence
+from .sequence import Sampled, Sequence
 from .tokenizer import Tokenizer
 
 

@@ -12,10 +12,9 @@ from ...config import Settings
 from ...errors import EngineError, MedusaError, OverloadedError, RequestError, from_code
 from ...timeline import Timeline
 from ..base import Delta, EngineInfo, GenerateRequest
-from ..torch.sampler import Sampled
 from .completion import advance, ended
 from .detokenizer import Detokenizer
-from .sequence import Sequence
+from .sequence import Sampled, Sequence
 from .throughput import Throughput
 from .tokenizer import Tokenizer
 from .transcript import Transcript

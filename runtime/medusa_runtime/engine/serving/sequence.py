@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from ..torch.adapters import Adapter
 
 
+class Sampled(NamedTuple):
+    """A token, and with ``logprobs``: its log-probability and the most likely tokens with theirs."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class Constraint:
     """A grammar that a sequence's text follows: its number in the process that keeps it (``engine/structured``).
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ...errors import EngineError, RequestError
 from ..base import StructuredOutputs
-from ..serving.sequence import Constraint, Span
+from ..serving.sequence import Constraint, Sampled, Span
 from ..serving.sequence import Sequence as Generated
-from ..torch.sampler import Sampled
 
 if TYPE_CHECKING:
     from .process import GrammarProcess

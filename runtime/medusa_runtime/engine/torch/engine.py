@@ -31,7 +31,7 @@ from ..checkpoint_files import read_config, read_eos_token_ids
 from ..gpu.device import Gpu, graphs_of, open_gpu
 from ..serving.inbox import Inbox
 from ..serving.requests import Requests, Sink
-from ..serving.sequence import Sequence, Span
+from ..serving.sequence import Sampled, Sequence, Span
 from ..serving.tokenizer import Tokenizer
 from ..serving.validation import check_token_ids
 from ..structured.constraints import Constraints
@@ -39,7 +39,6 @@ from .adapters import Adapters
 from .kv_cache import BLOCK_TOKENS, KvCache, KvShape
 from .kv_size import kv_plan, tokens_before
 from .runner import CpuRunner, Runner
-from .sampler import Sampled
 from .scheduler import Scheduler
 
 logger = logging.getLogger(__name__)

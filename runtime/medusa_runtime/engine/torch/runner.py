@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ...models import Attention, DecoderModel
-from ..serving.sequence import Sequence, Span
+from ..serving.sequence import Sampled, Sequence, Span
 from .kv_cache import KvCache
 from .paged_attention import PagedAttention
-from .sampler import Sampled, sample
+from .sampler import sample
 
 
 class Runner(Protocol):

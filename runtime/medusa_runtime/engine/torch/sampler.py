@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from ..serving.sequence import Sequence
+from ..serving.sequence import Sampled, Sequence
 from .penalties import adjust
 
 _CANDIDATES = 1024  # how many of the most likely tokens are looked at before a whole vocabulary is sorted
 
 
 GREEDY = 1e-5  # temperatures below are greedy: nothing but the most likely token would be left
-
-
-class Sampled(NamedTuple):
-    """A token, and with ``logprobs``: its log-probability and the most likely tokens with theirs."""
-
-    token: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
