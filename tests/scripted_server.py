@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -13,14 +14,20 @@ Answer = bytes | Iterable[bytes]
 
 
 class ScriptedServer:
-    """On loopback. Each request gets what ``answer`` makes of its head; the connection stays open if it is ``kept``."""
+    """On loopback. Each request gets what ``answer`` makes of its head; the connection stays open if it is ``kept``.
 
-    def __init__(self, answer: Callable[[bytes], Answer], *, kept: bool = False) -> None:
+    ``context``: of a server that speaks TLS.
+    """
+
+    def __init__(
+        self, answer: Callable[[bytes], Answer], *, kept: bool = False, context: ssl.SSLContext | None = None
+    ) -> None:
         self._answer = answer
         self._kept = kept
+        self._context = context
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port = int(self._socket.getsockname()[1])
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'http' if context is None else 'https'}://127.0.0.1:{self.port}"
         self.requests: list[bytes] = []
         self.sent_bytes = 0
         self._open: set[socket.socket] = set()
@@ -54,16 +61,19 @@ class ScriptedServer:
             self._threads[-1].start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:
-            while head := self._receive(connection):
+        with contextlib.suppress(OSError), connection, self._spoken(connection) as spoken:
+            while head := self._receive(spoken):
                 self.requests.append(head)
                 answer = self._answer(head)
                 for piece in [answer] if isinstance(answer, bytes) else answer:
-                    connection.sendall(piece)
+                    spoken.sendall(piece)
                     self.sent_bytes += len(piece)
                 if not self._kept:
                     break
         self._open.discard(connection)
+
+    def _spoken(self, connection: socket.socket) -> socket.socket:
+        return connection if self._context is None else self._context.wrap_socket(connection, server_side=True)
 
     @staticmethod
     def _receive(connection: socket.socket) -> bytes:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import ssl
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from certificates import make_certificates
 from fuzzing import fuzz
 from hypothesis import strategies as st
 from medusa_runtime.errors import (
@@ -48,8 +51,8 @@ def answer(body: bytes, status: str = "200 OK", length: int | None = None) -> by
     return f"HTTP/1.1 {status}\r\nContent-Length: {announced}\r\n\r\n".encode() + body
 
 
-def read(server: ScriptedServer) -> tuple[bytes, list[Chunk]]:
-    store = PeerStore(server.url, "s3://bucket/model", ACCESS, None)
+def read(server: ScriptedServer, access: PeerAccess = ACCESS) -> tuple[bytes, list[Chunk]]:
+    store = PeerStore(server.url, "s3://bucket/model", access, access.client_context())
     buffer, arrived = bytearray(len(DATA)), list[Chunk]()
     try:
         store.read_chunks("model.safetensors", 64, memoryview(buffer), '"v"', arrived.append, chunk_bytes=SIZES[0])
@@ -68,6 +71,25 @@ def test_each_chunk_arrives_with_its_checksum() -> None:
     assert head.startswith("GET /regions/s3%3A%2F%2Fbucket%2Fmodel/shards/model.safetensors?start=64&stop=764 HTTP/1.1")
     assert "Authorization: Bearer 0123456789abcdef" in head
     assert 'If-Match: "%22v%22"' in head
+
+
+def test_a_silence_within_a_chunk_loses_no_bytes_over_tls(tmp_path: Path) -> None:
+    ca, cert, key = map(str, make_certificates(tmp_path))
+    access = PeerAccess(ACCESS.token, ca, cert, key)
+
+    def slowly(head: bytes) -> Iterator[bytes]:
+        if b"/progress " in head:
+            yield answer(b'{"state": "fetching", "fetched_bytes": 300}')
+            return
+        yield answer(b"", length=framed_bytes(3, len(DATA)))
+        yield frames()[:100]  # a record of its own, which ends within the first chunk
+        time.sleep(1.6)
+        yield frames()[100:]
+
+    with ScriptedServer(slowly, context=access.server_context()) as server:
+        data, _ = read(server, access)
+    assert b"/progress " in server.requests[1], "the peer was not silent for long enough to be asked"
+    assert data == DATA
 
 
 @pytest.mark.parametrize("cut", [0, 10, 40, 48, 100, 348, 747])

@@ -217,7 +217,7 @@ class Connection:
 
     def _receive_all(self, buffer: memoryview) -> int:
         """Receive into ``buffer`` what comes in a moment, or much: each return to the interpreter takes its lock."""
-        until = time.monotonic() + self._timeout_s
+        until = time.monotonic() + self._silence_s
         self._wake_at(min(len(buffer), _WAKE_BYTES))
         while True:
             self._readable.poll(_MOMENT_S * 1000)
@@ -229,12 +229,21 @@ class Connection:
 
     def _decrypt(self, buffer: memoryview) -> int:
         """Receive into ``buffer`` until it is full, or for a moment: TLS gives one record of 16 KB at a time."""
-        receive, filled, wanted = self._socket.recv_into, 0, len(buffer)
+        receive, wanted = self._socket.recv_into, len(buffer)
+        filled = receive(buffer)
+        if filled in (0, wanted):
+            return filled
         until = time.monotonic() + _MOMENT_S
-        while filled < wanted and (count := receive(buffer[filled:])):
-            filled += count
-            if time.monotonic() > until:
-                break
+        self._socket.settimeout(_MOMENT_S)
+        try:
+            while filled < wanted and (count := receive(buffer[filled:])):
+                filled += count
+                if time.monotonic() > until:
+                    break
+        except TimeoutError:
+            pass  # what has come is handed on, and counted
+        finally:
+            self._socket.settimeout(self._silence_s)
         return filled
 
     def body(self, most: int) -> bytes:
