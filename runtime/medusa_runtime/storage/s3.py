@@ -27,6 +27,7 @@ _ELSEWHERE = (  # variables for sources of credentials that only botocore can as
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
+_USUAL_REGION = "us-east-1"
 _REGION = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 _TRUE = ("1", "true", "yes", "on")
 
@@ -56,21 +57,28 @@ class S3Store(HttpStore):
         prefix = f"/{quote(self._prefix)}" if self._prefix else ""
         if self._endpoint_url:
             return f"{self._endpoint_url.rstrip('/')}/{self._bucket}{prefix}"
-        host = f"s3.{self._region or 'us-east-1'}.amazonaws.com"
+        host = f"s3.{self._region or _USUAL_REGION}.amazonaws.com"
         if "." in self._bucket:  # the certificate covers one label in front of the host
             return f"https://{host}/{self._bucket}{prefix}"
         return f"https://{self._bucket}.{host}{prefix}"
 
-    def authorize(self, target: Target, headers: Mapping[str, str]) -> dict[str, str]:
+    def find_home(self) -> None:
         with self._finding:
             if self._credentials is None:
-                self._credentials = self._find()
+                self._credentials = self._find()  # which may find the region and the endpoint, too
+
+    def target(self, key: str) -> Target:
+        return super().target(key)._replace(region=self._region or _USUAL_REGION)
+
+    def authorize(self, target: Target, headers: Mapping[str, str]) -> dict[str, str]:
+        assert self._credentials is not None
+        with self._finding:
             credentials = self._credentials()
         if credentials is None or target.endpoint != self._home.endpoint:
             return dict(headers)
         return signed(
             credentials,
-            region=self._region or "us-east-1",
+            region=target.region,
             host=target.endpoint.authority,
             path=target.path,
             headers=headers,
@@ -125,9 +133,9 @@ class S3Store(HttpStore):
         self._region = region
         self._home = _target(self._address())
 
-    def relocate(self, key: str, response: Response) -> bool:
+    def relocate(self, response: Response) -> bool:
         region = response.headers.get("x-amz-bucket-region", "")
-        if response.status not in (301, 307, 400, 403) or region == (self._region or "us-east-1"):
+        if response.status not in (301, 307, 400, 403) or region == (self._region or _USUAL_REGION):
             return False
         if not _REGION.fullmatch(region):  # it becomes a part of a host's name
             return False

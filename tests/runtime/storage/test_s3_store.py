@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from medusa_runtime.errors import ForbiddenError, MissingPackageError, ObjectChangedError, ObjectNotFoundError
@@ -13,6 +15,7 @@ from medusa_runtime.storage.base import open_store
 from medusa_runtime.storage.retry import RetryPolicy
 from medusa_runtime.storage.s3 import S3Store
 from medusa_runtime.storage.sigv4 import Credentials, signed
+from scripted_server import ScriptedServer
 
 KEYS = {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "secret/key+x"}
 BODY = bytes(range(256)) * 1000
@@ -121,6 +124,51 @@ def test_a_profile(origin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert sent
     assert "AKIDLAB/" in sent
     assert "/ap-south-1/s3/" in sent
+
+
+def test_the_first_request_goes_to_the_endpoint_of_the_profile(
+    origin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config").write_text(
+        f"[profile lab]\nregion = ap-south-1\nendpoint_url = {origin.url}\n"
+        "aws_access_key_id = AKIDLAB\naws_secret_access_key = s\n"
+    )
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    origin.put("/bucket/m/w", BODY)
+    store = S3Store("s3://bucket/m", RetryPolicy(unreachable_attempts=1), {"AWS_PROFILE": "lab"})
+    assert store.read("w", 0, 10)[0] == BODY[:10]
+    store.close()
+    ((_, _, _, headers),) = origin.requests
+    assert "AKIDLAB/" in headers["authorization"]
+
+
+class Regional(S3Store):
+    """A bucket whose regions are two servers."""
+
+    urls: ClassVar[dict[str | None, str]] = {}
+
+    def _address(self) -> str:
+        return f"{self.urls[self._region]}/bucket/m"
+
+
+def test_requests_that_are_under_way_follow_the_bucket_to_its_region(origin: Any) -> None:
+    """All find out about the region, one first: the answers to the others name no region that is news."""
+    origin.put("/bucket/m/w", BODY)
+    together = threading.Barrier(4)
+
+    def elsewhere(head: bytes) -> bytes:
+        together.wait(10)
+        return b"HTTP/1.1 301 Moved\r\nx-amz-bucket-region: eu-west-1\r\nContent-Length: 0\r\n\r\n"
+
+    with ScriptedServer(elsewhere) as wrong, ThreadPoolExecutor(together.parties) as pool:
+        Regional.urls = {None: wrong.url, "eu-west-1": origin.url}
+        store = Regional("s3://bucket/m", environ=KEYS)
+        read = [pool.submit(store.read, "w", at, at + 10) for at in range(together.parties)]
+        assert [future.result()[0] for future in read] == [BODY[at : at + 10] for at in range(together.parties)]
+        store.close()
+    assert len(wrong.requests) == together.parties
+    assert all("/eu-west-1/s3/" in headers["authorization"] for _, _, _, headers in origin.requests)
 
 
 def test_without_boto3_a_profile_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,10 +51,11 @@ _PATH_SAFE, _QUERY_SAFE = "/%:@!$&'()*+,;=~-._", "/?%:@!$&'()*+,;=~-._"
 
 
 class Target(NamedTuple):
-    """The address of an object on the wire."""
+    """The address of an object on the wire. ``region``: that which a signature is for, in stores that have regions."""
 
     endpoint: Endpoint
     path: str
+    region: str = ""
 
 
 class HttpStore:
@@ -85,6 +86,9 @@ class HttpStore:
         """Return an object's address for messages, without secrets."""
         return f"{redacted(self.url).rstrip('/')}/{key}"
 
+    def find_home(self) -> None:
+        """Find out where the folder is before the first request. Stores that look that up override this."""
+
     def target(self, key: str) -> Target:
         path = f"{self._home.path.rstrip('/')}/{quote(key)}"
         return Target(self._home.endpoint, f"{path}?{self._query}" if self._query else path)
@@ -95,7 +99,7 @@ class HttpStore:
             return {**headers, "Authorization": self._authorization}
         return dict(headers)
 
-    def relocate(self, key: str, response: Response) -> bool:
+    def relocate(self, response: Response) -> bool:
         """Return whether to ask again, because the answer names another place. Stores with regions override this."""
         return False
 
@@ -261,7 +265,9 @@ class HttpStore:
         check_versioned(self.name(key), version, "ETag nor Last-Modified")
         wanted = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity", "User-Agent": "medusa-runtime"}
         wanted |= _conditions(version)
-        target = self._moved.get(key) or self.target(key)
+        self.find_home()
+        moved = self._moved.get(key)
+        target = moved or self.target(key)
         for _ in range(_MOST_REDIRECTS):
             connection, response = self._exchange(key, target, self.authorize(target, wanted))
             if response.status in (200, 206, 416):
@@ -274,13 +280,12 @@ class HttpStore:
                 connection.close()
             finally:
                 self._pool.give_back(connection)
-            if target.endpoint == self._home.endpoint and self.relocate(key, response):
+            if moved is None and (self.relocate(response) or self.target(key) != target):  # perhaps by another thread
                 target = self.target(key)
             elif response.status in _REDIRECTS and "location" in response.headers:
-                target = self._follow(key, target, response.headers["location"])
-                self._moved[key] = target
+                self._moved[key] = target = moved = self._follow(key, target, response.headers["location"])
             elif self._moved.pop(key, None) and response.status in (401, 403, 404, 410):
-                target = self.target(key)  # the address that a redirect led to may have expired
+                target, moved = self.target(key), None  # the address that a redirect led to may have expired
             else:
                 raise self._refusal(key, response, body)
         raise StorageError(f"{self.name(key)}: more than {_MOST_REDIRECTS} redirects; expected the object")
