@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from medusa_runtime.engine.checkpoint_files import read_json
 from medusa_runtime.errors import CorruptError
+from medusa_runtime.models.fields import read_object
 from medusa_runtime.region.reader import Region
 
 
 def eos_token_ids(region: Region, config: Any) -> tuple[int, ...]:
     """The ids in config.json (or its text part) and in generation_config.json together."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    generation = (read_json(region, "generation_config.json") or {}).get("eos_token_id")
+    generation = (read_object(region.file, "generation_config.json") or {}).get("eos_token_id")
     found: set[int] = set()
     for given in (getattr(config, "eos_token_id", None), getattr(text, "eos_token_id", None), generation):
         ids = given if isinstance(given, list | tuple) else [] if given is None else [given]

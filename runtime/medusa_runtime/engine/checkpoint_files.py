@@ -8,7 +8,8 @@ from typing import Any
 from ..checkpoint.index import WeightIndex
 from ..errors import CorruptError
 from ..models import ModelConfig, model_config
-from ..models.backend import no_config, read_object
+from ..models.backend import no_config
+from ..models.fields import read_object
 from ..region.reader import Region
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' name → config.json's
@@ -27,7 +28,7 @@ def read_config(region: Region) -> ModelConfig:
 
 def read_config_json(region: Region) -> dict[str, Any]:
     """config.json as it is. Raises MismatchError without one, CorruptError."""
-    raw = read_json(region, "config.json")
+    raw = read_object(region.file, "config.json")
     if raw is None:
         raise no_config()
     return raw
@@ -44,13 +45,8 @@ def weights_dtype(index: WeightIndex) -> str:
 
 def read_eos_token_ids(region: Region, config: ModelConfig) -> tuple[int, ...]:
     """The ids in config.json and generation_config.json together: often only one of them has the turn's end."""
-    raw = (read_json(region, "generation_config.json") or {}).get("eos_token_id")
+    raw = (read_object(region.file, "generation_config.json") or {}).get("eos_token_id")
     found = raw if isinstance(raw, list) else [] if raw is None else [raw]
     if not all(isinstance(token, int) for token in found):
         raise CorruptError(f"generation_config.json: expected eos_token_id to be a token id or a list, found {raw!r}")
     return tuple(sorted({*config.eos_token_ids, *found}))
-
-
-def read_json(region: Region, name: str) -> dict[str, Any] | None:
-    """A small file that is a JSON object; None when there is none. Raises CorruptError for another one."""
-    return read_object(region.file, name)

@@ -34,7 +34,7 @@ def _import_foreign(region: Region) -> None:
 
     What is wrong with the model is reported by the engine.
     """
-    from ..models.backend import read_object
+    from ..models.fields import read_object
     from ..models.registry import has_family, is_encoder
 
     try:

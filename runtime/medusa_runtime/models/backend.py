@@ -5,17 +5,13 @@ It needs only small files and no torch; ``verify`` also reads the model's config
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig
 from ..config import Settings, require_handler
-from ..errors import CorruptError, MismatchError, ModelError
-from .fields import Fields
+from ..errors import MismatchError, ModelError
+from .fields import Fields, ReadFile, read_object
 from .registry import architecture_of, has_family, is_encoder, model_config
-
-ReadFile = Callable[[str], bytes | None]
 
 
 class Backend(NamedTuple):
@@ -97,18 +93,4 @@ def no_config() -> MismatchError:
     )
 
 
-def read_object(read: ReadFile, name: str) -> dict[str, Any] | None:
-    """The JSON object in a small file; None without the file. Raises CorruptError when it is something else."""
-    data = read(name)
-    if data is None:
-        return None
-    try:
-        parsed = json.loads(data)
-    except ValueError as error:
-        raise CorruptError(f"{name}: expected JSON, found: {error}") from None
-    if not isinstance(parsed, Mapping):
-        raise CorruptError(f"{name}: expected a JSON object, found {type(parsed).__name__}")
-    return dict(parsed)
-
-
-__all__ = ["Backend", "backend", "no_config", "read_object", "verify"]
+__all__ = ["Backend", "backend", "no_config", "verify"]

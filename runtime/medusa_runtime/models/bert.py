@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from medusa_runtime.errors import ModelError
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.activation import ACTIVATIONS
+from medusa_runtime.models.registry import ENCODERS
 
-_KINDS = {"bert": 0, "roberta": 1, "xlm-roberta": 1, "camembert": 1}  # 1: positions begin after the padding's index
 _PREFIXES = ("bert.", "roberta.")
 _HEADS = ("cls.", "lm_head.", "classifier.", "qa_outputs.")
 _OLD = {"gamma": "weight", "beta": "bias"}  # parameters of layer norms in the first checkpoints
@@ -40,8 +40,8 @@ class BertConfig:
     def from_hf(cls, raw: Mapping[str, Any], *, pooler: bool = True) -> Self:
         """The sizes in a config.json. Raises ModelError for another kind of model, ConfigError for a missing key."""
         kind = raw.get("model_type")
-        if kind not in _KINDS:
-            raise ModelError(f"config.json: model_type is {kind!r}; expected an encoder: {', '.join(_KINDS)}")
+        if kind not in ENCODERS:
+            raise ModelError(f"config.json: model_type is {kind!r}; expected an encoder: {', '.join(ENCODERS)}")
         fields = Fields(raw)
         hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
         if hidden % heads:
@@ -56,7 +56,8 @@ class BertConfig:
             segments=fields.count("type_vocab_size", default=2),
             norm_eps=fields.number("layer_norm_eps", default=1e-12),
             activation=fields.choice("hidden_act", ACTIVATIONS, default="gelu"),
-            first_position=raw.get("pad_token_id", 1) + 1 if _KINDS[kind] else 0,
+            # RoBERTa's positions begin behind the padding's index.
+            first_position=0 if kind == "bert" else fields.index("pad_token_id", default=1) + 1,
             pooler=pooler,
         )
 

@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from medusa_runtime.errors import ConfigError
+from medusa_runtime.errors import ConfigError, CorruptError
 
 if TYPE_CHECKING:
     from medusa_runtime.load.quantized.scheme import Quantization
 
 QUANTIZED = ("quantization_config", "compression_config")  # the key is one of these
+ReadFile = Callable[[str], bytes | None]
 _MISSING = object()
+
+
+def read_json(read: ReadFile, name: str) -> Any:
+    """The JSON value in a small file of a checkpoint; None without the file. Raises CorruptError for other text."""
+    data = read(name)
+    return None if data is None else _parsed(name, data)
+
+
+def read_object(read: ReadFile, name: str) -> dict[str, Any] | None:
+    """The JSON object in a small file; None without the file. Raises CorruptError when it is something else."""
+    data = read(name)
+    if data is None:
+        return None
+    parsed = _parsed(name, data)
+    if not isinstance(parsed, dict):
+        raise CorruptError(f"{name}: expected a JSON object, found {type(parsed).__name__}")
+    return parsed
+
+
+def _parsed(name: str, data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise CorruptError(f"{name}: expected JSON, found too many levels of it") from None
+    except ValueError as error:
+        raise CorruptError(f"{name}: expected JSON, found: {error}") from None
 
 
 class Fields:
@@ -32,6 +60,13 @@ class Fields:
             raise self.error(names[0], "a positive integer", value)
         return value
 
+    def index(self, *names: str, default: int) -> int:
+        """An integer of 0 or more."""
+        value = self._value(names, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.error(names[0], "an integer of 0 or more", value)
+        return value
+
     def number(self, *names: str, default: float | None = None) -> float:
         value = self._value(names, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -49,6 +84,14 @@ class Fields:
         if not isinstance(value, str) or value not in known:
             raise self.error(name, f"one of {', '.join(known)}", value)
         return value
+
+    def names(self, name: str) -> list[str] | None:
+        """A list of names; None if it is absent."""
+        value = self.get(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+            raise self.error(name, "a list of names", value)
+        found: list[str] | None = value
+        return found
 
     def ids(self, name: str) -> tuple[int, ...]:
         """One token id, several, or none."""

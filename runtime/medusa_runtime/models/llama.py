@@ -57,8 +57,8 @@ def _windows(architecture: str, fields: Fields, layers: int) -> tuple[int | None
     if not architecture.startswith("Qwen") or not fields.flag("use_sliding_window", default=False):
         return (None,) * layers
     window = fields.count("sliding_window", default=4096)
-    first = fields.raw.get("max_window_layers", 28)
-    kinds = fields.get("layer_types") or [
+    first = fields.index("max_window_layers", default=28)
+    kinds = fields.names("layer_types") or [
         "sliding_attention" if i >= first else "full_attention" for i in range(layers)
     ]
     if len(kinds) != layers or not {*kinds} <= {"sliding_attention", "full_attention"}:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
 from medusa_runtime.checkpoint.reader import MODULES, SENTENCES, module_config
 from medusa_runtime.errors import CorruptError, ModelError
+from medusa_runtime.models.fields import ReadFile, read_json, read_object
 
 _POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 _KINDS = ("Transformer", "Pooling", "Normalize")
-
-File = Callable[[str], bytes | None]
 
 
 @dataclass(frozen=True)
@@ -29,12 +26,12 @@ class Sentences:
     max_tokens: int | None = None
 
     @classmethod
-    def read(cls, file: File) -> Self:
+    def read(cls, file: ReadFile) -> Self:
         """Read modules.json and the files that it names.
 
         Raises ModelError for a setting that is not supported, and CorruptError for a file that is not JSON.
         """
-        modules = _json(file, MODULES)
+        modules = read_json(file, MODULES)
         if modules is None:
             return cls()
         if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
@@ -46,8 +43,8 @@ class Sentences:
         pooling = "mean"
         if "Pooling" in kinds:
             name = module_config(str(kinds["Pooling"].get("path", "")))
-            pooling = _pooling(name, _json(file, name))
-        limit = (_json(file, SENTENCES) or {}).get("max_seq_length")
+            pooling = _pooling(name, read_json(file, name))
+        limit = (read_object(file, SENTENCES) or {}).get("max_seq_length")
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise CorruptError(f"{SENTENCES}: expected max_seq_length to be 1 or more, found {limit!r}")
         return cls(pooling, "Normalize" in kinds, limit)
@@ -62,13 +59,3 @@ def _pooling(name: str, config: Any) -> str:
     if len(known) != 1 or known[0] not in _POOLINGS.values():
         raise ModelError(f"{name}: expected one pooling, mean or cls; found {', '.join(map(str, known)) or 'none'}")
     return str(known[0])
-
-
-def _json(file: File, name: str) -> Any:
-    data = file(name)
-    if data is None:
-        return None
-    try:
-        return json.loads(data)
-    except ValueError as error:
-        raise CorruptError(f"{name}: expected JSON, found: {error}") from None

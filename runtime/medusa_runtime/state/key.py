@@ -52,7 +52,7 @@ class Subject:
         """Read config.json; empty when it cannot be read, which the code that needs it reports."""
         try:
             config = json.loads(self.files.get("config.json", b"{}"))
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return config if isinstance(config, dict) else {}
 

@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
-from medusa_runtime.engine.checkpoint_files import read_json, weights_dtype
+from medusa_runtime.engine.checkpoint_files import weights_dtype
 from medusa_runtime.errors import ConfigError, MismatchError
+from medusa_runtime.models.fields import read_object
 from medusa_runtime.region.reader import Region
 
 from ..scratch import scratch_folder
@@ -26,7 +27,7 @@ class CheckpointFolder:
     """A private folder with the configuration and no weights; removed on exit."""
 
     def __init__(self, region: Region) -> None:
-        config = read_json(region, _CONFIG)
+        config = read_object(region.file, _CONFIG)
         if config is None:
             raise MismatchError("expected a config.json beside the weights, found none")
         self.config = _with_dtype(config, region)

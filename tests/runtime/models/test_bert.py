@@ -80,6 +80,18 @@ def test_names_of_older_checkpoints(tmp_path: Path, filled: Callable[..., nn.Mod
         model.pooled(expected)
 
 
+def test_the_first_position_of_roberta_is_behind_its_padding() -> None:
+    raw = {
+        "model_type": "roberta", "vocab_size": 9, "hidden_size": 8, "intermediate_size": 4,
+        "num_hidden_layers": 1, "num_attention_heads": 1, "pad_token_id": 4,
+    }  # fmt: skip
+    assert BertConfig.from_hf(raw).first_position == 5
+    assert BertConfig.from_hf(raw | {"pad_token_id": None}).first_position == 2
+    assert BertConfig.from_hf(raw | {"model_type": "bert"}).first_position == 0
+    with pytest.raises(ConfigError, match="pad_token_id to be an integer of 0 or more, found 'x'"):
+        BertConfig.from_hf(raw | {"pad_token_id": "x"})
+
+
 def test_pooling_leaves_padding_out() -> None:
     hidden = torch.tensor([[[1.0, 0.0], [3.0, 4.0], [100.0, 100.0]]])
     mask = torch.tensor([[1, 1, 0]])

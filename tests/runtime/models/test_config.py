@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from medusa_runtime.errors import ConfigError, ModelError
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import ConfigError, CorruptError, ModelError
 from medusa_runtime.models import ARCHITECTURES, build_model, model_config
+from medusa_runtime.models.backend import backend
 from medusa_runtime.models.llama import LlamaConfig
 from medusa_runtime.models.registry import family
+from medusa_runtime.models.sentences import Sentences
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -20,6 +23,8 @@ LLAMA = {
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
+
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
 
 
 def llama(**changes: Any) -> LlamaConfig:
@@ -54,6 +59,8 @@ def test_windows_of_each_layer() -> None:
     qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "max_window_layers": 3}
     assert llama(**qwen).windows == (None,) * 4
     assert llama(**qwen, use_sliding_window=True).windows == (None, None, None, 8)
+    assert llama(**qwen | {"use_sliding_window": True, "max_window_layers": 0}).windows == (8,) * 4
+    assert llama(**qwen | {"use_sliding_window": True, "max_window_layers": None}).windows == (None,) * 4
     kinds = ["full_attention", "sliding_attention"] * 2
     assert llama(**qwen, use_sliding_window=True, layer_types=kinds).windows == (None, 8, None, 8)
 
@@ -87,11 +94,39 @@ def test_an_unknown_architecture_lists_the_known_ones() -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, ConfigError, "expected factor to be a number"),
         ({"rope_scaling": "yarn"}, ConfigError, "rope_scaling to be an object"),
         ({"architectures": ["FalconForCausalLM"], "alibi": True}, ModelError, "ALiBi"),
+        (QWEN | {"max_window_layers": "x"}, ConfigError, "max_window_layers to be an integer of 0 or more, found 'x'"),
+        (QWEN | {"layer_types": 5}, ConfigError, "layer_types to be a list of names, found 5"),
+        (QWEN | {"layer_types": [{}] * 4}, ConfigError, "layer_types to be a list of names"),
     ],
 )
 def test_bad_values_are_named(changes: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=r"(?s).*" + said):
         model_config(LLAMA | changes)
+
+
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize("text", [DEEP, b"{", b"\xff", b"null", b"[]"])
+def test_a_config_that_is_no_json_object_is_corrupt(text: bytes) -> None:
+    with pytest.raises(CorruptError, match=r"config\.json: expected (JSON|a JSON object), found"):
+        backend({"config.json": text}.get, Settings(model="m"))
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"modules.json": DEEP}, r"modules\.json: expected JSON"),
+        ({"modules.json": b"{}"}, r"modules\.json: expected a list of modules"),
+        (
+            {"modules.json": b"[]", "sentence_bert_config.json": b"[1]"},
+            r"sentence_bert_config\.json: expected a JSON obj",
+        ),
+    ],
+)
+def test_a_sentence_encoders_files_are_named_when_they_are_corrupt(files: dict[str, bytes], said: str) -> None:
+    with pytest.raises(CorruptError, match=said):
+        Sentences.read(files.get)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

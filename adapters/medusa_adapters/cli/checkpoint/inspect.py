@@ -12,8 +12,9 @@ from typing import Any
 from medusa_runtime.checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig
 from medusa_runtime.checkpoint.reader import Checkpoint, open_checkpoint
 from medusa_runtime.config import OPTIONS, Settings, from_env
-from medusa_runtime.errors import ConfigError, CorruptError, MedusaError, StateError
+from medusa_runtime.errors import ConfigError, MedusaError, StateError
 from medusa_runtime.models.backend import backend
+from medusa_runtime.models.fields import read_object
 from medusa_runtime.storage.base import redacted
 
 from ..flags import add_model, given_model
@@ -114,7 +115,7 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
         parameters[entry.dtype] += prod(entry.shape)
     return {
         "url": redacted(checkpoint.store.url),
-        "config": _config(checkpoint),
+        "config": read_object(checkpoint.files.get, "config.json") or {},
         "adapter": _adapter(checkpoint),
         "bytes": index.total_bytes,
         "parameters": sum(parameters.values()),
@@ -160,19 +161,6 @@ def _adapter(checkpoint: Checkpoint) -> str:
         return "an adapter"
     targets = f" for {', '.join(config.targets)}" if config.targets else ""
     return f"a LoRA adapter of rank {config.rank}{targets}" + (f", of {config.base}" if config.base else "")
-
-
-def _config(checkpoint: Checkpoint) -> dict[str, Any]:
-    text = checkpoint.files.get("config.json")
-    if text is None:
-        return {}
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise CorruptError(f"config.json: expected JSON, found something else ({error})") from None
-    if not isinstance(config, dict):
-        raise CorruptError(f"config.json: expected an object, found {type(config).__name__}")
-    return config
 
 
 def _millions(count: int) -> str:

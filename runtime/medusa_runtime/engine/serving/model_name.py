@@ -45,7 +45,7 @@ def _name_in(read: Callable[[str], bytes | None] | None) -> str | None:
     """The name in a config.json: what the checkpoint was saved from, or the kind of its model."""
     try:
         config = json.loads((read and read("config.json")) or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     names = [config.get("_name_or_path"), config.get("model_type")] if isinstance(config, dict) else []
     found = [name.rstrip("/").rpartition("/")[2] for name in names if isinstance(name, str)]

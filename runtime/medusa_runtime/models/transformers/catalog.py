@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import MissingPackageError, ModelError
+from ..fields import Fields
 from ..registry import CLASSIFIER, architecture_of, unsupported
 
 _RECURRENT = frozenset({"linear_attention", "mamba", "conv", "recurrent", "hybrid", "moe", "mamba2", "attention_mamba"})
@@ -61,7 +62,7 @@ def _kind(architecture: str, raw: Mapping[str, Any]) -> str:
         raise _refused(architecture, "takes pictures or sound")
     if raw.get("is_encoder_decoder") or architecture.endswith("ForConditionalGeneration"):
         raise _refused(architecture, "is an encoder and a decoder, and the torch engine runs models with one of them")
-    if _RECURRENT & set(raw.get("layer_types") or ()):
+    if _RECURRENT & set(Fields(raw).names("layer_types") or ()):
         raise _refused(architecture, "has recurrent layers, for which the torch engine has no cache")
     if architecture.endswith(("ForCausalLM", "LMHeadModel")):
         return "decoder"
