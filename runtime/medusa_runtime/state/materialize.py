@@ -194,9 +194,7 @@ def beside(model: str) -> Path:
             f"--model={redacted(model)!r} is not on this machine: expected --out DIR for the bundle. Upload that "
             f"folder as {FOLDER}/ beside the weights, or name where it lies with --state"
         )
-    place = LocalStore(split(model)[0]).local_path(FOLDER)
-    assert place is not None
-    return place
+    return LocalStore(split(model)[0]).local_path(FOLDER)
 
 
 __all__ = ["Made", "Materialization", "beside"]

@@ -100,7 +100,7 @@ class LocalStore:
 
     def interrupt(self, thread: int) -> None: ...
 
-    def local_path(self, key: str) -> Path | None:
+    def local_path(self, key: str) -> Path:
         return self._folder / key
 
     def close(self) -> None: ...

@@ -58,6 +58,16 @@ def test_a_reader_is_lent_what_fits_it_and_others_are_not(model: Path) -> None:
     region.close()
 
 
+def test_the_bundle_of_a_model_that_is_named_by_its_file_is_beside_it(model: Path) -> None:
+    region, settings = filled(model)
+    materialize(model, region, settings)
+    timeline = Timeline.create("engine")
+    attach_artifacts(region, str(model / "model.safetensors"), settings, timeline)
+    assert region.file(NAME) == b"a plan"
+    assert "left_out" not in timeline.stages()[0].detail
+    region.close()
+
+
 def test_the_agents_prefetcher_gives_no_code_to_engines(model: Path, start_node: Callable[..., Any]) -> None:
     """Their process is the agent's; what runs there is lent by ``lend``, as the agent's ``--trust-state`` allows."""
     region, settings = filled(model)

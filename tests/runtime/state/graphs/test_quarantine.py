@@ -39,6 +39,17 @@ def test_the_next_process_knows(bundle: Path, environ: dict[str, str]) -> None:
     assert [path.name for path in bundle.iterdir()] == [FILE]
 
 
+@pytest.mark.parametrize(
+    "named", ["{model}/model.safetensors", "file://{encoded}", "file://{encoded}/model.safetensors"]
+)
+def test_a_model_named_in_another_way_has_the_same_marks(tmp_path: Path, environ: dict[str, str], named: str) -> None:
+    bundle = tmp_path / "a model/.medusa"
+    bundle.mkdir(parents=True)
+    assert of(bundle, environ).note(DIGEST, "an illegal address")
+    model = named.format(model=bundle.parent, encoded=str(bundle.parent).replace(" ", "%20"))
+    assert Quarantine(Settings(model=model), {}).reason(DIGEST) == "an illegal address"
+
+
 def test_it_holds_for_that_bundle_and_driver_only(
     bundle: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

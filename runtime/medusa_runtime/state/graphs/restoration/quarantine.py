@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ....checkpoint.reader import split
 from ....config import Settings
 from ....storage.base import scheme_of
+from ....storage.local import LocalStore
 from ...bundle.locate import FOLDER
 from ...key import driver_version
 
@@ -30,10 +32,10 @@ class Quarantine:
     """The marks. ``settings`` say where the bundle is, ``environ`` where this user's cache is."""
 
     def __init__(self, settings: Settings, environ: Mapping[str, str]) -> None:
-        bundle = settings.state or (f"{settings.model}/{FOLDER}" if settings.model else "")
+        url, name = (settings.state, "") if settings.state else (split(settings.model or "")[0], FOLDER)
         folders = []
-        if bundle and scheme_of(bundle) in ("", "file"):
-            folders.append(Path(bundle.removeprefix("file://")))
+        if url and scheme_of(url) in ("", "file"):
+            folders.append(LocalStore(url, check=False).local_path(name))
         self._given = len(folders)  # the bundle's own folder: it exists, or is not ours to make
         if cache := environ.get("XDG_CACHE_HOME") or (environ.get("HOME") and environ["HOME"] + "/.cache"):
             folders.append(Path(cache) / "medusa")
