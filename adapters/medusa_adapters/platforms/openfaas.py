@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _WRITE_TIMEOUT_S = 30.0
 _METRICS_PORT = 8081
+_COUNT = re.compile("[0-9]{1,9}")
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -113,6 +114,6 @@ def _seconds(environ: Mapping[str, str], name: str) -> float:
 
 def _count(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name) or str(default)
-    if not text.isdecimal() or not math.isfinite(int(text)):
+    if not _COUNT.fullmatch(text):
         raise ConfigError(f"{name}={text!r} cannot be used: expected a whole number, 0 or more")
     return int(text)

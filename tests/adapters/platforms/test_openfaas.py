@@ -42,6 +42,12 @@ def test_a_duration_that_is_none_names_its_variable(text: str) -> None:
             openfaas.variables({"exec_timeout": text})
 
 
+@pytest.mark.parametrize("text", ["-1", "many", "1.5", "9" * 400, "9" * 5000])
+def test_a_number_of_calls_that_is_none_names_its_variable(text: str) -> None:
+    with pytest.raises(ConfigError, match="max_inflight=.* expected a whole number, 0 or more"):
+        openfaas.variables({"max_inflight": text})
+
+
 def test_the_watchdogs_variables_are_translated() -> None:
     given = {"exec_timeout": "1m", "read_timeout": "5s", "write_timeout": "2m", "max_inflight": "3"}
     assert openfaas.variables(given | {"healthcheck_interval": "4s"}) == {
