@@ -92,8 +92,7 @@ def agent(arguments: argparse.Namespace, placement: Placement, *, image: str, mo
 
 
 def _of_cluster(placement: Placement, model: str | None) -> Agent:
-    ((label, level),) = node_agent.PRIVILEGED.items()
-    notes = [f"Needs, for the nodes' folder: kubectl label namespace {placement.namespace} {label}={level}"]
+    notes = [f"Needs, for the nodes' folder: {node_agent.label_command(placement.namespace)}"]
     if rules := _own_model(model):
         notes.append(f"The cluster's nodes must give the model out: medusa deploy cluster … --allow {rules[0]}")
     return Agent(notes=notes)
@@ -126,8 +125,7 @@ def _check(arguments: argparse.Namespace, allow: Sequence[str]) -> None:
 
 
 def _notes(placement: Placement, allow: Sequence[str]) -> list[str]:
-    ((label, level),) = node_agent.PRIVILEGED.items()
-    notes = [f"Needs, for the node agent's folder: kubectl label namespace {placement.namespace} {label}={level}"]
+    notes = [f"Needs, for the node agent's folder: {node_agent.label_command(placement.namespace)}"]
     if allow:
         notes.append(
             f"The node agent gives out {', '.join(allow)}. One agent serves all functions of the cluster: --apply "

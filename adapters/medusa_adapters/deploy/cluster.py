@@ -134,11 +134,10 @@ def _keep_token(cluster: RayCluster) -> RayCluster:
 
 def _comments(cluster: RayCluster) -> list[str]:
     namespace = cluster.placement.namespace
-    ((label, level),) = node_agent.PRIVILEGED.items()
     lines = [
         "Made by `medusa deploy cluster`.",
         "Needs the KubeRay operator, 1.6 or newer.",
-        f"Needs, for the nodes' folder on their machines: kubectl label namespace {namespace} {label}={level}",
+        f"Needs, for the nodes' folder on their machines: {node_agent.label_command(namespace)}",
     ]
     if cluster.token is not None:
         lines.append(

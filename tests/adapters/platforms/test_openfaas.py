@@ -44,7 +44,7 @@ def test_a_duration_that_is_none_names_its_variable(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["-1", "many", "1.5", "9" * 400, "9" * 5000])
 def test_a_number_of_calls_that_is_none_names_its_variable(text: str) -> None:
-    with pytest.raises(ConfigError, match="max_inflight=.* expected a whole number, 0 or more"):
+    with pytest.raises(ConfigError, match=r"max_inflight=.* expected a whole number, 0 or more"):
         openfaas.variables({"max_inflight": text})
 
 

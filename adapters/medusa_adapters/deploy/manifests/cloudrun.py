@@ -107,7 +107,7 @@ def _spec(function: Function, where: CloudRun) -> dict[str, Any]:
     container: dict[str, Any] = {
         "image": function.image,
         "ports": [{"name": "http1", "containerPort": pod.PORT}],
-        "env": [*({"name": k, "value": v} for k, v in env.items()), *secret.environment(where.secrets)],
+        "env": secret.environment(env, where.secrets),
         "resources": {"limits": limits | ({"nvidia.com/gpu": "1"} if where.accelerator else {})},
         "livenessProbe": {**pod.LIVENESS, "httpGet": {"path": "/livez"}},
     }

@@ -12,22 +12,23 @@ _NAMESPACE = "kubernetes.io/metadata.name"  # a label that every namespace has
 
 def closed(metadata: Mapping[str, Any], pods: Mapping[str, str]) -> dict[str, Any]:
     """Nobody connects to these pods. The kubelet's probes are no pods' connections, and come through."""
-    return _policy(metadata, pods, [])
+    return policy(metadata, pods, [])
 
 
 def of_knative(metadata: Mapping[str, Any], pods: Mapping[str, str]) -> dict[str, Any]:
     """Knative itself (its activator and autoscaler), its gateways, and pods of the function's own namespace."""
     systems = {"key": _NAMESPACE, "operator": "In", "values": [SYSTEM, *GATEWAYS]}
     peers = [{"namespaceSelector": {"matchExpressions": [systems]}}, {"podSelector": {}}]
-    return _policy(metadata, pods, [{"from": peers}])
+    return policy(metadata, pods, [{"from": peers}])
 
 
 def of_namespace(metadata: Mapping[str, Any], pods: Mapping[str, str]) -> dict[str, Any]:
     """Pods of the function's own namespace."""
-    return _policy(metadata, pods, [{"from": [{"podSelector": {}}]}])
+    return policy(metadata, pods, [{"from": [{"podSelector": {}}]}])
 
 
-def _policy(metadata: Mapping[str, Any], pods: Mapping[str, str], ingress: list[dict[str, Any]]) -> dict[str, Any]:
+def policy(metadata: Mapping[str, Any], pods: Mapping[str, str], ingress: list[dict[str, Any]]) -> dict[str, Any]:
+    """Only what these rules name may connect to these pods."""
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -36,4 +37,4 @@ def _policy(metadata: Mapping[str, Any], pods: Mapping[str, str], ingress: list[
     }
 
 
-__all__ = ["closed", "of_knative", "of_namespace"]
+__all__ = ["closed", "of_knative", "of_namespace", "policy"]

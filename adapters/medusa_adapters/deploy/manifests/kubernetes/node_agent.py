@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import network_policy
+from . import network_policy, secret
 from .pod_spec import CONFINED_ROOT, allowed_nodes
-from .secret import Secret, sources
-from .secret import environment as single_entries
+from .secret import Secret
 
 FOLDER = "/run/medusa"
 SOCKET = f"{FOLDER}/node.sock"
@@ -21,6 +20,12 @@ NAME = "medusa-node"
 _LABELS = {"app.kubernetes.io/name": NAME, "app.kubernetes.io/managed-by": "medusa"}
 # hostPath violates the baseline Pod Security standard.
 PRIVILEGED = {"pod-security.kubernetes.io/enforce": "privileged"}
+
+
+def label_command(namespace: str) -> str:
+    """The command after which a namespace may have pods that mount the agent's folder."""
+    ((label, level),) = PRIVILEGED.items()
+    return f"kubectl label namespace {namespace} {label}={level}"
 
 
 def volume(kind: str) -> dict[str, Any]:
@@ -93,7 +98,7 @@ def manifests(
                     "spec": _pod(
                         _container(image, memory, cpu, {"MEDUSA_NODE_SOCKET": SOCKET} | given, secrets),
                         pull_secrets,
-                        node_selector or {},
+                        node_selector,
                         tolerations,
                     ),
                 },
@@ -103,16 +108,13 @@ def manifests(
 
 
 def _container(
-    image: str, memory: str, cpu: str, environment: Mapping[str, str], secrets: Sequence[Secret]
+    image: str, memory: str, cpu: str, variables: Mapping[str, str], secrets: Sequence[Secret]
 ) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": "node",
         "image": image,
         "args": ["node"],
-        "env": [
-            *({"name": name, "value": value} for name, value in environment.items()),
-            *single_entries(secrets),
-        ],
+        "env": secret.environment(variables, secrets),
         "resources": {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}},
         "readinessProbe": {
             "exec": {"command": ["medusa", "node", "--status"]},
@@ -131,7 +133,7 @@ def _container(
         "securityContext": CONFINED_ROOT,
         "volumeMounts": [mount(read_only=False), {"name": "tmp", "mountPath": "/tmp"}],
     }
-    if from_secrets := sources(secrets):
+    if from_secrets := secret.sources(secrets):
         container["envFrom"] = from_secrets
     return container
 
@@ -139,7 +141,7 @@ def _container(
 def _pod(
     container: dict[str, Any],
     pull_secrets: Sequence[str],
-    node_selector: Mapping[str, str],
+    node_selector: Mapping[str, str] | None,
     tolerations: Sequence[Mapping[str, str]],
 ) -> dict[str, Any]:
     pod: dict[str, Any] = {

@@ -73,7 +73,7 @@ def container(
         "name": name,
         "image": function.image,
         "ports": [{"name": "http1", "containerPort": PORT}],
-        "env": [*({"name": name, "value": value} for name, value in env.items()), *environment(placement.secrets)],
+        "env": environment(env, placement.secrets),
         "readinessProbe": dict(readiness),
         "livenessProbe": dict(LIVENESS),
         "resources": resources(placement),

@@ -16,12 +16,14 @@ CONFINED_ROOT = {"runAsUser": 0, **CONFINED}
 
 
 def allowed_nodes(
-    pull_secrets: Sequence[str], node_selector: Mapping[str, str], tolerations: Sequence[Mapping[str, str]]
+    pull_secrets: Sequence[str],
+    node_selector: Mapping[str, str] | None = None,
+    tolerations: Sequence[Mapping[str, str]] = (),
 ) -> dict[str, Any]:
     """Which nodes may have the pod, and with which secrets they get its image."""
     found: dict[str, Any] = {
         "imagePullSecrets": [{"name": name} for name in pull_secrets],
-        "nodeSelector": dict(node_selector),
+        "nodeSelector": dict(node_selector or {}),
         "tolerations": [dict(toleration) for toleration in tolerations],
     }
     return {field: value for field, value in found.items() if value}

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import node_agent
+from . import network_policy, node_agent
 from .pod import Placement, resources
-from .pod_spec import CONFINED_ROOT
+from .pod_spec import CONFINED_ROOT, allowed_nodes
 from .secret import environment, sources
 
 DATA_PORT = 8114
@@ -121,8 +121,7 @@ def _template(cluster: RayCluster, *, head: bool) -> dict[str, Any]:
         "env": [
             _field("POD_NAME", "metadata.name"),
             _field("POD_IP", "status.podIP"),
-            *({"name": name, "value": value} for name, value in cluster.env.items()),
-            *environment(placement.secrets),
+            *environment(cluster.env, placement.secrets),
         ],
         "resources": resources(placement),
         # Without these KubeRay adds its own, which ask Ray's dashboard.
@@ -217,22 +216,14 @@ def _network_policies(cluster: RayCluster) -> list[dict[str, Any]]:
     """Nodes are reached by each other, Ray's ports among them, and by the gateways; gateways by the namespace."""
     nodes = {"ray.io/cluster": cluster.name}
     gateway = _labels(cluster, "gateway")
-    to_nodes = [
+    to_nodes: list[dict[str, Any]] = [
         {"from": [{"podSelector": {"matchLabels": nodes}}]},
         {"from": [{"podSelector": {"matchLabels": gateway}}], "ports": [{"protocol": "TCP", "port": DATA_PORT}]},
     ]
     to_gateways = [{"from": [{"podSelector": {}}], "ports": [{"protocol": "TCP", "port": GATEWAY_PORT}]}]
     return [
-        {
-            "apiVersion": "networking.k8s.io/v1",
-            "kind": "NetworkPolicy",
-            "metadata": _metadata(cluster, name),
-            "spec": {"podSelector": {"matchLabels": pods}, "policyTypes": ["Ingress"], "ingress": rules},
-        }
-        for name, pods, rules in (
-            (f"{cluster.name}-nodes", nodes, to_nodes),
-            (cluster.gateway, gateway, to_gateways),
-        )
+        network_policy.policy(_metadata(cluster, f"{cluster.name}-nodes"), nodes, to_nodes),
+        network_policy.policy(_metadata(cluster, cluster.gateway), gateway, to_gateways),
     ]
 
 
@@ -242,15 +233,11 @@ def _pod(cluster: RayCluster, container: Mapping[str, Any], *, account: bool) ->
     pod: dict[str, Any] = {"enableServiceLinks": False, "containers": [dict(container)]}
     if not account:
         pod["automountServiceAccountToken"] = False
-    if placement.pull_secrets:
-        pod["imagePullSecrets"] = [{"name": name} for name in placement.pull_secrets]
-    if container["name"] == "node":
-        if placement.node_selector:
-            pod["nodeSelector"] = dict(placement.node_selector)
-        if placement.tolerations:
-            pod["tolerations"] = [dict(toleration) for toleration in placement.tolerations]
-        if placement.runtime_class:
-            pod["runtimeClassName"] = placement.runtime_class
+    if container["name"] != "node":
+        return pod | allowed_nodes(placement.pull_secrets)
+    pod |= allowed_nodes(placement.pull_secrets, placement.node_selector, placement.tolerations)
+    if placement.runtime_class:
+        pod["runtimeClassName"] = placement.runtime_class
     return pod
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from medusa_runtime.errors import ConfigError
@@ -38,10 +38,11 @@ def sources(secrets: Sequence[Secret]) -> list[dict[str, Any]]:
     return [{"secretRef": {"name": found.name}} for found in secrets if found.key is None]
 
 
-def environment(secrets: Sequence[Secret]) -> list[dict[str, Any]]:
-    """Entries of a container's ``env``: the secrets of which one key is taken."""
-    return [
+def environment(variables: Mapping[str, str], secrets: Sequence[Secret]) -> list[dict[str, Any]]:
+    """A container's ``env``: plain variables, and the secrets of which one key is taken."""
+    entries = [
         {"name": found.variable, "valueFrom": {"secretKeyRef": {"name": found.name, "key": found.key}}}
         for found in secrets
         if found.key is not None
     ]
+    return [*({"name": name, "value": value} for name, value in variables.items()), *entries]
