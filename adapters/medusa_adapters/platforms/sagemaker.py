@@ -61,7 +61,7 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
         routes=() if models is None else models.routes(),
         request_id=_inference_id,
         receive=_receive_prompt if settings.handler is None else _receive,
-        send=partial(_send_answer if settings.handler is None else _send, streams=streams),
+        send=_send_answer if settings.handler is None else partial(_send, streams=streams),
         stop=None if models is None else models.close,
         streams=streams,
         paths={} if models is None else models.described_paths(),
@@ -122,7 +122,7 @@ def _send(request: Request, result: Any, *, streams: bool) -> Any:
     return negotiate(request.headers.get("accept", ""), result if streams else collected(result))
 
 
-def _send_answer(request: Request, answer: Response, *, streams: bool) -> Any:
+def _send_answer(request: Request, answer: Response) -> Any:
     from .negotiation import negotiate_answer
 
     return negotiate_answer(request.headers.get("accept", ""), answer)

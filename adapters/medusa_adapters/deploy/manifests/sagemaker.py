@@ -72,10 +72,8 @@ def check_network(capacity: Capacity, vpc: Vpc | None) -> None:
         raise ConfigError("--subnet: SageMaker serverless joins no VPC; add --instance-type, e.g. ml.m5.large")
 
 
-def check_scaling(capacity: Capacity, scaling: Autoscaling | None) -> None:
+def check_scaling(capacity: Capacity, scaling: Autoscaling) -> None:
     """ConfigError for limits between which the endpoint's first size does not lie."""
-    if scaling is None:
-        return
     values.within(scaling.least, 1, 1000, "--min-scale")
     values.within(scaling.most, scaling.least, 1000, "--max-scale")
     first, flag = capacity.instance_count, "--instance-count"

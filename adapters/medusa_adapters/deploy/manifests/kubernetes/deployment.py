@@ -60,7 +60,6 @@ def least_instances(scaling: Scaling, placement: Placement) -> int:
 
 def manifests(function: Function, placement: Placement, scaling: Scaling) -> list[dict[str, Any]]:
     """Deployment, Service, and the autoscaler's object."""
-    check(scaling, placement)
     where = pod.metadata(function, placement)
     found = [_deployment(function, placement, scaling, where), _service(function, where)]
     if scaling.autoscaler == "hpa":

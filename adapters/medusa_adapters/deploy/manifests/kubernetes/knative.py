@@ -8,7 +8,7 @@ from typing import Any
 from medusa_runtime.errors import ConfigError
 
 from ..function import Function
-from . import features, network_policy, pod, scaling
+from . import network_policy, pod, scaling
 from .pod import Placement
 
 MOST_TIMEOUT_S = 600  # unless the cluster raises max-revision-timeout-seconds
@@ -18,7 +18,7 @@ _RESERVED = {"PORT", "K_SERVICE", "K_CONFIGURATION", "K_REVISION"}
 
 
 def service(function: Function, placement: Placement) -> dict[str, Any]:
-    """The Service, checked; ConfigError for what the CRD leaves unchecked and the cluster would refuse."""
+    """The Service. ConfigError for a variable that Knative sets itself."""
     reserved = _RESERVED & set(function.env)
     if reserved:
         raise ConfigError(f"--env {', '.join(sorted(reserved))}: Knative sets it itself")
@@ -31,14 +31,12 @@ def service(function: Function, placement: Placement) -> dict[str, Any]:
     template: dict[str, Any] = {"annotations": {**scale, **placement.annotations}}
     if placement.labels:
         template["labels"] = dict(placement.labels)
-    rendered = {
+    return {
         "apiVersion": "serving.knative.dev/v1",
         "kind": "Service",
         "metadata": _metadata(function, placement),
         "spec": {"template": {"metadata": template, "spec": _pod(function, placement)}},
     }
-    features.check(rendered)
-    return rendered
 
 
 def network_policy_of(service: dict[str, Any]) -> dict[str, Any]:
