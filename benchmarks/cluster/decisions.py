@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,6 +11,7 @@ from medusa_cluster.policy.chains import plan
 from medusa_cluster.policy.decide import Memory, decide
 from medusa_cluster.policy.decide import Options as PolicyOptions
 from medusa_cluster.policy.state import ClusterState, Copy, Deployment, Instance, Load, Node
+from medusa_runtime.load.factory.gc_freeze import freeze, thaw
 
 from benchmarks.cluster.options import Options, row
 
@@ -134,11 +134,10 @@ def _nodes(count: int) -> list[Node]:
 
 def _timed(call: Callable[[], object]) -> float:
     """Return milliseconds of the processor: a decision waits for nothing. Garbage of other parts is not collected."""
-    gc.collect()
-    gc.freeze()
+    freeze()
     try:
         begun = time.thread_time()
         call()
         return (time.thread_time() - begun) * 1000
     finally:
-        gc.unfreeze()
+        thaw()
