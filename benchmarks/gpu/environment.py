@@ -45,12 +45,13 @@ def _driver(machine: Machine) -> str:
 
 def _placement(machine: Machine) -> dict[str, object]:
     """Whether memory can be mapped at the addresses that graphs are captured with."""
+    from medusa_runtime.engine.gpu.graph_pool import OTHER_POOL_BASE, POOL_BASE
     from medusa_runtime.engine.gpu.placed_memory import BASE, OTHER_BASE, PlacedMemory
     from medusa_runtime.state.graphs.driver import CudaDriver
 
     torch.empty(1, device=machine.device)
     found: dict[str, object] = {}
-    for base in (BASE, OTHER_BASE):
+    for base in (BASE, OTHER_BASE, POOL_BASE, OTHER_POOL_BASE):
         memory = PlacedMemory(CudaDriver(), machine.device, base)
         tensor = memory("probe", 64 << 20)
         tensor.fill_(7)

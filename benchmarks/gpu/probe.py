@@ -34,6 +34,7 @@ _SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
 _GROUPS = (("first", "second"), ("restore", "restore-elsewhere"), ("upload",), ("environment",), ("memcheck",))
 _LIMITS = {"first": 75.0, "second": 60.0, "restore": 30.0, "restore-elsewhere": 30.0, "memcheck": 40.0}
 _OF_THE_MACHINE = ("memory at chosen addresses", "upload, 85 % of pinned", "compute-sanitizer")
+POOL_BASE = 0x6800_0000_0000  # engine/gpu/graph_pool.py, which would import torch
 _PROMISED = {
     "same process by handle": ("first", "same process by handle: "),
     "same process by saved image": ("first", "same process by image: "),
@@ -156,6 +157,7 @@ def _other_rows(results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, 
     else:
         odd = {**made["refused"], **dict.fromkeys(made["pinned"], "pinned")}
         yield "two captures", "MISS" if odd else "ok", str(odd) if odd else f"{len(made['graphs'])} graphs, none pinned"
+    yield _pool_row(results)
     pair = results.get("first", {}).get("graph programmatic pair", {}).get("edges")
     if pair is None:
         yield "programmatic edges", "----", "not measured"
@@ -182,6 +184,19 @@ def _other_rows(results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, 
         yield "compute-sanitizer", "----", str(check.get("not measured", "not measured"))
     else:
         yield "compute-sanitizer", "ok" if check["status"] == 0 else "MISS", f"status {check['status']}"
+
+
+def _pool_row(results: dict[str, dict[str, Any]]) -> tuple[str, str, str]:
+    """Whether the graphs' pool was at the address of our choice when captured, and again when restored."""
+    name, pool = "pool at its address", results.get("first", {}).get("pool")
+    moved = results.get("restore", {}).get("moved")
+    if pool is None or moved is None:
+        return name, "----", "not measured"
+    if not isinstance(pool, dict):
+        return name, "MISS", f"captured in {pool}; see first.log"
+    wrong = [f"captured at {pool['at']}"] if int(pool["at"], 16) != POOL_BASE else []
+    wrong += [f"restored elsewhere: {one}" for one in moved]
+    return name, "MISS" if wrong else "ok", "; ".join(wrong) or f"{pool['bytes'] >> 20} MiB at {pool['at']}"
 
 
 def pack(out: Path, name: str, *, folder: str = ".", most_bytes: int = MOST_BYTES) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_runtime.engine.gpu import graph_pool
 
 from benchmarks.gpu import probe
 
@@ -36,6 +37,21 @@ def test_each_promised_row_is_judged(evidence: Path) -> None:
         assert found[name] == ("ok", f"{len(KEYS)} of {len(KEYS)} graphs")
     assert found["two captures"][0] == found["programmatic edges"][0] == found["an image for each kernel"][0] == "ok"
     assert {found[name][0] for name in probe._OF_THE_MACHINE} == {"----"}
+    assert found["pool at its address"] == ("ok", "2 MiB at 0x680000000000")
+
+
+def test_the_pools_row() -> None:
+    assert probe.POOL_BASE == graph_pool.POOL_BASE
+    first: dict[str, Any] = {"pool": {"at": "0x680000000000", "bytes": 5 << 20}}
+    moved = ["graph pool", "workspace 64 0"]
+    name = "pool at its address"
+    assert probe._pool_row({"first": first}) == (name, "----", "not measured")
+    elsewhere = "restored elsewhere: graph pool; restored elsewhere: workspace 64 0"
+    assert probe._pool_row({"first": first, "restore": {"moved": moved}}) == (name, "MISS", elsewhere)
+    taken = {"pool": {"at": "0x500000000000", "bytes": 0}}
+    assert probe._pool_row({"first": taken, "restore": {"moved": []}})[1:] == ("MISS", "captured at 0x500000000000")
+    own = probe._pool_row({"first": {"pool": "torch's own"}, "restore": {"moved": []}})
+    assert own == (name, "MISS", "captured in torch's own; see first.log")
 
 
 @pytest.mark.timeout(300)

@@ -105,6 +105,31 @@ def test_the_classes_are_the_ones_that_these_hooks_were_written_for(parts: Any) 
     assert "forward_fn = create_forward_fn(desc, warmup=True)" in capturing
 
 
+def test_all_graphs_take_the_pool_that_one_name_says(parts: Any) -> None:
+    """It is given another pool where graphs are materialized, before anything has asked for it."""
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.platforms.interface import Platform
+
+    assert "cls._global_graph_pool is None" in inspect.getsource(Platform.get_global_graph_pool)
+    for kind in (parts.vllm.CudaGraphManager, CUDAGraphWrapper):
+        assert "current_platform.get_global_graph_pool()" in inspect.getsource(kind.__init__)
+
+
+def test_the_pool_is_there_before_vllm_makes_anything_that_captures(
+    worker: Any, parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    recording = SimpleNamespace(
+        open_pool=lambda driver: steps.append("pool"), shift=lambda device: steps.append("shift")
+    )
+    monkeypatch.setattr(parts.worker, "CudaDriver", lambda: None)
+    monkeypatch.setattr(parts.worker.Worker, "init_device", lambda self: steps.append("device"))
+    worker.init_device()
+    monkeypatch.setattr(type(worker), "recording", recording)
+    worker.init_device()
+    assert steps == ["device", "device", "pool", "shift"]
+
+
 def test_wrappers_of_compiled_functions_are_what_these_hooks_were_written_for(parts: Any) -> None:
     from vllm.compilation.backends import VllmBackend, wrap_with_cudagraph_if_needed
     from vllm.compilation.cuda_graph import CUDAGraphWrapper

@@ -42,9 +42,10 @@ def made(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The offline phase's answers: of a model, of one that reads memory without a name, and of a piecewise one."""
     folder = tmp_path_factory.mktemp("bundle")
     starts = {"plain": {"out": str(folder / "plain")}, "unnamed": {"out": str(folder / "unnamed"), "unnamed": True}}
+    starts["product"] = {"out": str(folder / "product"), "product": True}
     starts["pieces"] = {"out": str(folder / "pieces"), "pieces": True}
     found = run("materialize", 0x610000000000, starts)
-    return {**found, "path": str(folder / "plain"), "pieces path": str(folder / "pieces")}
+    return {**found, "path": str(folder / "plain"), **{f"{name} path": str(folder / name) for name in starts}}
 
 
 _STARTS: dict[str, dict[str, Any]] = {
@@ -54,6 +55,8 @@ _STARTS: dict[str, dict[str, Any]] = {
     "cache": {"kv_blocks": 41},
     "weights": {"wrong_weights": True},
     "trigger": {"without_images": True},
+    "product": {"product": True},
+    "taken": {"product": True, "take": True},
     "pieces": {"pieces": True},
     "results": {"pieces": True, "wrong_results": True},
     "outputs": {"pieces": True, "wrong_pieces": True},
@@ -64,14 +67,15 @@ _STARTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def restored(run: Run, made: dict[str, Any]) -> dict[str, Any]:
     """Several starts in another process, each in its own memory."""
-    paths = {name: made["pieces path" if "pieces" in one else "path"] for name, one in _STARTS.items()}
+    kinds = {name: [kind for kind in ("pieces", "product") if kind in one] for name, one in _STARTS.items()}
+    paths = {name: made[f"{kind[0]} path" if kind else "path"] for name, kind in kinds.items()}
     return run("restore", 0x580000000000, {name: {**one, "bundle": paths[name]} for name, one in _STARTS.items()})
 
 
 def test_memory_has_the_names_of_where_it_hangs(made: dict[str, Any]) -> None:
     plain = made["plain"]
-    names = ["cudagraph_manager.hidden_states", "input_buffers.input_ids", "model.weights"]
-    assert [name for name in plain["names"] if not name.startswith("slab ")] == names
+    names = ["cudagraph_manager.hidden_states", "graph pool", "input_buffers.input_ids", "model.weights"]
+    assert plain["names"] == names
     assert plain["inputs"] == ["input_buffers.input_ids"], "what no graph reads is not kept"
     assert plain["pinned"] == []
     assert plain["refused"] == {}
@@ -83,6 +87,20 @@ def test_contents_of_memory_without_a_name_are_not_trusted(made: dict[str, Any])
     refused = made["unnamed"]["refused"]
     assert len(refused) == 3
     assert all(why.startswith("contents: they read workspace 4096 0") for why in refused.values())
+
+
+def test_cublas_workspace_is_in_the_pool(restored: dict[str, Any], made: dict[str, Any]) -> None:
+    """At the pool's address in any process. Where that is taken, words are relocated, and one line says so."""
+    offline = made["product"]
+    assert offline["refused"] == {}
+    assert [name for name in offline["names"] if name.startswith("workspace")] == []
+    for name in ("product", "taken"):
+        found = restored[name]
+        assert found["kinds"] == dict.fromkeys("421", "RestoredGraph")
+        assert found["answers"] == offline["answers"]
+        assert found["forwards"] == 0
+    assert restored["product"]["log"] == ""
+    assert restored["taken"]["log"].count(" is taken: graph pool is at 0x58") == 1
 
 
 def test_vllm_replays_restored_graphs_and_runs_no_forward(restored: dict[str, Any], made: dict[str, Any]) -> None:

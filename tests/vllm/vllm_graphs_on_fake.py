@@ -25,8 +25,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime/engine/gpu"))
 from fake_torch_cuda import HOST, FakeCuda
+from medusa_runtime.engine.gpu.graph_pool import OTHER_POOL_BASE, POOL_BASE
 from medusa_runtime.engine.gpu.placed_memory import tensor_at
-from medusa_runtime.state.graphs.blueprint import Blueprints
+from medusa_runtime.state.graphs.blueprint import GRAPH_POOL, Blueprints
 from medusa_runtime.state.graphs.materialization.images import ImageStore
 from medusa_vllm.gpu.graph_state import VllmGraphState
 from medusa_vllm.gpu.graphs import GraphManager, NoTimeline
@@ -36,6 +37,7 @@ from vllm.compilation import cuda_graph
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBuffers
@@ -56,13 +58,13 @@ def i(value: int) -> bytes:
 class Model(nn.Module):
     """Embeds, scales through a layer, and adds what a workspace allows.
 
-    ``unnamed``: it reads memory that no attribute leads to.
+    ``unnamed``: it reads memory that no attribute leads to. ``product``: it reads cuBLAS' workspace.
     """
 
-    def __init__(self, cuda: FakeCuda, weights: Tensor, unnamed: bool) -> None:
+    def __init__(self, cuda: FakeCuda, weights: Tensor, unnamed: bool, product: bool = False) -> None:
         super().__init__()
         self.weights = nn.Parameter(weights, requires_grad=False)
-        self._cuda, self._unnamed = [cuda], unnamed
+        self._cuda, self._unnamed, self._product = [cuda], unnamed, product
         self.start_layer, self.end_layer = 0, LAYERS  # as vLLM's models have them
         self.forwards = self.layers = 0
 
@@ -83,6 +85,8 @@ class Model(nn.Module):
                 )
             if self._unnamed:
                 cuda.kernels.launch("add_checked", [p(x), p(y), p(cuda.at["workspace"] + 64), i(WIDTH)])
+            if self._product:
+                cuda.kernels.launch("add_checked", [p(x), p(y), p(cuda.workspace), i(WIDTH)])
         cuda.free(hidden)
         cuda.free(out)
         return out
@@ -176,12 +180,17 @@ def runner_of(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> An
     tables.get_dummy_slot_mappings = lambda tokens: tables.slot_mappings[:, :tokens].fill_(-1)
     state = SimpleNamespace(prepare_attn=lambda *_, **__: {}, prepare_dummy_inputs=lambda *_: {})
     return SimpleNamespace(
-        model=PiecewiseModel(cuda, weights, False, config) if "pieces" in options else Model(cuda, weights, unnamed),
+        model=PiecewiseModel(cuda, weights, False, config) if "pieces" in options 
+        else Model(cuda, weights, unnamed, "product" in options),
         kv_caches=[place(torch.zeros(kv_blocks, BLOCK, WIDTH))],
         input_buffers=buffers, block_tables=tables, model_state=state, device=HOST, lora_config=None,
         kv_cache_config=SimpleNamespace(num_blocks=kv_blocks, kv_cache_groups=[]),
         model_config=SimpleNamespace(dtype=torch.float32, hf_config={"layers": 1}, get_vocab_size=lambda: VOCAB),
     )  # fmt: skip
+
+
+def graph_pool() -> Any:
+    return type(current_platform)._global_graph_pool or (0, 1)
 
 
 def manager_of(config: VllmConfig) -> Any:
@@ -194,7 +203,7 @@ def manager_of(config: VllmConfig) -> Any:
     made.__dict__.update(
         vllm_config=config, device=HOST, max_num_reqs=8, compilation_config=config.compilation_config,
         cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY, decode_query_len=1, ubatch_runner=None, tp_size=1,
-        is_first_pp_rank=True, is_last_pp_rank=True, graphs={}, pool=(0, 1), _graphs_captured=False,
+        is_first_pp_rank=True, is_last_pp_rank=True, graphs={}, pool=graph_pool(), _graphs_captured=False,
         _max_full_descs_to_capture=None, _capture_mem_samples=None, _capture_descs={CUDAGraphMode.FULL: full},
         _candidates={(size, 0): [one] for size, one in zip(SIZES, full, strict=True)}, _lora_dispatch_map={},
         _max_lora_case=0, use_breakable_cg=False, breakable_cg_runner=None, hidden_states=None, aux_hidden_states=[],
@@ -261,11 +270,12 @@ def fakes(cuda: FakeCuda) -> list[Any]:
         patch.object(cuda_graph, "current_stream", lambda: cuda.current),
         patch.object(cuda_graph, "capture_pool", lambda pool, config: nullcontext(pool)),
         patch.object(cuda_graph, "weak_ref_tensors", lambda tensors: tensors),
-        patch.object(cuda_graph, "current_platform", SimpleNamespace(get_global_graph_pool=lambda: (0, 1))),
+        patch.object(cuda_graph, "current_platform", SimpleNamespace(get_global_graph_pool=graph_pool)),
         patch.object(cudagraph_utils, "tqdm", lambda listed, **_: listed),
         patch.object(torch.cuda, "graph", lambda graph, pool, stream: captured(cuda, graph, pool, stream)),
         patch.object(torch, "empty_like", lambda other: placed_like(cuda, other)),
         patch.object(torch, "empty", made_on(cuda, torch.empty)),
+        patch.object(torch, "mm", lambda one, other: cuda.workspace),
     ]
 
 
@@ -285,10 +295,12 @@ def start(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> tuple[
 def record(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> tuple[Any, Any, Recording]:
     def state_of(runner: Any, manager: Any) -> VllmGraphState:
         runner.cudagraph_manager = manager
-        return VllmGraphState(cuda.driver, runner, manager, device="cpu")
+        return VllmGraphState(cuda.driver, runner, manager, device="cpu", pool=recording.pool)
 
+    base = OTHER_POOL_BASE if options.get("pool_first") else POOL_BASE
+    recording = Recording(base + (len(cuda.mem_pools) << 40))  # another one for each start of this process
+    recording.open_pool(cuda.driver)
     runner, manager = start(cuda, config, options)
-    recording = Recording()
     recording.runner = runner
     recording.attach(state_of)
     made = RecordingManager.of(manager, recording)
@@ -321,6 +333,9 @@ def online(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict[
     if "only" in options:
         key = f"tokens={options['only']} "
         blueprints = replace(blueprints, graphs=tuple(graph for graph in blueprints.graphs if key in graph.key))
+    if options.get("take"):
+        (pool,) = [one for one in blueprints.ranges if one.name == GRAPH_POOL]
+        cuda.driver.handle("cuMemAddressReserve", 2 << 20, 0, pool.address, 0)
     runner, manager = start(cuda, config, options)
     if options.get("wrong_weights"):
         runner.model.weights.data.mul_(1.5)

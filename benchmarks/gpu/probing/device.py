@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from medusa_runtime.device.cupti import ModuleRecorder
 from medusa_runtime.engine.gpu.capture import CudaCapturer, CudaGraph
 from medusa_runtime.engine.gpu.graph_memory import other_ranges
+from medusa_runtime.engine.gpu.graph_pool import OTHER_POOL_BASE, POOL_BASE, open_pool
 from medusa_runtime.engine.gpu.placed_memory import BASE, PlacedMemory
 from medusa_runtime.state.graphs import CudaDriver, ImageStore, MemoryRange
 from torch import Tensor
@@ -42,7 +43,8 @@ class DeviceGround:
         self.driver = CudaDriver()
         self.memory = PlacedMemory(self.driver, self._device, base)
         self._shifts = [] if base == BASE else [torch.empty(n, dtype=torch.uint8, device=self._device) for n in _SHIFTS]
-        self._capturer = CudaCapturer(self._device, keep_graph=True)
+        self.pool = open_pool(self.driver, POOL_BASE if base == BASE else OTHER_POOL_BASE) if recording else None
+        self._capturer = CudaCapturer(self._device, memory=self.pool, keep_graph=True)
         self.stream = int(self._capturer.stream.cuda_stream)
         self._kept: list[CudaGraph] = []
         self._weight = self._named("weights", _WIDTH, _WIDTH)
@@ -108,9 +110,11 @@ class DeviceGround:
         return _Replayed(graph, self._capturer.stream)
 
     def ranges(self) -> list[MemoryRange]:
-        named = list(self.memory.ranges.values())
+        known = list(self.memory.ranges.values())
+        if self.pool is not None:
+            known.append(self.pool.memory_range)
         segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return [*named, *other_ranges(named, segments, self._capturer.pool)]
+        return [*known, *other_ranges(known, segments, self._capturer.pool)]
 
     def images(self) -> ImageStore:
         if self._recorder is None or self._recorder.error is not None:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from medusa_runtime.engine.gpu.placed_memory import PlacedMemory
+from medusa_runtime.engine.gpu.graph_pool import OTHER_POOL_BASE, POOL_BASE, open_pool
+from medusa_runtime.engine.gpu.placed_memory import BASE, PlacedMemory
 from medusa_runtime.state.graphs import ImageStore, MemoryRange
 
 from benchmarks.gpu.probing.ground import INPUTS, OUTPUTS, fixed_bytes
 
 TESTS = Path(__file__).parents[3] / "tests/runtime/state/graphs"
+_TORCH = TESTS.parents[1] / "engine/gpu"  # what stands in for torch's end of an allocator
 _WIDTH = 16
 _ROW = 4 * _WIDTH
 
@@ -37,17 +39,25 @@ class FakeGround:
 
     def __init__(self, library: str, base: int, *, recording: bool) -> None:
         os.environ |= {"FAKE_CUDA_LIBRARY": library, "TOY_CUBINS": str(TESTS / "cubins")}
-        sys.path[:0] = [str(TESTS)]
+        sys.path[:0] = [str(TESTS), str(_TORCH)]
+        from fake_allocator import FakeAllocator  # type: ignore[import-not-found]
         from medusa_runtime.device.cupti import ModuleRecorder
         from toy import Toy, open_driver  # type: ignore[import-not-found]
 
         self.driver, self.stream = open_driver()
         self._recorder = ModuleRecorder(library) if recording else None
         self.memory = PlacedMemory(self.driver, torch.device("cpu"), base)
-        sizes = {"weights": _WIDTH * _ROW, "gains": _ROW, "pool": 4096, INPUTS: 4 * _ROW, OUTPUTS: 64 << 10}
+        sizes = {"weights": _WIDTH * _ROW, "gains": _ROW, INPUTS: 4 * _ROW, OUTPUTS: 64 << 10}
         for name, size in sizes.items():
             self.memory(name, size)
-        self._at = {name: one.address for name, one in self.memory.ranges.items()}
+        self._at = {name: one.address for name, one in self.memory.ranges.items()} | {"pool": 0}
+        self.pool = None
+        if recording:
+            torch.cuda.memory.CUDAPluggableAllocator = FakeAllocator  # type: ignore[misc]
+            torch.cuda.MemPool = lambda allocator: allocator  # type: ignore[assignment, misc]
+            self.pool = open_pool(self.driver, POOL_BASE if base == BASE else OTHER_POOL_BASE)
+            assert self.pool is not None
+            self._at["pool"] = self.pool._pool.malloc(4096, 0, self.stream)  # as torch does before a warm-up
         self._toy: Any = Toy(self.driver, self.stream, self._at)
         if recording:
             self._toy.more_modules(filled=True)
@@ -74,7 +84,9 @@ class FakeGround:
         self._toy.launch(RMS_NORM, [*pointers, struct.pack("<i", _WIDTH), struct.pack("<f", 1e-5)])
 
     def _copy_and_zero(self, x: int, out: int) -> None:
-        self.driver.call("cuMemcpyDtoDAsync_v2", out, x, _ROW, self.stream)
+        between = self._at["pool"] + 512
+        self.driver.call("cuMemcpyDtoDAsync_v2", between, x, _ROW, self.stream)
+        self.driver.call("cuMemcpyDtoDAsync_v2", out, between, _ROW, self.stream)
         self.driver.call("cuMemsetD32Async", out + _ROW, 0, _WIDTH, self.stream)
 
     def _then(self, x: int, out: int, work: Callable[[], None]) -> None:
@@ -97,7 +109,8 @@ class FakeGround:
         return _Built(self, made.value)
 
     def ranges(self) -> list[MemoryRange]:
-        return list(self.memory.ranges.values())
+        pool = [self.pool.memory_range] if self.pool is not None else []
+        return [*self.memory.ranges.values(), *pool]
 
     def images(self) -> ImageStore:
         if self._recorder is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from medusa_runtime.engine.gpu.graph_pool import GraphPool
 from medusa_runtime.engine.gpu.placed_memory import PlacedMemory
 from medusa_runtime.state.graphs import CudaDriver, ImageStore, MemoryRange
 
@@ -26,6 +27,7 @@ class Ground(Protocol):
 
     driver: CudaDriver
     memory: PlacedMemory
+    pool: GraphPool | None  # what graphs are captured in; none where none are, or where torch's own has to do
     stream: int  # CUstream
     cases: Mapping[str, Callable[[], None]]  # key → launches that a capture records; they write ``OUTPUTS``
 

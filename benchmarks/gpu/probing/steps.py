@@ -95,6 +95,8 @@ def capture(ground: Ground, step: Step, folder: Path, *, first: bool) -> None:
     images = ground.images()
     step.note("images", {digest: len(data) for digest, data in images.data.items()})
     step.note("handles", len(images.handles))
+    pool = ground.pool.memory_range if ground.pool is not None else None
+    step.note("pool", {"at": hex(pool.address), "bytes": pool.size} if pool is not None else "torch's own")
     handles = {key: graph.handle for key, graph in captured.items()}
     dump = dump_graphs(ground.driver, handles, ground.ranges(), images=images)
     step.note("refused", dump.refused)
@@ -254,13 +256,19 @@ def _materialize(
     step.attempt("materialize", made)
 
 
-def restore(ground: Ground, step: Step, folder: Path) -> None:
-    """Restore each graph of the bundle in this process, which captures nothing, and compare its outputs."""
+def restore(ground: Ground, step: Step, folder: Path, *, at_recorded: bool) -> None:
+    """Restore each graph of the bundle in this process, which captures nothing, and compare its outputs.
+
+    ``at_recorded``: whether the graphs' pool lies where it was captured.
+    """
     ground.prepare()
     bundle = Blueprints.load((folder / "bundle").read_bytes())
     named = {name: one.address for name, one in ground.memory.ranges.items()}
-    ours = [one for one in bundle.ranges if one.kind in (RangeKind.SLAB, RangeKind.WORKSPACE)]
-    placement = place(ground.driver, ours, placed=named)
+    used = bundle.used_ranges()
+    ours = [
+        one for n, one in enumerate(bundle.ranges) if n in used and one.kind in (RangeKind.SLAB, RangeKind.WORKSPACE)
+    ]
+    placement = place(ground.driver, ours, placed=named, at_recorded=at_recorded)
     step.note(
         "moved",
         sorted(one.name for one in bundle.ranges if placement.addresses.get(one.name, one.address) != one.address),
@@ -295,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     if recording:
         capture(ground, step, options.folder, first=options.name == "first")
     else:
-        restore(ground, step, options.folder)
+        restore(ground, step, options.folder, at_recorded=options.name == "restore")
     step.note("done", True)
     ground.close()
     return 0

@@ -11,15 +11,12 @@ import ctypes
 import hashlib
 import importlib.util
 import logging
-import os
-import shlex
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 from ..errors import DeviceError
+from .compiling import compiled
 
 logger = logging.getLogger(__name__)
 
@@ -124,15 +121,12 @@ class ModuleRecorder:
 
 def _compiled() -> ctypes.CDLL | None:
     """The callback in C, compiled now; None where there is no compiler."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder, "module_recorder.so")
-        command = [*shlex.split(os.environ.get("CC") or "cc"), "-O2", "-shared", "-fPIC", "-pthread", "-o", str(made)]
-        try:
-            subprocess.run([*command, str(_SOURCE)], check=True, capture_output=True, timeout=100)
-            native = ctypes.CDLL(str(made))
-        except (OSError, subprocess.SubprocessError) as error:
-            logger.info("kernel images are recorded by Python: %s", error)
-            return None
+    try:
+        with compiled(_SOURCE) as library:
+            native = ctypes.CDLL(str(library))
+    except (DeviceError, OSError) as error:
+        logger.info("kernel images are recorded by Python: %s", error)
+        return None
     native.medusa_module.restype = ctypes.c_void_p
     native.medusa_module.argtypes = (ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
     return native

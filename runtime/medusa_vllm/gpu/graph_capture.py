@@ -58,6 +58,7 @@ def main(arguments: list[str]) -> int:
 def _record(settings: Settings, *, shifted: bool) -> tuple[Any, Any, Any]:
     """Start vLLM as an instance does, with a graph manager that keeps what it captures."""
     region, timeline = fetch_and_import(settings)
+    from medusa_runtime.engine.gpu.graph_pool import OTHER_POOL_BASE, POOL_BASE
     from medusa_runtime.state.graphs import CudaDriver
 
     from ..engine import VllmEngine
@@ -65,8 +66,9 @@ def _record(settings: Settings, *, shifted: bool) -> tuple[Any, Any, Any]:
     from .recording import Recording
     from .worker import GpuWorker
 
-    GpuWorker.recording = recording = Recording(shifts=_SHIFTS if shifted else ())
-    recording.attach(lambda runner, manager: VllmGraphState(CudaDriver(), runner, manager))
+    recording = Recording(OTHER_POOL_BASE, shifts=_SHIFTS) if shifted else Recording(POOL_BASE)
+    GpuWorker.recording = recording
+    recording.attach(lambda runner, manager: VllmGraphState(CudaDriver(), runner, manager, pool=recording.pool))
     engine = VllmEngine(region, settings, timeline)
     load(engine)
     if recording.manager is None or not recording.inputs:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from medusa_runtime.engine.gpu.graph_memory import Segments, other_ranges
+from medusa_runtime.engine.gpu.graph_pool import GraphPool
 from medusa_runtime.errors import DeviceError
 from medusa_runtime.state.graphs import (
     Blueprints,
@@ -81,8 +82,11 @@ class VllmGraphState:
         *,
         segments: Callable[[], Segments] | None = None,
         device: str = "cuda",
+        pool: GraphPool | None = None,
     ) -> None:
+        """``pool``: what the graphs were captured in, where that is not torch's own."""
         self._driver, self._runner, self._manager = driver, runner, manager
+        self._pool = pool
         self._segments = segments or torch.cuda.memory_snapshot
         self._device = device
         self._restored: tuple[Blueprints, Placement, Any] | None = None
@@ -105,8 +109,12 @@ class VllmGraphState:
         """Read all captured graphs as they are. ``images``: those of all modules loaded so far."""
         handles = {key_of(one): int(graph.raw_cuda_graph()) for one, graph in self._full()}
         handles |= {key: int(entry.cudagraph.raw_cuda_graph()) for key, (_, _, entry) in self._pieces().items()}
-        named = self.named()
-        ranges = [*named, *other_ranges(named, self._segments(), self._manager.pool)]
+        known = self.named()
+        if self._pool is not None:
+            pool = self._pool.memory_range
+            inside = range(pool.address, pool.address + pool.size)
+            known = [pool, *(memory_range for memory_range in known if memory_range.address not in inside)]
+        ranges = [*known, *other_ranges(known, self._segments(), self._manager.pool)]
         return dump_graphs(self._driver, handles, ranges, images=images)
 
     def materialize(

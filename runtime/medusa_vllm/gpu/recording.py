@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from medusa_runtime.engine.gpu.graph_pool import GraphPool, open_pool
+from medusa_runtime.state.graphs import CudaDriver
 from medusa_runtime.state.graphs.blueprint import MemoryRange
 from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager, ModelCudaGraphManager
 
 from .graphs import keeping_nodes, remade
@@ -25,6 +28,8 @@ class _Kept(CudaGraphManager):  # type: ignore[misc]
 
     def capture(self, create_forward_fn: Any, *arguments: Any, **options: Any) -> None:
         def create(description: BatchExecutionDescriptor, warmup: bool) -> Any:
+            if warmup:
+                self.recording.make_workspace(self.device)
             forward = create_forward_fn(description, warmup=warmup)
             # For piecewise graphs vLLM uses one forward to warm up and to capture; it can be run again.
             if warmup == (description.cg_mode == CUDAGraphMode.PIECEWISE):
@@ -58,8 +63,13 @@ class RecordingManager(ModelCudaGraphManager, _Kept):  # type: ignore[misc]
 class Recording:
     """One capture of all graphs. ``inputs``: description → what its reference replay reads, as ranges and bytes."""
 
-    def __init__(self, *, shifts: Iterable[int] = ()) -> None:
-        """``shifts``: bytes to allocate at each stage of a start, so that memory moves from process to process."""
+    def __init__(self, pool_base: int, *, shifts: Iterable[int] = ()) -> None:
+        """``pool_base``: the address of the pool that graphs are captured in.
+
+        ``shifts``: bytes to allocate at each stage of a start, so that memory moves from process to process.
+        """
+        self.pool: GraphPool | None = None
+        self._pool_base = pool_base
         self.runner: Any = None
         self.manager: Any = None
         self.inputs: dict[BatchExecutionDescriptor, Snapshot] = {}
@@ -69,6 +79,19 @@ class Recording:
         self._small: list[MemoryRange] = []
         self._shifts = list(shifts)
         self._held: list[Tensor] = []
+
+    def open_pool(self, driver: CudaDriver) -> None:
+        """Let vLLM capture all graphs in one pool at the chosen address. Called before it makes anything that does."""
+        self.pool = open_pool(driver, self._pool_base)
+        if self.pool is not None:
+            type(current_platform)._global_graph_pool = self.pool.id
+
+    def make_workspace(self, device: torch.device) -> None:
+        """Let cuBLAS allocate its workspace for the current stream, which captured products use, in the pool."""
+        if self.pool is not None:
+            with self.pool.in_use():
+                one = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+                torch.mm(one, one)
 
     def attach(self, make_state: Callable[[Any, Any], Any]) -> None:
         """``make_state(runner, manager)`` makes a VllmGraphState once both are there."""

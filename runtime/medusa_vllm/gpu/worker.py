@@ -40,6 +40,8 @@ class GpuWorker(Worker):  # type: ignore[misc]
     def init_device(self) -> None:
         with self._timeline.stage("device"):
             super().init_device()
+        if self.recording is not None:
+            self.recording.open_pool(CudaDriver())
         self._shift()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:

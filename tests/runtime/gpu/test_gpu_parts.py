@@ -130,3 +130,31 @@ def test_memory_is_placed_where_it_was_asked_for(cuda: torch.device) -> None:
     assert second.data_ptr() > first.data_ptr() + first.nbytes
     first.fill_(3)
     assert (first == 3).all()
+
+
+def test_graphs_are_captured_in_a_pool_at_a_chosen_address(cuda: torch.device) -> None:
+    from medusa_runtime.engine.gpu.capture import CudaCapturer
+    from medusa_runtime.engine.gpu.graph_pool import POOL_BASE, GraphPool
+    from medusa_runtime.state.graphs.driver import CudaDriver
+
+    torch.empty(1, device=cuda)
+    base = POOL_BASE + (1 << 41)
+    pool = GraphPool(CudaDriver(), base)
+    capturer = CudaCapturer(cuda, memory=pool, keep_graph=True)
+    x, out = torch.ones(64, 64, device=cuda), torch.zeros(64, 64, device=cuda)
+
+    def work() -> None:
+        large = torch.ones(4 << 20, device=cuda)  # a segment of its own, which only the capture asks for
+        out.copy_(x @ x + large[:64])
+
+    capturer.warm_up(lambda: out.copy_(x @ x))
+    graph = capturer.capture(work)
+    x.fill_(2)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert (out == 257).all()
+    found = pool.memory_range
+    assert found.address == base
+    segments = [one for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(pool.id)]  # type: ignore[no-untyped-call]
+    assert sum(one["total_size"] for one in segments) == found.size
+    assert all(base <= one["address"] < base + found.size for one in segments)

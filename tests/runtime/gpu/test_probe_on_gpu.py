@@ -52,7 +52,9 @@ def test_a_graph_gives_the_captured_bits(found: dict[str, Any], case: str, step:
     assert not fact.get("read back"), fact["read back"]
 
 
-@pytest.mark.parametrize("row", ["an image for each kernel", "two captures", "programmatic edges"])
+@pytest.mark.parametrize(
+    "row", ["an image for each kernel", "two captures", "pool at its address", "programmatic edges"]
+)
 def test_what_restoring_relies_on(found: dict[str, Any], row: str) -> None:
     judged = {name: (one, details) for name, one, details in found["rows"]}
     assert judged[row][0] == "ok", judged[row][1]

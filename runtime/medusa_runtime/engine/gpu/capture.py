@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from .graph_pool import GraphPool
 
 
 class CudaGraph:
@@ -19,20 +23,30 @@ class CudaGraph:
 
 
 class CudaCapturer:
-    """Captures graphs. ``keep_graph`` keeps their nodes readable; ``instantiate`` makes such graphs ready to replay."""
+    """Captures graphs. ``keep_graph`` keeps their nodes readable; ``instantiate`` makes such graphs ready to replay.
+
+    ``memory``: the pool for all that they use, or torch's own, whose addresses differ from process to process.
+    """
 
     def __init__(
-        self, device: torch.device, *, pool: Any = None, keep_graph: bool = False, instantiate: bool = True
+        self,
+        device: torch.device,
+        *,
+        memory: GraphPool | None = None,
+        keep_graph: bool = False,
+        instantiate: bool = True,
     ) -> None:
         self.device = device
-        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self.memory = memory
+        self.pool = torch.cuda.graph_pool_handle() if memory is None else memory.id
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._keep_graph = keep_graph
         self._instantiate = instantiate
 
     def warm_up(self, work: Callable[[], None]) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        # cuBLAS gets its workspace for this stream now, and keeps it.
+        with torch.cuda.stream(self.stream), self.memory.in_use() if self.memory is not None else nullcontext():
             work()
         self.stream.synchronize()
 

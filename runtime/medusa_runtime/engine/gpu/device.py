@@ -88,12 +88,12 @@ class Gpu:
     """One device: how weights reach it, its free memory, and how graphs are captured on it."""
 
     def __init__(
-        self, ordinal: int = 0, *, way: str = "auto", base: int | None = None, keep_graph: bool = False
+        self, ordinal: int = 0, *, way: str = "auto", base: int | None = None, graph_base: int | None = None
     ) -> None:
         """Open the device, whose context exists already, so this takes milliseconds.
 
-        ``way``: how weights reach it, see CudaLink. ``base``: the address from which memory is placed. ``keep_graph``:
-        see CudaCapturer.
+        ``way``: how weights reach it, see CudaLink. ``base``: the address from which memory is placed. ``graph_base``:
+        where graphs are captured to be materialized, the address of the pool that they are captured in.
         """
         from ...load.upload.cuda_link import CudaLink
         from ...state.graphs.driver import CudaDriver
@@ -105,7 +105,7 @@ class Gpu:
         torch.empty(1, device=self.device)  # makes the context this thread's current one
         self.placed = PlacedMemory(CudaDriver(), self.device, BASE if base is None else base)
         self.link: Link = CudaLink(self.device, self.memory, way=way)
-        self._keep_graph = keep_graph
+        self._graph_base = graph_base
 
     def memory(self, name: str, size_bytes: int) -> Tensor:
         """Map memory where a graph's pointers expect it: uint8 [size_bytes], not cleared.
@@ -138,7 +138,12 @@ class Gpu:
             return None
         from .capture import CudaCapturer
 
-        return CudaCapturer(self.device, keep_graph=self._keep_graph)
+        if self._graph_base is None:
+            return CudaCapturer(self.device)
+        from .graph_pool import open_pool
+
+        pool = open_pool(self.placed.driver, self._graph_base)
+        return CudaCapturer(self.device, memory=pool, keep_graph=True)
 
     def restored(self, model: DecoderModel, graphs: DecodeGraphs, blueprints: bytes) -> Mapping[int, Graph]:
         """Restore all graphs of a state bundle: size → graph. Empty where none fits."""

@@ -108,6 +108,7 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
         from .capture import CudaCapturer
         from .device import Gpu
         from .footprint import CudaMemory
+        from .graph_pool import OTHER_POOL_BASE, POOL_BASE
         from .graph_state import GraphState, summary
         from .placed_memory import BASE, OTHER_BASE
 
@@ -116,7 +117,10 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
                 """Half as many: a word of a graph that depends on the number of blocks then differs, and is found."""
                 return max(planned // 2, 1)
 
-        gpu = (Gpu if second else OtherGpu)(base=BASE if second else OTHER_BASE, keep_graph=True)
+        if second is None:
+            gpu: Gpu = OtherGpu(base=OTHER_BASE, graph_base=OTHER_POOL_BASE)
+        else:
+            gpu = Gpu(base=BASE, graph_base=POOL_BASE)
         shifts = [] if second else [torch.empty(size, dtype=torch.uint8, device=gpu.device) for size in _SHIFTS]
         with _loaded(settings, gpu) as runner:
             graphs = runner.graphs

@@ -135,7 +135,7 @@ class GraphState:
     def dump(self, capturer: CudaCapturer, images: ImageStore) -> Blueprints:
         """All captured graphs (``keep_graph``) as they are. ``images``: of all modules loaded so far."""
         handles = {key_of(size): graph.captured.raw_cuda_graph() for size, graph in self._captured().items()}
-        return dump_graphs(self._driver, handles, self.ranges(capturer.pool), images=images)
+        return dump_graphs(self._driver, handles, self.ranges(capturer), images=images)
 
     def materialize(
         self,
@@ -173,11 +173,13 @@ class GraphState:
         own = {"torch": torch.__version__, "model": config, "rows": str(self._graphs.sizes[-1]), **sizes}
         return fingerprint(self._driver, own)
 
-    def ranges(self, pool: Any) -> list[MemoryRange]:
+    def ranges(self, capturer: CudaCapturer) -> list[MemoryRange]:
         """All device memory that a graph may point into: named, the graphs' pool, and what else torch holds."""
-        named = self._named()
+        known = self._named()
+        if capturer.memory is not None:
+            known.append(capturer.memory.memory_range)
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return [*named, *other_ranges(named, segments, pool)]
+        return [*known, *other_ranges(known, segments, capturer.pool)]
 
     def _named(self) -> list[MemoryRange]:
         """The named memory, with a range for each layer's keys and values.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from itertools import chain
+from collections.abc import Sequence
+from itertools import chain, pairwise
 from typing import Any
 
 from ...errors import StateError
@@ -30,6 +31,7 @@ _PROLOGUE = struct.Struct("<8s32sIQQ")  # magic, sha256, version, bytes of the h
 _NODE = struct.Struct("<HHi3I3IIII")
 _EDGE = struct.Struct("<II8s")
 _RELOCATION = struct.Struct("<IIQ?")
+_ADDRESSES = 1 << 57  # the largest address space of any processor, which the device shares
 _SIZES = {NodeKind.MEMSET: MEMSET_NODE.size, NodeKind.MEMCPY: MEMCPY_NODE_BYTES, NodeKind.EMPTY: 0}
 
 Span = list[int]
@@ -172,8 +174,7 @@ def check(blueprints: Blueprints) -> None:
 
     Raises ValueError otherwise: a wrong reference would become a wrong address.
     """
-    for _, _, address, size in blueprints.ranges:
-        _whole(address, size)
+    _check_ranges(blueprints.ranges)
     for kernel in blueprints.kernels:
         _whole(*chain(*kernel.parameters))
         _whole(*(number for number, _ in kernel.attributes))
@@ -199,6 +200,19 @@ def check(blueprints: Blueprints) -> None:
         if any(memory_range not in range(ranges) for memory_range in graph.pinned):
             raise ValueError(f"a range of {graph.key}")
         _check_pieces(blueprints, (*graph.inputs, *graph.outputs))
+
+
+def _check_ranges(ranges: Sequence[MemoryRange]) -> None:
+    for _, _, address, size in ranges:
+        _whole(address, size)
+    placed = [one for one in ranges if one.kind not in (RangeKind.MODULE, RangeKind.FREE)]
+    placed.sort(key=lambda one: (one.address, one.size))
+    for one in placed:
+        if one.address + one.size > _ADDRESSES:
+            raise ValueError(f"{one.name}: {one.size} bytes at {one.address:#x}, where no device has memory")
+    for one, other in pairwise(placed):
+        if one.address + one.size > other.address:
+            raise ValueError(f"{one.name} and {other.name} overlap at {other.address:#x}")
 
 
 def _whole(*numbers: Any) -> None:

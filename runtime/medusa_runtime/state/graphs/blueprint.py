@@ -19,6 +19,10 @@ class NodeKind(IntEnum):
     EMPTY = 5
 
 
+GRAPH_POOL = "graph pool"
+"""The name of the graphs' memory pool where it lies at an address of our choice: one range, in any process."""
+
+
 class RangeKind(IntEnum):
     NAMED = 0  # weights, KV cache, inputs, outputs: the engine that restores has placed it under this name
     SLAB = 1  # the graphs' own memory pool
@@ -172,6 +176,7 @@ class Blueprints:
 
 
 __all__ = [
+    "GRAPH_POOL",
     "AttributeSet",
     "Blueprints",
     "Edge",

@@ -79,37 +79,47 @@ def place(
     when the device has too little free memory; then nothing stays mapped.
     """
     placement = Placement(driver, dict(placed or {}))
-    device = driver.current_device()
-    prop = MemAllocationProp(type=_PINNED, location=MemLocation(_DEVICE, device))
-    granule = c_size_t()
-    driver.call("cuMemGetAllocationGranularity", byref(granule), byref(prop), 0)
-    spans = _spans(
-        [memory_range for memory_range in ranges if memory_range.name not in placement.addresses], granule.value
-    )
+    granule = granularity(driver)
+    prop = MemAllocationProp(type=_PINNED, location=MemLocation(_DEVICE, driver.current_device()))
+    spans = _spans([memory_range for memory_range in ranges if memory_range.name not in placement.addresses], granule)
     needed, free, total = sum(span.size for span in spans), c_size_t(), c_size_t()
     driver.call("cuMemGetInfo_v2", byref(free), byref(total))
     if needed > free.value:
         raise GraphMismatch(Reason.MEMORY, f"expected {needed >> 20} MiB of free memory, found {free.value >> 20} MiB")
     try:
         for span in spans:
-            address, handle = c_uint64(), c_uint64()
-            wanted = span.start if at_recorded else 0
-            if driver.result("cuMemAddressReserve", byref(address), span.size, granule.value, wanted, 0):
-                driver.call("cuMemAddressReserve", byref(address), span.size, granule.value, 0, 0)
-            if address.value != span.start and at_recorded:
+            handle = c_uint64()
+            address = reserve(driver, span.size, granule, span.start if at_recorded else 0)
+            if address != span.start and at_recorded:
                 names = ", ".join(memory_range.name for memory_range in span.ranges)
-                logger.info("%#x is taken: %s is at %#x instead", span.start, names, address.value)
+                logger.info("%#x is taken: %s is at %#x instead", span.start, names, address)
             try:
                 driver.call("cuMemCreate", byref(handle), span.size, byref(prop), 0)
             except CudaError:
-                driver.result("cuMemAddressFree", address.value, span.size)
+                driver.result("cuMemAddressFree", address, span.size)
                 raise
-            placement.map(span, handle.value, address.value)
+            placement.map(span, handle.value, address)
     except CudaError as error:
         placement.close()
         reason = Reason.MEMORY if error.result == OUT_OF_MEMORY else Reason.DRIVER_CALL
         raise GraphMismatch(reason, str(error)) from error
     return placement
+
+
+def granularity(driver: CudaDriver) -> int:
+    """The bytes that sizes and addresses of mapped memory are multiples of."""
+    prop = MemAllocationProp(type=_PINNED, location=MemLocation(_DEVICE, driver.current_device()))
+    granule = c_size_t()
+    driver.call("cuMemGetAllocationGranularity", byref(granule), byref(prop), 0)
+    return granule.value
+
+
+def reserve(driver: CudaDriver, size: int, granule: int, wanted: int) -> int:
+    """Reserve addresses: from ``wanted``, which is a hint to the driver, or, where that is taken, from elsewhere."""
+    address = c_uint64()
+    if driver.result("cuMemAddressReserve", byref(address), size, granule, wanted, 0):
+        driver.call("cuMemAddressReserve", byref(address), size, granule, 0, 0)
+    return address.value
 
 
 def _spans(ranges: Sequence[MemoryRange], granule: int) -> list[_Span]:

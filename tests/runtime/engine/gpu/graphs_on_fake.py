@@ -22,6 +22,7 @@ import torch
 from fake_torch_cuda import HOST, FakeCuda
 from medusa_runtime.engine.gpu.capture import CudaCapturer
 from medusa_runtime.engine.gpu.decode_graphs import DecodeGraphs
+from medusa_runtime.engine.gpu.graph_pool import OTHER_POOL_BASE, POOL_BASE, open_pool
 from medusa_runtime.engine.gpu.graph_state import GraphState
 from medusa_runtime.engine.gpu.placed_memory import BASE, OTHER_BASE, PlacedMemory
 from medusa_runtime.engine.torch.kv_cache import KvCache, KvShape
@@ -30,7 +31,6 @@ from medusa_runtime.state.graphs.blob_format import encode
 from medusa_runtime.state.graphs.blueprint import Blueprints, Piece
 from medusa_runtime.state.graphs.materialization.images import ImageStore
 from torch import Tensor
-from toy import MAGIC
 
 WIDTH, LAYERS, VOCAB, SIZES = 16, 3, 32, (1, 2, 4)
 ROW = WIDTH * 4
@@ -48,20 +48,20 @@ class Model:
     """Embedding, layers and head made of the toy's kernels.
 
     ``odd``: the last layer has a kernel that the others do not have. ``slots``: how many the KV cache has, which some
-    kernels get as a parameter.
+    kernels get as a parameter. ``stale``: an address that the stack still has in structures passed by value.
     """
 
-    def __init__(self, cuda: FakeCuda, weights: Tensor, odd: bool = False, slots: int = 0) -> None:
+    def __init__(self, cuda: FakeCuda, weights: Tensor, odd: bool = False, slots: int = 0, stale: int = 0) -> None:
         self.config = SimpleNamespace(vocab_size=VOCAB)
         self._cuda, self._at, self._odd = cuda, weights.data_ptr(), odd
-        self._slots = slots
+        self._slots, self._stale = slots, stale or cuda.at["given back"] + 64
         self.layers_run: list[int] = []
 
     def _gemv(self, weight: int, x: int, y: int, rows: int) -> None:
         cuda = self._cuda
         cuda.driver.call("cuMemsetD32Async", y, 0, rows, cuda.current.cuda_stream)
-        stale = cuda.at["given back"] + 64  # what the stack had there
-        cuda.kernels.launch("gemv", [struct.pack("<QQQii4Q", weight, x, y, rows, WIDTH, stale, self._slots, 0, 0)])
+        garbage = (self._stale, self._slots, 0, 0)
+        cuda.kernels.launch("gemv", [struct.pack("<QQQii4Q", weight, x, y, rows, WIDTH, *garbage)])
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         out = self._cuda.empty(len(token_ids), WIDTH)
@@ -97,7 +97,7 @@ class Model:
         head = self._at + (VOCAB + LAYERS * WIDTH) * ROW
         for row in range(len(hidden)):
             x = hidden.data_ptr() + row * ROW
-            self._cuda.kernels.launch("add_checked", [p(x), p(x), p(self._cuda.at["workspace"]), i(WIDTH)])
+            self._cuda.kernels.launch("add_checked", [p(x), p(x), p(self._cuda.workspace), i(WIDTH)])
             self._gemv(head, x, out.data_ptr() + row * VOCAB * 4, VOCAB)
         self._cuda.free(out)  # the next one's address; what reads it was launched before
         return out
@@ -123,16 +123,21 @@ def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
     cuda = FakeCuda()
     cuda.install()
     memory = PlacedMemory(cuda.driver, HOST, OTHER_BASE if phase == "dump" else options.get("base", BASE))
-    if phase not in ("restore", "check"):
-        cuda.driver.write(cuda.at["workspace"], MAGIC)
+    recording = phase in ("dump", "materialize")
+    pool = open_pool(cuda.driver, OTHER_POOL_BASE if phase == "dump" else POOL_BASE) if recording else None
+    for address in options.get("take", []):
+        cuda.driver.handle("cuMemAddressReserve", 2 << 20, 0, address, 0)
+    stale = 0
+    if pool is not None and "stale" in options:
+        stale = pool.memory_range.address + options["stale"]
     numbers = random.Random(3)
     count = (2 * VOCAB + LAYERS * WIDTH) * WIDTH
     weights = memory("weights", count * 4)
     weights.view(torch.float32)[:] = torch.tensor([numbers.uniform(-1, 1) for _ in range(count)])
     cache = KvCache(KvShape(LAYERS, 1, WIDTH, torch.float32), options.get("blocks", 5), memory)
     slots = len(cache.slots[0][0]) if "told" in options else 0
-    model = Model(cuda, weights, odd=options.get("odd", False), slots=slots)
-    capturer = CudaCapturer(HOST, keep_graph=phase not in ("restore", "check"))
+    model = Model(cuda, weights, odd=options.get("odd", False), slots=slots, stale=stale)
+    capturer = CudaCapturer(HOST, memory=pool, keep_graph=recording)
     graphs = DecodeGraphs(model, cache, capturer, sizes=SIZES, max_model_len=64, memory=memory)  # type: ignore[arg-type]
     state = GraphState(model, graphs, memory)  # type: ignore[arg-type]
     if phase == "check":  # what a third process does, offline
@@ -164,7 +169,11 @@ def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
     second = Blueprints.load(Path(options["second"]).read_bytes()) if "second" in options else None
     made = state.materialize(capturer, ImageStore(cuda.kernels.images), second)
     made.save(Path(options["out"]))
-    return {"answers": answers(cuda, graphs), "refused": made.refused}
+    names = sorted({made.ranges[one.memory_range].name for graph in made.graphs for one in graph.relocations})
+    pinned = sorted({made.ranges[number].name for graph in made.graphs for number in graph.pinned})
+    contents = [[made.ranges[one.memory_range].name, len(one.data)] for one in made.contents]
+    found = {"answers": answers(cuda, graphs), "refused": made.refused, "names": names, "pinned": pinned}
+    return {**found, "contents": contents}
 
 
 if __name__ == "__main__":

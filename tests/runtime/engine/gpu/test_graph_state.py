@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_runtime.engine.gpu.graph_pool import POOL_BASE
 
 HERE = Path(__file__).parent
 GRAPHS = HERE.parents[1] / "state/graphs"
@@ -19,8 +20,9 @@ Run = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def run(fake_cuda: Path) -> Run:
-    def run(phase: str, where: int, **options: Any) -> dict[str, Any]:
+    def run(phase: str, where: int, *, cc: str | None = None, **options: Any) -> dict[str, Any]:
         variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(GRAPHS / "cubins")}
+        variables |= {"CC": cc} if cc else {}
         variables |= {"FAKE_CUDA_BASE": hex(where), "FAKE_CUDA_ORDER": str(int(phase == "dump"))}
         variables["FAKE_CUDA_SHIFTS"] = "2" if phase == "dump" else "0"  # as large as the workspace, and before it
         command = [sys.executable, str(HERE / "graphs_on_fake.py"), phase, json.dumps(options)]
@@ -38,6 +40,11 @@ def bundle(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     run("dump", 0x510000000000, out=str(folder / "second"), blocks=3)
     made = run("materialize", 0x610000000000, out=str(folder / "bundle"), second=str(folder / "second"))
     assert made["refused"] == {}
+    assert made["pinned"] == []
+    pool = [name for name in made["names"] if name != "weights" and not name.startswith(("KV cache", "graph "))]
+    assert pool == [], "the pool has all that has no name, and the workspace, too"
+    assert "graph pool" in made["names"]
+    assert made["contents"][0][0] == "graph pool", "what the workspace has to contain"
     assert len({digest for digests in made["answers"].values() for digest in digests}) == 6
     return {**made, "path": str(folder / "bundle")}
 
@@ -48,6 +55,65 @@ def test_restored_elsewhere_without_running_a_layer(run: Run, bundle: dict[str, 
     assert restored["reasons"] == {}
     assert restored["answers"] == bundle["answers"]
     assert restored["layers"] == []
+
+
+@pytest.mark.timeout(600)
+def test_a_taken_address_of_the_pool(run: Run, bundle: dict[str, Any]) -> None:
+    """Graphs are relocated, word by word, and one line says so."""
+    restored = run("restore", 0x580000000000, bundle=bundle["path"], take=[POOL_BASE])
+    assert restored["reasons"] == {}
+    assert restored["answers"] == bundle["answers"]
+    assert restored["log"].count(" is taken: ") == 1
+    assert f"{POOL_BASE:#x} is taken: graph pool is at 0x58" in restored["log"]
+
+
+@pytest.fixture(scope="module")
+def stale(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A bundle of graphs with an old address in their parameters: in the pool, and elsewhere in each process."""
+    folder = tmp_path_factory.mktemp("stale")
+    run("dump", 0x510000000000, out=str(folder / "second"), blocks=3, stale=4096)
+    made = run("materialize", 0x610000000000, out=str(folder / "bundle"), second=str(folder / "second"), stale=72)
+    return {**made, "path": str(folder / "bundle")}
+
+
+@pytest.mark.timeout(600)
+def test_an_old_address_in_the_pool_refuses_no_graph(run: Run, stale: dict[str, Any], bundle: dict[str, Any]) -> None:
+    assert stale["refused"] == {}
+    assert "3 graphs only fit where they were captured: gemv has a word that" in stale["log"]
+    assert "graph pool" in stale["pinned"]
+    assert not [name for name in stale["pinned"] if name.startswith("workspace")], "nobody points to torch's others"
+    checked = run("check", 0x580000000000, bundle=stale["path"])
+    assert checked["refused"] == {}
+    restored = run("restore", 0x590000000000, bundle=stale["path"])
+    assert restored["reasons"] == {}
+    assert restored["answers"] == stale["answers"] == bundle["answers"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("elsewhere", "name"), [({"take": [POOL_BASE]}, "graph pool"), ({"base": 0x480000000000}, "weights")]
+)
+def test_what_is_not_explained_is_not_relocated(
+    run: Run, stale: dict[str, Any], elsewhere: dict[str, Any], name: str
+) -> None:
+    restored = run("restore", 0x580000000000, bundle=stale["path"], **elsewhere)
+    assert restored["answers"] == {}
+    (reason,) = set(restored["reasons"].values())
+    assert reason.startswith(f"address: expected {name} at 0x6")
+
+
+@pytest.mark.timeout(600)
+def test_without_a_compiler_the_pool_is_torchs_own(run: Run, bundle: dict[str, Any], tmp_path: Path) -> None:
+    """Its bundle has no such range, as bundles of earlier versions, and is relocated."""
+    path, second = str(tmp_path / "bundle"), str(tmp_path / "second")
+    run("dump", 0x510000000000, out=second, blocks=3, cc="false")
+    made = run("materialize", 0x610000000000, out=path, second=second, cc="false")
+    assert "captured in memory at addresses that torch chooses: graph_pool.c cannot be compiled" in made["log"]
+    assert made["refused"] == {}
+    assert "graph pool" not in made["names"]
+    restored = run("restore", 0x580000000000, bundle=path, base=0x480000000000)
+    assert restored["reasons"] == {}
+    assert restored["answers"] == bundle["answers"]
 
 
 @pytest.mark.timeout(600)
@@ -96,7 +162,7 @@ def test_kernels_that_are_told_how_large_the_kv_cache_is(run: Run, tmp_path: Pat
     run("dump", 0x510000000000, out=str(tmp_path / "second"), blocks=3, told=1)
     made = run("materialize", 0x610000000000, out=bundle, second=str(tmp_path / "second"), told=1)
     assert made["refused"] == {}
-    assert "3 graphs only fit where they were captured: gemv has an address of unknown form" in made["log"]
+    assert "3 graphs only fit where they were captured: gemv has a word that two captures do not explain" in made["log"]
     restored = run("restore", 0x610000000000, bundle=bundle, blocks=6, told=1)
     assert restored["answers"] == {}
     assert set(restored["reasons"].values()) == {

@@ -87,6 +87,27 @@ def test_references_to_nothing(wrong: Blueprints) -> None:
         decode(encode(wrong))
 
 
+POOL = MemoryRange("graph pool", RangeKind.SLAB, 0x6800_0000_0000, 4 << 20)
+
+
+@pytest.mark.parametrize(
+    ("pool", "why"),
+    [
+        (POOL._replace(address=(1 << 40) + 32), "weights and graph pool overlap at 0x10000000020"),
+        (POOL._replace(address=(1 << 40) - 64, size=1 << 50), "graph pool and weights overlap at 0x10000000000"),
+        (POOL._replace(size=1 << 58), "graph pool: 288230376151711744 bytes at 0x680000000000, where no device has"),
+        (POOL._replace(address=(1 << 64) - (2 << 20)), "graph pool: 4194304 bytes at 0xffffffffffe00000, where no"),
+        (POOL._replace(size=-1), "sizes and addresses"),
+        (POOL._replace(address=1 << 64), "sizes and addresses"),
+    ],
+)
+def test_ranges_that_cannot_be(pool: MemoryRange, why: str) -> None:
+    assert decode(encode(replace(WHOLE, ranges=(*WHOLE.ranges, POOL)))).ranges[-1] == POOL
+    with pytest.raises(StateError, match="malformed") as caught:
+        decode(encode(replace(WHOLE, ranges=(*WHOLE.ranges, pool))))
+    assert why in str(caught.value)
+
+
 def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     from medusa_runtime.state.graphs import blob_format
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from medusa_runtime.device import cupti
+from medusa_runtime.engine.gpu import graph_pool
 from medusa_runtime.load.upload import cuda_link
 from medusa_runtime.state.graphs import placement, structs
 from medusa_runtime.state.graphs.blueprint import NodeKind
@@ -45,7 +46,7 @@ pytestmark = pytest.mark.skipif(
     FOLDER is None or shutil.which("c++") is None, reason="needs CUDA 13's cuda.h and cupti.h (CUDA_HOME) and c++"
 )
 
-# What is called without declared types, by device/ and load/upload/cuda_link.py.
+# What is called without declared types, by device/, load/upload/cuda_link.py and engine/gpu/graph_pool.c.
 UNTYPED = {
     "cuDeviceGetCount": "p",
     "cuDevicePrimaryCtxRelease_v2": "i",
@@ -54,6 +55,7 @@ UNTYPED = {
     "cuGetErrorString": "ip",
     "cuMemHostRegister_v2": "pzu",
     "cuMemHostUnregister": "p",
+    "cuThreadExchangeStreamCaptureMode": "p",
 }
 
 CALLS = r"""
@@ -254,6 +256,35 @@ def test_the_recorder_in_c_reads_what_cupti_hands_over(tmp_path: Path) -> None:
         for ours, theirs in pairs.items()
     ]
     includes = ["#include <cuda.h>", "#include <stddef.h>", "#include <cupti.h>", f'#include "{cupti._SOURCE}"']
+    (tmp_path / "program.c").write_text("\n".join([*includes, *checks, ""]))
+    command = ["cc", "-I", str(FOLDER), "-fsyntax-only", str(tmp_path / "program.c")]
+    subprocess.run(command, check=True, timeout=240)
+
+
+def test_the_pool_in_c_calls_the_driver_as_it_is(tmp_path: Path) -> None:
+    source = graph_pool._SOURCE.read_text()
+    calls = dict(re.findall(r'driver\.(\w+) = dlsym\(cuda, "(\w+)"\)', source))
+    assert len(calls) == 8
+    assert set(calls.values()) <= SIGNATURES.keys() | UNTYPED.keys(), "their names are compared above"
+    equal = {
+        "sizeof(Properties)": "sizeof(CUmemAllocationProp)",
+        "offsetof(Properties, location)": "offsetof(CUmemAllocationProp, location)",
+        "offsetof(Properties, flags)": "offsetof(CUmemAllocationProp, allocFlags)",
+        "sizeof(Access)": "sizeof(CUmemAccessDesc)",
+        "offsetof(Access, flags)": "offsetof(CUmemAccessDesc, flags)",
+        "offsetof(Location, number)": "offsetof(CUmemLocation, id)",
+        "PINNED": "CU_MEM_ALLOCATION_TYPE_PINNED",
+        "ON_DEVICE": "CU_MEM_LOCATION_TYPE_DEVICE",
+        "READ_WRITE": "CU_MEM_ACCESS_FLAGS_PROT_READWRITE",
+        "RELAXED": "CU_STREAM_CAPTURE_MODE_RELAXED",
+    }
+    checks = [f'_Static_assert((int)({ours}) == (int)({theirs}), "{ours}");' for ours, theirs in equal.items()]
+    # Enumerations and handles are an int and pointers to the one who calls, so only the number of arguments is left.
+    for ours, theirs in calls.items():
+        arguments = re.search(rf"\(\*{ours}\)\(([^)]*)\)", source)
+        assert arguments is not None
+        assert len(arguments[1].split(",")) == len((SIGNATURES | UNTYPED)[theirs])
+    includes = ["#include <cuda.h>", "#include <stddef.h>", f'#include "{graph_pool._SOURCE}"']
     (tmp_path / "program.c").write_text("\n".join([*includes, *checks, ""]))
     command = ["cc", "-I", str(FOLDER), "-fsyntax-only", str(tmp_path / "program.c")]
     subprocess.run(command, check=True, timeout=240)

@@ -73,8 +73,11 @@ def test_what_nobody_named_is_known_by_what_points_to_it() -> None:
         made([b, c], [b + 16, c, b]),
         made([b, c], [b + 8, c, b], size=0x200),
     ):
-        (why,) = prove(first, other).blueprints.refused.values()
-        assert why.startswith("not-deterministic: two captures differ: a parameter of node 0 points to")
+        proof = prove(first, other)
+        assert proof.words["opaque"] >= 1
+        (graph,) = proof.blueprints.graphs
+        assert graph.pinned, "right only where it was captured"
+        assert set(graph.pinned) >= {relocation.memory_range for relocation in graph.relocations}
 
 
 def test_addresses_of_the_processs_own_memory_are_stale() -> None:
@@ -144,16 +147,64 @@ def test_a_range_that_did_not_move_is_pinned() -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ([WEIGHTS], [OTHER["pool"]]),  # another range
-        ([WEIGHTS + 8], [OTHER["weights"] + 16]),  # another place in it
-        ([WEIGHTS], [0x1234_5678_9ABC]),  # memory that was not named in the second
-        ([3], [OTHER["pool"]]),
+        (WEIGHTS, OTHER["pool"]),  # another range
+        (WEIGHTS + 8, OTHER["weights"] + 16),  # another place in it
+        (WEIGHTS, 0x1234_5678_9ABC),  # memory that was not named in the second
+        (3, OTHER["pool"]),
+        (POOL + 64, 0x7FFD_0000_1238),  # an old address, and one of the host
     ],
 )
-def test_captures_that_differ(first: list[int], second: list[int]) -> None:
-    proof = prove(dump(first), dump(second, ELSEWHERE))
-    assert proof.blueprints.graphs == ()
-    assert proof.blueprints.refused["g"].startswith("not-deterministic: two captures differ")
+def test_words_that_the_captures_do_not_agree_on(first: int, second: int) -> None:
+    """The first capture's word is right with all memory where it was then, whatever the other one has there."""
+    proof = prove(dump([first, NEXT]), dump([second, OTHER["next"]], ELSEWHERE))
+    assert proof.words == {"opaque": 1, "pointer": 1}
+    assert proof.opaque == {"k": 1}
+    (graph,) = proof.blueprints.graphs
+    assert [(r.position, r.memory_range) for r in graph.relocations] == [(8, 2)]
+    assert graph.pinned == (0, 1, 2)
+
+
+def test_memory_that_no_word_points_to_is_not_pinned() -> None:
+    """Torch's other live blocks: a start could not bring back their contents, nor their addresses."""
+    blocks = [MemoryRange(f"workspace 64 {n}", RangeKind.WORKSPACE, 0x7F00_0000_0000 + (n << 32), 64) for n in range(3)]
+    moved = [one._replace(address=one.address + 0x1000) for one in blocks]
+    words = [0x1234_0000_0000, blocks[0].address, blocks[1].address + 8]
+    others = [0x1234_0000_0040, moved[0].address, moved[1].address + 16]
+    (graph,) = prove(dump(words, (*RANGES, *blocks)), dump(others, (*ELSEWHERE, *moved))).blueprints.graphs
+    assert graph.pinned == (0, 1, 2, 3, 4)
+
+
+def test_variables_of_images_lie_elsewhere_in_any_process() -> None:
+    """So a word that only sometimes leads to one is refused."""
+    variable = MemoryRange("image:bias", RangeKind.MODULE, 0x6600_0000_0000, 64)
+    other = variable._replace(address=0x5600_0000_0000)
+    first, second = (*RANGES, variable), (*ELSEWHERE, other)
+    for one, two in ((variable.address, OTHER["pool"]), (POOL, other.address), (variable.address, other.address + 8)):
+        (why,) = prove(dump([one], first), dump([two], second)).blueprints.refused.values()
+        assert why.startswith("not-deterministic: two captures differ: a parameter of node 0 points to 0x6")
+
+
+def test_the_pool_at_a_chosen_address_is_one_range_of_any_size() -> None:
+    first = MemoryRange("graph pool", RangeKind.SLAB, 0x6800_0000_0000, 4 << 20)
+    second = MemoryRange("graph pool", RangeKind.SLAB, 0x5A00_0000_0000, 6 << 20)
+    proof = prove(dump([first.address + 640], (first,)), dump([second.address + 640], (second,)))
+    (graph,) = proof.blueprints.graphs
+    assert [(r.memory_range, r.offset) for r in graph.relocations] == [(0, 640)]
+    assert graph.pinned == ()
+
+
+def test_a_copy_that_leads_elsewhere_in_the_other_capture() -> None:
+    """Memsets and copies have only addresses. One in no range is refused, one in a range is right there."""
+    node = Node(2, 0, -1, (0, 0, 0), (0, 0, 0), 0, 0, 40)
+
+    def made(address: int, ranges: tuple[MemoryRange, ...]) -> Blueprints:
+        blob = struct.pack("<QQIIQQ", address, 0, 0, 4, 1, 1)
+        return Blueprints(ranges=ranges, graphs=(GraphBlueprint("g", (node,), (), blob),))
+
+    (graph,) = prove(made(POOL + 512, RANGES), made(OTHER["pool"], ELSEWHERE)).blueprints.graphs
+    assert graph.pinned == (0, 1, 2)
+    (why,) = prove(made(0x1234_5678_0000, RANGES), made(OTHER["pool"], ELSEWHERE)).blueprints.refused.values()
+    assert why == "foreign-pointer: node 0 is at no range's address"
 
 
 def test_shapes_that_differ() -> None:

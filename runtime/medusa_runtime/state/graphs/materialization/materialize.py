@@ -52,7 +52,9 @@ def materialize_graphs(
     proof = prove(_with_images(dump, capture.images), second, replacer(driver))
     logger.info("words of %d graphs: %s", len(proof.blueprints.graphs), dict(proof.words))
     for kernel, count in proof.opaque.items():
-        logger.warning("%d graphs only fit where they were captured: %s has an address of unknown form", count, kernel)
+        logger.warning(
+            "%d graphs only fit where they were captured: %s has a word that two captures do not explain", count, kernel
+        )
     blueprints = _without(proof.blueprints, _foreign(driver, proof.blueprints, capture.reads_host))
     captured = [memory_range.address for memory_range in blueprints.ranges]
     replayer = Replayer(driver, lambda piece: captured[piece.memory_range] + piece.offset, capture.stream)
@@ -82,7 +84,7 @@ def _with_images(blueprints: Blueprints, images: ImageStore) -> Blueprints:
 def _foreign(driver: CudaDriver, blueprints: Blueprints, reads_host: bool) -> dict[str, str]:
     """Graphs with a word that is an address on the device in no known range, such as a library's own memory."""
     known: dict[int, bool] = {}
-    free = RangeMap(blueprints.ranges, free=True)
+    free, used = RangeMap(blueprints.ranges, free=True), RangeMap(blueprints.ranges)
     found = {}
     for graph in blueprints.graphs:
         relocated = {relocation.position for relocation in graph.relocations}
@@ -95,6 +97,8 @@ def _foreign(driver: CudaDriver, blueprints: Blueprints, reads_host: bool) -> di
                     word = int.from_bytes(graph.blob[position : position + 8], "little")
                     if position in relocated or word < 1 << 32:
                         continue
+                    if any(place.memory_range in graph.pinned for place in used.places(word)):
+                        continue  # which will be there
                     if word not in known:
                         found_range = None if free.places(word) else driver.range_of(word)
                         known[word] = found_range is not None and (reads_host or not driver.on_host(word))

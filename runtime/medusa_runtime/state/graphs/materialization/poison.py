@@ -14,6 +14,7 @@ from ..mismatch import GraphMismatch, Reason
 from ..replay import Launch, Replayer
 
 _POISON = 0xFF  # NaN in every float format, -1 in every integer one
+_SCRATCH = (RangeKind.SLAB, RangeKind.WORKSPACE)
 _REPLAYS = 2  # a graph that resets its workspace is only right the second time if it was right the first
 
 
@@ -72,15 +73,21 @@ def _right(
 
 
 def _pieces(blueprints: Blueprints) -> tuple[Piece, ...]:
-    """Workspaces and pool, cut where pointers point: each piece belongs to the pointer at its start."""
+    """Workspaces and pool, cut where pointers point: each piece belongs to the pointer at its start.
+
+    Where graphs are pinned, not all their pointers are known, so there the bytes before the first one count, too.
+    """
     cuts: dict[int, set[int]] = {}
     given = {
         (piece.memory_range, piece.offset) for graph in blueprints.graphs for piece in (*graph.inputs, *graph.outputs)
     }
     for graph in blueprints.graphs:
         for relocation in graph.relocations:
-            if blueprints.ranges[relocation.memory_range].kind in (RangeKind.SLAB, RangeKind.WORKSPACE):
+            if blueprints.ranges[relocation.memory_range].kind in _SCRATCH:
                 cuts.setdefault(relocation.memory_range, set()).add(relocation.offset)
+        for memory_range in graph.pinned:
+            if blueprints.ranges[memory_range].kind in _SCRATCH:
+                cuts.setdefault(memory_range, set()).add(0)
     pieces = []
     for memory_range, offsets in cuts.items():
         ends = sorted({*offsets, blueprints.ranges[memory_range].size})

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..blueprint import Blueprints, GraphBlueprint, Node, NodeKind, RangeKind, Relocation
+from ..blueprint import GRAPH_POOL, Blueprints, GraphBlueprint, Node, NodeKind, RangeKind, Relocation
 from ..mismatch import GraphMismatch, Reason
 from ..tensor_map import MAP_BYTES, Replace, addresses
 from .memory_ranges import Place, RangeMap
@@ -67,14 +67,17 @@ def prove(first: Blueprints, second: Blueprints | None, replace_address: Replace
 class _Pairs:
     """The pairs of corresponding ranges in the two captures.
 
-    Named ranges are matched by name. Torch's own allocations have no name that two processes share: for these, the
-    first word that points to the same offset of two equally large ranges decides, and every later word must agree.
+    Named ranges are matched by name, and so is the graphs' pool where there is one range of it. Torch's other
+    allocations have no name that two processes share: for these, the first word that points to the same offset of two
+    equally large ranges decides, and every later word must agree.
     """
 
     def __init__(self, first: Blueprints, second: Blueprints) -> None:
         self._ranges = first.ranges, second.ranges
         numbers = {
-            memory_range.name: n for n, memory_range in enumerate(first.ranges) if memory_range.kind not in _UNNAMED
+            memory_range.name: n
+            for n, memory_range in enumerate(first.ranges)
+            if memory_range.kind not in _UNNAMED or memory_range.name == GRAPH_POOL
         }
         self._second = {
             numbers[memory_range.name]: n
@@ -121,6 +124,8 @@ class _Comparison:
         addresses = {memory_range.address for memory_range in second.ranges}
         # Variables of kernel images are looked up by name at a restore, so they are never pinned.
         self._own = {n for n, memory_range in enumerate(first.ranges) if memory_range.kind not in _NOT_PLACED}
+        # Where everything is that a graph uses. Of torch's other memory, only what a word points to is brought back.
+        self._whole = {n for n in self._own if first.ranges[n].kind != RangeKind.WORKSPACE}
         self._unmoved = {n for n in self._own if first.ranges[n].address in addresses}
         self._pinned: set[int] = set()
         self._words = words
@@ -137,9 +142,11 @@ class _Comparison:
                 raise self._differ(f"node {number} differs in its kernel, grid or attributes")
             for start, stop in self._dumps[0].words(node):
                 found = self._parameter(number, node, start, stop)
-                if not found and node.kind != NodeKind.KERNEL:
+                if not found and node.kind != NodeKind.KERNEL and not self._places(start)[0]:
                     raise GraphMismatch(Reason.FOREIGN_POINTER, f"node {number} is at no range's address")
                 relocations += found
+        if self.opaque:
+            self._pinned.update(self._own & {relocation.memory_range for relocation in relocations})
         return replace(a, relocations=tuple(relocations), pinned=tuple(sorted(self._pinned)))
 
     def _parameter(self, number: int, node: Node, start: int, stop: int) -> list[Relocation]:
@@ -150,10 +157,10 @@ class _Comparison:
         for position in range(start + -(start - node.start) % 8, stop - 7, 8):
             if position < behind:
                 continue
-            place = self._word(number, position)
+            place = self._word(position)
             if place is not None:
                 found.append(Relocation(position, place.memory_range, place.offset))
-            elif self._changed(position):
+            elif self._changed(position) or all(self._places(position)):
                 first = max(start, behind, found[-1].position + 8 if found else start)
                 relocation = self._map(range(first + -(first - node.start) % 8, stop - MAP_BYTES + 1, 8), position)
                 if relocation is not None:
@@ -163,9 +170,18 @@ class _Comparison:
                     self._unexplained(number, position)
         return found
 
+    def _values(self, position: int) -> tuple[int, int]:
+        one, two = (int.from_bytes(graph.blob[position : position + 8], "little") for graph in self._graphs)
+        return one, two
+
     def _changed(self, position: int) -> bool:
-        one, two = (graph.blob[position : position + 8] for graph in self._graphs)
+        one, two = self._values(position)
         return one != two
+
+    def _places(self, position: int) -> tuple[list[Place], list[Place]]:
+        """Return what a word may point to, in each of the captures."""
+        one, two = self._values(position)
+        return self._maps[0].places(one), self._maps[1].places(two)
 
     def _map(self, starts: range, position: int) -> Relocation | None:
         """Return a tensor map around this word with the same place in both captures; None if there is none."""
@@ -192,38 +208,34 @@ class _Comparison:
         kernel = dump.kernels[node.kernel][0::2] if node.kernel >= 0 else None
         return kernel, dump.attribute_sets[node.attributes], (*node._replace(kernel=0, attributes=0),)
 
-    def _word(self, number: int, position: int) -> Place | None:
-        """Return the place that a word points to; None for a constant, or a changed word that points nowhere."""
-        one, two = (int.from_bytes(graph.blob[position : position + 8], "little") for graph in self._graphs)
-        common = self._common(one, two)
+    def _word(self, position: int) -> Place | None:
+        """Return the place that a word points to; None for a constant, and for what the captures do not agree on."""
+        common = self._common(*self._values(position))
         if common:
             place = common[0]
             if place.memory_range in self._own and not self._pairs.moved(place.memory_range):
                 self._pinned.add(place.memory_range)
             self._words["pointer"] += 1
             return place
-        places = self._maps[0].places(one), self._maps[1].places(two)
-        if one == two and not all(places):
+        if not self._changed(position) and not all(self._places(position)):
             self._words["constant"] += 1
-            return None
-        if any(places):
-            raise self._differ(
-                f"a parameter of node {number} points to {one:#x} in the first and to {two:#x} in the second"
-            )
         return None
 
     def _unexplained(self, number: int, position: int) -> None:
-        """Count a word that changed and is not a plain address: stale, or opaque, which pins the graph."""
-        one, two = (int.from_bytes(graph.blob[position : position + 8], "little") for graph in self._graphs)
-        if all(
+        """Count a word that changed otherwise than an address: stale, or opaque, which pins the graph."""
+        words, places = self._values(position), self._places(position)
+        if not any(places) and all(
             _on_host(word, dump.host) or free.places(word)
-            for word, dump, free in zip((one, two), self._dumps, self._free, strict=True)
+            for word, dump, free in zip(words, self._dumps, self._free, strict=True)
         ):
             self._words["stale"] += 1
             return
-        # An address in an unknown form, or meaningless bytes: either is right at the captured addresses.
+        own = {place.memory_range for place in places[0]}
+        if own - self._own or any(self._dumps[1].ranges[n].kind in _NOT_PLACED for n, _ in places[1]):
+            raise self._differ(f"a parameter of node {number} points to {words[0]:#x}, and to {words[1]:#x}")
+        # An address in an unknown form, an old one, or meaningless bytes: each is right at the captured addresses.
         self._words["opaque"] += 1
-        self._pinned.update(self._own)
+        self._pinned.update(self._whole, own)
         kernel = self._graphs[0].nodes[number].kernel
         self.opaque.add(self._dumps[0].kernels[kernel].name if kernel >= 0 else f"node {number}")
 

@@ -16,6 +16,7 @@
 #define CUDA_ERROR_LOSSY_QUERY 402
 #define CUDA_ERROR_NOT_FOUND 500
 #define CUDA_ERROR_ILLEGAL_ADDRESS 700
+#define CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED 900
 #define CUDA_ERROR_INVALID_CLUSTER_SIZE 912
 
 typedef int CUresult;
@@ -131,6 +132,9 @@ void handle_free(void *handle);
 int device_range(CUdeviceptr address, size_t size); // mapped and accessible
 void memory_finish(void); // what was begun without a stream
 CUresult device_alloc(CUdeviceptr *address, size_t size);
+
+// stream.c
+int capture_forbids(void); // whether this thread captures, and must not call what is potentially unsafe then
 
 // kernels.c
 HostKernel host_kernel(const char *name, int variant);

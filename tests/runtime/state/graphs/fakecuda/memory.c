@@ -34,6 +34,7 @@ static CUdeviceptr map(CUdeviceptr at, size_t size, int protection) {
     void *got = mmap((void *)where, size, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
     if (got == (void *)where) return where;
     if (got != MAP_FAILED) munmap(got, size);
+    if (!at) cursor += (uint64_t)GRANULE << (tries < 20 ? tries : 20);
     at = 0; // taken: anywhere else, as the driver does
   }
   return 0;
@@ -51,14 +52,22 @@ static Range *find(CUdeviceptr address, size_t size, int reserved) {
   return NULL;
 }
 
+// What is mapped side by side in one reservation is one range to copies and kernels, as in torch's expandable segments.
 int device_range(CUdeviceptr address, size_t size) {
-  Range *range = find(address, size, 0);
-  return range && range->usable;
+  int together = find(address, size, 1) != NULL;
+  for (;;) {
+    Range *range = find(address, together && size ? 1 : size, 0);
+    if (!range || !range->usable) return 0;
+    size_t here = range->start + range->size - address;
+    if (size <= here) return 1;
+    address += here, size -= here;
+  }
 }
 
 CUresult device_alloc(CUdeviceptr *address, size_t size) {
   size_t whole = (size + PAGE - 1) / PAGE * PAGE;
   if (!size) return CUDA_ERROR_INVALID_VALUE;
+  if (capture_forbids()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   if (taken + whole > total()) return CUDA_ERROR_OUT_OF_MEMORY;
   for (int i = count - 1; i >= 0; i--) // what was freed last is given out first, as allocators like to do
     if (!ranges[i].reserved && !ranges[i].usable && ranges[i].size == whole) {
@@ -95,7 +104,9 @@ CUresult cuMemAddressFree(CUdeviceptr address, size_t size) {
   *range = ranges[--count];
   return CUDA_SUCCESS;
 }
+// NVIDIA names cudaMalloc as what captures forbid, and does not say whether this is another such call.
 CUresult cuMemCreate(uint64_t *handle, size_t size, const void *prop, uint64_t flags) {
+  if (capture_forbids()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   if (!size || size % GRANULE) return CUDA_ERROR_INVALID_VALUE;
   if (taken + size > total()) return CUDA_ERROR_OUT_OF_MEMORY;
   Physical *made = malloc(sizeof *made);

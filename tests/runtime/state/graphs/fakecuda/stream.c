@@ -11,6 +11,9 @@ typedef struct {
   int tips[WIDEST], count, origin;
 } Stream;
 
+enum { RELAXED = 2 };
+static _Thread_local int captures, mode; // not relaxed ones; mode: of the thread's calls during a capture
+
 static void *primary, *current;
 static int initialised;
 
@@ -50,7 +53,7 @@ CUresult cuGetErrorName(CUresult code, const char **name) {
   static const struct {
     int code;
     const char *name;
-  } names[] = {{1, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"}, {3, "CUDA_ERROR_NOT_INITIALIZED"},
+  } names[] = {{1, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"}, {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"}, {3, "CUDA_ERROR_NOT_INITIALIZED"},
                {200, "CUDA_ERROR_INVALID_IMAGE"}, {400, "CUDA_ERROR_INVALID_HANDLE"}, {402, "CUDA_ERROR_LOSSY_QUERY"},
                {500, "CUDA_ERROR_NOT_FOUND"}, {700, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {912, "CUDA_ERROR_INVALID_CLUSTER_SIZE"}};
   for (size_t i = 0; i < sizeof names / sizeof *names; i++)
@@ -88,15 +91,23 @@ CUresult cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuStreamBeginCapture_v2(void *stream, int mode) {
+int capture_forbids(void) { return captures && mode != RELAXED; }
+CUresult cuThreadExchangeStreamCaptureMode(int *wanted) {
+  int before = mode;
+  if (*wanted < 0 || *wanted > RELAXED) return CUDA_ERROR_INVALID_VALUE;
+  return mode = *wanted, *wanted = before, CUDA_SUCCESS;
+}
+CUresult cuStreamBeginCapture_v2(void *stream, int how) {
   Stream *s = handle_get(STREAM, stream);
   if (!s || s->graph) return CUDA_ERROR_INVALID_HANDLE;
-  *s = (Stream){calloc(1, sizeof(Graph)), NULL, {0}, 0, 1};
+  *s = (Stream){calloc(1, sizeof(Graph)), NULL, {0}, 0, 1 + (how != RELAXED)};
+  captures += how != RELAXED;
   return s->graph_handle = handle_new(GRAPH, s->graph), CUDA_SUCCESS;
 }
 CUresult cuStreamEndCapture(void *stream, void **graph) {
   Stream *s = handle_get(STREAM, stream);
   if (!s || !s->graph || !s->origin) return CUDA_ERROR_ILLEGAL_STATE;
+  captures -= s->origin > 1;
   *graph = s->graph_handle, *s = (Stream){0};
   return CUDA_SUCCESS;
 }
