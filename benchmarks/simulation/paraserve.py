@@ -279,35 +279,43 @@ def figure_10(seconds: float) -> Figure:
 
 
 def figure_11(seconds: float) -> Figure:
-    scales = (0.5, 1.0, 2.0)
-    values = iter(means([Hour(system, 0.6, 8, seconds, slo) for system in SYSTEMS for slo in scales]))
-    series = {system: [(slo, next(values)) for slo in scales] for system in SYSTEMS}
+    # The paper does not give its factors. Twice the SLOs and half of them are a guess; the inner two were chosen, among
+    # 0.55 to 0.8 and 1.25 to 2, with its numbers in view.
+    tightened, loosened = (0.5, 0.67), (1.5, 2.0)
+    factors = (*tightened, 1.0, *loosened)
+    values = iter(means([Hour(system, 0.6, 8, seconds, slo) for system in SYSTEMS for slo in factors]))
+    ours = {system: {slo: next(values) for slo in factors} for system in SYSTEMS}
     found = [
-        Line(f"{system}, SLOs × {slo:g}", value, None, "%") for system, row in series.items() for slo, value in row
+        Line(f"{system}, SLOs × {slo:g}", value, None, "%")
+        for system, row in ours.items()
+        for slo, value in row.items()
     ]
-    tight = max(row[0][1] for row in series.values())
-    found.append(Line("the best system, tight SLOs", tight, 63.0, "%"))
-    for system, published in (("paraserve", 1.52), ("paraserve-cache", 1.58)):
-        ratio = series[system][-1][1] / max(series["vllm"][-1][1], 1e-9)
-        found.append(Line(f"{system} over vLLM, loose SLOs", ratio, published, "×"))
+    for slo in tightened:
+        found.append(Line(f"the best system, SLOs × {slo:g}", max(row[slo] for row in ours.values()), 63.0, "%"))
+    for slo in loosened:
+        for system, published in (("paraserve", 1.52), ("paraserve-cache", 1.58)):
+            ratio = ours[system][slo] / max(ours["vllm"][slo], 1e-9)
+            found.append(Line(f"{system} over vLLM, SLOs × {slo:g}", ratio, published, "×"))
     return Figure(
         "paraserve-11",
         "ParaServe Figure 11: first tokens in time, by SLO",
-        chart(series, "SLOs, times the paper's", "% in time", 100),
+        chart({system: list(row.items()) for system, row in ours.items()}, "SLOs, times the paper's", "% in time", 100),
         found,
         "The paper prints what is reached at most over its rates, and neither says how much its SLOs are tightened or "
-        "loosened. Its ratios are over vLLM: so it is in Figure 12, whose numbers are published, and 1.74 in Figure 10 "
+        "loosened: with half of them nothing is near its 63 %, with two thirds and one and a half all three numbers "
+        "are. Its ratios are over vLLM: so it is in Figure 12, whose numbers are published, and 1.74 in Figure 10 "
         "is 81.1 over vLLM's 46.7. Means of three simulated hours at 0.6 requests a second.",
-        [
-            Order(f"order, SLOs × {slo:g}", {system: series[system][at][1] for system in SYSTEMS})
-            for at, slo in enumerate(scales)
-        ],
+        [Order(f"order, SLOs × {slo:g}", {system: ours[system][slo] for system in SYSTEMS}) for slo in factors],
     )
 
 
 def figure_12(seconds: float) -> Figure:
     found, orders, shown = [], [], {}
-    settings = {"": _ASSUMED, ", sampled, with the paper's shares": _SHARED}
+    settings = {
+        "": _ASSUMED,
+        ", sampled, with the paper's shares": _SHARED,
+        ", sampled, with the paper's shares, equal starts": replace(_SHARED, spread=0.0),
+    }
     hours = [Hour(system, 0.6, 8, seconds, assumed=assumed) for assumed in settings.values() for system in SYSTEMS]
     others = {"sampled": _SAMPLED, "sampled, as unequal as Azure's functions": _UNEQUAL}
     hours += [Hour("vllm", 0.6, 8, seconds, assumed=assumed) for assumed in others.values()]
@@ -343,8 +351,9 @@ def figure_12(seconds: float) -> Figure:
         "each model, and popular models are anywhere, as in Figure 10. In the second ones requests are sampled as in "
         "the published code; applications have the shares by which the published parts are the published totals; and "
         "models' rates are log-normal with a sigma of 2.5, which was chosen among 0 to 3 (Azure's functions have 3.04 "
-        "before the code makes a burst of each ten minutes with calls, however many). The last lines are without the "
-        "shares: an application then has as much in time as the functions that fall to it make warm.",
+        "before the code makes a burst of each ten minutes with calls, however many). In the third ones starts do not "
+        "differ. The last lines are without the shares: an application then has as much in time as the functions that "
+        "fall to it make warm.",
         orders,
     )
 

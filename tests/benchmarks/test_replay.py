@@ -6,10 +6,12 @@ import json
 import math
 import socket
 import sys
+import time
 from pathlib import Path
 from statistics import median
 
 import pytest
+from medusa_adapters.bench.openai_client import Completion
 from medusa_adapters.bench.result import Result
 from medusa_adapters.bench.served_instance import ServedInstance
 from medusa_cluster.simulation import trace
@@ -18,7 +20,7 @@ from medusa_cluster.simulation.trace import Request
 from medusa_runtime.errors import ConfigError, MedusaError
 
 from benchmarks.replay.__main__ import main, nearness, tails
-from benchmarks.replay.calibration import Calibration, Samples, calibrate
+from benchmarks.replay.calibration import Calibration, Samples, calibrate, probe
 from benchmarks.replay.machine import Machine, unanswered
 from benchmarks.replay.prediction import simulate
 from benchmarks.replay.scenario import Shape, requests
@@ -139,6 +141,24 @@ def test_the_spread_of_prefills_is_that_of_each_size_about_its_median() -> None:
         start=[(1.0, ())], prefill=[(16, 0.02), (16, 0.018), (16, 0.022), (200, 0.2)], decode=[(1, 0.012)], end=[0.3]
     )
     assert calibrate(samples).prefill_spread == pytest.approx(0.082, abs=0.005)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_burst_is_timed_only_where_its_first_prompt_is_prefilled_alone(
+    alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.replay.calibration._PAUSE_S", 0.0)
+
+    def ask(request: Request) -> Completion:
+        soon = request.at_s < 50 or (alone and request.at_s % 50 == 0)
+        first_ns = time.monotonic_ns() + (100 if soon else 400) * 1_000_000
+        return Completion(first_ns, first_ns, "", 1)
+
+    found = Samples()
+    probe(ask, 512, 16, found)
+    bursts = [(tokens, taken_s) for tokens, taken_s in found.prefill if tokens > 255]
+    assert [tokens for tokens, _ in bursts] == ([3 * 255, 7 * 255] * 2 if alone else [])
+    assert all(taken_s == pytest.approx(0.3, abs=0.05) for _, taken_s in bursts)
 
 
 def test_each_simulated_figure_is_shown_with_its_deviation_and_they_are_counted() -> None:

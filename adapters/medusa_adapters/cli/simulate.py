@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     plan = read_plan(arguments.fleet)
+    if all(math.isinf(model.ttft_slo_s) for model in plan.fleet.models):
+        print("no model has an slo with a ttft: every first token counts as in time", file=sys.stderr)
     for option in ("json", "report"):
         _check_folder(f"--{option}", getattr(arguments, option))
     if arguments.strategies:
@@ -76,7 +79,8 @@ def _asked(rates: Sequence[float], rate: float) -> tuple[float]:
 def _line(run: Summary) -> str:
     change = f"  ({run.change})" if run.change else ""
     return (
-        f"{run.strategy:16} {run.rate:8.3g}/s  CV {run.cv:<4g} first token in time {100 * run.ttft_attainment:5.1f} %  "
+        f"{run.strategy:16} {run.rate:8.3g}/s  CV {run.cv:<4g} {run.requests:9,} requests  "
+        f"first token in time {100 * run.ttft_attainment:5.1f} %  "
         f"p50 {run.ttft_p50_s:6.2f} s  p99 {run.ttft_p99_s:7.2f} s  {run.device_hours:10,.2f} device hours  "
         f"{run.cold_starts:6} starts{change}"
     )

@@ -43,8 +43,8 @@ def _headline(plan: Plan, runs: Sequence[Summary]) -> str:
     return (
         f'<p class="kicker">simulated · {escape(plan.fleet.name)} · {plan.fleet.devices:,} devices · '
         f"{len(plan.fleet.models):,} models</p><h1>{100 * best.ttft_attainment:.1f}<span> % of the requests get their "
-        f"first token in time</span></h1><p class='versus'>with <strong>{escape(best.strategy)}</strong>, the best of "
-        f"the strategies at {_load(best)}, for {best.device_hours:,.1f} device hours</p>"
+        f"first token in time</span></h1><p class='versus'>with <strong>{escape(best.strategy)}</strong>, the best "
+        f"strategy under the hardest load ({_load(best)}), for {_hours(best)} device hours</p>"
     )
 
 
@@ -62,12 +62,14 @@ def _goal(plan: Plan, runs: Sequence[Summary]) -> str:
             best = max(same, key=lambda run: run.ttft_attainment)
             answer = f"none<small>{escape(best.strategy)} comes closest</small>"
         rows += (
-            f"<tr><td>{load.rate:g}/s<small>CV {load.cv:g}</small></td><td>{answer}</td>"
-            f"<td>{100 * best.ttft_attainment:.1f} %</td><td>{best.device_hours:,.1f}"
+            f"<tr><td>{load.rate:g}/s<small>CV {load.cv:g}, {load.requests:,} requests</small></td><td>{answer}</td>"
+            f"<td>{100 * best.ttft_attainment:.1f} %</td><td>{_hours(best)}"
             f"{f'<small>{best.cost:,.2f}</small>' if plan.device_hour else ''}</td></tr>"
         )
     return (
-        f"<section><h2>Who meets the goal</h2><p>The goal: {100 * plan.goal:g} % of the first tokens in time.</p>"
+        f"<section><h2>Who meets the goal</h2><p>The goal: {100 * plan.goal:g} % of the first tokens in time. The CV, "
+        "the coefficient of variation of the gaps between a model's requests, says how they come: 1 is by chance, and "
+        "more is in bursts. In a short time with a large CV, how many come is left to chance, too.</p>"
         "<div class='wide'><table class='numbers'><thead><tr><th>load</th><th>strategy</th><th>in time</th>"
         f"<th>device hours{'<small>cost</small>' if plan.device_hour else ''}</th></tr></thead>"
         f"<tbody>{rows}</tbody></table></div></section>"
@@ -80,6 +82,10 @@ def _under(runs: Sequence[Summary], load: Summary) -> list[Summary]:
 
 def _load(run: Summary) -> str:
     return f"{run.rate:g} requests a second and a CV of {run.cv:g}"
+
+
+def _hours(run: Summary) -> str:
+    return f"{run.device_hours:,.{1 if run.device_hours >= 10 else 2}f}"
 
 
 def _charts(title: str, unit: str, runs: Sequence[Summary], value: object, top: float | None = None) -> str:
@@ -147,7 +153,7 @@ def _changes(plan: Plan, runs: Sequence[Summary], changed: Sequence[Summary]) ->
     rows = "".join(
         f"<tr><td>{escape(run.change) or 'as it is'}</td><td>{100 * run.ttft_attainment:.1f} %</td>"
         f"<td>{'met' if run.ttft_attainment >= plan.goal else 'missed'}</td>"
-        f"<td>{run.ttft_p99_s:.2f} s</td><td>{run.device_hours:,.1f}</td></tr>"
+        f"<td>{run.ttft_p99_s:.2f} s</td><td>{_hours(run)}</td></tr>"
         for run in (base, *changed)
     )
     return (
@@ -166,11 +172,12 @@ def _table(plan: Plan, runs: Sequence[Summary]) -> str:
         f"<td>{run.ttft_mean_s:.2f}<small>{run.ttft_p50_s:.2f} · {run.ttft_p95_s:.2f} · {run.ttft_p99_s:.2f}</small>"
         "</td>"
         f"<td>{1000 * run.tpot_mean_s:.0f}<small>{1000 * run.tpot_p99_s:.0f}</small></td>"
-        f"<td>{run.device_hours:,.1f}{f'<small>{run.cost:,.2f}</small>' if priced else ''}</td></tr>"
+        f"<td>{_hours(run)}{f'<small>{run.cost:,.2f}</small>' if priced else ''}</td></tr>"
         for run in runs
     )
     return (
-        "<section><h2>All numbers</h2><div class='wide'><table class='numbers'><thead><tr><th>run</th>"
+        "<section><h2>All numbers</h2><p>TTFT is the time to the first token, TPOT the time for each of the others.</p>"
+        "<div class='wide'><table class='numbers'><thead><tr><th>run</th>"
         "<th>first token in time</th>"
         "<th>other tokens in time</th><th>TTFT, s<small>p50 · p95 · p99</small></th><th>TPOT, ms<small>p99</small></th>"
         f"<th>device hours{'<small>cost</small>' if priced else ''}</th></tr></thead><tbody>{rows}</tbody></table>"
@@ -185,4 +192,7 @@ def _fleet(plan: Plan) -> str:
         f"{machine.link_bytes_per_s * 8 / 1e9:g} Gbit/s, {machine.memory_bytes / 1e9:,.0f} GB</dd>"
         for machine in plan.fleet.machines
     )
+    models = len(plan.fleet.models)
+    size = sum(model.profile.size_bytes for model in plan.fleet.models) / 1e9
+    lines_ += f"<dt>models</dt><dd>{models:,}, {size:,.0f} GB together</dd>"
     return f"<section><h2>The fleet</h2><dl>{lines_}</dl></section>"

@@ -19,8 +19,7 @@ from .strategy import STRATEGIES
 from .trace import LENGTHS, Request
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_AMOUNT = re.compile(r"([0-9.]+)\s*([kmgt]i?)?(b|bit)?(?:/s)?", re.IGNORECASE)
-
+_AMOUNT = re.compile(r"([0-9.]+)\s*([kKmMgGtT]i?)?(B|[bB]it|bps)?(?:/s)?")  # not b: 16Gb may be bits or bytes
 
 _LARGEST_BYTES = 4 << 20
 _MOST = 1_000_000  # of whatever is counted
@@ -105,6 +104,9 @@ def parse(content: Any, folder: Path = Path(), name: str = "fleet") -> Plan:
         if len(pairs) > _MOST:
             raise ConfigError(f"{name}: models: expected at most {_MOST} models, found more")
     requests = top.section("requests")
+    goal = top.number("goal", 95.0, most=100.0)
+    if 0 < goal < 1:
+        raise top.wrong("goal", "percent, such as 95", goal)
     strategies = tuple(top.words("strategies", ("medusa", "serverlessllm", "vllm"), STRATEGIES))
     plan = Plan(
         Fleet(
@@ -120,7 +122,7 @@ def parse(content: Any, folder: Path = Path(), name: str = "fleet") -> Plan:
         strategies,
         top.number("tick_s", 0.25, least=0.01),
         top.number("device_hour", 0.0),
-        top.number("goal", 95.0, most=100.0) / 100,
+        goal / 100,
     )
     top.end()
     least = sum(model.min for model in plan.fleet.models)
@@ -157,8 +159,12 @@ def _models(item: _Section, machines: Sequence[Machine]) -> list[tuple[Model, st
     name, count = item.word("name", None), item.whole("count", 1)
     profile = PROFILES[item.choice("profile", None, PROFILES)] if item.has("profile") else _profile(item)
     device = item.word("device", "")
-    if device and device not in {machine.device for machine in machines}:
-        raise item.wrong("device", f"a device of the machines ({', '.join(m.device for m in machines)})", device)
+    devices = {machine.device: None for machine in machines if machine.device}
+    if device and device not in devices:
+        known = (
+            f"a device of the machines ({', '.join(devices)})" if devices else "none, as no machine names its device"
+        )
+        raise item.wrong("device", known, device)
     fitting = [machine for machine in machines if device in ("", machine.device)]
     if all(0 < machine.memory_bytes < profile.size_bytes for machine in fitting):
         most = max(machine.memory_bytes for machine in fitting)
@@ -169,8 +175,8 @@ def _models(item: _Section, machines: Sequence[Machine]) -> list[tuple[Model, st
         name,
         profile,
         device,
-        slo.number("ttft", math.inf),
-        slo.number("tpot", math.inf),
+        slo.seconds("ttft", math.inf),
+        slo.seconds("tpot", math.inf),
         item.whole("min", 0, least=0),
         item.whole("max", 1_000_000),
         item.whole("concurrency", 8),
@@ -191,22 +197,22 @@ def _profile(item: _Section) -> Profile:
     """A model of the user's own, with the times that ``medusa materialize`` recorded or a guess."""
     times = item.section("times")
     stages = Stages(
-        times.number("container", 0.0),
-        times.number("device", 0.0),
-        times.number("import", 0.0),
+        times.seconds("container", 0.0),
+        times.seconds("device", 0.0),
+        times.seconds("import", 0.0),
         times.amount("load", 16e9, above_0=True),
-        times.number("init", 0.0),
+        times.seconds("init", 0.0),
         0.0,
-        times.number("plain_init", times.number("init", 0.0)),
+        times.seconds("plain_init", times.seconds("init", 0.0)),
         0.0,
-        times.number("plain_init", times.number("init", 0.0)),
+        times.seconds("plain_init", times.seconds("init", 0.0)),
         0.0,
     )
     speed = Speed(
-        times.number("prefill", None),
-        times.number("prefill_per_token", 0.0),
-        times.number("decode", None),
-        times.number("decode_per_sequence", 0.0),
+        times.seconds("prefill", None),
+        times.seconds("prefill_per_token", 0.0),
+        times.seconds("decode", None),
+        times.seconds("decode_per_sequence", 0.0),
     )
     times.end()
     return Profile(int(item.amount("size", None)), item.whole("layers", None), stages, speed)
@@ -214,6 +220,10 @@ def _profile(item: _Section) -> Profile:
 
 def _workload(item: _Section, folder: Path) -> Workload:
     arrivals = item.word("arrivals", "gamma")
+    if arrivals not in ("gamma", "poisson", *trace.AZURE) and not arrivals.endswith(".csv"):
+        raise item.wrong("arrivals", f"gamma, poisson, {', '.join(trace.AZURE)} or a file *.csv", arrivals)
+    if item.has("cv") and arrivals != "gamma":
+        raise item.wrong("cv", f"none, as only gamma arrivals have one and these are {arrivals}", item.content["cv"])
     if arrivals == "poisson":
         arrivals, item.content["cv"] = "gamma", 1
     recorded = arrivals != "gamma"
@@ -226,8 +236,6 @@ def _workload(item: _Section, folder: Path) -> Workload:
         item.whole("seed", 1, least=0),
         folder,
     )
-    if recorded and arrivals not in trace.AZURE and not arrivals.endswith(".csv"):
-        raise item.wrong("arrivals", f"gamma, poisson, {', '.join(trace.AZURE)} or a file *.csv", arrivals)
     item.end()
     return workload
 
@@ -289,11 +297,16 @@ class _Section:
             raise self.wrong(key, "true or false", found)
         return found
 
-    def number(self, key: str, default: float | None, *, least: float = 0.0, most: float = _LARGEST_NUMBER) -> float:
-        found = self._get(key, default, "a number")
+    def number(
+        self, key: str, default: float | None, *, least: float = 0.0, most: float = _LARGEST_NUMBER, unit: str = ""
+    ) -> float:
+        found = self._get(key, default, f"a number{unit}")
         if found is not default and not _is_number(found, least, most):
-            raise self.wrong(key, f"a number {_range(least, most)}", found)
+            raise self.wrong(key, f"a number {_range(least, most)}{unit}", found)
         return float(found)
+
+    def seconds(self, key: str, default: float | None) -> float:
+        return self.number(key, default, unit=", in seconds")
 
     def numbers(
         self, key: str, default: tuple[float, ...] | None, *, least: float, most: float = _LARGEST_NUMBER
@@ -346,7 +359,7 @@ def _amount(found: Any) -> float | None:
         value = float(match[1]) * _UNITS[(match[2] or "").lower()]
     except ValueError:
         return None
-    return value / 8 if (match[3] or "").lower() == "bit" else value
+    return value / 8 if (match[3] or "").lower() in ("bit", "bps") else value
 
 
 def _range(least: float, most: float) -> str:

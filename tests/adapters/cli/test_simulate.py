@@ -105,6 +105,15 @@ def test_what_if_says_which_change_meets_the_goal(tmp_path: Path, capsys: pytest
     assert "The goal of 95 % is met with" in capsys.readouterr().out
 
 
+def test_without_slos_every_first_token_counts_as_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET.replace(", slo: {ttft: 7.5, tpot: 0.2}", ""))
+    assert run(["simulate", str(tmp_path / "fleet.yaml"), "--strategies", "medusa"]) == 0
+    shown = capsys.readouterr()
+    assert "no model has an slo with a ttft" in shown.err
+    assert shown.out.count("first token in time 100.0 %") == 2
+    assert "requests" in shown.out
+
+
 def test_only_the_strategies_that_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "fleet.yaml").write_text(FLEET)
     assert run(["simulate", str(tmp_path / "fleet.yaml"), "--strategies", "paraserve"]) == 0
@@ -114,7 +123,7 @@ def test_only_the_strategies_that_are_asked_for(tmp_path: Path, capsys: pytest.C
 def test_bad_calls_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "fleet.yaml").write_text(FLEET.replace("7.5", "soon"))
     assert run(["simulate", str(tmp_path / "fleet.yaml")]) == 2
-    assert 'models[0].slo.ttft: expected a number of at least 0, found "soon"' in capsys.readouterr().err
+    assert 'models[0].slo.ttft: expected a number of at least 0, in seconds, found "soon"' in capsys.readouterr().err
     assert run(["simulate", str(tmp_path / "fleet.yaml"), "--strategies", "magic"]) == 2
     (tmp_path / "fleet.yaml").write_text(FLEET)
     for option in ("--report", "--json"):

@@ -59,6 +59,11 @@ def test_a_plan_is_read() -> None:
     assert len(plan.workload.requests(plan.fleet.models, plan.lengths, 1.0, 1.0)) > 3000
 
 
+@pytest.mark.parametrize("link", ["16Gbit", "16Gbps", "16 Gbit/s", "2GB/s", "2GB", 2e9])
+def test_a_link_is_read_as_people_write_it(link: str | float) -> None:
+    assert parse(changed("machines.0.link", link)).fleet.machines[0].link_bytes_per_s == 2e9
+
+
 def test_a_model_of_ones_own() -> None:
     plan = parse(changed("models", [OWN]))
     profile = plan.fleet.models[0].profile
@@ -78,12 +83,14 @@ def test_a_model_of_ones_own() -> None:
         ),
         ("machines.0.link", None, r"fleet: machines\[0\]: expected link"),
         ("machines.0.link", 0, r"machines\[0\]\.link: expected a size above 0 .*, found 0"),
+        ("machines.0.link", "10Gb", r"machines\[0\]\.link: expected .* such as 12\.5GB or 16Gbit, found \"10Gb\""),
         ("goal", 200, r"fleet: goal: expected a number of at least 0 and at most 100, found 200"),
+        ("goal", 0.95, r"fleet: goal: expected percent, such as 95, found 0\.95"),
         ("machines.0.count", 0, r"machines\[0\]\.count: expected a whole number of at least 1, found 0"),
         ("machines.0.gpus", 4, r"machines\[0\]: unknown key 'gpus'; known are count"),
         ("models.0.profile", "gpt", r"models\[0\]\.profile: expected one of opt-2\.7b@a10"),
         ("models.0.slo", 5, r"models\[0\]\.slo: expected a mapping, found 5"),
-        ("models.0.slo.ttft", "soon", r"models\[0\]\.slo\.ttft: expected a number of at least 0, found \"soon\""),
+        ("models.0.slo.ttft", "soon", r"slo\.ttft: expected a number of at least 0, in seconds, found \"soon\""),
         ("models.0.min", True, r"models\[0\]\.min: expected a whole number of at least 0, found true"),
         ("requests.rate", 0, r"requests\.rate: expected a number above 0, or a list of them, found 0"),
         ("requests.rate", None, r"requests: expected rate"),
@@ -117,11 +124,23 @@ def test_a_mistake_is_named_with_its_place_and_the_schema_sees_it_too(path: str,
         ("models.0.min", 3, r"fleet: models: expected a min of at most 2 instances together, .* found 6"),
         ("models", [{**OWN, "min": 2, "max": 1}], r"models\[0\]\.min: expected at most max \(1\), found 2"),
         ("requests.seconds", 0, r"requests\.seconds: expected a number above 0, found 0"),
+        (
+            "requests",
+            {"arrivals": "poisson", "rate": 1, "cv": 8},
+            r"requests\.cv: expected none, as only gamma arrivals have one and these are poisson, found 8",
+        ),
     ],
 )
 def test_mistakes_that_no_schema_sees(path: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(changed(path, value))
+
+
+def test_a_device_of_machines_that_name_none() -> None:
+    plan = changed("machines.0.device", None)
+    plan["models"][0]["device"] = "a10"
+    with pytest.raises(ConfigError, match=r"models\[0\]\.device: expected none, as no machine names its device"):
+        parse(plan)
 
 
 def test_a_run_without_requests_is_refused() -> None:
