@@ -41,7 +41,12 @@ class PeerNode:
         self._held: dict[str, tuple[NodeClient, ChecksummedRegion]] = {}
 
     async def answer(
-        self, op: str, url: str = "", sources: Sequence[str] = (), bytes_per_s: float | None = None
+        self,
+        op: str,
+        url: str = "",
+        sources: Sequence[str] = (),
+        bytes_per_s: float | None = None,
+        again: bool = False,
     ) -> Any:
         if op == "sources":
             return self._sources

@@ -27,6 +27,7 @@ class SlowOrigin(http.server.ThreadingHTTPServer):
         self.sent = 0
         self.ranges: list[tuple[int, int]] = []  # of the weights, in the order in which they were asked for
         self.replaced = False
+        self.down = False  # every connection is reset
         self.url = f"http://127.0.0.1:{self.server_port}/model"
 
 
@@ -36,6 +37,7 @@ class _Ranges(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked += 1
+        self._check_up()
         path = self.server.folder / self.path.removeprefix("/model/")
         if not path.is_file():
             self.send_response(404)
@@ -64,10 +66,15 @@ class _Ranges(http.server.BaseHTTPRequestHandler):
             with self.server.turn:
                 if path.suffix == ".safetensors":  # first, for a new connection must not bring a piece at once
                     time.sleep(len(piece) / self.server.bytes_per_s)
+                    self._check_up()
                 self.server.sent += len(piece)
             self.wfile.write(piece)
 
     do_HEAD = do_GET
+
+    def _check_up(self) -> None:
+        if self.server.down:
+            raise ConnectionResetError
 
     def log_message(self, *_: object) -> None: ...
 

@@ -140,17 +140,22 @@ class Operations:
         return {}
 
     async def _find_sources(self, request: dict[str, Any]) -> list[str]:
-        """The sources for a model, best first; without a plan those that the controller knows, or none."""
+        """The sources for a model, best first: those of its plan.
+
+        Without a plan, and where it is asked ``again`` because the plan's have failed, also those that the controller
+        knows.
+        """
         url = str(request["url"])
-        if url in self._sources:
-            return self._sources[url]
+        planned = self._sources.get(url)
+        if planned is not None and not request.get("again"):
+            return planned
         try:
             arguments = {"node": self._settings.name, "url": url}
             async with asyncio.timeout(_SOURCES_WITHIN_S):
                 found = await self._line.call("sources", arguments)
         except (NoControllerError, TimeoutError):
-            return []
-        return [str(source) for source in found]
+            found = []
+        return list(dict.fromkeys([*(planned or ()), *map(str, found)]))
 
     async def _start(self, request: dict[str, Any]) -> dict[str, int]:
         deployment = Deployment.from_json(request["deployment"])

@@ -88,10 +88,12 @@ class SourcesStore:
         origin: Store,
         open_peer: Callable[[str], PeerStore],
         *,
-        ask: Callable[[], Sequence[str]],
+        ask: Callable[[bool], Sequence[str]],
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """``ask`` returns the node servers that have the checkpoint, or will have it, best first.
+        """``ask(again)`` returns the node servers that have the checkpoint, or will have it, best first.
+
+        The first call asks for those of the plan; ``again``: those of the plan have failed, and others are sought.
 
         ``on_change`` is called when a peer is not asked any more, and about once a second while bytes come, from any
         thread.
@@ -111,8 +113,9 @@ class SourcesStore:
         self._origin_bytes = 0
         self._grace_until = time.monotonic() + _GRACE_S
         self._asked_at = time.monotonic()
+        self._origin_failed = False
         self._report_at = 0.0
-        self._add(ask())
+        self._add(ask(False))
 
     def _add(self, node_urls: Sequence[str]) -> None:
         for url in node_urls:
@@ -282,6 +285,7 @@ class SourcesStore:
                 elif time.monotonic() > patient_until or not self._may_recover(error):
                     raise
                 else:
+                    self._origin_failed = True  # so others are asked, also where none had the checkpoint before
                     logger.debug("trying again: %s", error)
                     time.sleep(_AGAIN_S)
 
@@ -367,10 +371,10 @@ class SourcesStore:
                 if source.is_fit(now):
                     return source
             if not self._alive() or now > self._grace_until:
-                if now - self._asked_at < _ASK_EVERY_S or not self._sources:
+                if now - self._asked_at < _ASK_EVERY_S or not (self._sources or self._origin_failed):
                     return None
                 self._asked_at = now
-                self._add(self._ask())
+                self._add(self._ask(True))
                 continue
             time.sleep(_AGAIN_S)
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +124,21 @@ def test_a_model_is_deployed_asked_scaled_and_removed_by_commands(
 
 
 def test_weights_come_from_the_other_node(deployed: tuple[ClusterNode, ClusterNode], origin: Origin) -> None:
-    head, _ = deployed
+    head, other = deployed
     _serving(head)
     until(lambda: head.call("status")["models"][0]["copies"], head.output)
     sent = origin.sent_bytes()
     head.call("scale", name=NAME, min=2)
     until(lambda: len(head.call("status")["models"][0]["copies"]) == 2, head.output)
     assert origin.sent_bytes() - sent < 100_000  # what shows that the version is still the same
+    for node, holder in ((head, other), (other, head)):  # whatever its plan was: who asks again learns of the other one
+        until(partial(_finds, node, origin.url + "/model", holder), head.output)
+
+
+def _finds(node: ClusterNode, url: str, holder: ClusterNode) -> bool:
+    """Whether a node is told to read a model from ``holder`` when it asks again."""
+    found = asyncio.run(call(node.folder / "control.sock", {"op": "sources", "url": url, "again": True}))
+    return bool(found == [f"http://{holder.address}"])
 
 
 def test_a_node_is_drained_without_a_request_lost(deployed: tuple[ClusterNode, ClusterNode]) -> None:

@@ -226,6 +226,21 @@ def test_a_chain_reads_a_slow_origin_once(nodes: Callable[..., list[Node]], mode
     assert received(second) == {first.url: len(model.data), "store": 0}, second.held()
 
 
+def test_who_reads_the_origin_alone_turns_to_a_peer_when_it_fails(
+    nodes: Callable[..., list[Node]], model: Model, slow: SlowOrigin
+) -> None:
+    first, second = nodes(2)
+    slow.bytes_per_s = 1e9
+    model.check(first.fetch(slow.url))
+    slow.sent, slow.bytes_per_s = 0, 1
+    region = second.fetch(slow.url)  # no peer has it, says its plan
+    until(lambda: percent(region) > 5)
+    second.read_from(first)
+    slow.down = True
+    model.check(region)
+    assert received(second)[first.url] > 0.5 * len(model.data)
+
+
 @pytest.mark.slow
 def test_who_reads_a_slow_origin_turns_to_a_peer_that_has_more(
     nodes: Callable[..., list[Node]], model: Model, slow: SlowOrigin

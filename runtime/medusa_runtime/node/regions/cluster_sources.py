@@ -41,10 +41,14 @@ def open_sources(cluster: Cluster, model_url: str, origin: Store, on_change: Cal
     )
 
 
-def ask_sources(control_socket: str, model_url: str) -> list[str]:
-    """Return the node servers that have a model, best first; none when the control socket does not answer soon."""
+def ask_sources(control_socket: str, model_url: str, again: bool) -> list[str]:
+    """Return the node servers that have a model, best first; none when the control socket does not answer soon.
+
+    ``again``: also those that the plan does not name.
+    """
+    request = {"op": "sources", "url": model_url, "again": again}
     try:
-        return _urls(_exchange(control_socket, json.dumps({"op": "sources", "url": model_url}).encode() + b"\n"))
+        return _urls(_exchange(control_socket, json.dumps(request).encode() + b"\n"))
     except (OSError, ValueError) as error:
         logger.warning(
             "fetching %s from its store alone: %s does not say which nodes have it (%s)",
