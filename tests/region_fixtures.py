@@ -49,7 +49,6 @@ class Filling:
 
     def arrive(self, *names: str) -> None:
         """Let these tensors arrive, in this order."""
-        assert self.writer.chunks is not None
         for name in names:
             data = memoryview(self._data[name])
             for chunk in self.writer.chunks.covering(self.index.tensors[name].shard, 0, len(data)):

@@ -30,7 +30,6 @@ class Arrival:
         publish: Callable[[int, int, int], None],
         take_over: Callable[[], None],
     ) -> None:
-        assert writer.chunks is not None
         self._writer = writer
         self._span = span
         self._flight = flight

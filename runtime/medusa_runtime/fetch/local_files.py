@@ -63,7 +63,6 @@ class _File:
 def warm(writer: RegionWriter, index: WeightIndex, checksums: Checksums | None, store: LocalStore) -> None:
     """Publish every chunk as soon as it is in the page cache."""
     chunks = writer.chunks
-    assert chunks is not None
     files: dict[int, _File] = {}
     try:
         for number, shard in enumerate(index.shards):

@@ -201,7 +201,6 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, opti
             options.keeper.laid_out(writer)
         if restoring is not None:
             restoring.start(writer)
-        assert writer.chunks is not None
         if checksums and not checksums.fits(writer.chunks.chunk_bytes, writer.chunks.count):
             checksums = None
         if options.sources is not None:  # with recorded checksums, a chunk is published only after they were looked at

@@ -31,7 +31,6 @@ class Schedule:
 
     def __init__(self, writer: RegionWriter, load: Load | None = None, urgent: Collection[int] = ()) -> None:
         """``urgent``: the chunks after which the load goes on in the background; without any, it stays as it is."""
-        assert writer.chunks is not None
         self._writer = writer
         self._chunks = writer.chunks
         self._pending = writer.pending()

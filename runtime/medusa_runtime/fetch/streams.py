@@ -151,7 +151,6 @@ class Streams:
 
     @property
     def _chunk_bytes(self) -> int:
-        assert self._writer.chunks is not None
         return self._writer.chunks.chunk_bytes
 
     def _few(self) -> int | None:
@@ -194,7 +193,6 @@ class Streams:
         Peers send whole chunks, each behind its checksum.
         """
         chunks = self._writer.chunks
-        assert chunks is not None
         if self._peers is not None or not late.span.first <= chunk < late.span.first + late.span.length:
             return 0
         begun = late.done_bytes - (chunks.place(chunk).start - chunks.place(late.span.first).start)
@@ -309,7 +307,6 @@ class Streams:
     def _fetch(self, span: Span, late: InFlightRange | None = None) -> None:
         """Fetch one range, unless another request for it is faster. ``late``: the first request, if this is not it."""
         chunks = self._writer.chunks
-        assert chunks is not None
         size_bytes = chunks.place(span.first + span.length - 1).stop - chunks.place(span.first).start
         flights, failure, given_back = self._schedule.flights, None, False
         begun = 0 if late is None else self._begun_bytes(span.first, late)
@@ -341,7 +338,6 @@ class Streams:
                 return
             except Mismatch as wrong:
                 chunks = self._writer.chunks
-                assert chunks is not None
                 place = chunks.place(wrong.chunk)
                 where = f"{self._index.shards[place.shard].name}, bytes {place.start} to {place.stop} of its data"
                 checksums = self._checksums  # None: another connection has just found that they belong to other weights
@@ -361,7 +357,6 @@ class Streams:
     def _fetch_once(self, span: Span, flight: InFlightRange, begun: int) -> None:
         """Fetch a range, of which another request has brought the first ``begun`` bytes into the region."""
         chunks = self._writer.chunks
-        assert chunks is not None
         place = chunks.place(span.first)
         shard = self._index.shards[place.shard]
         start = shard.data_start + place.start

@@ -113,7 +113,7 @@ class ChecksummedRegion:
 
     def demand(self, chunk: int) -> None:
         """Have a chunk fetched before others, because a peer waits for it."""
-        demand(self._region.fd if self._region.demand_fd < 0 else self._region.demand_fd, [chunk])
+        demand(self._region.asking_fd, [chunk])
 
     def checksum(self, chunk: int) -> int:
         """Return the checksum of a chunk that is there."""

@@ -17,10 +17,7 @@ class WriterMemory:
         self._fd = fd
         # Pages that exist already. Unmapping them takes a tenth of a fetch's time, so it is left to this object's end.
         self.reserved_bytes = 0
-        self._map_first(HEADER_BYTES)
-
-    def _map_first(self, size_bytes: int) -> None:
-        self._map = mmap.mmap(self._fd, size_bytes)
+        self._map = mmap.mmap(fd, HEADER_BYTES)
         self._view()
 
     def _view(self) -> None:

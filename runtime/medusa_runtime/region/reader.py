@@ -50,6 +50,8 @@ class Region:
     ``shared``: it came from the node's agent, which takes regions from anybody, so no code in it is run.
     """
 
+    _chunks: Chunks  # once its index is attached
+
     def __init__(
         self,
         fd: int,
@@ -75,7 +77,6 @@ class Region:
         self._memory: memoryview | None = None
         self._maps: list[mmap.mmap] = []
         self._index: WeightIndex | None = None
-        self._chunks: Chunks | None = None
         self._files: dict[str, tuple[int, ...]] = {}
         self._attached: dict[str, bytes] = {}
         self._shards: dict[int, memoryview] = {}
@@ -224,14 +225,12 @@ class Region:
         Raises the prefetcher's error; StorageError when it died and none took over; TimeoutError.
         """
         self.wait_index(timeout_s)
-        assert self._chunks is not None
         self._wait_chunks(self._chunks.covering(shard, start, stop), timeout_s)
 
     def wait_tensor(self, name: str, timeout_s: float | None = None) -> None:
         """Wait, like ``wait``, for all bytes of a tensor. WeightsError when released."""
         self.wait_index(timeout_s)
         self._check_released(name)
-        assert self._chunks is not None
         self._wait_chunks(self._chunks.of_tensor(name), timeout_s)
 
     def _wait_chunks(self, chunks: range, timeout_s: float | None) -> None:
@@ -248,7 +247,6 @@ class Region:
         if not self._attach():
             return False
         self._check_released(name)
-        assert self._chunks is not None
         return self._present(self._chunks.of_tensor(name))
 
     def _present(self, chunks: range) -> bool:
@@ -272,27 +270,27 @@ class Region:
         self._look_at_writer()
         wait_for_change(address_of(self._words()) + 8 * Word.FETCHED_BYTES, fetched_bytes, timeout_s)
 
+    @property
+    def asking_fd(self) -> int:
+        """Through which descriptor this reader asks for what should come first; see ``demand``."""
+        return self.fd if self.demand_fd < 0 else self.demand_fd
+
     def demand(self, names: Sequence[str]) -> None:
         """Have these tensors fetched before all others; does not wait."""
         if names and self._attach():
-            assert self._chunks is not None
             missing = [chunk for name in names for chunk in self._chunks.of_tensor(name)]
-            demand(
-                self.fd if self.demand_fd < 0 else self.demand_fd,
-                [chunk for chunk in missing if not self._present(range(chunk, chunk + 1))],
-            )
+            demand(self.asking_fd, [chunk for chunk in missing if not self._present(range(chunk, chunk + 1))])
 
     def hint(self, names: Sequence[str]) -> None:
         """Have these tensors fetched next, in this order, when no forward waits for others; does not wait."""
         if self._attach():
-            assert self._chunks is not None
             wanted = dict.fromkeys(chunk for name in names for chunk in self._chunks.of_tensor(name))
             missing = [chunk for chunk in wanted if not self._present(range(chunk, chunk + 1))]
-            hint(self.fd if self.demand_fd < 0 else self.demand_fd, missing)
+            hint(self.asking_fd, missing)
 
     def pace(self, share: float, lease_s: float) -> None:
         """Have what nobody waits for fetched with this share of the link, for ``lease_s``; see ``demand.pace``."""
-        pace(self.fd if self.demand_fd < 0 else self.demand_fd, share, lease_s)
+        pace(self.asking_fd, share, lease_s)
 
     def release(self, name: str) -> None:
         """Drop the memory of a tensor that nobody will read again, here or in another process."""

@@ -9,16 +9,14 @@ import ctypes
 import errno
 import functools
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import ClassVar
 
-_NUMBERS = {"x86_64": 202, "aarch64": 98}
+_NUMBERS = {"x86_64": 202, "aarch64": 98}  # both little-endian: a futex's 4 bytes are the lower half of our words
 _WAIT, _WAKE = 0, 1  # not the private ones: the other side is another process
 _ALL = (1 << 31) - 1
 _LOOK_S = 0.002  # between looks where there is no futex
-_HALF = 0 if sys.byteorder == "little" else 4  # a futex has 4 bytes: the lower half of our words
 
 
 class _TimeSpec(ctypes.Structure):
@@ -29,7 +27,7 @@ class _TimeSpec(ctypes.Structure):
 def _futex() -> Callable[..., int] | None:
     """Return the system call, during which the interpreter's lock is free; None where its number is not known."""
     number = _NUMBERS.get(os.uname().machine)
-    if number is None or sys.maxsize < 1 << 32:
+    if number is None:
         return None
     call = ctypes.CDLL(None, use_errno=True).syscall
     pointer = ctypes.c_void_p
@@ -44,7 +42,7 @@ def wait_for_change(address: int, seen: int, timeout_s: float) -> None:
     """
     if (futex := _futex()) is not None:
         limit = _TimeSpec(int(timeout_s), int(timeout_s % 1 * 1e9))
-        if not futex(address + _HALF, _WAIT, seen & 0xFFFFFFFF, ctypes.addressof(limit), None, 0):
+        if not futex(address, _WAIT, seen & 0xFFFFFFFF, ctypes.addressof(limit), None, 0):
             return
         if ctypes.get_errno() in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
             return
@@ -54,4 +52,4 @@ def wait_for_change(address: int, seen: int, timeout_s: float) -> None:
 def wake_all(address: int) -> None:
     """Wake all who sleep on the 8-byte word at ``address``, which has changed."""
     if (futex := _futex()) is not None:
-        futex(address + _HALF, _WAKE, _ALL, None, None, 0)
+        futex(address, _WAKE, _ALL, None, None, 0)

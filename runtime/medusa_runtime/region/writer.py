@@ -28,8 +28,12 @@ if TYPE_CHECKING:
 class RegionWriter:
     """Lays a region out, hands out its chunks' memory and publishes them. ``publish`` is thread-safe.
 
-    ``demand``: what readers ask for. ``late_files``: once the region is laid out, the files that come after its index.
+    ``demand``: what readers ask for. Once the region is laid out, ``chunks`` and ``late_files``, the files that come
+    after its index.
     """
+
+    chunks: Chunks
+    late_files: LateFiles
 
     def __init__(self, fd: int) -> None:
         """Take the region's lock. StorageError when another writer has it."""
@@ -44,8 +48,6 @@ class RegionWriter:
         self._rank = 0  # chunks of the order that are there without a hole; the watermark counts their bytes
         self._sealed_early = False
         self._compiled: CompiledChunks | None = None
-        self.chunks: Chunks | None = None
-        self.late_files: LateFiles | None = None
 
     @property
     def direct(self) -> bool:
@@ -106,7 +108,7 @@ class RegionWriter:
         words[Word.GENERATION] += 1
         words[Word.ENDED_NS] = words[Word.FIRST_NS] = 0
         words[Word.STARTED_NS] = time.monotonic_ns()
-        self._raise_watermark(self.chunks)
+        self._raise_watermark()
         words[Word.STATE] = State.INDEXED
         return self._index
 
@@ -169,12 +171,10 @@ class RegionWriter:
 
     def demanded(self) -> list[range]:
         """The chunks that readers have waited for. Some of them may be there by now."""
-        assert self.chunks is not None
         return self.demand.demanded(self.chunks.count)
 
     def hinted(self) -> list[int]:
         """The chunks that readers would like next."""
-        assert self.chunks is not None
         return self.demand.hinted(self.chunks.count)
 
     @property
@@ -185,14 +185,12 @@ class RegionWriter:
 
     def buffer(self, chunk: int, count: int = 1) -> memoryview:
         """The memory of ``count`` neighbouring chunks of one shard. Release it before ``finish``."""
-        assert self.chunks is not None
         stop = self.chunks.place(chunk + count - 1).stop
         start = self._offset(chunk)
         return self._memory.bytes[start : start + stop - self.chunks.place(chunk).start]
 
     def prepare(self, chunk: int) -> None:
         """Make the pages of a chunk that is about to be received straight into its ``buffer``."""
-        assert self.chunks is not None
         self._memory.prepare(self._offset(chunk), self.chunks.size(chunk))
 
     def write(self, chunk: int, offset: int, data: memoryview) -> None:
@@ -207,28 +205,27 @@ class RegionWriter:
 
     def _offset(self, chunk: int) -> int:
         """Return where a chunk begins in the region."""
-        assert self.chunks is not None
         shard, start, _ = self.chunks.place(chunk)
         return self._memory.words[Word.DATA_OFFSET] + self._index.shards[shard].offset + start
 
     def publish(self, chunk: int, checksum: int | None = None) -> None:
         """Let readers have a chunk whose bytes are complete. ``checksum``: its own, in a region with checksums."""
         with self._publishing:  # also the barrier that puts the bytes in front of the mark on CPUs that reorder stores
-            if self.chunks is None or self.present(chunk):
+            if self.present(chunk):
                 return
             if checksum is not None and self._compiled is not None:
                 # Its own threads publish at the same time: only it can count the bytes.
                 self._compiled.publish(self._chunks_at(range(chunk, chunk + 1)), 0, checksum)
             else:
-                self._mark(self.chunks, chunk, checksum)
-            self._raise_watermark(self.chunks)
+                self._mark(chunk, checksum)
+            self._raise_watermark()
 
-    def _mark(self, chunks: Chunks, chunk: int, checksum: int | None) -> None:
+    def _mark(self, chunk: int, checksum: int | None) -> None:
         words = self._memory.words
         if checksum is not None:
             self._memory.words_at(words[Word.CHECKSUMS_OFFSET] + 8 * chunk)[0] = checksum
         self._memory.bytes[TABLE_OFFSET + chunk] = 1
-        words[Word.FETCHED_BYTES] += chunks.size(chunk)
+        words[Word.FETCHED_BYTES] += self.chunks.size(chunk)
         words[Word.FIRST_NS] = words[Word.FIRST_NS] or time.monotonic_ns()
         if checksum is not None:  # peers may wait for it
             wake_all(self._memory.address + 8 * Word.FETCHED_BYTES)
@@ -240,8 +237,7 @@ class RegionWriter:
     def count(self) -> None:
         """Count the chunks that compiled code has published."""
         with self._publishing:
-            assert self.chunks is not None
-            self._raise_watermark(self.chunks)
+            self._raise_watermark()
 
     def landing(self, key: str, start: int, stop: int) -> Landing | None:
         """Return where bytes [start, stop) of a shard are in a region with checksums; None without compiled code.
@@ -252,7 +248,6 @@ class RegionWriter:
 
         if self._compiled is None:
             return None
-        assert self.chunks is not None
         shard = next(number for number, shard in enumerate(self._index.shards) if shard.name == key)
         data_start = self._index.shards[shard].data_start
         chunks = self.chunks.covering(shard, start - data_start, stop - data_start)
@@ -261,7 +256,6 @@ class RegionWriter:
         return Landing(self._chunks_at(chunks), self._memory.address + at, populate=populate)
 
     def _chunks_at(self, chunks: range) -> ChunksAt:
-        assert self.chunks is not None
         address = self._memory.address
         from ..storage.compiled_chunks import ChunksAt
 
@@ -275,11 +269,11 @@ class RegionWriter:
             first_ns=address + 8 * Word.FIRST_NS,
         )
 
-    def _raise_watermark(self, chunks: Chunks) -> None:
+    def _raise_watermark(self) -> None:
         words = self._memory.words
         mark, begun = words[Word.WATERMARK] if self._rank else 0, self._rank
         while self._rank < len(self._order) and self.present(self._order[self._rank]):
-            mark += chunks.size(self._order[self._rank])
+            mark += self.chunks.size(self._order[self._rank])
             self._rank += 1
         if self._rank != begun:
             words[Word.WATERMARK] = mark

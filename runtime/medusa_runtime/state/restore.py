@@ -192,7 +192,6 @@ class Restoration:
 
     def start(self, writer: RegionWriter) -> None:
         """Begin to fetch the large artifacts into the laid-out region, beside the weights."""
-        assert writer.late_files is not None
         if writer.late_files.pending():
             self._fetching = threading.Thread(
                 target=self._fetch, args=(writer.late_files,), name="state-blobs", daemon=True

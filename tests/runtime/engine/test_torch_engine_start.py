@@ -34,7 +34,6 @@ class Arriving:
         self.writer.lay_out(self.index, {file.name: file.read_bytes() for file in checkpoint.glob("*.json")})
 
     def let_in(self, chosen: Callable[[str], bool]) -> None:
-        assert self.writer.chunks is not None
         for name in [name for name in self._data if chosen(name)]:
             (chunk,) = self.writer.chunks.of_tensor(name)
             with self.writer.buffer(chunk) as buffer:

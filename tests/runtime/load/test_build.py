@@ -269,7 +269,6 @@ def test_what_a_forward_waits_for_is_asked_for_first(filling: Fill) -> None:
     while not asked:
         assert time.monotonic() < deadline
         asked = {chunk for run in filled.writer.demanded() for chunk in run}
-    assert filled.writer.chunks is not None
     needed = {chunk for name in ("lazy.weight", "lazy.bias") for chunk in filled.writer.chunks.of_tensor(name)}
     assert asked == needed
     filled.arrive("lazy.weight", "lazy.bias")  # out of order
@@ -363,7 +362,6 @@ def test_is_fetched_in_construction_order_unless_a_forward_was_recorded(filling:
     filled = filling(state).lay_out()
     module, loader = build(filled.region, stack)
     schedule = Schedule(filled.writer)
-    assert filled.writer.chunks is not None
     of = {chunk: name for name in names for chunk in filled.writer.chunks.of_tensor(name)}
     deadline = time.monotonic() + 60
     while len(filled.writer.hinted()) < len(of):

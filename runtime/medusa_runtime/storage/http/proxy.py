@@ -80,7 +80,7 @@ def _covers(entry: str, endpoint: Endpoint) -> bool:
         entry = found[1]
         if found[2] and int(found[2]) != endpoint.port:
             return False
-    domain = entry.lstrip(".").rstrip(".")
+    domain = entry.strip(".")
     return bool(domain) and (host == domain or host.endswith(f".{domain}"))
 
 
