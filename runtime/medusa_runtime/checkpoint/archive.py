@@ -34,7 +34,7 @@ def read_archive(name: str, size_bytes: int, head: bytes, read: Read) -> dict[st
     ``head`` is the file's first bytes. CorruptError says what the file is when it is no such archive; errors of
     ``read`` pass through.
     """
-    if not head.startswith(b"PK\x03\x04"):
+    if not head.startswith(_LOCAL_MAGIC):
         raise CorruptError(f"{name}: {_what(head)}; {_AGAIN}")
     try:
         archive = zipfile.ZipFile(_File(size_bytes, read))
@@ -145,8 +145,8 @@ def _starts(name: str, infos: dict[str, zipfile.ZipInfo], read: Read, alignment:
     guesses = {key: _padded(info, alignment) for key, info in infos.items()}
     ordered = sorted(infos, key=lambda key: infos[key].header_offset)
     for key in {*ordered[:1], *ordered[-1:]}:
-        if _told(name, infos[key], read) != guesses[key]:
-            return {key: _told(name, info, read) for key, info in infos.items()}
+        if _recorded_start(name, infos[key], read) != guesses[key]:
+            return {key: _recorded_start(name, info, read) for key, info in infos.items()}
     return guesses
 
 
@@ -157,7 +157,7 @@ def _padded(info: zipfile.ZipInfo, alignment: int) -> int:
     return -(-start // alignment) * alignment
 
 
-def _told(name: str, info: zipfile.ZipInfo, read: Read) -> int:
+def _recorded_start(name: str, info: zipfile.ZipInfo, read: Read) -> int:
     header = read(info.header_offset, info.header_offset + _LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size or header[:4] != _LOCAL_MAGIC:
         raise CorruptError(

@@ -16,7 +16,7 @@ from ..errors import CorruptError
 
 MAX_HEADER_BYTES = 100_000_000
 PREFIX_BYTES = 8
-_MOST_DIMENSIONS = 64  # torch's own limit; without one the product of a long shape takes hours
+MOST_DIMENSIONS = 64  # torch's own limit; without one the product of a long shape takes hours
 _MOST = 1 << 63
 _SHOWN = 160  # characters in a message
 
@@ -121,9 +121,9 @@ def _entry(name: str, tensor: str, raw: Any) -> HeaderEntry:
         raise CorruptError(
             f"{name}: tensor {shown(tensor)}: unknown dtype {shown(dtype)}, expected one of {', '.join(DTYPE_BITS)}"
         )
-    if isinstance(shape, list) and len(shape) > _MOST_DIMENSIONS:
+    if isinstance(shape, list) and len(shape) > MOST_DIMENSIONS:
         raise CorruptError(
-            f"{name}: tensor {shown(tensor)}: expected at most {_MOST_DIMENSIONS} dimensions, found {len(shape)}"
+            f"{name}: tensor {shown(tensor)}: expected at most {MOST_DIMENSIONS} dimensions, found {len(shape)}"
         )
     if not isinstance(shape, list) or not all(_is_count(size) for size in (*shape, start, stop)) or start > stop:
         raise CorruptError(

@@ -9,11 +9,10 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ..errors import CorruptError
-from .header import DTYPE_BITS, HeaderEntry
+from .header import DTYPE_BITS, MOST_DIMENSIONS, HeaderEntry
 
 PAGE_BYTES = 4096
 _FORMAT = 1
-_MOST_DIMENSIONS = 64  # torch's own limit
 
 
 class Shard(NamedTuple):
@@ -172,7 +171,7 @@ def _fits(shards: Sequence[Shard], tensors: Sequence[TensorEntry]) -> bool:
 
 def _is_inside(entry: TensorEntry, sizes: Sequence[int]) -> bool:
     shard, start, stop, dtype, shape, strides = entry
-    if shard >= len(sizes) or start > stop or stop > sizes[shard] or len(shape) > _MOST_DIMENSIONS:
+    if shard >= len(sizes) or start > stop or stop > sizes[shard] or len(shape) > MOST_DIMENSIONS:
         return False
     bits = DTYPE_BITS[dtype]
     if strides is None:

@@ -49,7 +49,10 @@ def execution_order(tensors: Mapping[str, _Placed]) -> list[str]:
 
 def layer_numbers(order: Sequence[str]) -> dict[str, int]:
     """The number of the layer that each tensor belongs to, for those that belong to one."""
-    ranks = {name: _rank(name) for name in order}
+    return _numbers({name: _rank(name) for name in order})
+
+
+def _numbers(ranks: Mapping[str, _Rank | None]) -> dict[str, int]:
     return {name: rank[3] for name, rank in ranks.items() if rank is not None and rank[0] == _LAYER_RANK}
 
 
@@ -61,7 +64,7 @@ def layers_first(order: Sequence[str], start: int, stop: int) -> tuple[list[str]
     behind the other, are an order that gives the same parts: a region of a worker has its tensors so.
     """
     ranks = {name: _rank(name) for name in order}
-    numbers = {name: rank[3] for name, rank in ranks.items() if rank is not None and rank[0] == _LAYER_RANK}
+    numbers = _numbers(ranks)
     last = stop > max(numbers.values(), default=0)
     tied = last and not any(rank is not None and rank[0] == _HEAD_RANK for rank in ranks.values())
     front = next((place for place, name in enumerate(order) if name in numbers), len(order))

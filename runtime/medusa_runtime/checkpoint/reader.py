@@ -231,16 +231,14 @@ class _Reader:
         if len(head) < data_start:
             raise CorruptError(f"{name}: truncated: expected {data_start} bytes of header, found {len(head)}")
         entries = parse_header(name, head[PREFIX_BYTES:data_start], info.size - data_start)
-        path = self._store.local_path(name)
-        return Shard(name, info.size, data_start, info.version, str(path) if path else None), entries
+        return self._shard(name, info, data_start), entries
 
     def _archive(self, name: str) -> tuple[Shard, _Entries]:
         known = self._known.archive(name) if self._known else None
         if known is not None and known.size_bytes - known.start <= _MOST_DIRECTORY_BYTES:
             end, info = self._store.read(name, known.start, known.size_bytes)
             if info.size == known.size_bytes and _digest(end) == known.digest:
-                path = self._store.local_path(name)
-                return Shard(name, info.size, 0, info.version, str(path) if path else None), known.tensors
+                return self._shard(name, info), known.tensors
         head, info = self._store.read(name, 0, PREFIX_BYTES + 512)
 
         def read(start: int, stop: int) -> bytes:
@@ -248,9 +246,11 @@ class _Reader:
 
         from .archive import read_archive  # most checkpoints have none
 
-        tensors = read_archive(name, info.size, head, read)
+        return self._shard(name, info), read_archive(name, info.size, head, read)
+
+    def _shard(self, name: str, info: ObjectInfo, data_start: int = 0) -> Shard:
         path = self._store.local_path(name)
-        return Shard(name, info.size, 0, info.version, str(path) if path else None), tensors
+        return Shard(name, info.size, data_start, info.version, str(path) if path else None)
 
     def _small(self, name: str) -> bytes | None:
         """Read a small file; None where there is none. Some stores answer 403 for an object that does not exist."""

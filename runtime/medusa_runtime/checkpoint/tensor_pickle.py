@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..errors import CorruptError
+from .header import MOST_DIMENSIONS
 from .pickle_reader import Name, PickleError, PickleReader, Table
 
 # torch's name of a dtype → (safetensors' name, bytes)
@@ -24,7 +25,6 @@ _STORAGES = {
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
     "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64", "UntypedStorage": "uint8",
 }  # fmt: skip
-_MOST_DIMENSIONS = 64  # torch's own limit
 _MOST_LEVELS = 4  # of mappings around the state dict
 _STATE_KEYS = ("state_dict", "model_state_dict", "model", "module", "weights")
 
@@ -104,8 +104,8 @@ def _described(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) ->
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list) or len(value) > _MOST_DIMENSIONS or not all(map(_is_size, value)):
-        raise PickleError(f"a tensor whose sizes are not up to {_MOST_DIMENSIONS} numbers of 0 or more")
+    if not isinstance(value, tuple | list) or len(value) > MOST_DIMENSIONS or not all(map(_is_size, value)):
+        raise PickleError(f"a tensor whose sizes are not up to {MOST_DIMENSIONS} numbers of 0 or more")
     return tuple(value)
 
 

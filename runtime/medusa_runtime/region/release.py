@@ -69,11 +69,10 @@ class Intervals:
         return max(low, -(-start // PAGE_BYTES) * PAGE_BYTES), min(high, stop - stop % PAGE_BYTES)
 
 
-def punch(fd: int, start: int, stop: int) -> bool:
-    """Free whole pages of a memfd; False where it is sealed against writing."""
+def punch(fd: int, start: int, stop: int) -> None:
+    """Free whole pages of a memfd, unless it is sealed against writing."""
     call = ctypes.CDLL(None, use_errno=True).fallocate
     call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     while call(fd, _KEEP_SIZE | _PUNCH_HOLE, start, stop - start):
         if ctypes.get_errno() != errno.EINTR:
-            return False
-    return True
+            return

@@ -103,7 +103,7 @@ class StageTimes:
 
 
 def _is_measure(number: object) -> bool:
-    """Return bytes a second; ``inf`` for what is not copied."""
+    """Whether this can be a measured number; ``inf`` is the rate of what is not copied."""
     return (type(number) in (int, float) and 0 <= number < 1e18) or number == math.inf  # type: ignore[operator]
 
 
@@ -113,8 +113,8 @@ def summarize(starts: Sequence[Sequence[Stage]], decode_s: Sequence[float]) -> S
     names = dict.fromkeys(name for lengths in per_start for name in lengths)
     stages = {name: median([lengths.get(name, 0.0) for lengths in per_start]) for name in names}
     weights = max((int(s.detail.get("bytes", 0)) for s in starts[0] if s.name == "fetch"), default=0)
-    applying = median([_applying_s(found) for found in starts])
-    waiting = median([sum(length(s) for s in found if s.name == "wait") for found in starts])
+    applying = median([_seconds(found, "apply") for found in starts])
+    waiting = median([_seconds(found, "wait") for found in starts])
     return StageTimes(
         container_s=median([_moment(found, "fork", "zygote") - _moment(found, "exec") for found in starts]),
         device_s=stages.get("engine/device", 0.0),
@@ -143,8 +143,9 @@ def _lengths(stages: Sequence[Stage]) -> dict[str, float]:
     return found
 
 
-def _applying_s(stages: Sequence[Stage]) -> float:
-    return sum(length(stage) for stage in stages if stage.name == "apply")
+def _seconds(stages: Sequence[Stage], name: str) -> float:
+    """Return how long all stages of this name took together."""
+    return sum(length(stage) for stage in stages if stage.name == name)
 
 
 def _moment(stages: Sequence[Stage], name: str, process: str | None = None) -> float:

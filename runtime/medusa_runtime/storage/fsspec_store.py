@@ -16,7 +16,7 @@ from ..errors import (
     UnreachableError,
 )
 from .base import FSSPEC_EXTRAS, Advance, ObjectInfo, check_versioned, redacted, scheme_of, size_as_version
-from .retry import Patience, RetryPolicy, Transient
+from .retry import RetryPolicy, Transient, persist
 
 _VERSION_KEYS = (
     "ETag",
@@ -104,12 +104,7 @@ class FsspecStore:
         return f"expected a network that reaches {host} ({through}; HF_ENDPOINT names another host){self._token_hint()}"
 
     def stat(self, key: str) -> ObjectInfo:
-        patience = Patience(self.retries)
-        while True:
-            try:
-                return self._stat_once(key)
-            except Transient as cause:
-                patience.again(cause)
+        return persist(self.retries, lambda: self._stat_once(key))
 
     def _stat_once(self, key: str) -> ObjectInfo:
         try:
@@ -139,12 +134,7 @@ class FsspecStore:
         return data, info
 
     def _range(self, key: str, start: int, stop: int) -> bytes:
-        patience = Patience(self.retries)
-        while True:
-            try:
-                return self._range_once(key, start, stop)
-            except Transient as cause:
-                patience.again(cause)
+        return persist(self.retries, lambda: self._range_once(key, start, stop))
 
     def _range_once(self, key: str, start: int, stop: int) -> bytes:
         try:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ..errors import StorageError, UnreachableError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,16 @@ class Transient(Exception):
         super().__init__(str(error))
         self.error = error
         self.retry_after_s = retry_after_s
+
+
+def persist(policy: RetryPolicy, attempt: Callable[[], T]) -> T:
+    """Return what ``attempt`` returns, which is called again as long as it raises Transient and the policy lasts."""
+    patience = Patience(policy)
+    while True:
+        try:
+            return attempt()
+        except Transient as cause:
+            patience.again(cause)
 
 
 class Patience:

@@ -20,7 +20,7 @@ from ...errors import (
     UnreachableError,
 )
 from ..base import Advance, ObjectInfo, check_versioned, redacted, size_as_version
-from ..retry import Patience, RetryPolicy, Transient
+from ..retry import Patience, RetryPolicy, Transient, persist
 from .endpoint import Endpoint
 from .fields import (
     FieldError,
@@ -107,12 +107,7 @@ class HttpStore:
         return self.read(key, 0, 1)[1]
 
     def read(self, key: str, start: int, stop: int, version: str | None = None) -> tuple[bytes, ObjectInfo]:
-        patience = Patience(self.retries)
-        while True:
-            try:
-                return self._read_once(key, start, stop, version)
-            except Transient as cause:
-                patience.again(cause)
+        return persist(self.retries, lambda: self._read_once(key, start, stop, version))
 
     def _read_once(self, key: str, start: int, stop: int, version: str | None) -> tuple[bytes, ObjectInfo]:
         connection, response = self._ask(key, start, stop, version)

@@ -25,10 +25,7 @@ class KernelHandle(NamedTuple):
 
 
 class KernelFinder:
-    """Loads each image once, and finds kernels in it.
-
-    A context manager. Closing unloads the images, so no graph may use them any more.
-    """
+    """Loads each image once, and finds kernels in it. ``close`` unloads them, so no graph may use them any more."""
 
     def __init__(self, driver: CudaDriver, blueprints: Blueprints, trigger: Trigger | None = None) -> None:
         self._driver = driver
