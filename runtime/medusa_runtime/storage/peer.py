@@ -41,7 +41,7 @@ from .framing import (
     parse_index,
 )
 from .http.pool import ConnectionPool
-from .http.store import Target, _target
+from .http.store import Target, parse_target
 from .http.wire import Connection, Response, StalledError, WireError
 from .peer_access import PeerAccess
 
@@ -123,7 +123,7 @@ class PeerStore:
         """``context``: what ``access.client_context()`` returned; several peers share it."""
         self.node_url = node_url
         self.name = redacted(node_url).rstrip("/")
-        self._home: Target = _target(f"{node_url.rstrip('/')}/regions/{quote(model_url, safe='')}")
+        self._home: Target = parse_target(f"{node_url.rstrip('/')}/regions/{quote(model_url, safe='')}")
         if self._home.endpoint.tls != (context is not None):
             expected = "https" if context is not None else "http"
             raise ConfigError(f"{self.name}: expected {expected}://, as this node speaks with its cluster")

@@ -15,7 +15,7 @@ from urllib.parse import quote, urlsplit
 
 from ..errors import ConfigError, ForbiddenError, MissingPackageError
 from .base import redacted
-from .http.store import HttpStore, Target, _target
+from .http.store import HttpStore, Target, parse_target
 from .http.wire import Response
 from .retry import RetryPolicy
 from .sigv4 import Credentials, signed
@@ -131,7 +131,7 @@ class S3Store(HttpStore):
 
     def _adopt(self, region: str | None) -> None:
         self._region = region
-        self._home = _target(self._address())
+        self._home = parse_target(self._address())
 
     def relocate(self, response: Response) -> bool:
         region = response.headers.get("x-amz-bucket-region", "")

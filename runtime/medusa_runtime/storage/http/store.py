@@ -325,7 +325,7 @@ class HttpStore:
         endpoint = target.endpoint
         base = f"{'https' if endpoint.tls else 'http'}://{endpoint.authority}{target.path}"
         try:
-            moved = _target(urljoin(base, location))
+            moved = parse_target(urljoin(base, location))
         except (ValueError, ConfigError):
             raise StorageError(
                 f"{self.name(key)}: redirected to {location.partition('?')[0][:100]!a}; expected http(s)://host/path"
@@ -385,12 +385,12 @@ class HttpStore:
 
 def _home(url: str) -> tuple[Target, str, str | None]:
     """Return where the folder is, the query for each key, and the Authorization that the URL asks for."""
-    target = _target(url)
+    target = parse_target(url)
     path, _, query = target.path.partition("?")
     return target._replace(path=path), query, basic_authorization(urlsplit(url))
 
 
-def _target(url: str) -> Target:
+def parse_target(url: str) -> Target:
     """Parse a URL. ConfigError for one that is not http(s) or has no host."""
     wrong = ConfigError(f"{redacted(url)}: expected http(s)://host[:port]/path")
     try:
