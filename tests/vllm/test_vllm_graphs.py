@@ -43,6 +43,7 @@ def made(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("bundle")
     starts = {"plain": {"out": str(folder / "plain")}, "unnamed": {"out": str(folder / "unnamed"), "unnamed": True}}
     starts["product"] = {"out": str(folder / "product"), "product": True}
+    starts["opaque"] = {"out": str(folder / "opaque"), "opaque": True}
     starts["pieces"] = {"out": str(folder / "pieces"), "pieces": True}
     found = run("materialize", 0x610000000000, starts)
     return {**found, "path": str(folder / "plain"), **{f"{name} path": str(folder / name) for name in starts}}
@@ -80,6 +81,14 @@ def test_memory_has_the_names_of_where_it_hangs(made: dict[str, Any]) -> None:
     assert plain["pinned"] == []
     assert plain["refused"] == {}
     assert len({digest for digests in plain["answers"].values() for digest in digests}) == 9
+
+
+def test_what_two_captures_do_not_explain_is_not_kept(made: dict[str, Any]) -> None:
+    """It would be right with all memory where it was, and vLLM's is elsewhere in each process."""
+    refused = made["opaque"]["refused"]
+    assert len(refused) == 3
+    assert all(why.startswith("address: it only fits where it was captured") for why in refused.values())
+    assert "3 graphs only fit where they were captured: gemv has a word" in made["opaque"]["log"]
 
 
 def test_contents_of_memory_without_a_name_are_not_trusted(made: dict[str, Any]) -> None:

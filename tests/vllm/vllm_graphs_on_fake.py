@@ -58,13 +58,17 @@ def i(value: int) -> bytes:
 class Model(nn.Module):
     """Embeds, scales through a layer, and adds what a workspace allows.
 
-    ``unnamed``: it reads memory that no attribute leads to. ``product``: it reads cuBLAS' workspace.
+    ``unnamed``: it reads memory that no attribute leads to. ``product``: it reads cuBLAS' workspace. ``opaque``: its
+    parameters have a word that is another one in each process.
     """
 
-    def __init__(self, cuda: FakeCuda, weights: Tensor, unnamed: bool, product: bool = False) -> None:
+    def __init__(
+        self, cuda: FakeCuda, weights: Tensor, unnamed: bool, *, product: bool = False, opaque: bool = False
+    ) -> None:
         super().__init__()
         self.weights = nn.Parameter(weights, requires_grad=False)
         self._cuda, self._unnamed, self._product = [cuda], unnamed, product
+        self._word = cuda.at["pool"] >> 4 if opaque else 0
         self.start_layer, self.end_layer = 0, LAYERS  # as vLLM's models have them
         self.forwards = self.layers = 0
 
@@ -81,7 +85,7 @@ class Model(nn.Module):
                 x, y = (x, y) if layer == self.start_layer else (y, x)
                 cuda.driver.call("cuMemsetD32Async", y, 0, WIDTH, cuda.current.cuda_stream)
                 cuda.kernels.launch(
-                    "gemv", [struct.pack("<QQQii4Q", weights + VOCAB * ROW, x, y, WIDTH, WIDTH, 0, 0, 0, 0)]
+                    "gemv", [struct.pack("<QQQii4Q", weights + VOCAB * ROW, x, y, WIDTH, WIDTH, self._word, 0, 0, 0)]
                 )
             if self._unnamed:
                 cuda.kernels.launch("add_checked", [p(x), p(y), p(cuda.at["workspace"] + 64), i(WIDTH)])
@@ -181,7 +185,7 @@ def runner_of(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> An
     state = SimpleNamespace(prepare_attn=lambda *_, **__: {}, prepare_dummy_inputs=lambda *_: {})
     return SimpleNamespace(
         model=PiecewiseModel(cuda, weights, False, config) if "pieces" in options 
-        else Model(cuda, weights, unnamed, "product" in options),
+        else Model(cuda, weights, unnamed, product="product" in options, opaque="opaque" in options),
         kv_caches=[place(torch.zeros(kv_blocks, BLOCK, WIDTH))],
         input_buffers=buffers, block_tables=tables, model_state=state, device=HOST, lora_config=None,
         kv_cache_config=SimpleNamespace(num_blocks=kv_blocks, kv_cache_groups=[]),

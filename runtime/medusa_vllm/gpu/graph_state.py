@@ -164,7 +164,7 @@ class VllmGraphState:
             images,
             fingerprint=self.fingerprint() | {KV_BYTES: str(self._kv_bytes())},
         )
-        return _without_stale_state(materialize_graphs(self._driver, dump, capture, second=second))
+        return _without_stale_state(_without_pinned(materialize_graphs(self._driver, dump, capture, second=second)))
 
     def restore(
         self, data: Blueprints | bytes, *, trigger: Trigger | None = None, validate: str = "ends"
@@ -340,6 +340,14 @@ def _output(place: list[Any], rows: int) -> Piece:
     row = (rows - 1) * strides[0] * size if shape and shape[0] >= rows else 0
     width = (shape[-1] if shape else 1) * size
     return Piece(memory_range, offset + row, bytes(min(_REFERENCE_BYTES, width)))
+
+
+def _without_pinned(made: Blueprints) -> Blueprints:
+    """Refuse graphs that are only right at their captured addresses: vLLM's memory lies elsewhere in each process."""
+    why = f"{Reason.ADDRESS}: it only fits where it was captured, and vLLM puts memory elsewhere in each process"
+    refused = {graph.key: why for graph in made.graphs if graph.pinned}
+    graphs = tuple(graph for graph in made.graphs if not graph.pinned)
+    return replace(made, graphs=graphs, refused={**made.refused, **refused})
 
 
 def _without_stale_state(made: Blueprints) -> Blueprints:

@@ -142,6 +142,7 @@ class Gpu:
             return CudaCapturer(self.device)
         from .graph_pool import open_pool
 
+        self.placed.make_current()
         pool = open_pool(self.placed.driver, self._graph_base)
         return CudaCapturer(self.device, memory=pool, keep_graph=True)
 

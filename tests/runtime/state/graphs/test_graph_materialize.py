@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_runtime.state.graphs import Blueprints, MemoryRange, RangeKind
+from medusa_runtime.state.graphs.blueprint import GraphBlueprint, Relocation
+from medusa_runtime.state.graphs.materialization.poison import _pieces
 
 OTHER_BASE = 0x580000000000
 
@@ -80,6 +84,16 @@ def test_words_that_changed_unexplained(toy: Any, second: Path, tmp_path: Path, 
     taken = {"bundle": str(bundle), "take": [made["at"]["pool"]]}
     reasons = toy("restore", taken, base=OTHER_BASE)["reasons"]
     assert {reason.partition(" at")[0] for reason in reasons.values()} == {"address: expected pool"}
+
+
+def test_contents_of_pinned_memory_are_looked_for_from_its_start() -> None:
+    """Not all pointers of such a graph are known, so one may lead to before the first that is."""
+    pool = MemoryRange("graph pool", RangeKind.SLAB, 0x6800_0000_0000, 4096)
+    graph = GraphBlueprint("g", (), (), bytes(16), (Relocation(0, 0, 512), Relocation(8, 0, 1024)))
+    for pinned, offsets in (((), [512, 1024]), ((0,), [0, 512, 1024])):
+        pieces = _pieces(Blueprints(ranges=(pool,), graphs=(replace(graph, pinned=pinned),)))
+        assert [piece.offset for piece in pieces] == offsets
+        assert pieces[-1].offset + len(pieces[-1].data) == pool.size
 
 
 def not_position_independent() -> str | None:
