@@ -29,14 +29,14 @@
 #define VARIANT linear_avx2
 #define MAX_ROWS 4
 #define TILE_COLS 3
-#define MOST_TOGETHER 2
+#define FEW_ROWS 8 /* up to so many are one tile, of fewer weight rows: it reads each weight once */
 #endif
-#ifndef MOST_TOGETHER
-#define MOST_TOGETHER 1 /* so many tiles of x, if there are no more, take turns with each few weight rows */
+#ifndef FEW_ROWS
+#define FEW_ROWS MAX_ROWS
 #endif
 
 #define DEPTH_BLOCK 1024L /* a tile of x (16 KB) stays in the first-level cache, a block of weights in the second */
-#define TOGETHER_BYTES 16384L /* of tiles of x that take turns: they stay in the first-level cache, and so do their weights */
+#define FEW_BYTES 16384L  /* of a tile of more rows: it is read from the first-level cache for each of its few weight rows */
 
 /* Depth is added up in pieces of this many elements, whatever the number of rows: the lanes of an accumulator are added to each
  * other at a piece's end alone. So a row's product has the same bits in every batch. */
@@ -63,7 +63,7 @@ INLINE long packed_size(const int dtype)
     return 4;
 }
 
-INLINE void step(vf acc[MAX_ROWS][TILE_COLS], const char *x, const char *w, long stride, const int dtype, const int rows,
+INLINE void step(vf acc[FEW_ROWS][TILE_COLS], const char *x, const char *w, long stride, const int dtype, const int rows,
                  const int cols)
 {
 #ifdef DOT_BF16
@@ -113,12 +113,12 @@ INLINE void step(vf acc[MAX_ROWS][TILE_COLS], const char *x, const char *w, long
 INLINE void tile(const char *x, const char *w, long stride, long depth, float *sums, long sums_stride, const int dtype,
                  const long fetch, const float *from, float *to, const int rows, const int cols)
 {
-    vf acc[MAX_ROWS][TILE_COLS];
+    vf acc[FEW_ROWS][TILE_COLS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++)
-            acc[r][c] = from ? LOAD(from + (c * MAX_ROWS + r) * LANES) : ZERO();
+            acc[r][c] = from ? LOAD(from + (c * FEW_ROWS + r) * LANES) : ZERO();
     long k = 0;
     for (; k + STEP <= depth; k += STEP) {
 #pragma GCC unroll 8
@@ -137,7 +137,7 @@ INLINE void tile(const char *x, const char *w, long stride, long depth, float *s
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
             for (int c = 0; c < cols; c++)
-                STORE(to + (c * MAX_ROWS + r) * LANES, acc[r][c]);
+                STORE(to + (c * FEW_ROWS + r) * LANES, acc[r][c]);
         return;
     }
 #pragma GCC unroll 8
@@ -147,40 +147,49 @@ INLINE void tile(const char *x, const char *w, long stride, long depth, float *s
             sums[r * sums_stride + c] += SUM(acc[r][c]);
 }
 
-#define CASE(rows)                                                                                                             \
+#define CASE(rows, most)                                                                                                       \
     case rows:                                                                                                                 \
-        if (cols == TILE_COLS)                                                                                                 \
-            tile(x, w, stride, depth, sums, sums_stride, dtype, fetch, from, to, rows, TILE_COLS);                             \
+        if (cols == most)                                                                                                      \
+            tile(x, w, stride, depth, sums, sums_stride, dtype, fetch, from, to, rows, most);                                  \
         else                                                                                                                   \
             for (long c = 0; c < cols; c++)                                                                                    \
                 tile(x, w + c * stride, stride, depth, sums + c, sums_stride, dtype, fetch,                                    \
-                     from ? from + c * MAX_ROWS * LANES : NULL, to ? to + c * MAX_ROWS * LANES : NULL, rows, 1);               \
+                     from ? from + c * FEW_ROWS * LANES : NULL, to ? to + c * FEW_ROWS * LANES : NULL, rows, 1);               \
         break;
 
 INLINE void any_tile(const char *x, const char *w, long stride, long depth, float *sums, long sums_stride,
                      const int dtype, const long fetch, const float *from, float *to, long rows, long cols)
 {
     switch (rows) {
-        CASE(1)
-        CASE(2)
-        CASE(3)
-        CASE(4)
+        CASE(1, TILE_COLS)
+        CASE(2, TILE_COLS)
+        CASE(3, TILE_COLS)
+        CASE(4, TILE_COLS)
 #if MAX_ROWS > 4
-        CASE(5)
+        CASE(5, TILE_COLS)
 #endif
 #if MAX_ROWS > 5
-        CASE(6)
+        CASE(6, TILE_COLS)
 #endif
 #if MAX_ROWS > 6
-        CASE(7)
-        CASE(8)
+        CASE(7, TILE_COLS)
+        CASE(8, TILE_COLS)
+#endif
+#if FEW_ROWS > MAX_ROWS
+        CASE(5, 2)
+        CASE(6, 2)
+        CASE(7, 1)
+        CASE(8, 1)
 #endif
     }
 }
 
+/* Weight rows of a register tile with so many rows of x. */
+static inline long cols_of(long rows) { return rows <= MAX_ROWS ? TILE_COLS : rows <= 6 ? 2 : 1; }
+
 static inline long at_most(long value, long limit) { return value < limit ? value : limit; }
 
-static long tiles(long rows) { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
+static long tiles(long rows) { return rows <= FEW_ROWS ? 1 : (rows + MAX_ROWS - 1) / MAX_ROWS; }
 
 /* The first row of a tile: rows are spread evenly, so that nine are 3+3+3 and not 4+4+1. */
 static inline long tile_start(long rows, long number) { return rows * number / tiles(rows); }
@@ -225,27 +234,25 @@ INLINE void block(const struct linear_job *job, float *sums, long col, long cols
 {
     const long count = tiles(job->rows), stride = job->weight_stride * size_of(dtype), sums_stride = job->block_cols;
     memset(sums, 0, (size_t)(job->rows * sums_stride) * sizeof(float));
-    const long together = count <= MOST_TOGETHER ? count : 1;
-    /* The accumulators of these tiles between the parts of a piece. */
-    float carried[MOST_TOGETHER][MOST_BLOCK_COLS * MAX_ROWS * LANES] __attribute__((aligned(64)));
-    const long part = count == 1   ? PIECE(dtype)
-                      : together > 1 ? TOGETHER_BYTES / (job->rows * packed_size(dtype)) / STEP * STEP
-                                     : DEPTH_BLOCK;
+    /* The accumulators of a tile between the parts of a piece. */
+    float carried[MOST_BLOCK_COLS * FEW_ROWS * LANES] __attribute__((aligned(64)));
+    const long part = count > 1               ? DEPTH_BLOCK
+                      : job->rows <= MAX_ROWS ? PIECE(dtype)
+                                              : FEW_BYTES / (job->rows * packed_size(dtype)) / STEP * STEP;
     for (long piece = 0; piece < job->depth; piece += PIECE(dtype)) {
         const long piece_end = at_most(job->depth, piece + PIECE(dtype));
-        for (long group = 0; group < count; group += together)
+        for (long number = 0; number < count; number++)
             for (long k = piece; k < piece_end; k += part) {
-                const long depth = at_most(piece_end - k, part);
-                const long ahead = (1 + AHEAD / (TILE_COLS * depth * size_of(dtype))) * TILE_COLS * stride;
-                for (long c = 0; c < cols; c += TILE_COLS)
-                    for (long number = group; number < group + together; number++) {
-                        const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
-                        const char *x = (const char *)job->packed + (start * job->padded_depth + k * rows) * packed_size(dtype);
-                        const char *w = (const char *)job->weight + (col + c) * stride + k * size_of(dtype);
-                        float *sum = sums + start * sums_stride + c, *kept = carried[number - group] + c * MAX_ROWS * LANES;
-                        any_tile(x, w, stride, depth, sum, sums_stride, dtype, number == 0 ? ahead : 0, k > piece ? kept : NULL,
-                                 k + depth < piece_end ? kept : NULL, rows, at_most(cols - c, TILE_COLS));
-                    }
+                const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
+                const long depth = at_most(piece_end - k, part), wide = cols_of(rows);
+                const long ahead = (1 + AHEAD / (wide * depth * size_of(dtype))) * wide * stride;
+                for (long c = 0; c < cols; c += wide) {
+                    const char *x = (const char *)job->packed + (start * job->padded_depth + k * rows) * packed_size(dtype);
+                    const char *w = (const char *)job->weight + (col + c) * stride + k * size_of(dtype);
+                    float *sum = sums + start * sums_stride + c, *kept = carried + c * FEW_ROWS * LANES;
+                    any_tile(x, w, stride, depth, sum, sums_stride, dtype, number == 0 ? ahead : 0, k > piece ? kept : NULL,
+                             k + depth < piece_end ? kept : NULL, rows, at_most(cols - c, wide));
+                }
             }
     }
     for (long r = 0; r < job->rows; r++)
