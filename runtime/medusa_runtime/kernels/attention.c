@@ -6,7 +6,7 @@
 
 #include "parallel.h"
 
-enum { SERIAL_KEYS = 4096 }; /* rows times keys below which waking threads costs more than it brings */
+enum { SERIAL_KEYS = 1024 }; /* rows times keys below which waking threads costs more than it brings */
 
 struct run {
     const struct attention *attention;

@@ -32,6 +32,8 @@ struct query_rows {
     long first_token, first_row, count, kv_head;
 };
 
+int medusa_attention(const struct attention *a, int dtype, int threads);
+
 typedef void (*attend_fn)(const struct attention *, const struct query_rows *);
 
 extern const attend_fn attend_avx2[3], attend_avx512[3], attend_neon[3]; /* indexed by dtype */

@@ -8,7 +8,7 @@ from pathlib import Path
 
 SOURCE_DIR = Path(__file__).parent
 LIBRARY_NAME = "libmedusa_kernels.so"
-INTERFACE = 3  # raised with every change of what an exported function takes; a library of another one is not used
+INTERFACE = 4  # raised with every change of what an exported function takes; a library of another one is not used
 # Without traps and errno the compiler may vectorize rintf and selections. No other rule of IEEE 754 is relaxed.
 FLAGS = (
     f"-DMEDUSA_INTERFACE={INTERFACE}",
@@ -33,6 +33,7 @@ OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("linear_avx512", "linear_tile.c", AVX512),
         ("linear_avx512_bf16", "linear_tile.c", AVX512_BF16),
         ("pointwise", "pointwise.c", AVX2),
+        ("program", "program.c", ()),
         ("dequantize", "dequantize.c", AVX2),
         ("attention", "attention.c", ()),
         ("chunks", "chunks.c", ()),
@@ -45,6 +46,7 @@ OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("linear_neon", "linear_tile.c", ()),
         ("linear_neon_bf16", "linear_tile.c", NEON_BF16),
         ("pointwise", "pointwise.c", ()),
+        ("program", "program.c", ()),
         ("dequantize", "dequantize.c", ()),
         ("attention", "attention.c", ()),
         ("chunks", "chunks.c", ()),

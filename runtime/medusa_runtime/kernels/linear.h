@@ -18,6 +18,9 @@ struct linear_job {
     void *packed;      /* x in tiles: [tile][step][row of the tile][step elements], fp32 or as it is */
 };
 
+int medusa_products(char *out, const char *x, const struct linear_part *parts, long count, const char *residual, long rows,
+                    long depth, long x_stride, long residual_stride, int dtype, int threads);
+
 #define MOST_BLOCK_COLS 96L /* weight rows that one task works on: a multiple of every variant's tile_cols */
 
 struct linear_variant {

@@ -14,6 +14,8 @@ from medusa_runtime.kernels.build import INTERFACE, LIBRARY_NAME
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # the enum in dtype.h
 MAX_HEAD_DIM = 256  # attention.h
+INPUTS = 16  # of a program: program.c
+LANES = 8  # what lies between products has sizes that are multiples of it
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 
 
@@ -86,9 +88,11 @@ class NativeKernels:
             self._products: Any = library.medusa_products
             self._attention: Any = library.medusa_attention
             self._dequantize: Any = library.medusa_dequantize
+            self.run: Any = library.medusa_run  # recording.py has its arguments
             self._norm: Any = short.medusa_norm
             self._rope: Any = short.medusa_rope
             self._gate: Any = short.medusa_gate
+            self._add: Any = short.medusa_add
             self._write_kv: Any = short.medusa_write_kv
         except (OSError, AttributeError) as error:
             raise UnavailableError(f"{error}; `python -m medusa_runtime.kernels.build` makes it") from error
@@ -99,8 +103,10 @@ class NativeKernels:
         self._norm.argtypes = [_POINTER] * 3 + [_LONG] * 3 + [ctypes.c_float] * 2 + [_INT] * 3
         self._rope.argtypes = [_POINTER] * 4 + [_LONG] * 7 + [_INT] * 2
         self._gate.argtypes = [_POINTER] * 3 + [_LONG] * 4 + [_INT] * 2
+        self._add.argtypes = [_POINTER] * 3 + [_LONG] + [_INT] * 2
         self._write_kv.argtypes = [_POINTER] * 5 + [_LONG] * 4
-        for function in (self._norm, self._rope, self._gate, self._write_kv):
+        self.run.argtypes = [_POINTER, _LONG, _POINTER, _INT]
+        for function in (self._norm, self._rope, self._gate, self._add, self._write_kv):
             function.restype = None
         self._dequantize.argtypes, self._dequantize.restype = [ctypes.POINTER(_Codes), _INT], None
         self._attention.argtypes = [ctypes.POINTER(_Attention), _INT, _INT]
@@ -188,6 +194,11 @@ class NativeKernels:
             torch.get_num_threads(),
         )
         return out
+
+    def add(self, one: Tensor, other: Tensor, out: Tensor) -> None:
+        """one + other, both contiguous and of one shape with a multiple of 8 elements."""
+        places = (out.data_ptr(), one.data_ptr(), other.data_ptr())
+        self._add(*places, one.numel(), DTYPES[one.dtype], torch.get_num_threads())
 
     def write_kv(self, keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k and v [tokens, kv_heads, head_dim] to slots of contiguous pools [slots, kv_heads, head_dim]."""

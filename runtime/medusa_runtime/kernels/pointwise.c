@@ -4,6 +4,7 @@
 #include <stdatomic.h>
 
 #include "parallel.h"
+#include "pointwise.h"
 #include "simd.h"
 
 enum { TICKET = 1 << 15 }; /* elements: some 10 µs of work, below which waking threads costs more than it brings */
@@ -186,6 +187,26 @@ void medusa_gate(char *out, const char *gate, const char *up, long rows, long si
 {
     const struct gate job = {out, gate, up, size, gate_stride, up_stride};
     spread_rows(gates[dtype], &job, rows, size, threads);
+}
+
+struct add {
+    char *out;
+    const char *one, *other;
+};
+
+INLINE void add(const void *job, long row, long stop, const int dtype)
+{
+    const struct add *a = job;
+    for (long i = row * LANES; i < stop * LANES; i += LANES)
+        store(AT(a->out, i), load(AT(a->one, i), dtype) + load(AT(a->other, i), dtype), dtype);
+}
+DEFINE(add)
+
+/* one + other, `count` elements each. */
+void medusa_add(char *out, const char *one, const char *other, long count, int dtype, int threads)
+{
+    const struct add job = {out, one, other};
+    spread_rows(adds[dtype], &job, count / LANES, LANES, threads);
 }
 
 /* Row i of k and v to slot slots[i] of the pools; sizes and strides in bytes. */

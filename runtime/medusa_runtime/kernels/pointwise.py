@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medusa_runtime.kernels.compiled import compiled_for
-
-_LANES = 8  # the compiled kernels take sizes that are multiples of this
+from medusa_runtime.kernels.native import LANES
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, once: bool = False, offset: float = 0.0) -> Tensor:
@@ -21,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, once: bool = False, offse
     ``offset`` is added to the weight. With ``once`` only the result is rounded.
     """
     size = x.shape[-1]
-    if size % _LANES == 0 and x.stride()[-1] == 1 and weight.is_contiguous():
+    if size % LANES == 0 and x.stride()[-1] == 1 and weight.is_contiguous():
         kernels = compiled_for(x, weight)
         if kernels is not None:
             if x.dim() == 2:
@@ -45,7 +44,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     """
     heads = (q.shape[2], 1)
     if (
-        cos.shape[2] % (2 * _LANES) == 0
+        cos.shape[2] % (2 * LANES) == 0
         and q.stride()[1:] == heads == k.stride()[1:]
         and cos.is_contiguous()
         and sin.is_contiguous()
@@ -66,7 +65,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, each [rows, size] (SwiGLU; Shazeer, 2020)."""
-    if gate.dim() == 2 and gate.shape[1] % _LANES == 0 and gate.stride(1) == 1 == up.stride(1):
+    if gate.dim() == 2 and gate.shape[1] % LANES == 0 and gate.stride(1) == 1 == up.stride(1):
         kernels = compiled_for(gate, up)
         if kernels is not None:
             return kernels.gate(gate, up)

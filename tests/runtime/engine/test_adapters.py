@@ -13,6 +13,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.errors import MedusaError, RequestError
 from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.kernels.compiled import compiled
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
@@ -239,6 +240,20 @@ def test_other_families_and_transformers_own_modules(architecture: str, serve: A
     answers = [(ask(served, tuple(prompt), "one"), served.ask(prompt)) for prompt in prompts]
     assert [(adapted.tokens, base.tokens) for adapted, base in answers] == list(zip(expected, plain, strict=True))
     assert expected != plain
+
+
+def test_an_adapter_takes_part_in_layers_that_were_recorded(serve: Any, tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base", "Olmo2ForCausalLM", hidden_size=64, pad_token_id=2)
+    adapter = write_adapter(tmp_path / "adapter", base)
+    served, merged = serve(base), serve(merge(tmp_path / "merged", base, adapter))
+    prompt = (5, 17, 2, 88, 41, 41, 9, 60)
+    plain, expected = (ask(engine, prompt, None, max_tokens=24).tokens for engine in (served, merged))
+    found = served.engine._model.module.model.layers[0].medusa_programs._found
+    if not isinstance(compiled(), str):
+        assert [type(one).__name__ for (_, rows), one in found.items() if rows == 1] == ["_Recorded"] * 2
+    served.engine.add_adapter("one", fetched(adapter))
+    assert ask(served, prompt, "one", max_tokens=24).tokens == expected != plain
+    assert ask(served, prompt, None, max_tokens=24).tokens == plain
 
 
 def test_modules_with_an_attention_of_their_own_are_refused(serve: Any, tmp_path: Path) -> None:

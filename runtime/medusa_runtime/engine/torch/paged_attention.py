@@ -29,10 +29,10 @@ class PagedAttention:
             contexts += range(start + 1, stop + 1)
             lengths += [stop] * (stop - start)
         self.lengths = torch.tensor(lengths)
-        self._slots = torch.tensor(slots)
-        self._tables = torch.tensor(tables, dtype=torch.int32)
-        self._rows = torch.tensor(rows, dtype=torch.int32)
-        self._contexts = torch.tensor(contexts, dtype=torch.int32)
+        self.slots = torch.tensor(slots)
+        self.tables = torch.tensor(tables, dtype=torch.int32)
+        self.rows = torch.tensor(rows, dtype=torch.int32)
+        self.contexts = torch.tensor(contexts, dtype=torch.int32)
 
     def attend(
         self,
@@ -47,9 +47,9 @@ class PagedAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """The seam of models/base.py; the new keys and values are written before anything is read."""
-        self.cache.write(layer, self._slots, k, v)
+        self.cache.write(layer, self.slots, k, v)
         keys, values = self.cache.layers[layer]
-        places = (self._tables, self._rows, self._contexts)
+        places = (self.tables, self.rows, self.contexts)
         if softcap is not None or sinks is not None:
             return kernels.paged.attention(
                 q, keys, values, *places, scale=scale, window=window, softcap=softcap, sinks=sinks

@@ -18,6 +18,7 @@ from .attention import NAME, STEP, Step, attend
 from .config import TransformersConfig, own_class, own_config
 from .faster import use_our_parts
 from .gathered import run_gathered
+from .programs import use_programs
 
 # Classes that say they take any attention, and then need masks or biases that only their own attention adds.
 _OWN_ATTENTION = frozenset({"FalconForCausalLM"})
@@ -48,6 +49,7 @@ class TransformersDecoder(DecoderModel):
             if hasattr(part, "warn_if_padding_and_no_attention_mask"):
                 part.warn_if_padding_and_no_attention_mask = _say_nothing
         use_our_parts(self.module, config.dtype)
+        use_programs(self.module, self._step)
 
     def run(self, token_ids: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None) -> Tensor | None:
         if self.gathers and hasattr(attention, "spans"):
