@@ -19,12 +19,11 @@ from ..http.body import read_body
 from ..merge import Merge
 
 if TYPE_CHECKING:
-    from http.client import HTTPResponse
+    from medusa_runtime.engine.http_answer import HttpAnswer
 
     from ..service import Service
 
 _POLL_S = 0.25
-_PIECE_BYTES = 1 << 16
 _AHEAD = 64
 _FORM = "application/x-www-form-urlencoded"
 # Of a connection, not of a message (RFC 9110, section 7.6.1), or ours to say.
@@ -74,7 +73,7 @@ def relay(service: Service, gone: Callable[[], bool], target: str | None = None,
         raise
     found = answer.response
     assert found is not None
-    headers = [(name, value) for name, value in found.getheaders() if name.lower() not in _NOT_RETURNED]
+    headers = [(name, value) for name, value in found.headers if name not in _NOT_RETURNED]
 
     def stream() -> Iterator[bytes]:
         try:
@@ -110,24 +109,25 @@ class _Answer:
     def __init__(self, connection: socket.socket, method: str) -> None:
         self._connection = connection
         self._method = method
-        self.response: HTTPResponse | None = None
+        self.response: HttpAnswer | None = None
 
     def __iter__(self) -> Iterator[bytes]:
-        from http.client import HTTPException, HTTPResponse
+        from medusa_runtime.engine.http_answer import (
+            FieldError,
+            HttpAnswer,
+        )  # after the request: the engine is busy now
 
-        response = HTTPResponse(self._connection, method=self._method)
+        response = HttpAnswer(self._connection, self._method)
         try:
             response.begin()
             self.response = response
             yield b""
-            while piece := response.read1(_PIECE_BYTES):
-                yield piece
-        except (OSError, HTTPException, ValueError) as error:
+            yield from response.pieces()
+        except (OSError, FieldError) as error:
             if self.response is not None:
                 return  # the client sees an answer that ends early
             raise EngineError(f"the engine's HTTP server did not answer: {error}") from error
         finally:
-            response.close()
             self._connection.close()
 
     def cancel(self) -> None:

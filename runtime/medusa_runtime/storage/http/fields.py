@@ -54,29 +54,37 @@ class ContentRange(NamedTuple):
 
 def parse_head(head: bytes) -> Head:
     """Parse a response's head, without the empty line that ends it. FieldError says what is not allowed."""
-    if wrong := _FORBIDDEN.search(head):
-        raise FieldError(f"expected lines that end in CR LF and no control characters, found {_near(head, wrong)}")
-    status_line, *lines = head.split(b"\r\n")
-    status = _STATUS_LINE.fullmatch(status_line)
-    if not status:
-        raise FieldError(f"expected an HTTP/1.1 answer, found {status_line[:60]!r}")
+    minor, status, lines = parse_lines(head)
     fields: dict[str, str] = {}
-    name = ""
-    for line in lines:
-        if line[:1] in (b" ", b"\t") and name:  # a folded line (RFC 9112 §5.2)
-            fields[name] = f"{fields[name]} {_value(line)}".strip()
-            continue
-        raw, colon, rest = line.partition(b":")
-        if not colon or not _TOKEN.fullmatch(raw):
-            raise FieldError(f"expected a field (name: value), found {line[:60]!r}")
-        name, value = raw.decode("ascii").lower(), _value(rest)
+    for name, value in lines:
         if name not in fields:
             fields[name] = value
         elif name not in _ONCE:
             fields[name] = f"{fields[name]}, {value}".strip()
         elif fields[name] != value:
             raise FieldError(f"expected {name} once, found {fields[name][:60]!r} and {value[:60]!r}")
-    return Head(int(status[1]), int(status[2]), fields)
+    return Head(minor, status, fields)
+
+
+def parse_lines(head: bytes) -> tuple[int, int, list[tuple[str, str]]]:
+    """Like ``parse_head``, with the fields as they came: in order, each as often as it was sent."""
+    if wrong := _FORBIDDEN.search(head):
+        raise FieldError(f"expected lines that end in CR LF and no control characters, found {_near(head, wrong)}")
+    status_line, *rest = head.split(b"\r\n")
+    status = _STATUS_LINE.fullmatch(status_line)
+    if not status:
+        raise FieldError(f"expected an HTTP/1.1 answer, found {status_line[:60]!r}")
+    lines: list[tuple[str, str]] = []
+    for line in rest:
+        if line[:1] in (b" ", b"\t") and lines:  # a folded line (RFC 9112 §5.2)
+            name, value = lines.pop()
+            lines.append((name, f"{value} {_value(line)}".strip()))
+            continue
+        raw, colon, value_bytes = line.partition(b":")
+        if not colon or not _TOKEN.fullmatch(raw):
+            raise FieldError(f"expected a field (name: value), found {line[:60]!r}")
+        lines.append((raw.decode("ascii").lower(), _value(value_bytes)))
+    return int(status[1]), int(status[2]), lines
 
 
 def _value(raw: bytes) -> str:

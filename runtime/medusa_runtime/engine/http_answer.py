@@ -1,0 +1,92 @@
+"""An answer of the HTTP server that an engine has of its own, read piece by piece.
+
+The standard library's reader would be imported for the first such request (20 ms of CPU: it brings email and TLS),
+while the engine computes its answer on the same cores. The engine may be another user's process, so heads and lines
+have a largest size.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+from ..storage.http.fields import FieldError, Head, chunk_size, framing, parse_lines
+
+_HEAD_BYTES = 64 << 10
+_LINE_BYTES = 256  # the most of the line before a chunk, which holds its size
+_PIECE_BYTES = 64 << 10
+_MOST_INTERIM = 8  # interim answers (1xx) before the final one
+
+
+class HttpAnswer:
+    """An answer that comes over ``connection``, which stays the caller's. ``begin`` reads its head.
+
+    What is not HTTP, or ends early, is a FieldError; a broken connection an OSError.
+    """
+
+    def __init__(self, connection: socket.socket, method: str) -> None:
+        self._connection = connection
+        self._method = method
+        self._left = b""  # received, and not handed on yet
+        self._length: int | None = 0
+        self._chunked = False
+        self.status = 0
+        self.headers: list[tuple[str, str]] = []
+
+    def begin(self) -> None:
+        """Receive the head: ``status``, and ``headers`` as they came, with names in lower case."""
+        for _ in range(_MOST_INTERIM):
+            minor, status, lines = parse_lines(self._until(b"\r\n\r\n", _HEAD_BYTES))
+            if status >= 200:
+                head = Head(minor, status, dict(lines))
+                if sum(name in ("content-length", "transfer-encoding") for name, _ in lines) > 1:
+                    raise FieldError("expected one length of the answer, found more")
+                self._length, self._chunked = (0, False) if self._method == "HEAD" else framing(head)
+                self.status, self.headers = status, lines
+                return
+        raise FieldError(f"expected an answer, found {_MOST_INTERIM} that announce one (1xx)")
+
+    def pieces(self) -> Iterator[bytes]:
+        """The body, in pieces as they come."""
+        if self._chunked:
+            while size := chunk_size(self._until(b"\r\n", _LINE_BYTES)):
+                yield from self._exactly(size)
+                if self._until(b"\r\n", _LINE_BYTES):
+                    raise FieldError("expected a line's end behind a chunk")
+        elif self._length is not None:
+            yield from self._exactly(self._length)
+        else:
+            while data := self._some():
+                yield data
+
+    def _exactly(self, size: int) -> Iterator[bytes]:
+        while size:
+            data = self._some()
+            if not data:
+                raise FieldError("the connection was closed before the answer's end")
+            data, self._left = data[:size], data[size:]
+            size -= len(data)
+            yield data
+
+    def _some(self) -> bytes:
+        if not self._left:
+            return self._connection.recv(_PIECE_BYTES)
+        data, self._left = self._left, b""
+        return data
+
+    def _until(self, end: bytes, most: int) -> bytes:
+        """Receive what ends with ``end``, and return it without."""
+        searched = 0
+        while (at := self._left.find(end, max(searched - len(end), 0))) < 0 and len(self._left) <= most:
+            searched = len(self._left)
+            data = self._connection.recv(_PIECE_BYTES)
+            if not data:
+                raise FieldError("the connection was closed before the answer's end")
+            self._left += data
+        if not 0 <= at <= most:
+            raise FieldError(f"expected a head or line of at most {most} bytes, found more")
+        found, self._left = self._left[:at], self._left[at + len(end) :]
+        return found
+
+
+__all__ = ["FieldError", "HttpAnswer"]
