@@ -17,7 +17,6 @@ from .imports import import_model
 from .plugin import LOAD_FORMAT
 from .structured import TokenizerFolder
 from .weights.attached import settings_for
-from .weights.checkpoint_folder import CheckpointFolder
 
 _CPU_WORKER = "medusa_vllm.cpu.worker.CpuWorker"
 _PLACEHOLDER_BYTES = 1 << 30
@@ -32,22 +31,14 @@ class Configured(NamedTuple):
 
 
 def configure(
-    folder: CheckpointFolder,
-    files: TokenizerFolder,
-    region: Region,
-    settings: Settings,
-    timeline: Timeline,
-    compiled: CompiledStart,
+    files: TokenizerFolder, region: Region, settings: Settings, timeline: Timeline, compiled: CompiledStart
 ) -> Configured:
-    """vLLM's configuration. Raises ModelError or ConfigError for what vLLM cannot serve.
-
-    ``folder`` is there until this returns, ``files`` as long as the engine.
-    """
-    architectures = folder.config["architectures"]  # checked by models/backend.py
+    """vLLM's configuration. Raises ModelError or ConfigError for what vLLM cannot serve."""
+    architectures = files.folder.config["architectures"]  # checked by models/backend.py
     with timeline.stage("config"):
         for architecture in architectures:
             import_model(str(architecture))
-        arguments = _arguments(folder, files, region, settings, timeline, compiled)
+        arguments = _arguments(files, region, settings, timeline, compiled)
         config = create(arguments)
     with timeline.stage("kv_plan") as detail:
         budget = kv_budget(config, region, settings)
@@ -59,12 +50,7 @@ def configure(
 
 
 def _arguments(
-    folder: CheckpointFolder,
-    files: TokenizerFolder,
-    region: Region,
-    settings: Settings,
-    timeline: Timeline,
-    compiled: CompiledStart,
+    files: TokenizerFolder, region: Region, settings: Settings, timeline: Timeline, compiled: CompiledStart
 ) -> dict[str, Any]:
     """What the user's flags of ``vllm serve`` say stands above our settings, and below what a region needs."""
     from vllm.platforms import current_platform
@@ -73,7 +59,7 @@ def _arguments(
     from .serving.arguments import engine_arguments
 
     arguments: dict[str, Any] = {
-        "dtype": _dtype(folder, settings),
+        "dtype": _dtype(files.folder.config, settings),
         "max_num_seqs": settings.max_concurrency,
         "max_num_batched_tokens": max(settings.max_batched_tokens, settings.max_concurrency),
         "enforce_eager": not compiled.wanted,
@@ -87,7 +73,7 @@ def _arguments(
     text_only = bool(arguments["language_model_only"])
     arguments |= {
         # Pictures go through a processor in the core, too, which reads the tokenizer's and its own files.
-        "model": str(folder.path if text_only else files.path()),
+        "model": str(files.folder.path if text_only else files.path()),
         "skip_tokenizer_init": text_only,  # text is tokenized here, by tokenizer.json
         "generation_config": "vllm",  # without the checkpoint's sampling defaults; what ends a text is read in eos.py
         "load_format": LOAD_FORMAT,
@@ -138,11 +124,11 @@ def _executor(settings: Settings) -> Any:
     return OneProcessExecutor
 
 
-def _dtype(folder: CheckpointFolder, settings: Settings) -> str:
+def _dtype(config: dict[str, Any], settings: Settings) -> str:
     """For ``auto`` the checkpoint's own type. vLLM's auto would reduce float32 to 16 bits."""
     if settings.dtype != "auto":
         return settings.dtype
-    named = folder.config.get("dtype") or folder.config.get("torch_dtype")
+    named = config.get("dtype") or config.get("torch_dtype")
     return "float32" if named == "float32" else "auto"
 
 

@@ -42,7 +42,6 @@ from .flags import words
 from .imports import server_is_imported
 from .serving.front_end import FrontEnd, Served
 from .structured import StructuredCore, TokenizerFolder
-from .weights.checkpoint_folder import CheckpointFolder
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +64,16 @@ class VllmEngine:
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         self._compiled = CompiledStart(region, settings, timeline, capture)
         self._files = TokenizerFolder(region)
-        with CheckpointFolder(region) as folder:
-            self.config, budget, self._arguments = configure(
-                folder, self._files, region, settings, timeline, self._compiled
-            )
+        try:
+            self.config, budget, self._arguments = configure(self._files, region, settings, timeline, self._compiled)
             if not self._compiled.suits(self.config):
                 self.config, budget, self._arguments = configure(
-                    folder, self._files, region, settings, timeline, self._compiled
+                    self._files, region, settings, timeline, self._compiled
                 )
             self._configured(budget)
+        except BaseException:
+            self._files.close()
+            raise
         model = self.config.model_config
         self._vocab_size = model.get_vocab_size()
         self._pools = model.runner_type == "pooling"  # it embeds, classifies or scores, by vLLM's own routes alone
@@ -157,9 +157,11 @@ class VllmEngine:
         return self._front_end.open(served)
 
     def rehearse(self) -> None:
-        """Mount vLLM's own HTTP server and end it again, so that what a process does once for it is done."""
+        """Mount vLLM's own HTTP server, ask it and end it again, so that what a process does once for it is done."""
         if server_is_imported() and hasattr(self._core, "attach_front_end"):
-            self.open_http()
+            from .serving.rehearsal import ask_for_answers
+
+            ask_for_answers(self.open_http(), served_name(self._settings, self._region.file))
             self._front_end.close()
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -189,7 +191,7 @@ class VllmEngine:
         core.scheduler.shutdown()
 
     def _configured(self, plan: KvPlan) -> None:
-        """The configuration is made; the checkpoint's small files are still where it names them."""
+        """The configuration is made."""
 
     # The methods from here on run in the thread of ``run``.
 

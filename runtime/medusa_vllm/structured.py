@@ -35,33 +35,32 @@ def vllm_params(asked: StructuredOutputs) -> Any:
 
 
 class TokenizerFolder:
-    """A folder with the checkpoint's small files, its tokenizer among them, made at the first use and kept."""
+    """The folder of an engine: the checkpoint's configuration, and from the first use on its tokenizer, too."""
 
     def __init__(self, region: Region) -> None:
+        self.folder = CheckpointFolder(region)
         self._region = region
         self._lock = threading.Lock()
-        self._folder: CheckpointFolder | None = None
+        self._whole = False
         self._closed = False
 
     def path(self) -> Path:
-        """Raises EngineError once it is closed: a thread that mounts the server may be late."""
+        """With the tokenizer. Raises EngineError once it is closed: a thread that mounts the server may be late."""
         with self._lock:
             if self._closed:
                 raise EngineError("the engine is stopping; try again")
-            if self._folder is None:
-                folder = CheckpointFolder(self._region)
+            if not self._whole:
                 for name in SMALL_FILES:
                     if name != "config.json" and (data := self._region.file(name)) is not None:
-                        (folder.path / name).write_bytes(data)
-                self._folder = folder
-            return self._folder.path
+                        (self.folder.path / name).write_bytes(data)
+                self._whole = True
+            return self.folder.path
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
-            if self._folder is not None:
-                self._folder.__exit__(None, None, None)
-                self._folder = None
+            if not self._closed:
+                self._closed = True
+                self.folder.close()
 
 
 class StructuredCore:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_runtime.checkpoint.index import Shard, WeightIndex
 from medusa_runtime.errors import EngineError
 from medusa_runtime.region.reader import Region
 from medusa_vllm.serving import ahead, mounting
@@ -53,19 +54,22 @@ import sys, threading
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.warmup import warm_up
 from medusa_runtime.zygote import load_engine_class
-from medusa_vllm.serving import ahead, front_end
+from medusa_vllm.serving import ahead, front_end, rehearsal
 settings = Settings(engine="vllm", device="cpu")
 engine_class = load_engine_class(settings)
 app, opened, before = ahead._made.app, [], front_end.FrontEnd.open
 front_end.FrontEnd.open = lambda self, served: opened.append(served) or before(self, served)
+statuses, ask = [], rehearsal.ask_for_answers
+rehearsal.ask_for_answers = lambda *known: statuses.extend(ask(*known))
 warm_up(engine_class, settings)
-print(len(opened) > 1, ahead._made.app is app, vars(app.state), [one.name for one in threading.enumerate()])
+print(len(opened) > 1, statuses, ahead._made.app is app, vars(app.state), [one.name for one in threading.enumerate()])
 """
 
 
 def test_a_warm_up_mounts_the_server_and_leaves_nothing_of_it() -> None:
     done = subprocess.run([sys.executable, "-c", _WARM_UP], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[-1:] == ["True True {'_state': {}} ['MainThread']"], done.stderr
+    answered = str([200] * 10)
+    assert done.stdout.splitlines()[-1:] == [f"True {answered} True {{'_state': {{}}}} ['MainThread']"], done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -158,6 +162,36 @@ def test_a_mount_reads_no_configuration_and_copies_a_tokenizer_once(core_configu
     renderer.shutdown()
 
 
+def test_a_tokenizer_is_taken_as_it_was_read() -> None:
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer, tokenization_utils_tokenizers
+
+    read = Tokenizer.from_file(f"{EXAMPLE}/tokenizer.json")
+    plain = AutoTokenizer.from_pretrained(EXAMPLE)
+    with mounting.taken_as_read():
+        assert tokenization_utils_tokenizers.copy.deepcopy(read) is read
+        others = [read]
+        assert tokenization_utils_tokenizers.copy.deepcopy(others) is not others
+        kept = AutoTokenizer.from_pretrained(EXAMPLE)
+    assert tokenization_utils_tokenizers.copy is copy
+    assert kept.encode("Return the") == plain.encode("Return the")
+    assert kept.get_vocab() == plain.get_vocab()
+
+
+def test_the_core_is_told_of_each_socket_of_its_client(tmp_path: Path) -> None:
+    import zmq
+    from vllm.v1.engine import core_client
+
+    told: list[bool] = []
+    before, context = core_client.make_zmq_socket, zmq.Context()
+    with mounting.told_of_sockets(lambda: told.append((tmp_path / "in").exists())):
+        made = core_client.make_zmq_socket(context, f"ipc://{tmp_path}/in", zmq.ROUTER, bind=True)
+    assert told == [True]
+    assert core_client.make_zmq_socket is before
+    made.close(linger=0)
+    context.term()
+
+
 def test_a_hash_describes_a_configuration_once(core_configuration: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, described = type(core_configuration.model_config.hf_config), list[Any]()
     theirs = kind.to_json_string
@@ -207,11 +241,20 @@ def test_logging_is_muted_while_flags_are_made_and_no_longer() -> None:
     assert arg_utils.suppress_logging is mute
 
 
-def test_a_late_mount_makes_no_folder_in_an_engine_that_has_ended() -> None:
+def test_an_engine_has_one_folder_and_a_late_mount_gets_none() -> None:
     region = Region.create()
     try:
+        shard = Shard("model.safetensors", 64, 64, "rehearsal", None, 0)
+        small = {"config.json": b'{"dtype": "float32"}', "tokenizer.json": b"{}"}
+        region.writer().lay_out(WeightIndex([shard], {}), small)
         files = TokenizerFolder(region)
+        folder = files.folder.path
+        assert {each.name for each in folder.iterdir()} == {"config.json"}
+        assert files.path() == folder
+        assert {each.name for each in folder.iterdir()} == set(small)
         files.close()
+        files.close()
+        assert not folder.exists()
         with pytest.raises(EngineError, match="is stopping"):
             files.path()
     finally:

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
-from medusa_runtime.engine.serving.model_name import served_name
-from medusa_runtime.errors import printable, shown
+from medusa_runtime.errors import shown
 
 from ..faults import ApiError, NotCoveredError
 from . import completion
 from .answer import Envelope
+from .asked_model import adapter_of, check_model
 from .body import fields, parameters
 from .body.form import Form, form
 from .body.parameters import Body
@@ -138,28 +138,6 @@ def _pooled(
         raise NotCoveredError(400, f"the engine's own server answers for {what}")
     fields.check_fields(body, known)
     return answer(service, body, _base_only(service, check_model(service, body)), gone)
-
-
-def check_model(service: Service, body: Body) -> str:
-    """The name of the model or of the adapter that the body asks for. Raises ApiError 404 when it names another one."""
-    asked = body.get("model")
-    # The name that the location has is known before config.json is there, and goes on being one.
-    if asked in (None, "", service.model.name, service.settings.model, served_name(service.settings)):
-        return service.model.name
-    if isinstance(asked, str) and asked in service.model.adapters:
-        return asked
-    names = ", ".join(map(shown, (service.model.name, *service.model.adapters.urls())))
-    raise ApiError(
-        404,
-        f"the model {shown(asked)} does not exist; this server has {printable(names)}",
-        param="model",
-        code="model_not_found",
-    )
-
-
-def adapter_of(service: Service, model: str) -> str | None:
-    """The adapter that a model's name, as ``check_model`` returns it, stands for; None for the base model."""
-    return model if model != service.model.name and model in service.model.adapters else None
 
 
 def _adapted(service: Service, model: str, requests: list[GenerateRequest]) -> list[GenerateRequest]:

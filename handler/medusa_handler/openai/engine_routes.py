@@ -22,8 +22,8 @@ from ..http import sse
 from ..http.body import json_object
 from ..merge import Item
 from ..model.generation import Generation
+from .asked_model import adapter_of, check_model
 from .body.parameters import Body, invalid
-from .calls import adapter_of, check_model
 
 if TYPE_CHECKING:
     from ..http.work import Work

@@ -11,18 +11,11 @@ from flask import Response
 
 from ..faults import ApiError, compact
 from ..http.body import as_json_object
-from .calls import complete, converse, embed_texts
 from .relay import light_or_relayed
 
 if TYPE_CHECKING:
     from ..contract import Request
     from ..service import Service
-
-_ROUTES = {
-    "messages": (converse, "/v1/chat/completions"),
-    "input": (embed_texts, "/v1/embeddings"),
-    "prompt": (complete, "/v1/completions"),
-}
 
 
 def infer(service: Service, called: Request, gone: Callable[[], bool]) -> Response:
@@ -37,8 +30,14 @@ def infer(service: Service, called: Request, gone: Callable[[], bool]) -> Respon
 
 
 def _answer(service: Service, body: dict[str, object], gone: Callable[[], bool]) -> Response:
-    kind = "messages" if "messages" in body else "input" if "input" in body else "prompt"
-    answer, target = _ROUTES[kind]
+    from .calls import complete, converse, embed_texts  # what the app does not wait for
+
+    if "messages" in body:
+        answer, target = converse, "/v1/chat/completions"
+    elif "input" in body:
+        answer, target = embed_texts, "/v1/embeddings"
+    else:
+        answer, target = complete, "/v1/completions"
     own = partial(answer, service, body, gone)
     return light_or_relayed(service, own, gone, target, compact(body).encode())
 

@@ -164,6 +164,8 @@ def _boot(
 def _warm(service: Service, gateway: WsgiGateway) -> None:
     with service.timeline.stage("app"):
         gateway.app()
+    if service.engine is not None:
+        from ..openai import calls  # noqa: F401  what most requests want next
     if service.function is not None:
         service.function.load()
     # Imported for good: a full collection that looked at all of it would hold up a hundred streams and every probe.

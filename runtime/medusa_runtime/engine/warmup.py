@@ -55,6 +55,10 @@ _TOKENIZER: dict[str, Any] = {
         "merges": [],
     },
 }
+_TEXT = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}",
+}
 _BYTES = {"BF16": 2, "F32": 4}
 
 
@@ -114,7 +118,11 @@ def _region(dtype: str) -> Region:
     region = Region.create()
     writer = region.writer()
     names = {"BF16": "bfloat16", "F32": "float32"}
-    files: dict[str, Any] = {"config.json": {**_CONFIG, "dtype": names[dtype]}, "tokenizer.json": _TOKENIZER}
+    files: dict[str, Any] = {
+        "config.json": {**_CONFIG, "dtype": names[dtype]},
+        "tokenizer.json": _TOKENIZER,
+        "tokenizer_config.json": _TEXT,
+    }
     writer.lay_out(index, {name: json.dumps(body).encode() for name, body in files.items()})
     for chunk in writer.pending():
         writer.publish(chunk)  # a new memfd is zeros

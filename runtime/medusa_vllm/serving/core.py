@@ -31,7 +31,7 @@ _METHODS = (
     "_perform_handshakes", "process_input_sockets", "process_output_sockets", "_handle_client_request", "has_work",
     "preprocess_add_request",
 )  # fmt: skip
-_LOOK_S = 0.002
+_LOOK_S = 0.01
 _DETACHED = object()
 
 Outputs = Callable[[Any], None]
@@ -129,9 +129,12 @@ def fronted_core() -> Any:
             if notify := getattr(self, "_notify_idle_state_callbacks", None):
                 notify()
 
-        def attach_front_end(self, input_address: str, output_address: str) -> None:
-            """Start vLLM's threads for a front end that listens, or soon will, on these ``ipc://`` addresses."""
-            ready = threading.Event()
+        def attach_front_end(self, input_address: str, output_address: str) -> Callable[[], None]:
+            """Start vLLM's threads for a front end that listens, or soon will, on these ``ipc://`` addresses.
+
+            To call what is returned when it listens saves a look's interval.
+            """
+            ready, listens = threading.Event(), threading.Event()
             identity = self.engine_index.to_bytes(length=2, byteorder="little")
             inputs = partial(super().process_input_sockets, [input_address], None, identity, ready)
             outputs = partial(super().process_output_sockets, [output_address], None, self.engine_index)
@@ -140,11 +143,13 @@ def fronted_core() -> Any:
             def begin() -> None:
                 for address in (input_address, output_address):
                     while not os.path.exists(address.removeprefix("ipc://")):
-                        time.sleep(_LOOK_S)  # a connection that finds nobody is tried again after 100 ms only
+                        listens.wait(_LOOK_S)  # a connection that finds nobody is tried again after 100 ms only
+                        listens.clear()
                 threading.Thread(target=outputs, name="vllm-outputs", daemon=True).start()
                 inputs()
 
             threading.Thread(target=begin, name="vllm-inputs", daemon=True).start()
+            return listens.set
 
         def detach_front_end(self) -> None:
             """End vLLM's threads for a front end: of outputs now, of inputs at the front end's next message."""

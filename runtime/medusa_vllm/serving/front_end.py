@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,12 +34,14 @@ from .mounting import (
     load_processors,
     one_copy,
     probed_once,
+    taken_as_read,
+    told_of_sockets,
     without_processor,
 )
 
 logger = logging.getLogger(__name__)
 
-_START_LOOK_S = 0.002
+_START_LOOKS, _START_LOOK_S = 50, 0.002  # in as many rounds of the loop it is there, unless its middleware waits
 _KEEP_ALIVE_S = 75
 
 
@@ -125,10 +128,11 @@ class FrontEnd:
         server = uvicorn.Server(settings)
         serving = asyncio.create_task(server.serve(sockets=[]))
         with frozen_as_it_is():
+            pauses = chain(repeat(0.0, _START_LOOKS), repeat(_START_LOOK_S))
             while not server.started:
                 if serving.done():
                     raise EngineError("vLLM's HTTP server ended while it started; its log says why")
-                await asyncio.sleep(_START_LOOK_S)
+                await asyncio.sleep(next(pauses))
         loop = self._loop = asyncio.get_running_loop()
 
         async def accept(connection: socket.socket) -> None:
@@ -170,17 +174,18 @@ async def _make(served: Served) -> tuple[Any, Any, Any]:
         max_model_len=served.max_model_len,
     )
     addresses = {name: f"ipc://{folder}/{name.removesuffix('_address')}" for name in _ADDRESSES}
-    served.core.attach_front_end(addresses["input_address"], addresses["output_address"])
+    listens = served.core.attach_front_end(addresses["input_address"], addresses["output_address"])
     without_processor(config, folder)
     generation = computed_once(config.model_config, "try_get_generation_config")
-    with generation, known_plugins(), known_configuration(config), one_copy():
-        client = AsyncLLM(
-            config,
-            served.executor_class,
-            log_stats=not arguments.disable_log_stats,
-            log_requests=arguments.enable_log_requests,
-            client_addresses=addresses,
-        )
+    with generation, known_plugins(), known_configuration(config), one_copy(), taken_as_read():
+        with told_of_sockets(listens):
+            client = AsyncLLM(
+                config,
+                served.executor_class,
+                log_stats=not arguments.disable_log_stats,
+                log_requests=arguments.enable_log_requests,
+                client_addresses=addresses,
+            )
         tasks = await client.get_supported_tasks()
         app = app_for(arguments, tasks, client.model_config)
         load_processors(config.model_config)

@@ -6,9 +6,10 @@ import copy
 import dataclasses
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from .replacement import instead
@@ -66,6 +67,43 @@ def one_copy() -> AbstractContextManager[None]:
     It would begin with two. To copy a tokenizer is to read it again: a fifth of a second for 128k tokens.
     """
     return instead("vllm.renderers.hf", "maybe_make_thread_pool", lambda before, tokenizer, *_: before(tokenizer, 1))
+
+
+def told_of_sockets(listens: Callable[[], None]) -> AbstractContextManager[None]:
+    """In this context ``listens`` is called after each ZMQ socket that a client of vLLM's core makes."""
+
+    def make(before: Any, *arguments: Any, **options: Any) -> Any:
+        made = before(*arguments, **options)
+        listens()
+        return made
+
+    return instead("vllm.v1.engine.core_client", "make_zmq_socket", make)
+
+
+@contextmanager
+def taken_as_read() -> Iterator[None]:
+    """In this context transformers keeps the tokenizer that it has read from its file, instead of a copy of it.
+
+    Nobody else has the one that it read. To copy it is to read it again.
+    """
+    try:
+        from tokenizers import Tokenizer
+        from transformers import tokenization_utils_tokenizers as place
+    except ImportError:
+        yield
+        return
+    if getattr(place, "copy", None) is not copy:
+        yield
+        return
+
+    def deepcopy(value: Any, *arguments: Any) -> Any:
+        return value if type(value) is Tokenizer else copy.deepcopy(value, *arguments)
+
+    vars(place)["copy"] = SimpleNamespace(**vars(copy) | {"deepcopy": deepcopy})
+    try:
+        yield
+    finally:
+        vars(place)["copy"] = copy
 
 
 @contextmanager
@@ -155,5 +193,6 @@ def without_processor(config: Any, folder: Path) -> None:
 
 __all__ = [
     "computed_once", "described_once", "front_configuration", "frozen_as_it_is", "known_configuration",
-    "load_processors", "one_copy", "probed_once", "without_processor",
+    "load_processors", "one_copy", "probed_once", "taken_as_read", "told_of_sockets",
+    "without_processor",
 ]  # fmt: skip

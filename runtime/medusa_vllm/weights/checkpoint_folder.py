@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from medusa_runtime.engine.checkpoint_files import weights_dtype
 from medusa_runtime.errors import ConfigError, MismatchError
@@ -24,7 +23,7 @@ _FILES = (
 
 
 class CheckpointFolder:
-    """A private folder with the configuration and no weights; removed on exit."""
+    """A private folder with the configuration and no weights; removed by ``close``, and when the process ends."""
 
     def __init__(self, region: Region) -> None:
         config = read_object(region.file, _CONFIG)
@@ -44,12 +43,7 @@ class CheckpointFolder:
                 f"expected a writable folder for temporary files, found none ({error}); set TMPDIR"
             ) from None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._scratch.close()
 
 

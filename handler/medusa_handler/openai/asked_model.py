@@ -1,0 +1,39 @@
+"""The model that a request asks for: the served one, or an adapter of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from medusa_runtime.engine.serving.model_name import served_name
+from medusa_runtime.errors import printable, shown
+
+from ..faults import ApiError
+from .body.parameters import Body
+
+if TYPE_CHECKING:
+    from ..service import Service
+
+
+def check_model(service: Service, body: Body) -> str:
+    """The name of the model or of the adapter that the body asks for. Raises ApiError 404 when it names another one."""
+    asked = body.get("model")
+    # The name that the location has is known before config.json is there, and goes on being one.
+    if asked in (None, "", service.model.name, service.settings.model, served_name(service.settings)):
+        return service.model.name
+    if isinstance(asked, str) and asked in service.model.adapters:
+        return asked
+    names = ", ".join(map(shown, (service.model.name, *service.model.adapters.urls())))
+    raise ApiError(
+        404,
+        f"the model {shown(asked)} does not exist; this server has {printable(names)}",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def adapter_of(service: Service, model: str) -> str | None:
+    """The adapter that a model's name, as ``check_model`` returns it, stands for; None for the base model."""
+    return model if model != service.model.name and model in service.model.adapters else None
+
+
+__all__ = ["adapter_of", "check_model"]

@@ -1,0 +1,49 @@
+"""Requests to a server that is mounted for a rehearsal, so that what it does once, at its first requests, is done."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_S = 10.0
+_MESSAGES = [{"role": "user", "content": "abc"}]
+_REQUESTS = (
+    ("/v1/responses", {"input": "abc", "max_output_tokens": 1}),
+    ("/v1/completions", {"prompt": "abc", "max_tokens": 1}),
+    ("/v1/chat/completions", {"messages": _MESSAGES, "max_tokens": 1}),
+    ("/v1/chat/completions", {"messages": _MESSAGES, "max_tokens": 2, "stream": True}),
+    ("/v1/messages", {"messages": _MESSAGES, "max_tokens": 1}),
+)
+
+
+def ask_for_answers(take: Callable[[socket.socket], None], model: str) -> list[int]:
+    """Send a request of each kind to the server that ``take`` hands a connection to; their statuses, 0 for none."""
+    return [_ask(take, path, {"model": model, **body}) for path, body in _REQUESTS]
+
+
+def _ask(take: Callable[[socket.socket], None], path: str, body: dict[str, object]) -> int:
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: engine\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n"
+    )
+    ours, theirs = socket.socketpair()
+    with ours:
+        take(theirs)
+        ours.settimeout(_LONGEST_S)
+        answer = b""
+        try:
+            ours.sendall(head.encode() + data)
+            while more := ours.recv(1 << 16):
+                answer += more
+        except OSError as error:  # the first request of an instance takes longer then, and is answered
+            logger.debug("%s of a rehearsal: %s", path, error)
+            return 0
+    return int(answer[9:12] or b"0")
+
+
+__all__ = ["ask_for_answers"]
