@@ -9,7 +9,7 @@ from medusa_runtime.models.registry import ARCHITECTURES, model_config
 if TYPE_CHECKING:
     from medusa_runtime.models.base import Attention, DecoderModel, ModelConfig
 
-__all__ = ["ARCHITECTURES", "Attention", "DecoderModel", "ModelConfig", "build_model", "model_config"]
+__all__ = ["ARCHITECTURES", "Attention", "DecoderModel", "ModelConfig", "model_config"]
 
 _NEED_TORCH = ("Attention", "DecoderModel", "ModelConfig")
 
@@ -21,8 +21,3 @@ def __getattr__(name: str) -> Any:
     from medusa_runtime.models import base
 
     return getattr(base, name)
-
-
-def build_model(config: ModelConfig) -> DecoderModel:
-    """The model that ``config`` describes, in evaluation mode; its parameters have no memory yet (load/skeleton.py)."""
-    return config.model()

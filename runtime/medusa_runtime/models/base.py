@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+def dtype_in(fields: Fields) -> torch.dtype:
+    """The dtype that a config.json names; older ones call it ``torch_dtype``."""
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    return DTYPES[fields.choice(name, DTYPES, default="float32")]
+
+
 class Attention(Protocol):
     """Attention over the tokens of this step and those before; the engine owns the cache behind it.
 
@@ -80,7 +86,6 @@ class ModelConfig:
         if heads % kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of the {heads} attention heads", kv_heads)
         layers = fields.count("num_hidden_layers", "n_layer")
-        dtype = "dtype" if fields.get("dtype") is not None else "torch_dtype"
         return {
             "architecture": architecture,
             "vocab_size": fields.count("vocab_size"),
@@ -91,7 +96,7 @@ class ModelConfig:
             "head_dim": fields.count("head_dim", default=hidden // heads),
             "max_positions": fields.count("max_position_embeddings", default=2048),
             "tie_word_embeddings": fields.flag("tie_word_embeddings", default=tied),
-            "dtype": DTYPES[fields.choice(dtype, DTYPES, default="float32")],
+            "dtype": dtype_in(fields),
             "eos_token_ids": fields.ids("eos_token_id"),
             "windows": (None,) * layers,
             "quantization": fields.quantization(),

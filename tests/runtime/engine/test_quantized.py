@@ -19,7 +19,6 @@ from medusa_runtime.load.loader import Loader
 from medusa_runtime.load.part_applier import PartApplier
 from medusa_runtime.load.quantized import codes, unpack
 from medusa_runtime.load.quantized.scheme import Quantization
-from medusa_runtime.models import build_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -33,7 +32,7 @@ def loaded(folder: Path, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     region = fill_region(folder)
     try:
         config = read_config(region)
-        model = build_model(config)
+        model = config.model()
         with Loader(region, model.applier(dtype or config.dtype)) as loader:
             loader.wait()
         return {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -230,7 +229,7 @@ def test_a_part_of_a_model_takes_its_own_quantized_layers(checkpoint: Path, tmp_
     quantize(checkpoint, stored, "awq", dequantized=floats)
     region, expected = fill_region(stored), loaded(floats)
     config = read_config(region)
-    model = build_model(config)
+    model = config.model()
     for rest in (False, True):
         applier = PartApplier(
             model, lambda name: ".1." in name, dtype=config.dtype, quantization=config.quantization, rest=rest

@@ -8,7 +8,7 @@ import pytest
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import ConfigError, CorruptError, ModelError
-from medusa_runtime.models import ARCHITECTURES, build_model, model_config
+from medusa_runtime.models import ARCHITECTURES, model_config
 from medusa_runtime.models.backend import backend
 from medusa_runtime.models.llama import LlamaConfig
 from medusa_runtime.models.registry import family
@@ -131,7 +131,7 @@ def test_a_sentence_encoders_files_are_named_when_they_are_corrupt(files: dict[s
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_builds_without_memory(architecture: str) -> None:
-    model = build_model(model_config(LLAMA | {"architectures": [architecture], "ffn_dim": 96}))
+    model = model_config(LLAMA | {"architectures": [architecture], "ffn_dim": 96}).model()
     assert type(model) is family(architecture)
     assert not model.training
     assert all(parameter.is_meta for parameter in model.parameters())

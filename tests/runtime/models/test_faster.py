@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from medusa_runtime.models import build_model
 from medusa_runtime.models.registry import model_config
 from medusa_runtime.models.transformers import faster
 from torch import nn
@@ -74,7 +73,7 @@ ATTENTIONS = {"Olmo2": "whole", "Qwen3Moe": "heads", "Granite": "", "Cohere": No
 def attentions(name: str, **changes: Any) -> list[Any]:
     """The attention modules of a decoder as the engine has it."""
     raw = getattr(transformers, f"{name}Config")(**SHAPE | changes).to_dict()
-    model: Any = build_model(model_config(raw | {"architectures": [f"{name}ForCausalLM"]}))
+    model: Any = model_config(raw | {"architectures": [f"{name}ForCausalLM"]}).model()
     return [layer.self_attn for layer in model.module.model.layers]
 
 

@@ -15,7 +15,7 @@ from medusa_runtime.checkpoint.header import header_bytes, parse_header
 from medusa_runtime.checkpoint.index import Shard, WeightIndex
 from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.loader import Loader
-from medusa_runtime.models import DecoderModel, build_model, model_config
+from medusa_runtime.models import DecoderModel, model_config
 from medusa_runtime.models.layers.causal import CausalAttention
 from medusa_runtime.region.reader import Region, file_version
 from torch import Tensor
@@ -111,7 +111,7 @@ def loaded(folder: Path, dtype: torch.dtype | None = None) -> Iterator[DecoderMo
         writer.publish(chunk)
     writer.finish()
     config = model_config(json.loads((folder / "config.json").read_bytes()))
-    model = build_model(config)
+    model = config.model()
     with Loader(region, Applier(model, dtype=dtype or config.dtype)) as loader:
         loader.wait()
     yield model

@@ -22,7 +22,6 @@ from ...limits import cpu_count
 from ...load.applier import Applier
 from ...load.loader import Loader
 from ...load.part_applier import PartApplier
-from ...models import build_model
 from ...models.layer_range import LayerRange, require_ranges
 from ...region.reader import Region
 from ...timeline import Timeline
@@ -77,7 +76,7 @@ class TorchEngine:
         dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
         config = replace(config, dtype=dtype)
         with timeline.stage("skeleton", architecture=config.architecture):
-            self._model = build_model(config)
+            self._model = config.model()
         self._dtype = dtype
         self.layers = LayerRange(0, config.num_layers, config.num_layers)
         if settings.layers is not None:

@@ -13,7 +13,7 @@ from ...load.loader import Loader
 from ...load.plan import Rename
 from ...load.quantized.source import QuantizedIndex
 from ...load.trace import record_execution_order
-from ...models import DecoderModel, build_model
+from ...models import DecoderModel
 from ...models.backend import backend
 from ...models.base import ModelConfig
 from ...models.layers.causal import CausalAttention
@@ -47,7 +47,7 @@ def profile(region: Region, settings: Settings) -> Profile:
         return Profile(_encoder_order(region), None)
     config = read_config(region)
     dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    model = build_model(replace(config, dtype=dtype))
+    model = replace(config, dtype=dtype).model()
     timeline = Timeline.create("profile")
     applier = model.applier(dtype)
     loader = Loader(region, applier, timeline=timeline)

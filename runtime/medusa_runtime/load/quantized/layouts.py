@@ -77,6 +77,20 @@ class _Parts:
         if shape not in accepted:
             raise self.error(part, " or ".join(str(list(one)) for one in accepted), list(shape))
 
+    def has_zero_points(self, scheme: Scheme) -> bool:
+        """Whether zero points are stored. Raises MismatchError where config.json says so, and there are none."""
+        if "weight_zero_point" in self.entries:
+            return True
+        if not scheme.symmetric:
+            said = "zero points, as config.json says symmetric: false"
+            raise self.error("weight_zero_point", said, "no such tensor")
+        return False
+
+    def check_index(self, part: str, columns: int) -> None:
+        """Check the part that says which group each column is in, if there is one."""
+        if part in self.entries:
+            self.shaped(part, frozenset({"I32", "I64"}), (columns,))
+
     def groups(self, part: str, inputs: int, group: int | None) -> int:
         """How many groups the columns are in."""
         if group is None:
@@ -149,12 +163,9 @@ def _direct_shape(parts: _Parts, scheme: Scheme) -> tuple[int, int]:
     else:
         scale = ((), (1,), (rows,), (rows, 1), (1, 1))
     parts.shaped("weight_scale", _SCALES, *scale)
-    if "weight_zero_point" in parts.entries:
+    if parts.has_zero_points(scheme):
         parts.shaped("weight_zero_point", frozenset({"I8"}), parts.entries["weight_scale"].shape)
-    elif not scheme.symmetric:
-        raise parts.error("weight_zero_point", "zero points, as config.json says symmetric: false", "no such tensor")
-    if "weight_g_idx" in parts.entries:
-        parts.shaped("weight_g_idx", frozenset({"I32", "I64"}), (columns,))
+    parts.check_index("weight_g_idx", columns)
     return rows, columns
 
 
@@ -174,17 +185,14 @@ def _pack_shape(parts: _Parts, scheme: Scheme) -> tuple[int, int]:
     groups = parts.groups("weight_packed", columns, scheme.group)
     parts.shaped("weight_scale", _SCALES, *(((rows, groups),) if scheme.group else ((rows, 1), (rows,), (1,), ())))
     scale = parts.entries["weight_scale"].shape
-    if "weight_zero_point" in parts.entries:
+    if parts.has_zero_points(scheme):
         if parts.entries["weight_zero_point"].dtype == "I8" or len(scale) < 2:
             parts.shaped("weight_zero_point", frozenset({"I8"}), scale)
         else:
             parts.shaped("weight_zero_point", frozenset({"I32"}), (-(-rows // per_word), scale[1]))
-    elif not scheme.symmetric:
-        raise parts.error("weight_zero_point", "zero points, as config.json says symmetric: false", "no such tensor")
     if "weight_shape" in parts.entries:
         parts.shaped("weight_shape", frozenset({"I32", "I64"}), (2,))
-    if "weight_g_idx" in parts.entries:
-        parts.shaped("weight_g_idx", frozenset({"I32", "I64"}), (columns,))
+    parts.check_index("weight_g_idx", columns)
     return rows, columns
 
 
@@ -223,8 +231,7 @@ def _transposed_shape(parts: _Parts, scheme: Scheme, rows: int, columns: int) ->
     groups = parts.groups("qweight", columns, scheme.group)
     parts.shaped("scales", _FLOATS, (groups, rows))
     parts.shaped("qzeros", frozenset({"I32"}), (groups, rows // (32 // scheme.bits)))
-    if "g_idx" in parts.entries:
-        parts.shaped("g_idx", frozenset({"I32", "I64"}), (columns,))
+    parts.check_index("g_idx", columns)
     return rows, columns
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ...errors import ConfigError, ModelError
 from ...imports.lean_transformers import import_from_transformers
-from ..base import DTYPES, ModelConfig
+from ..base import ModelConfig, dtype_in
 from ..fields import QUANTIZED, Fields
 from .catalog import Known, known
 
@@ -33,7 +33,6 @@ class TransformersConfig(ModelConfig):
         fields = Fields(raw)
         config = own_config(found, raw)
         heads, hidden = config.num_attention_heads, config.hidden_size
-        dtype = "dtype" if fields.get("dtype") is not None else "torch_dtype"
         return cls(
             architecture=found.name,
             vocab_size=config.vocab_size,
@@ -46,7 +45,7 @@ class TransformersConfig(ModelConfig):
                 (value for name in _LONGEST if isinstance(value := getattr(config, name, None), int)), 2048
             ),
             tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-            dtype=DTYPES[fields.choice(dtype, DTYPES, default="float32")],
+            dtype=dtype_in(fields),
             eos_token_ids=fields.ids("eos_token_id"),
             windows=(None,) * config.num_hidden_layers,
             quantization=fields.quantization(),
