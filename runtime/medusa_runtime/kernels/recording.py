@@ -22,6 +22,7 @@ from medusa_runtime.kernels import native
 
 _KINDS = ("_products", "_norm", "_rope", "_gate", "_write_kv", "_add", "_attention")  # the enum in program.c
 _ALIGNED = 64
+_one_at_a_time = threading.Lock()  # the kernels' functions are replaced meanwhile
 # What a module may do with tensors besides: look at all but their values, and view them.
 _LOOKS = frozenset(
     {"__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride"}
@@ -98,6 +99,7 @@ class Recorder(TorchFunctionMode):
         return self._used > self._arena.nbytes
 
     def __enter__(self) -> Recorder:
+        _one_at_a_time.acquire()
         for kind, name in enumerate(_KINDS):
             setattr(self._kernels, name, self._recorded(kind, getattr(self._kernels, name)))
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -107,6 +109,7 @@ class Recorder(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         for name in _KINDS:
             setattr(self._kernels, name, getattr(self._kernels, name).__wrapped__)
+        _one_at_a_time.release()
 
     def program(self, result: Any) -> Program | None:
         """What was recorded, with its result; None where it cannot be run again."""
