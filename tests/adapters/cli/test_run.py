@@ -30,6 +30,21 @@ def broken(request):
     raise ValueError("ouch")
 """
 
+NET = """
+import torch
+
+class Handler:
+    def load(self, context):
+        self.net = context.weights.build(lambda: torch.nn.Linear(2, 1))
+
+    def predict(self, request):
+        with torch.inference_mode():
+            return self.net(torch.ones(1, 2)).tolist()
+
+if __name__ == "__main__":
+    torch.save({"weight": torch.ones(1, 2), "bias": torch.ones(1)}, "net.pt")
+"""
+
 # A machine that is no Linux: its name, and without what only Linux has.
 MACOS = """
 import ctypes, os, pathlib, signal, socket, sys
@@ -106,6 +121,23 @@ def test_a_handler_is_called_once_with_a_model(handler: Path) -> None:
     done = medusa(handler, "run", "handler:model", "--model", "nothing-here")
     assert (done.returncode, done.stdout) == (1, "")
     assert "nothing-here: expected a folder with a checkpoint" in done.stderr
+
+
+def test_an_instance_that_cannot_start_says_why(handler: Path) -> None:
+    """A module's weights without ``--engine none``, and a wrong file: the instance's line, and nothing around it."""
+    (handler / "net.py").write_text(NET)
+    subprocess.run([sys.executable, "net.py"], cwd=handler, check=True, timeout=240)
+    (handler / "slow.py").write_text("import time\ndef handle(request):\n    return 1\ntime.sleep(20)\n")
+    done = medusa(handler, "run", "slow.py", "--model", "net.pt")  # slow, so that the engine's end comes first
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("medusa: expected a config.json beside the weights")
+    assert "--engine none [Weights.Mismatch]" in done.stderr
+    assert "did not answer" not in done.stderr
+    done = medusa(handler, "run", "net.py", "--model", "net.pt", "--engine", "none")
+    assert (done.returncode, done.stdout) == (0, "[[3.0]]\n"), done.stderr
+    done = medusa(handler, "run", "net.py", "--model", "nothing.pt", "--engine", "none")
+    assert done.stderr.splitlines()[-1].endswith("nothing.pt: no such file [Storage.NotFound]")
+    assert "did not answer" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["serve", "doctor", "materialize", "bench", "node", "fetch"])

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from medusa_runtime.config import from_env
+from medusa_runtime.config import OPTIONS, Settings, from_env
 from medusa_runtime.errors import ConfigError, HandlerError, MedusaError
+
+if TYPE_CHECKING:
+    from ...bench.served_instance import ServedInstance
 
 _NO_MODEL = "'NoneType' object has no attribute"
 _ANSWER_S = 3600.0  # a first start may fetch a large model
+_UNAVAILABLE = 503
+_LAST_WORDS_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="URL", help="serve the handler with this model until it has answered [MEDUSA_MODEL]"
     )
+    engine = next(option for option in OPTIONS if option.field == "engine")
+    parser.add_argument(engine.flag, metavar=engine.form, help=f"{engine.help} [{engine.variable}]")
     parser.add_argument(
         "--request", default="", metavar="BODY", help="the request's body; @FILE is a file's content; default: empty"
     )
@@ -34,12 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Return status 1 when the handler fails or answers with 400 or more."""
     if arguments.handler is not None and arguments.handler_flag is not None:
         raise ConfigError("expected one handler: medusa run HANDLER, or --handler HANDLER")
-    settings = from_env(os.environ, handler=arguments.handler or arguments.handler_flag, model=arguments.model)
+    handler = arguments.handler or arguments.handler_flag
+    settings = from_env(os.environ, handler=handler, model=arguments.model, engine=arguments.engine)
     if settings.handler is None:
         raise ConfigError("expected a handler: medusa run handler.py, or handler.py:name")
     body = _body(arguments.request)
     if settings.model is not None:
-        return _run_served(settings.handler, settings.model, body, arguments.content_type)
+        return _run_served(settings, body, arguments.content_type)
     from medusa_handler.contract import Context, Headers, HttpError, Request
     from medusa_handler.user_code.code import UserCode
     from medusa_handler.user_code.loop import EventLoop
@@ -63,19 +72,42 @@ def run(arguments: argparse.Namespace) -> int:
     return int(status >= 400)
 
 
-def _run_served(handler: str, model: str, body: bytes, content_type: str) -> int:
-    """Print the answer of an instance that ends with it; what the instance prints follows on stderr."""
+def _run_served(settings: Settings, body: bytes, content_type: str) -> int:
+    """Print the answer of an instance that ends with it; what the instance prints follows on stderr.
+
+    Where the instance ends by itself, what it says is the whole story, and its status is ours.
+    """
     from ...bench.served_instance import ServedInstance, serve_command
 
-    with ServedInstance(serve_command("--handler", handler, "--model", model)) as instance:
-        with instance.answering():
-            answer = instance.exchange("POST", "/", body, {"Content-Type": content_type}, timeout_s=_ANSWER_S)
+    assert settings.handler is not None
+    assert settings.model is not None
+    flags = ("--handler", settings.handler, "--model", settings.model, "--engine", settings.engine)
+    with ServedInstance(serve_command(*flags)) as instance:
+        try:
+            with instance.answering():
+                answer = instance.exchange("POST", "/", body, {"Content-Type": content_type}, timeout_s=_ANSWER_S)
+        except MedusaError:
+            if instance.alive():
+                raise
+            answer = None
+        if answer is None or (answer.status == _UNAVAILABLE and _ended(instance)):
+            sys.stderr.write(instance.output())
+            return instance.process.returncode or 1
         if answer.status != 200:
             print(f"status {answer.status}", file=sys.stderr)
         _print(answer.body)
         sys.stdout.flush()
         sys.stderr.write(instance.output())
     return int(answer.status >= 400)
+
+
+def _ended(instance: ServedInstance) -> bool:
+    """Whether it ends by itself: one that cannot start answers, says why, and ends."""
+    try:
+        instance.process.wait(_LAST_WORDS_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _body(text: str) -> bytes:
