@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flask import Blueprint, Flask, Response, g, jsonify, request
+from flask import Blueprint, Flask, Response, current_app, g, jsonify, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 from werkzeug.routing import Rule
 
@@ -163,6 +163,15 @@ def _is_ours(path: str) -> bool:
     return path.startswith("/v1/") or path in ("/tokenize", "/detokenize")
 
 
+def _meant() -> str:
+    """The route that a client probably meant, such as one whose base URL lacks /v1."""
+    from difflib import get_close_matches
+
+    known = sorted({rule.rule for rule in current_app.url_map.iter_rules() if _is_ours(rule.rule)})
+    close = get_close_matches(request.path, known, n=1, cutoff=0.8)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def _http_error(service: Service, error: HTTPException) -> ApiError:
     """werkzeug's own errors, in words that help."""
     status = error.code or 500
@@ -170,7 +179,7 @@ def _http_error(service: Service, error: HTTPException) -> ApiError:
     if status == 413:
         return ApiError(413, f"the body is larger than {service.settings.max_body_mb} MB", code="body_too_large")
     if status == 404:
-        return ApiError(404, f"there is no route {request.method} {request.path}", code="not_found")
+        return ApiError(404, f"there is no route {request.method} {request.path}{_meant()}", code="not_found")
     if status == 405:
         allowed = keep.get("Allow", "another method")
         return ApiError(405, f"{request.path} takes {allowed}, not {request.method}", code="bad_method", headers=keep)

@@ -381,6 +381,13 @@ def test_errors_have_openai_shape(served: Any) -> None:
         assert "Traceback" not in str(answer)
 
 
+def test_a_route_that_was_probably_meant_is_named(served: Any) -> None:
+    for path in ("/chat/completions", "/v1/chat/completion"):
+        status, answer, _ = served.request("POST", path, {"messages": []})
+        assert (status, answer["error"]["message"].split("; ")[1]) == (404, "did you mean /v1/chat/completions?")
+    assert served.request("POST", "/elsewhere", {})[1]["error"]["message"] == "there is no route POST /elsewhere"
+
+
 def test_the_root_is_a_completion(served: Any) -> None:
     assert served.request("POST", "/", {"prompt": "a", "max_tokens": 2})[1]["choices"][0]["text"] == "w0 w1"
     status, answer, _ = served.request("POST", "/", b"tell me", {"Content-Type": "text/plain"})
