@@ -76,7 +76,7 @@ def agent(arguments: argparse.Namespace, placement: Placement, *, image: str, mo
     _check(arguments, allow)
     manifests = node_agent.manifests(
         values.image(arguments.node_agent_image or image, "--node-agent-image"),
-        memory=values.quantity(arguments.node_agent_memory or "16Gi", "--node-agent-memory"),
+        memory=values.memory(arguments.node_agent_memory or "16Gi", "--node-agent-memory"),
         cpu=values.quantity(arguments.node_agent_cpu or "100m", "--node-agent-cpu"),
         environment={
             "MEDUSA_NODE_PREWARM": arguments.node_agent_prewarm,

@@ -396,3 +396,14 @@ def test_without_kubectl_and_with_one_that_fails(tmp_path: Path) -> None:
     line = refused("qwen", "--image=qwen:1", "--apply", PATH=f"{empty}:/bin")
     assert "connection refused" in line
     assert line.endswith("[Deploy.Failed]")
+
+
+def test_memory_without_a_unit_is_refused() -> None:
+    for value in ("8", "8GB", "500m"):
+        assert f"--memory='{value}' cannot be used" in refused("qwen", "--image=qwen:1", f"--memory={value}")
+    assert "such as 512Mi or 8Gi" in refused("qwen", "--image=qwen:1", "--memory=8")
+
+
+def test_a_misspelt_variable_of_the_function_is_named() -> None:
+    done = deploy("qwen", "--image=qwen:1", "--env=MEDUSA_MODLE=x")
+    assert (done.returncode, "did you mean MEDUSA_MODEL?" in done.stderr) == (0, True)

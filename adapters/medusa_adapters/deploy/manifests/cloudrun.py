@@ -50,7 +50,7 @@ def check(where: CloudRun) -> None:
             raise ConfigError(
                 f"--label {key}={value} cannot be used: expected lower-case letters, digits, '-' and '_' on Cloud Run"
             )
-    gib = values.amount(values.quantity(where.memory, "--memory")) / 2**30
+    gib = values.amount(values.memory(where.memory, "--memory")) / 2**30
     values.within(gib, 0.5, 32, "--memory", "GiB")
     if where.accelerator and (int(where.cpu) < 4 or gib < 16):
         raise ConfigError(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from medusa_runtime.config import Settings, from_env
+from medusa_runtime.config import Settings, from_env, misspelt
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.registry import NO_ENGINE, engine_names
 from medusa_runtime.storage.base import redacted
@@ -99,6 +99,8 @@ def _check_environment(env: Mapping[str, str], platform: str) -> None:
                 f"{variable}={redacted(url)!r} came with a user, password or query, which everybody who reads what is "
                 f"deployed would see: expected a URL without them, and credentials that the instance finds by itself"
             )
+    for variable, meant in misspelt(env):
+        print(f"medusa: {variable} is no setting and has no effect; did you mean {meant}?", file=sys.stderr)
     if readable := [name for name in env if _SECRET.search(name)]:
         print(f"medusa: {', '.join(readable)}: everybody who reads what is deployed sees the value", file=sys.stderr)
 

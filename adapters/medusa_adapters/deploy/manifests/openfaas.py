@@ -76,8 +76,8 @@ def _entry(function: Function, stack: Stack) -> dict[str, Any]:
     if stack.base_image:
         entry["build_args"] = {"BASE_IMAGE": stack.base_image}
     resources = {
-        key: values.quantity(value, f"--{key}")
-        for key, value in (("memory", stack.memory), ("cpu", stack.cpu))
+        key: checked(value, f"--{key}")
+        for key, value, checked in (("memory", stack.memory, values.memory), ("cpu", stack.cpu, values.quantity))
         if value
     }
     if resources:

@@ -19,6 +19,7 @@ _IMAGE = re.compile(
 _LONGEST = 63
 _LONGEST_SUBDOMAIN = 253
 _LARGEST = 2.0**63  # a Kubernetes quantity is kept as a whole number of 64 bits
+_LEAST_MEMORY = 2**20
 _SUFFIXES = {"m": 1e-3, "": 1.0, "k": 1e3} | {
     letter + binary: (1024.0 if binary else 1000.0) ** power
     for power, letter in enumerate("KMGTPE", 1)
@@ -69,6 +70,15 @@ def quantity(value: str, flag: str) -> str:
     """A Kubernetes quantity above zero, e.g. ``500m``, ``2``, ``4Gi``."""
     if not _QUANTITY.fullmatch(value) or not 0 < amount(value) < _LARGEST:
         raise ConfigError(f"{flag}={value!r} cannot be used: expected a quantity above 0 such as 500m, 2 or 4Gi")
+    return value
+
+
+def memory(value: str, flag: str) -> str:
+    """A quantity of memory; a bare number is in bytes, which nobody means who writes ``8``."""
+    if not _QUANTITY.fullmatch(value) or not _LEAST_MEMORY <= amount(value) < _LARGEST:
+        raise ConfigError(
+            f"{flag}={value!r} cannot be used: expected at least 1Mi with a unit of Kubernetes, such as 512Mi or 8Gi"
+        )
     return value
 
 

@@ -110,7 +110,7 @@ def resources(placement: Placement) -> dict[str, Any]:
     if placement.cpu:
         requests["cpu"] = values.quantity(placement.cpu, "--cpu")
     if placement.memory:
-        requests["memory"] = limits["memory"] = values.quantity(placement.memory, "--memory")
+        requests["memory"] = limits["memory"] = values.memory(placement.memory, "--memory")
     if placement.gpus:
         limits["nvidia.com/gpu"] = str(placement.gpus)
     return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
