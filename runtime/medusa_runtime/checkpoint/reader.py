@@ -193,8 +193,23 @@ class _Reader:
                 continue
         raise ObjectNotFoundError(
             f"{redacted(self._store.url)}: expected {SINGLE}, {ARCHIVE} or {DIFFUSION}, or the index.json of its "
-            f"shards, found none of them ({missing}); a file of another name is named itself"
+            f"shards, found none of them ({missing}); {self._other_names()}"
         )
+
+    def _other_names(self) -> str:
+        """Say what a local folder has instead; stores are not listed."""
+        from ..storage.local import LocalStore
+
+        folder = self._store.local_path("") if type(self._store) is LocalStore else None
+        try:
+            names = sorted(entry.name for entry in folder.iterdir()) if folder is not None else []
+        except OSError:
+            names = []
+        if gguf := [name for name in names if name.endswith(".gguf")]:
+            return f"GGUF, as in {gguf[0]}, is not read: expected the model as safetensors"
+        if named := [name for name in names if name.endswith((".safetensors", *ARCHIVE_SUFFIXES))]:
+            return f"a file of another name is named itself, such as {redacted(self._store.url).rstrip('/')}/{named[0]}"
+        return "a file of another name is named itself"
 
     def _sharded(self, what: str, text: bytes) -> WeightIndex:
         wanted = weight_map(what, text)

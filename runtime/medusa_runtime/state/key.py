@@ -230,6 +230,9 @@ def choose(manifest: Manifest, kind: Kind, candidates: Sequence[Facts]) -> Artif
     return None
 
 
+_OF_THE_CHECKPOINT = ("layout", "shape")
+
+
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:32]
 
@@ -237,6 +240,9 @@ def _digest(value: Any) -> str:
 def _difference(name: str, there: str, here: str) -> str:
     """Return a message about a fact that differs; of long lists, such as a CPU's extensions, only the differences."""
     if max(len(there), len(here)) <= _LONG:
+        if name in _OF_THE_CHECKPOINT:  # digests, which say nothing to a reader
+            changed = "the checkpoint has changed; materialize again"
+            return f"it was made for {name} {there[:8]}, here it is {here[:8]}: {changed}"
         return f"it was made for {name} {there}, here it is {here}"
     there_only = " ".join(sorted(set(there.split()) - set(here.split()))) or "nothing"
     here_only = " ".join(sorted(set(here.split()) - set(there.split()))) or "nothing"

@@ -57,6 +57,8 @@ class FsspecStore:
             raise self._missing(error) from None
         except ValueError as error:
             raise StorageError(f"{redacted(url)} cannot be opened: {error}") from None
+        except OSError as error:  # some file systems connect at once
+            raise UnreachableError(f"{redacted(url)}: cannot be reached: {error.strerror or error}") from None
 
     def _missing(self, error: ImportError) -> MissingPackageError:
         scheme = scheme_of(self.url)

@@ -217,3 +217,16 @@ def test_an_index_that_names_bytes_out_of_bounds(shards: Any, entry: Any) -> Non
     text = json.dumps({"format": 1, "shards": shards, "tensors": {"a": entry}})
     with pytest.raises(CorruptError, match="bytes that its shards do not have"):
         WeightIndex.from_json(text)
+
+
+def test_a_folder_without_a_usual_name_says_what_it_has(tmp_path: Path) -> None:
+    with pytest.raises(ObjectNotFoundError, match=r"; a file of another name is named itself$"):
+        open_checkpoint(str(tmp_path))
+    (tmp_path / "net.pt").touch()
+    with pytest.raises(ObjectNotFoundError, match=f"named itself, such as {tmp_path}/net.pt$"):
+        open_checkpoint(str(tmp_path))
+    (tmp_path / "q4.gguf").touch()
+    with pytest.raises(
+        ObjectNotFoundError, match=r"GGUF, as in q4\.gguf, is not read: expected the model as safetensors"
+    ):
+        open_checkpoint(str(tmp_path))

@@ -191,6 +191,7 @@ def test_a_changed_checkpoint_invalidates_the_bundle(
     stages = fill(region, published.url)
     check(region, changed)
     assert "it was made for layout" in left_out(stages)["weight-index"]
+    assert left_out(stages)["weight-index"].endswith("the checkpoint has changed; materialize again")
     assert not region.wait_index().recorded
     assert region.file("merges.txt") == b"of the new checkpoint"  # though the bundle says there is none
 

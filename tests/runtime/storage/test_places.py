@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from medusa_runtime.errors import UnreachableError
+from medusa_runtime.storage.base import open_store
 from medusa_runtime.storage.places import canonical, is_below
 
 
@@ -55,3 +57,9 @@ def test_what_may_lead_elsewhere_has_none(url: str) -> None:
 )
 def test_below(place: str, prefix: str, below: bool) -> None:
     assert is_below(place, prefix) is below
+
+
+def test_a_file_system_that_connects_at_once_and_cannot() -> None:
+    pytest.importorskip("fsspec")
+    with pytest.raises(UnreachableError, match=r"^ftp://127\.0\.0\.1:9/m: cannot be reached: Connection refused$"):
+        open_store("ftp://127.0.0.1:9/m")
