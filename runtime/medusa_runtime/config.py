@@ -161,7 +161,10 @@ def layer_range(value: str) -> str:
 
 
 def seconds(value: str) -> float:
-    number = float(value.removesuffix("s"))
+    try:
+        number = float(value.removesuffix("s"))
+    except ValueError:
+        raise ValueError("seconds, such as 90 or 90s") from None
     if not 0 <= number <= 1e9:  # the longest that locks and sockets can wait, some thirty years
         raise ValueError("seconds, 0 to 1e9")
     return number

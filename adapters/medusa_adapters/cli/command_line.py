@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import medusa_cluster  # noqa: F401  makes --engine cluster and --engine group known
 import medusa_vllm  # noqa: F401  makes --engine vllm known
@@ -45,7 +46,25 @@ _ANYWHERE = ("run", "new", "build", "completion", "deploy", "inspect", "simulate
 _WITH_SCRATCH = ("medusa_adapters.cli.checkpoint.materialize", "medusa_adapters.bench.command")
 
 
+_NUMBERS: dict[object, str] = {int: "a whole number", float: "a number"}
+
+
 class _Parser(argparse.ArgumentParser):
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        try:
+            return super()._get_value(action, text)
+        except argparse.ArgumentError:
+            if (expected := _NUMBERS.get(action.type)) is None:
+                raise
+            raise ConfigError(f"{_called(action)}={text!r} cannot be used: expected {expected}") from None
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        known = [str(choice) for choice in action.choices]
+        meant = _meant(str(value), known)
+        raise ConfigError(f"{_called(action)}={str(value)!r} cannot be used: expected one of {', '.join(known)}{meant}")
+
     def error(self, message: str) -> None:  # type: ignore[override]
         raise ConfigError(f"{message}{'' if message.endswith('?') else ';'} see {self.prog} --help")
 
@@ -200,6 +219,11 @@ def _needs_linux(name: str) -> ConfigError:
         f"medusa {name} needs Linux, found {system}: run it in a container (docker run IMAGE medusa {name} …, see "
         "docs/images.md); here `medusa run handler.py` calls a handler without a model"
     )
+
+
+def _called(action: argparse.Action) -> str:
+    """What the user calls an argument: its flag, or its name in the help."""
+    return action.option_strings[-1] if action.option_strings else str(action.metavar or action.dest)
 
 
 def _meant(word: str, known: Sequence[str]) -> str:

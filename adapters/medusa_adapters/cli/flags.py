@@ -30,6 +30,10 @@ class HelpFormatter(argparse.HelpFormatter):
         return f"{text} [default: %(default)s]" if shown and action.option_strings else text
 
 
+class RawHelpFormatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The same, with the lines of the description as they are."""
+
+
 def add_model(parser: argparse.ArgumentParser, text: str | None = None) -> None:
     """Add the checkpoint, as ``URL`` or ``--model URL``; see ``given_model``."""
     option = next(option for option in OPTIONS if option.field == "model")
@@ -51,7 +55,8 @@ def given_model(arguments: argparse.Namespace) -> str | None:
 
 def unify(parser: argparse.ArgumentParser) -> None:
     """Give the parsers of a command and of its subcommands the names and the help that all commands share."""
-    parser.formatter_class = HelpFormatter
+    if parser.formatter_class is not RawHelpFormatter:
+        parser.formatter_class = HelpFormatter
     known = parser._option_string_actions
     for old, new in RENAMED.items():
         if old in known and new not in known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from contextlib import suppress
@@ -21,10 +22,11 @@ def bind(settings: Settings) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; "
-            f"expected a free port, choose another with --port (0 takes any)"
-        ) from None
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            expected = "expected an address of this machine as --host, such as 0.0.0.0 or 127.0.0.1"
+        else:
+            expected = "expected a free port, choose another with --port (0 takes any)"
+        raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; {expected}") from None
     return listener
 
 

@@ -118,8 +118,8 @@ def plan(
     wanted_len = settings.max_model_len or geometry.max_positions
     if wanted_len > geometry.max_positions:
         raise ConfigError(
-            f"max_model_len={wanted_len} cannot be used: expected at most {geometry.max_positions}, the positions this "
-            "model has"
+            f"--max-model-len={wanted_len} cannot be used: expected at most {geometry.max_positions}, the positions "
+            "this model has"
         )
     if recorded is not None and not _is_for(recorded, geometry):
         logger.warning("the recorded KV plan is for another cache layout; computing one")

@@ -7,6 +7,7 @@ import pty
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from medusa_runtime.timeline import Stage
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 MS = 1_000_000
+MODEL = str(Path(__file__).parents[3] / "examples" / "pydoc-lm")
 
 
 def medusa(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -210,3 +212,24 @@ def test_sizes(count: int, text: str) -> None:
 
 def test_progress_without_a_rate() -> None:
     assert describe(progress(0)) == "0 bytes of 2.0 GB (0 %)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("serve", "--model", "x", "--hold-s", "1m"), "--hold-s='1m' cannot be used: expected seconds, such as 90"),
+        (("serve", "--model", "x", "--host", "no.invalid"), "expected an address of this machine as --host"),
+        (("deploy", "lambda", "a", "--memory-mb", "2Gi"), "--memory-mb='2Gi' cannot be used: expected a whole number"),
+        (("deploy", "knavite", "a"), "; did you mean knative?"),
+        (("materialize", "--model", MODEL, "--engine", "vllm"), "--engine vllm needs vLLM"),
+    ],
+)
+def test_what_is_expected_is_said(arguments: tuple[str, ...], said: str) -> None:
+    if "vllm" in arguments and (spec := find_spec("vllm")) and spec.origin:  # not a folder of tests
+        pytest.skip("vLLM is here")
+    assert said in refused(*arguments)
+
+
+def test_the_templates_are_listed_a_line_each() -> None:
+    lines = medusa("new", "--help").stdout.splitlines()
+    assert "  stream     a generator as server-sent events, no model" in lines

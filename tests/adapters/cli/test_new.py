@@ -159,7 +159,7 @@ def test_bad_names_and_files_in_the_way(tmp_path: Path) -> None:
         assert done.returncode == 2, done
         assert f"NAME={name!r}" in done.stderr
         assert len(done.stderr.splitlines()) == 1
-    assert "invalid choice" in new(tmp_path, "fn", "--template", "chatt").stderr
+    assert "did you mean chat?" in new(tmp_path, "fn", "--template", "chatt").stderr
     assert not list(tmp_path.iterdir())
     create("fn", "stream", tmp_path)
     (tmp_path / "fn" / "handler.py").write_text("mine = 1\n")

@@ -145,7 +145,7 @@ def as_text(found: dict[str, Any]) -> str:
         "weights": f"{size(found['bytes'])} in {count} shard{'s' * (count > 1)}, {len(found['tensors'])} tensors",
         "types": f"{dtypes} parameters",
         "files": ", ".join(found["files"]),
-        "runs": found["backend"].get("text") or f"not so: {found['backend']['problem']}",
+        "runs": found["backend"].get("text") or f"no: {found['backend']['problem']}",
     }
     lines = [f"  {name:8} {text}" for name, text in rows.items() if text]
     return "\n".join([found["url"], *lines, bundle_summary.as_text(found["state"])])

@@ -78,6 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
         settings = replace(settings, model=convert(settings, arguments.convert))
     if is_remote(settings.engine):
         raise ConfigError("--engine cluster: expected an engine that has its weights here, to materialize them")
+    if settings.engine == "vllm":
+        from medusa_vllm.version import installed_version
+
+        installed_version()
     began = time.monotonic()
     with Materialization(settings, arguments.out, _tell, _ordered(settings, arguments.request), signer) as making:
         making.prepare()

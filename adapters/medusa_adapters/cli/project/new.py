@@ -8,6 +8,7 @@ from pathlib import Path
 from medusa_runtime.errors import ConfigError
 
 from ...deploy.manifests import values
+from ..flags import RawHelpFormatter
 from .template_folder import template_files, template_folder, write_files
 
 TEMPLATES = {
@@ -21,7 +22,7 @@ _FILLED = (".md", "Dockerfile")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.formatter_class = RawHelpFormatter
     parser.description = "Make a small complete project.\n\n" + "\n".join(
         f"  {name:10} {text}" for name, text in TEMPLATES.items()
     )
