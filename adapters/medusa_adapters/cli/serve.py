@@ -51,11 +51,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
+# Flags that only one engine reads, and its name. In the environment they may be an image's, for any engine.
+_OF_ONE_ENGINE = {
+    "compile": "vllm",
+    "kernels": "vllm",
+    "tensor_parallel": "vllm",
+    "vllm_mode": "vllm",
+    "cluster": "cluster",
+    "cluster_token_file": "cluster",
+}
+
+
 def run(arguments: argparse.Namespace) -> int:
     for variable, meant in misspelt(os.environ):
         print(f"WARNING: {variable} is no setting and has no effect; did you mean {meant}?", file=sys.stderr)
     flags = {option.field: getattr(arguments, option.field) for option in OPTIONS}
     settings = settle(os.environ, flags | {"model": given_model(arguments)})
+    for field, engine in _OF_ONE_ENGINE.items():
+        if flags[field] is not None and not settings.engine.startswith(engine):
+            flag = f"--{field.replace('_', '-')}"
+            print(
+                f"WARNING: {flag} has no effect with --engine {settings.engine}; it is for --engine {engine}",
+                file=sys.stderr,
+            )
     if arguments.behind:
         import shlex
 

@@ -104,6 +104,13 @@ def test_a_misspelt_variable_is_named() -> None:
     ]
 
 
+def test_a_flag_of_another_engine_is_named() -> None:
+    result = medusa("serve", "--model", "/nothing", "--port", "0", "--compile", "always", MEDUSA_VLLM_MODE="compatible")
+    assert [line for line in result.stderr.splitlines() if line.startswith("WARNING")] == [
+        "WARNING: --compile has no effect with --engine torch; it is for --engine vllm"
+    ]
+
+
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
