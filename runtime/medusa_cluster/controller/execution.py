@@ -35,6 +35,7 @@ _START_S = 90.0
 _ORDERED_S = 0.5  # from the order of a fetch until a status shows what became of it
 _FETCH_SHOWN_S = 10.0  # for a node to show a fetch that it was asked for
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_MOST_DOUBLINGS = 10  # of a pause; a count of failures may become too large for a power of two
 _STOPPED_KEPT_S = 120.0
 _MOST_SOURCES = 5  # of a node that has no plan
 
@@ -115,11 +116,15 @@ class Execution:
         request = {"op": "start", "id": known.id, "deployment": deployment.to_json()}
         try:
             await self._dropped(known.node)
+            if not self._is_wanted(known):
+                return
             if (plan := await cluster.live.plan(known, partner)) is not None:
                 request["group"] = plan
+            if not self._is_wanted(known):
+                return
             await self._nodes.call(known.node, request, _START_S)
         except MedusaError as error:
-            if cluster.instances.get(known.id) is known:
+            if self._is_wanted(known):
                 self.failed(known.id)
                 del cluster.instances[known.id]
                 cluster.tell("start-failed", f"{known.id}: {error}", node=known.node, model=known.model)
@@ -129,6 +134,10 @@ class Execution:
             known.state, known.since = "ready", time.time()
         self._failures.pop(known.model, None)
         cluster.publish()
+
+    def _is_wanted(self, known: KnownInstance) -> bool:
+        """Whether an instance that starts has not been given up meanwhile."""
+        return self._cluster.instances.get(known.id) is known and known.state != "draining"
 
     def failed(self, instance_id: str) -> bool:
         """Note an instance that ended by itself; False if it is known. Its model is started again a while later."""
@@ -144,8 +153,7 @@ class Execution:
             count = 0 if lasted else self._failures.get(known.model, (0, 0.0))[0] + 1
             if not lasted:
                 self._cluster.groups.start_failed(known)
-            pause_s = min(_SHORTEST_PAUSE_S * 2 ** (count - 1), _LONGEST_PAUSE_S) if count else 0.0
-            self._failures[known.model] = (count, now + pause_s)
+            self._failures[known.model] = (count, now + _pause_s(count))
         return True
 
     def _begin_stop(self, decision: StopInstance) -> None:
@@ -163,13 +171,16 @@ class Execution:
         while known.node in self._cluster.nodes and self._cluster.nodes[known.node].lost_at is None:
             try:
                 await self._nodes.call(known.node, request, drain_s + _CALL_S)
-                break
             except MedusaError as error:
                 logger.warning("%s could not be ended: %s", known.id, error)
                 await asyncio.sleep(_SHORTEST_PAUSE_S)
-        self._stopped = {key: at for key, at in self._stopped.items() if at > time.monotonic() - _STOPPED_KEPT_S}
-        self._stopped[known.id] = time.monotonic()
-        self._cluster.instances.pop(known.id, None)
+                continue
+            # Where no order has arrived, the node may come back with the instance, which is known again then.
+            self._stopped = {key: at for key, at in self._stopped.items() if at > time.monotonic() - _STOPPED_KEPT_S}
+            self._stopped[known.id] = time.monotonic()
+            break
+        if self._cluster.instances.get(known.id) is known:
+            del self._cluster.instances[known.id]
         self._cluster.publish()
 
     def end_all(self, model: str, reason: str) -> None:
@@ -248,8 +259,7 @@ class Execution:
         """Tell it, and try again later: the first time after a second, at last once a minute."""
         node, url = key
         count = self._failed_fetches.get(key, (0, 0.0))[0] + 1
-        pause_s = min(_SHORTEST_PAUSE_S * 2 ** (count - 1), _LONGEST_PAUSE_S)
-        self._failed_fetches[key] = (count, now + pause_s)
+        self._failed_fetches[key] = (count, now + _pause_s(count))
         self._cluster.tell("fetch-failed", f"{node} could not fetch {url}: {failure}", node=node)
 
     def planned_sources(self, node: str, url: str) -> tuple[str, ...]:
@@ -333,3 +343,10 @@ class Execution:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _pause_s(failures: int) -> float:
+    """Return how long to wait before the next attempt, after so many failures in a row."""
+    if not failures:
+        return 0.0
+    return min(_SHORTEST_PAUSE_S * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), _LONGEST_PAUSE_S)

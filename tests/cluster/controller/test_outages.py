@@ -1,0 +1,72 @@
+"""Outages that last for hours, or come in the middle of an order: what is known and decided goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from medusa_cluster.controller.cluster import Cluster
+from medusa_cluster.controller.nodes import KnownInstance
+from medusa_cluster.policy.state import StopInstance
+
+from .conftest import Net, until
+
+Run = Callable[..., None]
+MODEL = "http://store/model"
+
+
+async def ask(cluster: Cluster, operation: str, **arguments: Any) -> Any:
+    return await cluster.answer({"op": operation, "arguments": arguments})
+
+
+def test_a_model_and_a_fetch_may_fail_for_days(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        for number in range(1100):
+            known = KnownInstance(f"i{number}", "m", "a", "starting", time.time())
+            cluster.instances[known.id] = known
+            assert cluster.execution.failed(known.id)
+            del cluster.instances[known.id]
+        execution: Any = cluster.execution
+        for _ in range(1100):
+            execution._fetch_failed(("a", MODEL), "the store is away", time.monotonic())
+
+    run(scenario, "a")
+
+
+def test_an_instance_whose_stop_did_not_reach_its_node_is_known_again(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await ask(cluster, "deploy", name="m", url=MODEL, min=1)
+        await until(lambda: [item for item in cluster.instances.values() if item.state == "ready" and item.confirmed])
+        (known,) = cluster.instances.values()
+        net.cut.add(known.node)
+        cluster.execution.begin(StopInstance(known.id, known.node, 0.0))
+        await until(lambda: cluster.nodes[known.node].lost_at is not None)
+        await until(lambda: not cluster.execution.busy_with(known.id))
+        net.cut.clear()
+        await until(lambda: cluster.nodes[known.node].lost_at is None)
+        await until(lambda: known.id in cluster.instances or known.id not in net.nodes[known.node].instances, 5)
+
+    run(scenario, "a")
+
+
+def test_an_instance_that_is_ended_before_its_node_was_told_is_not_started(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        dropped = asyncio.Event()
+
+        async def drop(_: Any) -> None:
+            await dropped.wait()
+
+        cluster.execution.task(("drop", "a", "http://store/other"), drop(None))
+        await ask(cluster, "deploy", name="m", url=MODEL, min=1)
+        await until(lambda: cluster.instances)
+        (old,) = cluster.instances
+        await ask(cluster, "deploy", name="m", url=MODEL, min=1, settings={"threads": "1"})
+        await until(lambda: old not in cluster.instances)
+        dropped.set()
+        await until(lambda: net.nodes["a"].instances)
+        await asyncio.sleep(0.5)
+        assert old not in net.nodes["a"].instances
+
+    run(scenario, "a")
