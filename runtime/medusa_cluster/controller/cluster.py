@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections import Counter, deque
@@ -45,6 +46,7 @@ _LONGEST_NAME = 1000
 _MOST_GATEWAYS = 1000
 _GATEWAY_GONE_S = 60.0
 _LONGEST_DRAIN_S = 86400.0
+_SAVE_AGAIN_S = 1.0  # after a plan that could not be written
 # Groups are for models with a TTFT SLO that one node cannot meet, and helpers for deployments that ask for them.
 OPTIONS = Options(largest_group=LARGEST_GROUP, live=True)
 
@@ -75,6 +77,7 @@ class Cluster:
         self._wake = asyncio.Event()
         self._began = time.monotonic()
         self._tick_took_s = 0.0
+        self._save_at = math.inf  # when to write the plan, if something has changed by itself
         self._recovered = False
 
     # What runs all the time.
@@ -156,7 +159,13 @@ class Cluster:
         """Note new versions of models, and peers that a node does not trust any more."""
         deployed = {item.url for item in self.deployments.values()}
         if self.versions.see(node.models(), deployed):
-            self._save()
+            self._save_at = 0.0
+        if self._save_at < time.monotonic():
+            try:
+                self._save()
+            except ClusterError as error:
+                logger.warning("%s; trying again", error)
+                self._save_at = time.monotonic() + _SAVE_AGAIN_S
         names = {other.url: other.name for other in self.nodes.values()}
         for model in node.models():
             for source, reason in model.get("excluded", {}).items():
@@ -303,8 +312,7 @@ class Cluster:
         deployment = replace(deployment, url=url)
         self._check_names(deployment)
         before = self.deployments.get(deployment.name)
-        self.deployments[deployment.name] = deployment
-        self._save()
+        self._save(deployments=self.deployments | {deployment.name: deployment})
         if before != deployment:
             self.tell("deployed", f"{deployment.name} is deployed from {url}", model=deployment.name)
         if before is not None and (before.url, before.engine, before.settings) != (
@@ -327,8 +335,7 @@ class Cluster:
 
     def _remove(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         name = self._known_name(arguments)
-        del self.deployments[name]
-        self._save()
+        self._save(deployments={key: item for key, item in self.deployments.items() if key != name})
         self.execution.end_all(name, "its deployment was removed")
         self.tell("removed", f"{name} was removed", model=name)
         return {}
@@ -338,8 +345,7 @@ class Cluster:
         before = self.deployments[name].to_json()
         given = {key: arguments[key] for key in ("min", "max") if arguments.get(key) is not None}
         deployment = Deployment.from_json(before | given)
-        self.deployments[name] = deployment
-        self._save()
+        self._save(deployments=self.deployments | {name: deployment})
         self.tell("scaled", f"{name} may have {deployment.min} to {deployment.max} instances", model=name)
         return deployment.to_json()
 
@@ -349,14 +355,14 @@ class Cluster:
             raise UnknownNameError(
                 f"no node is called {name!r}; expected one of {', '.join(sorted(self.nodes)) or 'none'}"
             )
+        before = self.draining
         if arguments.get("undo"):
-            self.draining.pop(name, None)
+            self._save(draining={key: drain_s for key, drain_s in before.items() if key != name})
         else:
-            if name not in self.draining:
+            self._save(draining=before | {name: _drain_s(arguments)})
+            if name not in before:
                 self.nodes[name].drained_told = False
                 self.tell("draining", f"the node {name} drains", node=name)
-            self.draining[name] = _drain_s(arguments)
-        self._save()
         return {"node": name, "state": self.node_state(self.nodes[name])}
 
     def node_state(self, node: KnownNode) -> str:
@@ -413,11 +419,17 @@ class Cluster:
             raise UnknownNameError(f"no model is deployed as {name!r}; expected one of {names}")
         return name
 
-    def _save(self) -> None:
+    def _save(
+        self, *, deployments: dict[str, Deployment] | None = None, draining: dict[str, float | None] | None = None
+    ) -> None:
+        """Write the plan, and then follow it. ClusterError where it cannot be written: then nothing has changed."""
+        deployments = self.deployments if deployments is None else deployments
+        draining = self.draining if draining is None else draining
         try:
-            write_plan(self._plan_path, Plan(self.deployments, self.draining, self.versions.to_json()))
+            write_plan(self._plan_path, Plan(deployments, draining, self.versions.to_json()))
         except OSError as error:
             raise ClusterError(f"{self._plan_path} could not be written: {error.strerror}") from error
+        self.deployments, self.draining, self._save_at = deployments, draining, math.inf
         self.publish()
         self.wake()
 

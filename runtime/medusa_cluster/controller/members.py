@@ -101,7 +101,10 @@ class Members:
                     self._lose(node)
             else:
                 failing_since, failures = 0.0, 0
-                self._take_status(node, found)
+                try:
+                    self._take_status(node, found)
+                except Exception:  # the next one may be better, and silence would hide the node's loss
+                    logger.exception("the status of the node %s could not be used", node.name)
             await asyncio.sleep(_STATUS_S * self._pause_s())
 
     async def _follow_orders(self, node: KnownNode) -> None:

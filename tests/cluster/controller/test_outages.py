@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 from medusa_cluster.controller.cluster import Cluster
 from medusa_cluster.controller.nodes import KnownInstance
 from medusa_cluster.policy.state import StopInstance
+from medusa_runtime.errors import ClusterError
 
 from .conftest import Net, until
 
@@ -31,6 +34,48 @@ def test_a_model_and_a_fetch_may_fail_for_days(run: Run) -> None:
         execution: Any = cluster.execution
         for _ in range(1100):
             execution._fetch_failed(("a", MODEL), "the store is away", time.monotonic())
+
+    run(scenario, "a")
+
+
+def test_a_full_disk_blinds_the_controller_to_no_node(run: Run, tmp_path: Path) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await ask(cluster, "deploy", name="m", url=MODEL)
+        net.nodes["a"].version = "v9"
+        blocker = tmp_path / "controller.new"
+        blocker.mkdir()  # the plan cannot be written
+        net.nodes["a"].models[MODEL] = {
+            "url": MODEL, "state": "done", "fetched_bytes": 1, "total_bytes": 1, "idle_s": 0, "pinned": False,
+            "version": "v9",
+        }  # fmt: skip
+        await until(lambda: cluster.nodes["a"].models())
+        net.nodes["a"].state = "draining"
+        await until(lambda: cluster.nodes["a"].status["state"] == "draining", 5)
+        blocker.rmdir()
+        await until(lambda: "v9" in (tmp_path / "controller.json").read_text(), 5)
+
+    run(scenario, "a")
+
+
+def test_what_could_not_be_saved_is_as_it_was(run: Run, tmp_path: Path) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await ask(cluster, "deploy", name="m", url=MODEL, min=1)
+        await until(lambda: [item for item in cluster.instances.values() if item.state == "ready"])
+        (tmp_path / "controller.new").mkdir()
+        for operation, arguments in (
+            ("deploy", {"name": "m", "url": MODEL, "min": 1, "settings": {"threads": "1"}}),
+            ("scale", {"name": "m", "max": 7}),
+            ("remove", {"name": "m"}),
+            ("drain", {"node": "a"}),
+        ):
+            with pytest.raises(ClusterError, match="could not be written"):
+                await ask(cluster, operation, **arguments)
+            assert (cluster.deployments["m"].settings, cluster.deployments["m"].max) == ({}, 1), operation
+            assert not cluster.draining
+        (tmp_path / "controller.new").rmdir()
+        (old,) = cluster.instances
+        await ask(cluster, "deploy", name="m", url=MODEL, min=1, settings={"threads": "1"})
+        await until(lambda: old not in cluster.instances, 5)
 
     run(scenario, "a")
 
@@ -68,5 +113,14 @@ def test_an_instance_that_is_ended_before_its_node_was_told_is_not_started(run: 
         await until(lambda: net.nodes["a"].instances)
         await asyncio.sleep(0.5)
         assert old not in net.nodes["a"].instances
+
+    run(scenario, "a")
+
+
+def test_a_refused_drain_is_no_event(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        with pytest.raises(Exception, match="drain_s"):
+            await ask(cluster, "drain", node="a", drain_s=-1)
+        assert not [event for event in cluster.events if event["kind"] == "draining"]
 
     run(scenario, "a")
