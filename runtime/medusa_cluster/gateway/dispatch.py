@@ -123,6 +123,7 @@ class Dispatch:
                 model.waiting.remove(waiter)
             if waiter.future.done() and not waiter.future.cancelled() and waiter.future.exception() is None:
                 self.release(waiter.future.result())  # it was given in the moment in which the request ended
+            self._advance(name)  # those behind it may need less room
             if isinstance(error, TimeoutError):
                 raise self._too_late(name) from None
             raise
@@ -135,6 +136,8 @@ class Dispatch:
             standing.requests -= 1
             if not standing.requests:
                 standing.work = 0.0
+                if lease.instance.id not in self.instances:  # with its node it may come back, and is unknown then
+                    del self._standings[lease.instance.id]
         self._advance(lease.model)
 
     def pause(self, instance_id: str) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from medusa_runtime.config import Settings
+from medusa_runtime.config import Settings, seconds
 from medusa_runtime.errors import ClusterError
 
 from ..deployment import adapters_of
 
 READY, STARTING = "ready", "starting"
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +38,20 @@ class Deployed:
     @property
     def concurrency(self) -> int:
         """How many sequences one instance works on at the same time."""
-        value = self._setting("max_concurrency")
-        return Settings().max_concurrency if value is None else max(1, int(value))
+        value = self._setting("max_concurrency", int)
+        return Settings().max_concurrency if value is None else max(1, value)
 
     @property
     def hold_s(self) -> float | None:
         """How long a request may wait for an instance, where the deployment says so."""
-        return self._setting("hold_s")
+        return self._setting("hold_s", seconds)
 
-    def _setting(self, name: str) -> float | None:
+    def _setting(self, name: str, parse: Callable[[str], _Value]) -> _Value | None:
         settings = self.deployment.get("settings")
         value = settings.get(name) if isinstance(settings, Mapping) else None
         try:
-            return None if value is None else float(value)
-        except (TypeError, ValueError):
+            return None if value is None else parse(str(value))
+        except ValueError:
             return None
 
 

@@ -202,3 +202,42 @@ def test_routes_are_read_and_what_is_none_is_refused() -> None:
 @pytest.mark.parametrize(("value", "expected"), [("8", 8), (None, 64), ("x", 64), ("0", 1), ([], 64)])
 def test_the_places_of_an_instance_are_its_setting(value: object, expected: int) -> None:
     assert Deployed("m", {"settings": {"max_concurrency": value}}).concurrency == expected
+
+
+def test_those_behind_a_large_request_go_on_when_it_leaves() -> None:
+    async def work(dispatch: Dispatch) -> None:
+        dispatch.update(routes(m=["a"]))
+        await lease(dispatch)
+        large = asyncio.create_task(lease(dispatch, cost=4))
+        await asyncio.sleep(0)
+        small = asyncio.create_task(lease(dispatch))
+        await asyncio.sleep(0.01)
+        assert not small.done()
+        large.cancel()
+        async with asyncio.timeout(1):
+            assert (await small).instance.id == "a"
+
+    run(work)
+
+
+def test_an_instance_that_was_lost_with_its_node_is_used_when_both_are_back() -> None:
+    async def work(dispatch: Dispatch) -> None:
+        dispatch.update(routes(m=["a"]))
+        held = await lease(dispatch)
+        dispatch.update(routes(m=[]))  # the controller has lost the node
+        dispatch.set_lost("a", True)  # and the instance owes this request an answer
+        dispatch.pause("a")
+        dispatch.release(held)
+        dispatch.update(routes(m=["a"]))
+        async with asyncio.timeout(1):
+            assert (await lease(dispatch)).instance.id == "a"
+
+    run(work)
+
+
+def test_settings_mean_to_a_gateway_what_they_mean_to_an_instance() -> None:
+    settings = {"hold_s": "5s", "max_concurrency": "1" + "0" * 400}
+    deployed = Deployed("m", {"settings": settings})
+    assert deployed.hold_s == 5.0
+    assert deployed.concurrency == 10**400
+    assert Deployed("m", {"settings": {"hold_s": "nan", "max_concurrency": 0}}).hold_s is None
