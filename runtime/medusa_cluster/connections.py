@@ -128,5 +128,6 @@ def http_logger() -> logging.Logger:
     """Return the logger of aiohttp's servers. It drops malformed requests: a client could fill the log with them."""
     logger = logging.getLogger(f"{__name__}.http")
     if not logger.filters:
-        logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
+        malformed = (HttpProcessingError, web.RequestPayloadError)
+        logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], malformed)))
     return logger

@@ -132,6 +132,9 @@ class Server:
                         pieces.append(piece)
             except TimeoutError:
                 raise Fault(408, "the body came too slowly", code="incomplete_body") from None
+            except web.RequestPayloadError:
+                text = "the body cannot be read by its Content-Encoding or Transfer-Encoding"
+                raise Fault(400, text, code="bad_body") from None
             yield b"".join(pieces)
         finally:
             self._body_bytes -= size
