@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -69,8 +68,8 @@ class Deployment:
         if self.min > self.max:
             raise ConfigError(f"expected min up to max, found min {self.min} and max {self.max}")
         for name, seconds in (("ttft_slo_s", self.ttft_slo_s), ("tpot_slo_s", self.tpot_slo_s)):
-            known = seconds is None or (isinstance(seconds, int | float) and math.isfinite(seconds) and seconds > 0)
-            if not known:
+            number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds < 1e300
+            if seconds is not None and not number:
                 raise ConfigError(f"{name}: expected seconds above 0, found {seconds!r}")
         self.environment()
         if not isinstance(self.live_scaling, bool):
@@ -106,8 +105,11 @@ class Deployment:
                 raise ConfigError(
                     f"settings: expected an option of medusa serve such as max_concurrency, found {name!r}"
                 )
-            parse_option(options[name], str(value), f"settings: {name}")
-            found[options[name].variable] = str(value)
+            text = str(value)
+            if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):  # JSON can name half a letter
+                raise ConfigError(f"settings: {name}: expected text that a process can be given, found {text[:100]!r}")
+            parse_option(options[name], text, f"settings: {name}")
+            found[options[name].variable] = text
         return found
 
 

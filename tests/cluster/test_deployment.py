@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from medusa_cluster.deployment import Deployment
+from medusa_runtime.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -29,3 +30,9 @@ def test_workers_may_share_a_model_that_medusas_routes_answer_for(engine: str, s
 )
 def test_what_no_group_can_do_starts_as_one_instance(engine: str, settings: dict[str, Any]) -> None:
     assert not Deployment("m", "/m", engine=engine, settings=settings).may_be_shared()
+
+
+@pytest.mark.parametrize("seconds", [True, 10**400, float("inf"), float("nan"), 0, -1, "1"])
+def test_an_slo_is_a_number_of_seconds(seconds: Any) -> None:
+    with pytest.raises(ConfigError, match="ttft_slo_s: expected seconds above 0"):
+        Deployment.from_json({"name": "m", "url": "/m", "ttft_slo_s": seconds})

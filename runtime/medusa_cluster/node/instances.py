@@ -118,7 +118,7 @@ class Instances:
                 self._settings.log_folder / f"instance-{instance_id}.log",
                 on_line,
             )
-        except OSError as error:
+        except (OSError, ValueError, ConfigError) as error:
             self._failed(instance, f"{instance_id} could not start on the node {self._settings.name}: {error}")
         else:
             task = asyncio.create_task(self._follow(instance, instance.child))
@@ -164,6 +164,8 @@ class Instances:
         self._group_file(instance).unlink(missing_ok=True)
         if instance.state == "draining":
             self._instances.pop(instance.id, None)
+            if not instance.listening.done():
+                instance.listening.set_exception(InstanceError(f"{instance.id} was ended before it listened"))
             log = self._settings.log_folder / f"instance-{instance.id}.log"
             log.unlink(missing_ok=True)
             return
