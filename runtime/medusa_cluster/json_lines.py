@@ -96,7 +96,7 @@ async def call(path: Path | str, request: dict[str, Any]) -> Any:
         writer.write(json.dumps(request).encode() + b"\n")
         await writer.drain()
         line = await reader.readline()
-        if not line:
+        if not line.endswith(b"\n"):  # it ended, perhaps in the middle of its answer
             raise ConnectionResetError(f"{path} closed the connection")
         return result_of(json.loads(line))
     finally:

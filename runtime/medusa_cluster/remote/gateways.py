@@ -74,8 +74,8 @@ class Gateways:
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 reasons.append(f"{address.url}: {error or type(error).__name__}")
-                self._addresses.remove(address)  # the others first, from now on
-                self._addresses.append(address)
+                others = [other for other in self._addresses if other != address]
+                self._addresses = [*others, address]  # the others first, from now on; several threads come here
                 continue
             return Exchange(connection)
         raise UnreachableError(f"no gateway of the cluster can be reached ({'; '.join(reasons)})")
@@ -125,12 +125,14 @@ def error_of(value: Any) -> MedusaError:
 def _as_error(status: int, retry_after: str | None, body: bytes) -> MedusaError:
     try:
         value = json.loads(body)
-    except ValueError:
-        return EngineError(f"the gateway answered with status {status}")
+        error = value["error"]
+        code = error.get("code")
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return EngineError(f"the gateway answered with status {status}, and no error of a gateway's")
     message = str(error_of(value))
     if status == 401:
         return ForbiddenError(f"the gateway refuses the token: {message}")
-    if status == 404 and value["error"].get("code") == "model_not_found":
+    if status == 404 and code == "model_not_found":
         return ObjectNotFoundError(f"{message} in this cluster; medusa cluster deploy makes one known")
     if status in (400, 413, 422):
         return RequestError(message)
