@@ -76,7 +76,10 @@ def _object(required: Mapping[str, Check], optional: Mapping[str, Check]) -> Che
 _LAYERS: Check = lambda value: (  # noqa: E731
     value is None or (_text(value) and (not value or all(part.isdecimal() for part in value.split(":", 1))))
 )
-_GROUP = _object({"id": _text, "rank": _number, "full": _number, "size": _number}, {"layers": _LAYERS, "state": _text})
+_GROUP = _object(
+    {"id": _text, "rank": _number, "full": _number, "size": _number},
+    {"layers": _LAYERS, "state": _text, "keep": _number},
+)
 _START = _by_name(lambda value: value is None or _number(value) or _text(value))
 _STATUS: dict[str, Check] = {
     **dict.fromkeys(("name", "address", "url", "leaf", "state"), _text),
@@ -84,6 +87,7 @@ _STATUS: dict[str, Check] = {
         ("egress_bytes_per_s", "ingress_bytes_per_s", "memory_bytes", "memory_used_bytes", "devices", "at"), _number
     ),
     "link_bytes_per_s": _speed,
+    "failed_fetches": _by_name(_text),
     "head": lambda value: isinstance(value, bool),
     "models": _objects(
         {"url": _text, "state": _text, "total_bytes": _number, "fetched_bytes": _number, "pinned": _number},

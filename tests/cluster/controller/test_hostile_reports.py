@@ -118,3 +118,22 @@ def test_fuzzed_arguments_of_operations(run: Run) -> None:
             loop.close()
 
     run(scenario, "a")
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"failed_fetches": []},
+        {"failed_fetches": None},
+        {"failed_fetches": {MODEL: 1}},
+        {
+            "instances": [
+                STATUS["instances"][0] | {"group": {"id": "g", "rank": 0, "full": True, "size": 2, "keep": "x"}}
+            ]
+        },
+    ],
+)
+def test_what_decisions_read_of_a_status_is_checked(lie: dict[str, Any]) -> None:
+    node_status(STATUS)
+    with pytest.raises(ClusterError, match="expected the status of a node"):
+        node_status(STATUS | lie)
