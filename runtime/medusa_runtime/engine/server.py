@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 _LONG_CHARACTERS = 1 << 16  # tokenizing as much takes tens of milliseconds, which nobody else shall wait for
 _METHODS = ("stats", "tokenize", "detokenize", "embed", "wait_adapter", "drop_adapter")
 _SLOW = ("embed", "wait_adapter")  # what waits for forwards or bytes; other frames of its connection do not
+_UNREADABLE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 _ADAPTER_FILES = 2  # descriptors of an adapter: its region, and its file where that is a local one
 
 
@@ -142,10 +143,12 @@ class _Connection:
             elif kind == "call" and frame["method"] in _METHODS:
                 self._call(frame)
             else:
-                raise RequestError(f"the engine knows no frame {kind!r}")
+                raise RequestError(f"the engine knows no frame {kind!r}")  # noqa: TRY301 answered below
         except MedusaError as error:
             self._refuse(request_id, error)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # others have requests on this connection, which go on
+            if not isinstance(error, _UNREADABLE):
+                logger.exception("a %r frame could not be handled", kind)
             self._refuse(request_id, RequestError(f"a {kind!r} frame could not be read: {error}"))
 
     def _add_adapter(self, frame: frames.Frame, descriptors: list[int]) -> None:
@@ -180,18 +183,23 @@ class _Connection:
         method, request_id = frame["method"], frame.get("id", "")
         try:
             if not hasattr(self._engine, method):
-                if method.endswith("_adapter"):
-                    raise RequestError("adapters need a model that continues text, and --engine torch", "model")
-                raise RequestError(
-                    f"the {self._engine.info.engine} engine continues text; for embeddings expected an encoder such as "
-                    "BERT as --model, with --engine torch"
-                )
+                raise self._lacking(method)  # noqa: TRY301 answered below
             value = getattr(self._engine, method)(**frame["arguments"])
             self.send({"type": "result", "id": request_id, "value": value})
         except MedusaError as error:
             self._refuse(request_id, error)
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        except Exception as error:  # without an answer the caller would wait for ever
+            if not isinstance(error, _UNREADABLE):
+                logger.exception("a call of %s failed", method)
             self._refuse(request_id, RequestError(f"a call of {method} could not be read: {error}"))
+
+    def _lacking(self, method: str) -> RequestError:
+        if method.endswith("_adapter"):
+            return RequestError("adapters need a model that continues text, and --engine torch", "model")
+        return RequestError(
+            f"the {self._engine.info.engine} engine continues text; for embeddings expected an encoder such as BERT as "
+            "--model, with --engine torch"
+        )
 
     def _add_long(self, request: GenerateRequest) -> None:
         try:

@@ -20,6 +20,15 @@ from medusa_runtime.engine.server import EngineServer
 from medusa_runtime.errors import EngineError, OverloadedError, RequestError
 
 
+def words_only(text: str) -> list[int]:
+    """Token ids of a tokenizer that knows one word; its library raises bare exceptions for others."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    ids: list[int] = Tokenizer(WordLevel({"known": 0})).encode(text).ids
+    return ids
+
+
 class SpellingEngine:
     """An engine that answers a prompt with its own letters; 'stall' gets one delta and then nothing more."""
 
@@ -32,6 +41,8 @@ class SpellingEngine:
         assert isinstance(request.prompt, str)
         if request.prompt == "refuse":
             raise RequestError("prompt: expected anything but 'refuse'")
+        if request.prompt == "unknown":
+            words_only(request.prompt)
         if request.prompt == "busy":
             raise OverloadedError("256 requests are waiting", retry_after_s=7.5)
         if request.prompt.startswith("slow"):  # to tokenize
@@ -49,6 +60,8 @@ class SpellingEngine:
         self.cancelled.append(request_id)
 
     def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        if text == "unknown":
+            words_only(text)
         return list(text.encode())
 
     def detokenize(self, token_ids: list[int]) -> str:
@@ -136,6 +149,16 @@ def test_refusals_are_raised_with_their_kind(engine: list[int], client: EngineCl
     with pytest.raises(OverloadedError) as caught:
         client.generate(request("busy")).get(60)
     assert caught.value.retry_after_s == 7.5
+
+
+def test_an_exception_of_one_request_ends_no_other(engine: list[int], client: EngineClient) -> None:
+    other = client.generate(request("stall", "r2"))
+    assert other.get(60) is not None
+    with pytest.raises(RequestError, match="Missing"):
+        client.generate(request("unknown")).get(60)
+    with pytest.raises(RequestError, match="Missing"):
+        client.tokenize("unknown")
+    assert other.get(0.1) is None
 
 
 def test_get_returns_none_while_nothing_came_and_close_cancels(engine: list[int], client: EngineClient) -> None:
