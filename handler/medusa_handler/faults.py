@@ -83,11 +83,20 @@ def as_api_error(error: Exception) -> ApiError | None:
     return None
 
 
+def as_exception(error: BaseException) -> Exception:
+    """``error``; or one that ends a single request, for what would end a thread or the process (``sys.exit``)."""
+    if isinstance(error, Exception):
+        return error
+    found = RuntimeError(f"it raised {type(error).__name__}, which ends its request alone")
+    found.__cause__ = error
+    return found
+
+
 def internal_error(request_id: str) -> ApiError:
     """The answer to a client when our code or the user's is defective."""
     return ApiError(500, f"internal error; the log has the details under request id {request_id}", code="internal")
 
 
-def compact(value: Any) -> str:
-    """JSON as it is sent."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def compact(value: Any) -> bytes:
+    """JSON as it is sent. A lone surrogate, which a request's JSON may carry, becomes a question mark."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")

@@ -34,5 +34,5 @@ def event(data: Any) -> bytes:
         data = bytes(data).decode("utf-8", "replace")
     if isinstance(data, str):
         lines = data.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-        return "".join(f"data: {line}\n" for line in lines).encode() + b"\n"
-    return b"data: " + compact(data).encode("utf-8", "replace") + b"\n\n"
+        return "".join(f"data: {line}\n" for line in lines).encode("utf-8", "replace") + b"\n"
+    return b"data: " + compact(data) + b"\n\n"

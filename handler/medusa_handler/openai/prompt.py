@@ -39,7 +39,7 @@ def _answer(service: Service, body: dict[str, object], gone: Callable[[], bool])
     else:
         answer, target = complete, "/v1/completions"
     own = partial(answer, service, body, gone)
-    return light_or_relayed(service, own, gone, target, compact(body).encode())
+    return light_or_relayed(service, own, gone, target, compact(body))
 
 
 def _object(text: str) -> dict[str, object]:

@@ -256,7 +256,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         if status == 500:
             logger.error("request failed", exc_info=exc)
         message = "internal error" if status == 500 else str(exc)
-        body = (compact(ApiError(status, message, code="bad_http").body()) + "\n").encode("utf-8", "replace")
+        body = compact(ApiError(status, message, code="bad_http").body()) + b"\n"
         head = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         with contextlib.suppress(OSError):

@@ -321,6 +321,37 @@ def test_values_are_shown_as_they_were_sent(served: Any) -> None:
         assert shown in served.request("POST", "/v1/completions", sent)[1]["error"]["message"], sent
 
 
+def test_numbers_beyond_a_float_are_refused(served: Any) -> None:
+    for body, param in (
+        ({"prompt": "a", "temperature": 10**400}, "temperature"),
+        ({"prompt": "a", "logit_bias": {"1": -(10**400)}}, "logit_bias"),
+    ):
+        status, answer, _ = served.request("POST", "/v1/completions", body)
+        assert (status, answer["error"]["param"]) == (400, param)
+
+
+def test_lone_surrogates_are_answered(served: Any) -> None:
+    body = {"prompt": "a\ud800", "echo": True, "max_tokens": 1}
+    for path in ("/", "/v1/completions"):
+        status, answer, _ = served.request("POST", path, body)
+        assert (status, answer["choices"][0]["text"]) == (200, "a?w0")
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    chosen = {"tool_choice": {"type": "function", "function": {"name": "\ud800"}}}
+    chat = {"messages": [{"role": "user", "content": "x"}]} | tools | chosen
+    status, answer, _ = served.request("POST", "/v1/chat/completions", chat)
+    assert (status, answer["error"]["param"]) == (400, "tool_choice")
+
+
+def test_a_tools_schema_that_is_nested_too_deeply_is_refused(served: Any) -> None:
+    schema = '{"a":' * 900 + "1" + "}" * 900
+    body = (
+        '{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required", "tools": '
+        '[{"type": "function", "function": {"name": "f", "parameters": ' + schema + "}}]}"
+    )
+    status, answer, _ = served.request("POST", "/v1/chat/completions", body.encode())
+    assert (status, answer["error"]["param"]) == (400, "tools")
+
+
 def test_what_the_engine_refuses_names_the_field_and_openais_code(served: Any) -> None:
     long = "a " * 200
     for path, body, param in (

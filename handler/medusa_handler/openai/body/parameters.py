@@ -5,7 +5,7 @@ Fields and defaults: OpenAI's API reference; the extras (top_k, min_p, ignore_eo
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +19,7 @@ Body = Mapping[str, Any]
 _MOST_STOPS = 16
 _MOST_LOGPROBS = 20
 _LONGEST_INT = 2**63
+_LARGEST = sys.float_info.max  # JSON has whole numbers beyond it
 
 
 def invalid(param: str, expected: str, found: Any) -> ApiError:
@@ -33,7 +34,7 @@ def number(
     value = body.get(name)
     if value is None:
         return default
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
     if good and least is not None:
         good = value > least if above else value >= least
     if not good or (most is not None and value > most):

@@ -38,7 +38,10 @@ class Tools:
             tool = next(tool for tool in self.offered if tool["function"]["name"] == self.forced)
             return _schema(_parameters(tool))
         # Each tool's schema stands below $defs, and what refers to its root refers to that place.
-        schemas = {f"tool{number}": _moved(_parameters(tool), number) for number, tool in enumerate(self.offered)}
+        try:
+            schemas = {f"tool{number}": _moved(_parameters(tool), number) for number, tool in enumerate(self.offered)}
+        except RecursionError:
+            raise invalid("tools", "schemas of less depth", self.offered) from None
         calls = [
             {
                 "type": "object",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +10,7 @@ from ...errors import ContextLengthError, RequestError, shown
 from ..base import EngineInfo, SamplingParams
 
 _MOST_LOGPROBS = 20
+_LARGEST = sys.float_info.max  # JSON has whole numbers beyond it
 _MOST_STOPS = 32
 _MOST_TOP_K = 1 << 31
 _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
@@ -93,7 +94,7 @@ def _check_stops(params: SamplingParams, info: EngineInfo, has_text: bool) -> No
 
 
 def _number(name: str, value: Any, accepted: str, good: Callable[[float], bool]) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not good(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST or not good(value):
         raise _error(name, accepted, value)
 
 
