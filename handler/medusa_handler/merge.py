@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from .faults import as_exception
+
 T = TypeVar("T")
 
 _AHEAD = 64  # items a source may be ahead of a slow reader
@@ -44,7 +46,7 @@ class Merge(Generic[T]):
         except queue.Empty:
             return None
         if error is not None:
-            raise error
+            raise as_exception(error)
         if last:
             self._open -= 1
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 from collections.abc import Callable
 from typing import Any
@@ -176,6 +177,35 @@ def test_errors_of_user_code(serve: Serve) -> None:
     assert "medusa_handler" not in log, "frames of ours are shown"
     assert served.request("POST", "/", b"unsendable", TEXT)[0] == 500
     assert "expected dict, list, str" in served.output()
+
+
+def test_a_response_that_http_cannot_carry_keeps_no_place(serve: Serve) -> None:
+    served = serve(handler="unsendable/handler.py:handle", max_concurrency=1, hold_s=5)
+    for what in (b"status", b"long status", b"header", b"name", b"length"):
+        assert served.request("POST", "/", what, TEXT)[0] == 500, what
+        assert served.request("POST", "/", b"ok", TEXT)[:2] == (200, b"ok"), what
+    assert "ValueError: the function returned the status 99; expected" in served.output()
+    assert "ValueError: the function returned the header 'X-A'" in served.output()
+
+
+def test_sys_exit_ends_its_own_request_alone(serve: Serve) -> None:
+    served = serve(handler="exiting/handler.py:handle")
+    assert served.request("POST", "/", b"exit", TEXT)[0] == 500
+    assert "SystemExit: 3" in served.output()
+    late = events(served.request("POST", "/", b"late", TEXT)[1])
+    assert late[0] == "one"
+    assert "error" in json.loads(late[1])
+    with pytest.raises(http.client.IncompleteRead):
+        served.request("POST", "/", b"body", TEXT)
+    assert served.request("POST", "/", b"ok", TEXT)[:2] == (200, b"ok")
+
+
+def test_sys_exit_does_not_end_the_event_loop(serve: Serve) -> None:
+    served = serve(handler="exiting/handler.py:Asynchronous", hold_s=5)
+    assert served.request("POST", "/", b"exit", TEXT)[0] == 500
+    assert served.request("POST", "/", b"", TEXT)[:2] == (200, b"ok")
+    assert served.stop() == 0
+    assert "close() of the function failed" in served.output()
 
 
 @pytest.mark.parametrize(

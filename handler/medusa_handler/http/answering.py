@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.25  # how soon a client that left is noticed
+_FIELD_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_FIELD_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 _AHEAD = 8  # chunks a function may be ahead of a slow client
 
 
@@ -40,7 +43,7 @@ def respond(service: Service, result: Any, request: Request, gone: Callable[[], 
             stream = (piece.encode() if isinstance(piece, str) else piece for piece in pieces)
             response = flask.Response(stream, status, headers, content_type=content_type)
             response.call_on_close(getattr(pieces, "close", lambda: None))
-            return response
+            return _sendable(response)
         result = result.body
     elif isinstance(result, tuple) and 2 <= len(result) <= 3 and isinstance(result[1], int):
         status, headers = result[1], dict(result[2]) if len(result) == 3 else {}
@@ -58,6 +61,20 @@ def respond(service: Service, result: Any, request: Request, gone: Callable[[], 
     if content_type is not None:
         response.content_type = content_type
     response.headers.update(headers)
+    return _sendable(response)
+
+
+def _sendable(response: flask.Response) -> flask.Response:
+    """``response``. Raises ValueError for a status or a header that HTTP cannot carry (RFC 9110, sections 5 and 15)."""
+    problem = ""
+    if not 200 <= response.status_code <= 999:
+        problem = f"the status {response.status_code}; expected a number from 200 to 999"
+    for name, value in response.headers:
+        if not _FIELD_NAME.fullmatch(name) or not _FIELD_VALUE.fullmatch(value):
+            problem = f"the header {name!r}, which HTTP cannot carry; expected Latin-1 without control characters"
+    if problem:
+        response.close()
+        raise ValueError(f"the function returned {problem}")
     return response
 
 
@@ -69,7 +86,7 @@ def _body(result: Any) -> tuple[bytes, str]:
     if result is None:
         return b"", "text/plain; charset=utf-8"
     if isinstance(result, str):
-        return result.encode(), "text/plain; charset=utf-8"
+        return result.encode("utf-8", "replace"), "text/plain; charset=utf-8"
     if isinstance(result, bytes | bytearray | memoryview):
         return bytes(result), "application/octet-stream"
     try:

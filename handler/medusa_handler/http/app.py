@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flask import Blueprint, Flask, Response, current_app, g, jsonify, request
@@ -25,6 +25,8 @@ from .timing import as_chrome_trace, as_json
 from .work import Work
 
 if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
+
     from ..platform import Platform, Route
     from ..service import Service
 
@@ -84,7 +86,22 @@ def create_app(service: Service, model_routes: Callable[[Service, Work], ModelRo
     app.register_error_handler(Exception, lambda error: _error(service, error))
     if service.platform.start is not None:
         service.platform.start(lambda: exposition(service), lambda: service.admission.in_flight)
+    _close_unsent(app)
     return app
+
+
+def _close_unsent(app: Flask) -> None:
+    """Close a response whose status or headers the server refuses to send."""
+    answer = app.wsgi_app
+
+    def handle(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        try:
+            return answer(environ, start_response)
+        except BaseException:
+            Work.close_unsent(environ)
+            raise
+
+    app.wsgi_app = handle  # type: ignore[method-assign]
 
 
 def _name_requests(app: Flask, platform: Platform) -> None:
@@ -144,6 +161,7 @@ def _add_route(app: Flask, service: Service, work: Work, route: Route) -> None:
 
 
 def _error(service: Service, error: Exception) -> Response:
+    Work.close_unsent(request.environ)
     known = as_api_error(error)
     if known is None and isinstance(error, HTTPException):
         known = _http_error(service, error)

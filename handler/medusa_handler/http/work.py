@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 from flask import Response, g, request
 
 from ..deadline import Deadline
-from ..faults import ClientGoneError, as_api_error
+from ..faults import ClientGoneError, as_api_error, as_exception
 from .body import read_body
 from .connection import gone
+from .environ import UNSENT
 from .timing import server_timing
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ class Work:
         except BaseException as error:
             service.admission.leave()
             self._count(route, error)
-            raise
+            if isinstance(error, Exception):
+                raise
+            raise as_exception(error) from error
         service.metrics.count_request(route, response.status_code)
         if response.status_code < 400 and service.first_answer():
             response.headers["Server-Timing"] = server_timing(
@@ -65,7 +68,15 @@ class Work:
             service.admission.leave()
 
         response.call_on_close(close)
+        request.environ[UNSENT] = response
         return response
+
+    @staticmethod
+    def close_unsent(environ: MutableMapping[str, Any]) -> None:
+        """Close a response that cannot be sent, and with it give its request's places back."""
+        response: Response | None = environ.pop(UNSENT, None)
+        if response is not None:
+            response.close()
 
     def _count(self, route: str, error: BaseException) -> None:
         known = as_api_error(error) if isinstance(error, Exception) else None

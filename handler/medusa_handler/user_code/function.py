@@ -101,5 +101,5 @@ class UserFunction:
             return
         try:
             self._code.close()
-        except Exception as error:  # noqa: BLE001
+        except (Exception, SystemExit) as error:  # noqa: BLE001
             logger.error("close() of the function failed\n%s", user_traceback(error, self.folder))  # noqa: TRY400

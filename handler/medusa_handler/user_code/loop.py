@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +31,7 @@ class EventLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="user-loop", daemon=True).start()
+                threading.Thread(target=_run, args=(self._loop,), name="user-loop", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T], gone: Callable[[], bool] = lambda: False) -> T:
@@ -48,6 +49,13 @@ class EventLoop:
                     future.cancel()
             if left:
                 raise ClientGoneError
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop for good: ``sys.exit`` in a coroutine ends that coroutine and would end the loop, too."""
+    while True:
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
 
 
 class AsyncItems:
