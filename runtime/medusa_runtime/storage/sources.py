@@ -109,6 +109,7 @@ class SourcesStore:
         self._chunk_bytes = 1
         self._landing: Callable[[str, int, int], Landing | None] | None = None
         self._lock = threading.Lock()
+        self._adding = threading.Lock()
         self._interrupted: set[int] = set()
         self._origin_bytes = 0
         self._grace_until = time.monotonic() + _GRACE_S
@@ -118,12 +119,13 @@ class SourcesStore:
         self._add(ask(False))
 
     def _add(self, node_urls: Sequence[str]) -> None:
-        for url in node_urls:
-            if url not in self._sources:
-                try:
-                    self._sources[url] = _Source(self._open_peer(url))
-                except ConfigError as error:
-                    logger.warning("a peer is left out: %s", error)
+        with self._adding:  # a peer is opened once, and so closed
+            for url in node_urls:
+                if url not in self._sources:
+                    try:
+                        self._sources[url] = _Source(self._open_peer(url))
+                    except ConfigError as error:
+                        logger.warning("a peer is left out: %s", error)
 
     @property
     def connections(self) -> int | None:
