@@ -6,7 +6,7 @@
 
 enum { INPUTS = 16 }; /* no address is below it */
 
-/* The numbers are known to program.py. */
+/* The numbers are known to recording.py. */
 enum kind { PRODUCTS, NORM, ROPE, GATE, WRITE_KV, ADD, ATTENTION };
 
 /* What a kernel is called with, each in the order of its arguments. A place below INPUTS is the number of an input. */
