@@ -59,9 +59,9 @@ def restore(
             if copy.pinned and name in index.pinned_bytes and is_current(copy, deployment) and copy.layers is None
         ]
         if len(pinned) > 1:
-            changes += _surplus(index, url, pinned)
+            changes += _surplus(index, nodes, url, pinned)
         elif not pinned:
-            adopted = _adopt(index, deployment)
+            adopted = _adopt(index, nodes, deployment)
             if adopted:
                 changes.append(Pin(adopted, url))
             else:
@@ -150,22 +150,22 @@ def _filled(node: Node, pinned: int) -> float:
     return pinned / node.memory_bytes / node.link_bytes_per_s if node.memory_bytes else float("inf")
 
 
-def _adopt(index: Index, deployment: Deployment) -> str | None:
+def _adopt(index: Index, nodes: Mapping[str, Node], deployment: Deployment) -> str | None:
     """Return the node whose cache already has the model, or is the furthest in receiving it."""
     found = [
-        (-copy.fetched_bytes, index.pinned_bytes[name], name)
+        (-copy.fetched_bytes, _filled(nodes[name], index.pinned_bytes[name]), name)
         for name, copy in index.holders.get(deployment.url, {}).items()
         if name in index.pinned_bytes and copy.layers is None and copy.place == "host" and is_current(copy, deployment)
     ]
     return min(found)[2] if found else None
 
 
-def _surplus(index: Index, url: str, pinned: list[str]) -> list[Pin]:
-    """Unpin all but one of several complete copies: keep it where the pool fills the memory least."""
+def _surplus(index: Index, nodes: Mapping[str, Node], url: str, pinned: list[str]) -> list[Pin]:
+    """Unpin all but one of several complete copies: keep the one on the node that the pool fills least."""
     complete = [name for name in pinned if index.holders[url][name].is_complete]
     if not complete:
         return []
-    kept = min(complete, key=lambda name: (index.pinned_bytes[name], name))
+    kept = min(complete, key=lambda name: (_filled(nodes[name], index.pinned_bytes[name]), name))
     return [Pin(name, url, pinned=False) for name in complete if name != kept]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from medusa_cluster.policy.index import Index
 from medusa_cluster.policy.pool import Restoration, evict, restore, sources
@@ -142,6 +142,7 @@ def test_eviction_takes_removed_models_first_then_the_least_recently_used() -> N
     st.lists(st.integers(0, 1000), min_size=1, max_size=6),
     st.integers(0, 5),
 )
+@example([1, 1, 3, 4], [13, 14, 26], 1)  # the larger node has more, and is filled less
 def test_the_pool_settles_and_survives_the_death_of_a_node(sizes: list[int], memories: list[int], victim: int) -> None:
     deployed = [model(f"m{number}", size) for number, size in enumerate(sizes)]
     nodes = {f"n{number}": node(f"n{number}", memory=memory) for number, memory in enumerate(memories)}

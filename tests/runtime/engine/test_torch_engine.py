@@ -153,7 +153,7 @@ def test_seeds_give_the_same_text_in_any_company(serve: Any) -> None:
 
 
 def test_an_engine_without_room_says_so(serve: Any) -> None:
-    with pytest.raises(ConfigError, match="max_model_len=9999"):
+    with pytest.raises(ConfigError, match="--max-model-len=9999"):
         serve(max_model_len=9999)
     assert serve(kv_cache_mb=1, max_model_len=64, max_concurrency=2).engine.info.kv_tokens == 128
 
