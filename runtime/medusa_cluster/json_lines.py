@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -32,11 +32,14 @@ class JsonLinesServer:
     async def start(self) -> None:
         """Listen. A socket that a killed process left behind is replaced."""
         self._path.unlink(missing_ok=True)
-        mask = os.umask(0o177)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            self._server = await asyncio.start_unix_server(self._serve, self._path, limit=LONGEST_LINE_BYTES)
-        finally:
-            os.umask(mask)
+            listener.bind(str(self._path))
+            self._path.chmod(0o600)  # nobody can connect before it listens
+            self._server = await asyncio.start_unix_server(self._serve, sock=listener, limit=LONGEST_LINE_BYTES)
+        except BaseException:
+            listener.close()
+            raise
 
     async def close(self) -> None:
         if self._server is None:
