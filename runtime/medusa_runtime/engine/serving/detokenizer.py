@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 _CONTEXT_TOKENS = 6
+_LONGEST_PART = 3  # tokens of a character that is not complete: a byte each
 _LONGEST_HOLD = 16  # a character has at most 4 bytes, so that many tokens without one will not become one
 _LONGEST_WINDOW = 48
 _TAIL_TOKENS = 8
@@ -22,14 +23,35 @@ class Detokenizer:
 
     def __init__(self, decode: Decode, prompt: Iterable[int]) -> None:
         self._decode = decode
-        self._window = list(prompt)[-_CONTEXT_TOKENS:]
+        self._window, self._beginnings = self._context(list(prompt))  # one beginning, once it is certain
         self._read = len(self._window)  # tokens of the window that are given out in full
-        text = decode(self._window) if self._window else ""
-        self._sent = len(text) - text.endswith(_REPLACEMENT)  # characters of the window that are given out
+        self._sent = len(self._beginnings[0])  # characters of the window that are given out
+
+    def _context(self, prompt: list[int]) -> tuple[list[int], list[str]]:
+        """The prompt's last tokens, and the texts that may turn out to be the prompt's part of what follows.
+
+        There are several when the prompt may end inside a character: only the next tokens say whether its last bytes
+        are the beginning of one. Decoders with byte fallback write U+FFFD for all bytes of a run that is no text, so
+        the window must not begin inside a character either.
+        """
+        window = prompt[-_CONTEXT_TOKENS:]
+        whole = self._decode(window) if window else ""
+        if not whole.endswith(_REPLACEMENT):
+            return window, [whole]
+        found: list[str] = []
+        for size in range(len(window), min(_CONTEXT_TOKENS + _LONGEST_PART, len(prompt)) + 1):
+            longer = prompt[-size:]
+            texts = [self._decode(longer[: max(size - cut, 0)]) for cut in range(_LONGEST_PART + 1)]
+            if not all(text.endswith(_REPLACEMENT) for text in texts):
+                return longer, texts
+            found = found or texts
+        return window, found
 
     def push(self, token: int) -> str:
         self._window.append(token)
         text = self._decode(self._window)
+        if len(self._beginnings) > 1:
+            self._sent = next((len(each) for each in self._beginnings if text.startswith(each)), 0)
         held = len(self._window) - self._read
         if not text.endswith(_REPLACEMENT):
             new = text[self._sent :]
@@ -38,6 +60,7 @@ class Detokenizer:
             return new
         if held <= _LONGEST_HOLD:
             return ""
+        self._beginnings = [""]
         new = text[self._sent : -1]
         self._sent = max(self._sent, len(text) - 1)
         if len(self._window) > _LONGEST_WINDOW:
@@ -51,6 +74,7 @@ class Detokenizer:
         return new
 
     def _advance(self) -> None:
+        self._beginnings = [""]
         start = min(self._read, len(self._window) - 1) if len(self._window) > _CONTEXT_TOKENS else 0
         self._window = self._window[start:]
         self._read = len(self._window)

@@ -88,3 +88,26 @@ def test_byte_fallback_and_leading_spaces() -> None:
     assert "".join(pieces) == whole[len(tokenizer.decode(prompt)) :]
     assert pieces[0] == " word"  # the space that only the beginning of a text loses
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("before", ["", "é", "中中", "中é中", "\ufffd"])
+@pytest.mark.parametrize("cut", [1, 2])
+def test_a_prompt_of_tokens_may_end_inside_a_character(before: str, cut: int) -> None:
+    tokenizer = ByteFallback()
+    for decode, offset, word, text in ((tokenizer.decode, 5, 2, " word"), (Bytes().decode, 0, 65, "A")):
+        spelled = [offset + byte for byte in (before + "中").encode()]
+        at = len(spelled) - 3 + cut
+        for first in ([], [word] * 6):
+            assert "".join(stream(decode, first + spelled[:at], [*spelled[at:], word])) == "中" + text
+
+
+def test_a_prompt_may_end_in_characters_that_are_spelled_in_bytes() -> None:
+    tokenizer = ByteFallback()
+    pieces = stream(tokenizer.decode, [2, *tokenizer.spell("🤖🤖")], [2, *tokenizer.spell("😀"), 1])
+    assert "".join(pieces) == " word😀 a"
+
+
+def test_a_replacement_character_of_the_prompt_is_not_sent_again() -> None:
+    tokenizer = ByteFallback()
+    assert "".join(stream(tokenizer.decode, [2, *tokenizer.spell("\ufffd")], [2])) == " word"
+    assert "".join(stream(Bytes().decode, list("a\ufffd".encode()), [65])) == "A"
