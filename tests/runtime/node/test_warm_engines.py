@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ import pytest
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import NodeError, NodeRefusedError
 from medusa_runtime.node.engines.handover import settings_from_body, settings_to_body
-from medusa_runtime.node.messages import pair
+from medusa_runtime.node.messages import LARGEST_BYTES, pair
 from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline
 from process_tree import alive
@@ -95,3 +96,16 @@ def test_an_engine_that_cannot_be_imported_is_given_up(start_node: Start) -> Non
     node.until(lambda: node.status()["engines"]["vllm"]["failure"])
     assert "the vllm engine cannot be imported" in node.status()["engines"]["vllm"]["failure"]
     assert node.children() == {}
+
+
+def test_settings_too_long_to_pass_on_cost_no_engine(start_node: Start, put_model: Put, given: Any) -> None:
+    node = start_node("--prewarm", "torch=1")
+    node.wait_warm()
+    idle = node.status()["engines"]["torch"]["pids"]
+    client = node.client()
+    client.region(put_model("m")).close()
+    around = len(json.dumps({"kind": "torch", "settings": {"model": ""}, "type": "engine"}, separators=(",", ":")))
+    with pytest.raises(NodeError, match="too long"):
+        client.engine("torch", {"model": "m" * (LARGEST_BYTES - around)}, given[0])
+    assert node.status()["engines"]["torch"]["pids"] == idle
+    assert client.engine("torch", {"unheard_of": 1}, given[0]) == idle[0]

@@ -142,12 +142,13 @@ class EnginePool:
         for idle in [idle for idle in kind.idle if idle.warm]:
             if is_stopped(idle.pid):
                 continue  # tick ends it soon
-            self._forget(kind, idle)
             try:
                 send(idle.channel, "take", {"settings": settings, "bundle_of": bundle_of, "trust": trust}, descriptors)
             except OSError:
+                self._forget(kind, idle)
                 idle.close()
                 continue  # it has just died
+            self._forget(kind, idle)
             idle.on_end = on_end
             kind.serving.append(idle)
             self._loop.watch(idle.channel, partial(self._on_serving, kind, idle))
