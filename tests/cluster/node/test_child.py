@@ -146,3 +146,20 @@ subprocess.Popen([sys.executable, "-m", "medusa_cluster.node.processes.guard", *
 def test_a_guard_passes_the_status_on() -> None:
     with _guarded(sys.executable, "-c", "import sys; sys.exit(7)") as guard:
         assert guard.wait(120) == 7
+
+
+def test_one_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        folder = tmp_path / "logs"
+        kept = KeptAlive(lambda: Child(SLEEP, os.environ, folder / "log"))
+        kept.begin()
+        await asyncio.sleep(0.05)
+        assert kept.child is None
+        folder.mkdir()
+        async with asyncio.timeout(20):
+            while kept.child is None:
+                await asyncio.sleep(0.02)
+        await line_of(kept.child)
+        await kept.end(1.0)
+
+    asyncio.run(run())

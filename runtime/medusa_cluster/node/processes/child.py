@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from typing import IO
 
 from medusa_runtime.limits import OutOfMemory
 from medusa_runtime.process import die_with_parent, kill_children
+
+logger = logging.getLogger(__name__)
 
 _KEPT_LINES = 20
 _LONGEST_LOG_BYTES = 16 << 20
@@ -156,11 +159,15 @@ class KeptAlive:
         loop, pause_s = asyncio.get_running_loop(), self._SHORTEST_S
         while True:
             began = loop.time()
-            self.child = self._start()
-            self.starts += 1
-            await self.child.wait()
-            if self._on_end is not None:
-                await self._on_end(self.child)
+            try:
+                self.child = self._start()
+            except OSError as error:  # no room for a process, or a file, at this moment
+                logger.warning("a process of this node cannot be started: %s; trying again", error)
+            else:
+                self.starts += 1
+                await self.child.wait()
+                if self._on_end is not None:
+                    await self._on_end(self.child)
             pause_s = self._SHORTEST_S if loop.time() - began > self._STABLE_S else min(pause_s * 2, self._LONGEST_S)
             await asyncio.sleep(pause_s)
 
