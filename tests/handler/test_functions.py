@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 from collections.abc import Callable
@@ -198,6 +199,20 @@ def test_sys_exit_ends_its_own_request_alone(serve: Serve) -> None:
     with pytest.raises(http.client.IncompleteRead):
         served.request("POST", "/", b"body", TEXT)
     assert served.request("POST", "/", b"ok", TEXT)[:2] == (200, b"ok")
+
+
+def test_what_ends_a_process_ends_its_own_response_alone(serve: Serve) -> None:
+    served = serve(handler="exiting/handler.py:handle")
+    with contextlib.closing(served.connect()) as other:
+        other.request("GET", "/metrics")
+        other.getresponse().read()
+        assert served.request("POST", "/", b"first", TEXT)[0] == 500
+        for what in (b"stop", b"flask"):
+            with pytest.raises(http.client.IncompleteRead):
+                served.request("POST", "/", what, TEXT)
+        other.request("POST", "/", b"ok", TEXT)  # the worker is still the one that answered before
+        assert other.getresponse().read() == b"ok"
+    assert "an answer was cut off" in served.output()
 
 
 def test_sys_exit_does_not_end_the_event_loop(serve: Serve) -> None:

@@ -13,7 +13,7 @@ import flask
 from werkzeug.wrappers import Response as WerkzeugResponse
 
 from ..contract import Request, Response
-from ..faults import ClientGoneError, as_api_error, internal_error
+from ..faults import ClientGoneError, as_api_error, as_exception, internal_error
 from ..merge import Item, Merge
 from ..user_code.user_traceback import user_traceback
 from . import sse
@@ -40,8 +40,7 @@ def respond(service: Service, result: Any, request: Request, gone: Callable[[], 
         status, headers, content_type = result.status, dict(result.headers), result.content_type
         if _is_stream(result.body):
             pieces = cast("Iterator[str | bytes]", result.body)
-            stream = (piece.encode() if isinstance(piece, str) else piece for piece in pieces)
-            response = flask.Response(stream, status, headers, content_type=content_type)
+            response = flask.Response(_pieces(pieces), status, headers, content_type=content_type)
             response.call_on_close(getattr(pieces, "close", lambda: None))
             return _sendable(response)
         result = result.body
@@ -80,6 +79,17 @@ def _sendable(response: flask.Response) -> flask.Response:
 
 def _is_stream(result: Any) -> bool:
     return isinstance(result, Iterator)
+
+
+def _pieces(pieces: Iterator[str | bytes]) -> Iterator[bytes]:
+    """A response's body, piece by piece. What would end the process (``sys.exit``) ends this response alone."""
+    try:
+        for piece in pieces:
+            yield piece.encode() if isinstance(piece, str) else piece
+    except GeneratorExit:  # the server needs no more of it
+        raise
+    except BaseException as error:  # noqa: BLE001
+        raise as_exception(error)  # noqa: B904
 
 
 def _body(result: Any) -> tuple[bytes, str]:

@@ -231,7 +231,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         self.app.slow_clients.begin(conn.sock)
         try:
             kept = super().handle(conn)
-        except SystemExit:  # from user code, in a stream that has begun; it would end the worker and all other streams
+        except BaseException:  # such as SystemExit, from user code: it would end the worker and all other streams
             logger.exception("an answer was cut off")
             kept = False
         finally:

@@ -1,5 +1,6 @@
 import sys
 
+import flask
 from medusa_handler import Response
 
 
@@ -8,10 +9,26 @@ def exiting():
     sys.exit(3)
 
 
+class Stop(BaseException):
+    """What some libraries raise to end their own process."""
+
+
+def stopping(*before):
+    yield from before
+    raise Stop
+
+
 def handle(request):
     if request.text == "exit":
         sys.exit(3)
-    return {"late": exiting(), "body": Response(exiting()), "ok": "ok"}[request.text]
+    return {
+        "late": exiting(),
+        "body": Response(exiting()),
+        "first": Response(stopping()),
+        "stop": Response(stopping("one")),
+        "flask": flask.Response(stopping("one")),
+        "ok": "ok",
+    }[request.text]
 
 
 class Asynchronous:
