@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.errors import MedusaError
+from medusa_runtime.storage.retry import doubling_pause_s
 
 from ..policy.state import (
     ChangeRole,
@@ -35,7 +36,6 @@ _START_S = 90.0
 _ORDERED_S = 0.5  # from the order of a fetch until a status shows what became of it
 _FETCH_SHOWN_S = 10.0  # for a node to show a fetch that it was asked for
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_MOST_DOUBLINGS = 10  # of a pause; a count of failures may become too large for a power of two
 _STOPPED_KEPT_S = 120.0
 _MOST_SOURCES = 5  # of a node that has no plan
 
@@ -136,7 +136,7 @@ class Execution:
         cluster.publish()
 
     def _is_wanted(self, known: KnownInstance) -> bool:
-        """Whether an instance that starts has not been given up meanwhile."""
+        """Whether the instance is still to start: nothing has ended it since its start was decided."""
         return self._cluster.instances.get(known.id) is known and known.state != "draining"
 
     def failed(self, instance_id: str) -> bool:
@@ -153,7 +153,7 @@ class Execution:
             count = 0 if lasted else self._failures.get(known.model, (0, 0.0))[0] + 1
             if not lasted:
                 self._cluster.groups.start_failed(known)
-            self._failures[known.model] = (count, now + _pause_s(count))
+            self._failures[known.model] = (count, now + doubling_pause_s(count, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S))
         return True
 
     def _begin_stop(self, decision: StopInstance) -> None:
@@ -259,7 +259,7 @@ class Execution:
         """Tell it, and try again later: the first time after a second, at last once a minute."""
         node, url = key
         count = self._failed_fetches.get(key, (0, 0.0))[0] + 1
-        self._failed_fetches[key] = (count, now + _pause_s(count))
+        self._failed_fetches[key] = (count, now + doubling_pause_s(count, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S))
         self._cluster.tell("fetch-failed", f"{node} could not fetch {url}: {failure}", node=node)
 
     def planned_sources(self, node: str, url: str) -> tuple[str, ...]:
@@ -343,10 +343,3 @@ class Execution:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _pause_s(failures: int) -> float:
-    """Return how long to wait before the next attempt, after so many failures in a row."""
-    if not failures:
-        return 0.0
-    return min(_SHORTEST_PAUSE_S * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), _LONGEST_PAUSE_S)

@@ -12,6 +12,7 @@ from typing import Any
 
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.state.stage_times import StageTimes
+from medusa_runtime.storage.retry import doubling_pause_s
 
 from ..deployment import Deployment
 from ..group.ranges import ModelBytes
@@ -115,7 +116,7 @@ class Models:
         due = [url for url, (_, again_at) in asked.items() if again_at <= now] if alive else []
         for url in sorted(due, key=lambda url: (asked[url], url))[: _AT_ONCE - len(self._tasks)]:
             count, _ = asked[url]
-            self._asked[url] = count + 1, now + min(_AGAIN_S * 2 ** min(count, 8), _LONGEST_AGAIN_S)
+            self._asked[url] = count + 1, now + doubling_pause_s(count + 1, _AGAIN_S, _LONGEST_AGAIN_S)
             task = asyncio.create_task(self._describe(min(alive), url))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

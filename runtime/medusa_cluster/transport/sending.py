@@ -69,7 +69,7 @@ class Turn:
                 self._changed.notify_all()
 
     def is_first(self, answer: object) -> bool:
-        """Whether this answer is the next to be sent: it was asked for before all others that are under way."""
+        """Whether this answer is the oldest one under way, whose chunk is to be sent next."""
         with self._changed:
             return self._answers[0] is answer
 

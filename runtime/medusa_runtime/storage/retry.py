@@ -10,6 +10,12 @@ from typing import TypeVar
 from ..errors import StorageError, UnreachableError
 
 T = TypeVar("T")
+_MOST_DOUBLINGS = 100  # a count of failures may become too large for a power of two
+
+
+def doubling_pause_s(failures: int, first_s: float, longest_s: float) -> float:
+    """Return how long to wait after so many failures in a row: ``first_s``, then twice as long after each."""
+    return min(first_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), longest_s) if failures else 0.0
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class Patience:
         self._failed += 1
         unreachable = isinstance(cause.error, UnreachableError)
         most = self._policy.unreachable_attempts if unreachable else self._policy.attempts
-        longest = min(self._policy.first_pause_s * 2 ** (self._failed - 1), self._policy.longest_pause_s)
+        longest = doubling_pause_s(self._failed, self._policy.first_pause_s, self._policy.longest_pause_s)
         pause = longest * (0.5 + random.random() / 2)
         if cause.retry_after_s is not None:
             pause = max(pause, cause.retry_after_s)

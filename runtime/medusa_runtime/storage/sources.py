@@ -28,6 +28,7 @@ from .base import Advance, ObjectInfo, Store
 from .compiled_chunks import Landing
 from .framing import is_bundled
 from .peer import Chunk, Offer, PeerStore
+from .retry import doubling_pause_s
 
 logger = logging.getLogger(__name__)
 
@@ -390,7 +391,7 @@ class SourcesStore:
         else:
             source.failures += 1
             now = time.monotonic()
-            pause_s = min(_FIRST_PAUSE_S * 2 ** (source.failures - 1), _LONGEST_PAUSE_S)
+            pause_s = doubling_pause_s(source.failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
             if isinstance(error, ObjectNotFoundError) and now < self._grace_until:
                 pause_s = _AGAIN_S
             elif source.failures == 1:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+from medusa_runtime.errors import StorageError, UnreachableError
 from medusa_runtime.storage.local import LocalStore
 from medusa_runtime.storage.peer import PeerStore
 from medusa_runtime.storage.peer_access import PeerAccess
+from medusa_runtime.storage.retry import Patience, RetryPolicy, Transient
 from medusa_runtime.storage.sources import SourcesStore
 
 
@@ -28,3 +31,26 @@ def test_a_peer_that_two_threads_learn_of_is_opened_once(tmp_path: Path) -> None
         thread.join()
     store.close()
     assert opened == ["http://127.0.0.1:1"]
+
+
+def test_a_peer_may_fail_more_often_than_a_pause_can_be_doubled(tmp_path: Path) -> None:
+    url = "http://127.0.0.1:1"
+    store = SourcesStore(
+        LocalStore(str(tmp_path)),
+        lambda url: PeerStore(url, "http://store/model", PeerAccess("0123456789abcdef"), None),
+        ask=lambda again: [url],
+    )
+    source: Any = store._sources[url]
+    for _ in range(1100):
+        store._failed(source, UnreachableError("the peer does not answer"))
+    store.close()
+    assert 0 < source.again_at - time.monotonic() <= 10
+
+
+def test_an_operation_may_be_tried_more_often_than_a_pause_can_be_doubled() -> None:
+    pauses: list[float] = []
+    patience = Patience(RetryPolicy(attempts=2000, patience_s=1e9), pauses.append)
+    for _ in range(1100):
+        patience.again(Transient(StorageError("the store does not answer")))
+    assert 0.05 <= pauses[0] <= 0.1
+    assert 2 <= pauses[-1] <= 4
