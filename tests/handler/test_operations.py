@@ -75,10 +75,19 @@ def test_pages_of_other_origins_may_call(serve: Serve) -> None:
     refused = served.request("GET", "/v1/models", headers={"Origin": PAGE})
     assert refused[0] == 401
     assert refused[2]["access-control-allow-origin"] == PAGE  # so that the page can read why
+    for probe in ("/livez", "/readyz"):
+        assert served.request("GET", probe, headers={"Origin": PAGE})[2]["access-control-allow-origin"] == PAGE
     for origin in ("https://evil.example", f"{PAGE}.evil.example", "null"):
         assert "access-control-allow-origin" not in served.request("GET", "/livez", headers={"Origin": origin})[2]
         status, _, headers = served.request("OPTIONS", "/v1/models", headers={**asked, "Origin": origin})
         assert "access-control-allow-origin" not in headers
+
+
+@pytest.mark.parametrize("origins", [PAGE, "*"])
+def test_a_cache_keeps_what_other_origins_are_answered_apart(serve: Serve, origins: str) -> None:
+    served = serve(cors_origins=origins)
+    for sent in ({}, {"Origin": "https://evil.example"}, {"Origin": PAGE}):
+        assert served.request("GET", "/v1/models", headers=sent)[2]["vary"] == "Origin", sent
 
 
 def test_without_the_setting_there_is_no_cors(serve: Serve) -> None:

@@ -18,10 +18,11 @@ def with_cors(app: Wsgi, origins: str) -> Wsgi:
 
     def call(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         origin = environ.get("HTTP_ORIGIN", "")
-        if not origin or not (origin in allowed or "*" in allowed):
-            return app(environ, start_response)
-        shared = [("Access-Control-Allow-Origin", "*" if "*" in allowed else origin), ("Vary", "Origin")]
-        if environ["REQUEST_METHOD"] == "OPTIONS" and "HTTP_ACCESS_CONTROL_REQUEST_METHOD" in environ:
+        # A cache must not give a page what another page, or no page, was answered.
+        shared = [("Vary", "Origin")]
+        if may_read := bool(origin) and (origin in allowed or "*" in allowed):
+            shared.append(("Access-Control-Allow-Origin", "*" if "*" in allowed else origin))
+        if may_read and environ["REQUEST_METHOD"] == "OPTIONS" and "HTTP_ACCESS_CONTROL_REQUEST_METHOD" in environ:
             asked = environ.get("HTTP_ACCESS_CONTROL_REQUEST_HEADERS", "")
             headers = [
                 *shared,
@@ -35,7 +36,8 @@ def with_cors(app: Wsgi, origins: str) -> Wsgi:
         def start(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
             # A function that has its own rules keeps them.
             if not any(name.lower() == "access-control-allow-origin" for name, _ in headers):
-                headers = [*headers, *shared, ("Access-Control-Expose-Headers", _EXPOSED)]
+                exposed = [("Access-Control-Expose-Headers", _EXPOSED)] if may_read else []
+                headers = [*headers, *shared, *exposed]
             return start_response(status, headers, *rest)
 
         return app(environ, start)

@@ -40,7 +40,8 @@ _MOST_HELD = 8192  # connections that have sent no whole request; then the oldes
 _HEAD = re.compile(
     rb"(GET|HEAD) (/[!-\"$->@-~]*)(?:\?[!-~]*)? HTTP/1\.([01])\r\n((?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~]*\r\n)*)\r\n"
 )
-_BODY_OR_MORE = re.compile(rb"\r\n(?:content-length|transfer-encoding|expect|upgrade):")
+# A page's request, which names its origin, is answered with CORS headers (cors.py).
+_BODY_OR_MORE = re.compile(rb"\r\n(?:content-length|transfer-encoding|expect|upgrade|origin):")
 _PHRASES = {  # http.HTTPStatus takes a millisecond to import, and the first probe would wait for it
     200: "OK",
     400: "Bad Request",
