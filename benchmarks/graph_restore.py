@@ -53,12 +53,12 @@ def blueprints(graphs: int, nodes: int) -> Blueprints:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--library", required=True)
+    parser.add_argument("--library", dest="driver", required=True)
     parser.add_argument("--graphs", type=int, default=35)
     parser.add_argument("--nodes", type=int, default=400)
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args()
-    driver = CudaDriver(options.library)
+    driver = CudaDriver(options.driver)
     driver.call("cuInit", 0)
     driver.call("cuCtxSetCurrent", driver.handle("cuDevicePrimaryCtxRetain", 0))
     stream = driver.handle("cuStreamCreate", 0)

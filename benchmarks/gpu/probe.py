@@ -187,7 +187,7 @@ def _other_rows(results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, 
 
 
 def _pool_row(results: dict[str, dict[str, Any]]) -> tuple[str, str, str]:
-    """Whether the graphs' pool was at the address of our choice when captured, and again when restored."""
+    """Judge where the graphs' pool was: at the address that we chose, both when captured and when restored."""
     name, pool = "pool at its address", results.get("first", {}).get("pool")
     moved = results.get("restore", {}).get("moved")
     if pool is None or moved is None:

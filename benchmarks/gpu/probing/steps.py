@@ -293,13 +293,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=("first", "second", "restore", "restore-elsewhere"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--library", help="a fake driver, for a dry run")
+    parser.add_argument("--library", dest="driver", help="a fake driver, for a dry run")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     step = Step(options.folder / f"{options.name}.json")
     base = {"second": OTHER_BASE, "restore-elsewhere": _ELSEWHERE}.get(options.name, BASE)
     recording = options.name in ("first", "second")
-    ground = open_ground(base, recording=recording, library=options.library)
+    ground = open_ground(base, recording=recording, library=options.driver)
     if recording:
         capture(ground, step, options.folder, first=options.name == "first")
     else:

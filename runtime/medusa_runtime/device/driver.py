@@ -13,14 +13,14 @@ LIBRARY = "libcuda.so.1"
 class Driver:
     """A loaded driver library. Its calls release the interpreter's lock, so they overlap with imports."""
 
-    def __init__(self, library: str = LIBRARY) -> None:
+    def __init__(self, file: str = LIBRARY) -> None:
         """Load the library without initializing it. Raises DeviceError where there is no driver."""
-        self.library = library
+        self.file = file
         try:
-            self._functions = ctypes.CDLL(library)
+            self._functions = ctypes.CDLL(file)
         except OSError as error:
             raise DeviceError(
-                f"the CUDA driver cannot be loaded ({error}); expected {library}, which the NVIDIA container toolkit "
+                f"the CUDA driver cannot be loaded ({error}); expected {file}, which the NVIDIA container toolkit "
                 "puts into a container. Give the container a GPU, or use --device cpu"
             ) from None
 
@@ -29,7 +29,7 @@ class Driver:
         try:
             result = getattr(self._functions, function)(*arguments)
         except AttributeError:
-            raise DeviceError(f"{self.library} has no {function}; expected a driver of CUDA 11 or newer") from None
+            raise DeviceError(f"{self.file} has no {function}; expected a driver of CUDA 11 or newer") from None
         if result:
             raise DeviceError(f"{function} failed: {self._reason(result)}; `nvidia-smi` shows the state of the GPU")
 

@@ -51,7 +51,7 @@ class GraphPool:
             self._native.medusa_pool_open.argtypes = (ctypes.c_char_p, c_uint64, c_uint64, c_uint64, c_int)
             self._native.medusa_pool_used.restype = c_uint64
             if self._native.medusa_pool_open(
-                driver.library.encode(), self._start, _RESERVED_BYTES, granule, driver.current_device()
+                driver.file.encode(), self._start, _RESERVED_BYTES, granule, driver.current_device()
             ):
                 raise DeviceError("the graphs' memory pool cannot be opened; expected the driver of CUDA 12.4 or newer")
             allocator = torch.cuda.memory.CUDAPluggableAllocator(str(library), "medusa_pool_malloc", "medusa_pool_free")

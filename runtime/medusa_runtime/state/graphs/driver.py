@@ -109,8 +109,8 @@ class CudaError(DeviceError):
 class CudaDriver(Driver):
     """libcuda with argument types. Raises DeviceError where there is no driver, and CudaError where a call fails."""
 
-    def __init__(self, library: str = LIBRARY) -> None:
-        super().__init__(library)
+    def __init__(self, file: str = LIBRARY) -> None:
+        super().__init__(file)
         self._bound: dict[str, Any] = {}
 
     def bound(self, function: str) -> Any:
@@ -120,9 +120,7 @@ class CudaDriver(Driver):
             try:
                 bound = getattr(self._functions, function)
             except AttributeError:
-                raise DeviceError(
-                    f"{self.library} has no {function}; expected the driver of CUDA 12.4 or newer"
-                ) from None
+                raise DeviceError(f"{self.file} has no {function}; expected the driver of CUDA 12.4 or newer") from None
             bound.argtypes = [_LETTERS[letter] for letter in SIGNATURES[function]]
             self._bound[function] = bound
         return bound

@@ -86,7 +86,7 @@ def test_what_torch_gives_back_stays_mapped(driver: CudaDriver, opened: Open) ->
 def test_torch_asks_while_it_captures(driver: CudaDriver, opened: Open) -> None:
     one = opened(BASE + 3 * APART)
     stream, graph, memory = driver.handle("cuStreamCreate", 0), ctypes.c_uint64(), ctypes.c_uint64()
-    library = ctypes.CDLL(driver.library)
+    library = ctypes.CDLL(driver.file)
     assert library.cuStreamBeginCapture_v2(ctypes.c_void_p(stream), 1) == 0
     assert one.malloc(2 * MB) == BASE + 3 * APART
     size = ctypes.c_size_t(MB)
