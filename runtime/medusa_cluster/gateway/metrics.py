@@ -24,14 +24,18 @@ class Rate:
         self._sum = 0
 
     def note(self, count: int) -> None:
-        self._noted.append((time.monotonic(), count))
+        now = time.monotonic()
+        self._noted.append((now, count))
         self._sum += count
+        self._forget_before(now - self._window_s)
 
     def per_s(self) -> float:
-        start = time.monotonic() - self._window_s
+        self._forget_before(time.monotonic() - self._window_s)
+        return self._sum / self._window_s
+
+    def _forget_before(self, start: float) -> None:
         while self._noted and self._noted[0][0] < start:
             self._sum -= self._noted.popleft()[1]
-        return self._sum / self._window_s
 
 
 class ModelMetrics:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from medusa_cluster.gateway.call import understand
-from medusa_cluster.gateway.metrics import ModelMetrics
+from medusa_cluster.gateway.metrics import ModelMetrics, Rate
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,10 @@ def test_tokens_of_text_are_estimated_and_learned_from_answers() -> None:
         metrics.learn(1000, 500)
     metrics.learn(0, 7)  # of a prompt without text
     assert metrics.prompt_tokens(0, 400) == 200
+
+
+def test_a_rate_that_nobody_asks_for_remembers_its_window_alone() -> None:
+    rate = Rate(1e-6)
+    for _ in range(10_000):
+        rate.note(1)
+    assert len(rate._noted) < 100
