@@ -10,7 +10,7 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from importlib import resources
 from itertools import accumulate
 from pathlib import Path
@@ -153,10 +153,11 @@ def dealt(requests: Iterable[Request], weights: Sequence[float], seed: int = 1) 
 def read_csv(path: Path, models: Sequence[str]) -> list[Request]:
     """Read a trace with the columns timestamp, input_tokens, output_tokens and, for several models, model.
 
-    Timestamps are seconds or dates as in ISO 8601. Raises ConfigError with the line for anything else.
+    Timestamps are seconds or dates as in ISO 8601, in UTC where they name no time zone. Raises ConfigError with the
+    line for anything else.
     """
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets begin theirs with a mark
             return _parse(csv.DictReader(file), path, models)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         why = error.strerror if isinstance(error, OSError) else error
@@ -204,7 +205,8 @@ def _moment(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        return datetime.fromisoformat(text[:26]).timestamp()
+        moment = datetime.fromisoformat(text.strip())
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def scale(requests: Sequence[Request], rate: float, seed: int = 1) -> list[Request]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
@@ -99,3 +100,25 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, message: str) ->
         read_csv(tmp_path / "none.csv", ["a"])
     with pytest.raises(ConfigError, match="expected a trace of"):
         azure("azure-chat")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "seconds"),
+    [
+        ("2024-01-01 01:00:00.1234567+02:00", "2024-01-01 00:00:00.1234567+01:00", 0.0),  # as recorders write them
+        ("2024-03-31T00:30:00", "2024-03-31T03:30:00", 3 * 3600.0),  # over a change of the clocks here
+        ("2024-01-01T00:00:00Z", "2024-01-01T00:00:01", 1.0),
+    ],
+)
+def test_a_time_is_the_same_wherever_a_trace_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, second: str, seconds: float
+) -> None:
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    path = tmp_path / "trace.csv"
+    path.write_text(f"\ufefftimestamp,input_tokens,output_tokens\n{first},1,1\n{second},1,1\n", encoding="utf-8")
+    try:
+        assert [request.at_s for request in read_csv(path, ["a"])] == [0.0, seconds]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
