@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from medusa_handler.server import gunicorn_options
 from medusa_handler.server.function_process import serve
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import Delta, EngineInfo, GenerateRequest, TokenLogprob
@@ -187,6 +188,7 @@ def main(arguments: list[str]) -> None:
     options = json.loads(arguments[0])
     with_engine, ready, token_s = options.pop("engine", True), options.pop("ready", True), options.pop("token_s", 0.0)
     files = options.pop("files", {})
+    gunicorn_options.KEEPALIVE_S = options.pop("keepalive_s", gunicorn_options.KEEPALIVE_S)
     options.setdefault("model", "/models/words" if with_engine else None)
     settings = Settings(**options)
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)

@@ -194,15 +194,16 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         if self._is_whole(conn):
             super().enqueue_req(conn)
             return
-        conn.set_timeout()
         conn.sock.setblocking(False)
-        self.keepalived_conns.append(conn)
         self.poller.register(conn.sock, selectors.EVENT_READ, partial(self.on_client_socket_readable, conn))
 
     def on_client_socket_readable(self, conn: Any, client: Any) -> None:
-        if self._is_whole(conn):
-            self.poller.unregister(client)
+        whole = self._is_whole(conn)
+        # One that has begun a request is idle no more: from its first byte on it has the time of SlowClients.
+        if (whole or conn.incoming.seen) and conn in self.keepalived_conns:
             self.keepalived_conns.remove(conn)
+        if whole:
+            self.poller.unregister(client)
             super().enqueue_req(conn)
 
     def _is_whole(self, conn: Any) -> bool:

@@ -233,3 +233,17 @@ def test_single_bytes_wake_nobody() -> None:
             client.sendall(b"x")
             assert select.select([served], [], [], 5)[0] == [served]
             assert incoming.look() is Sent.HEAD
+
+
+def test_a_request_that_begins_on_an_old_connection_has_its_own_time(serve: Serve) -> None:
+    served = serve(handler="function/handler.py:anything", keepalive_s=1.0)
+    with connect(served) as connection:
+        whole = POST + b"Content-Length: 4\r\n\r\nsome"
+        connection.sendall(whole)
+        assert status_of_kept(connection) == 200
+        connection.sendall(whole[:-2])
+        time.sleep(3)  # beyond the time for which a connection may be idle
+        connection.sendall(whole[-2:])
+        assert status_of_kept(connection) == 200
+        # Once it is idle again it is closed.
+        assert connection.recv(1) == b""
