@@ -112,19 +112,19 @@ class Execution:
 
     async def _start(self, known: KnownInstance, partner: str | None) -> None:
         cluster = self._cluster
-        deployment = cluster.deployments[known.model]
-        request = {"op": "start", "id": known.id, "deployment": deployment.to_json()}
         try:
             await self._dropped(known.node)
-            if not self._is_wanted(known):
+            if not self.is_wanted(known):
                 return
+            deployment = cluster.deployments[known.model].to_json()
+            request: dict[str, Any] = {"op": "start", "id": known.id, "deployment": deployment}
             if (plan := await cluster.live.plan(known, partner)) is not None:
                 request["group"] = plan
-            if not self._is_wanted(known):
+            if not self.is_wanted(known):
                 return
             await self._nodes.call(known.node, request, _START_S)
         except MedusaError as error:
-            if self._is_wanted(known):
+            if self.is_wanted(known):
                 self.failed(known.id)
                 del cluster.instances[known.id]
                 cluster.tell("start-failed", f"{known.id}: {error}", node=known.node, model=known.model)
@@ -135,7 +135,7 @@ class Execution:
         self._failures.pop(known.model, None)
         cluster.publish()
 
-    def _is_wanted(self, known: KnownInstance) -> bool:
+    def is_wanted(self, known: KnownInstance) -> bool:
         """Whether the instance is still to start: nothing has ended it since its start was decided."""
         return self._cluster.instances.get(known.id) is known and known.state != "draining"
 

@@ -70,8 +70,8 @@ class Groups:
 
     async def _start(self, group: str, workers: list[KnownInstance]) -> None:
         cluster, leader = self._cluster, workers[0]
-        deployment = cluster.deployments[leader.model]
         try:
+            deployment = cluster.deployments[leader.model]
             model = cluster.models.get(deployment.url)
             if model is None:
                 raise ClusterError(f"{deployment.url} is not described")
@@ -80,6 +80,8 @@ class Groups:
                 sources = cluster.execution.planned_sources(worker.node, deployment.url)
                 cluster.execution.fetch(Fetch(worker.node, deployment.url, sources), part)
             found = await self._nodes.call(leader.node, {"op": "group_port"}, _CALL_S)
+            if not all(map(cluster.execution.is_wanted, workers)):
+                raise ClusterError("one of its workers was ended before it was started")
             address = str(cluster.nodes[leader.node].status["address"]).rpartition(":")[0]
             common = {"group": group, "token": secrets.token_hex(16), "size": len(workers), "then": "stay"}
             common["leader"] = f"{address}:{found['port']}"
@@ -92,7 +94,8 @@ class Groups:
                 if isinstance(outcome, BaseException):
                     raise outcome
         except (MedusaError, KeyError) as error:
-            self._give_up(group, workers, error)
+            if any(map(cluster.execution.is_wanted, workers)):  # else it was ended as a whole
+                self._give_up(group, workers, error)
         cluster.publish()
 
     async def _start_worker(self, worker: KnownInstance, group: Mapping[str, Any]) -> None:

@@ -137,3 +137,28 @@ def test_a_start_is_compared_with_its_prediction(run: Run) -> None:
         assert learned["t_n"] == pytest.approx(0.04 / leader.workers)
 
     run(scenario, "n1", "n2", "n3", "n4")
+
+
+def test_a_group_that_is_ended_before_its_nodes_were_told_is_not_started(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        asking, ended = asyncio.Event(), asyncio.Event()
+
+        async def group_port(_: Any) -> dict[str, Any]:
+            asking.set()
+            await ended.wait()
+            return {"port": 9}
+
+        for node in net.nodes.values():
+            node.arrives, node.group_port = True, group_port
+        await cluster.answer({"op": "deploy", "arguments": MODEL})
+        await until(lambda: cluster.models.get(MODEL["url"]))
+        asked(cluster)
+        await asking.wait()
+        await cluster.answer({"op": "remove", "arguments": {"name": "m"}})
+        await until(lambda: not cluster.instances)
+        ended.set()
+        await until(lambda: not any(key[0] == "start" for key in cluster.execution._running))
+        assert not [call for call in net.calls() if call["op"] == "start"]
+        assert "start-failed" not in [event["kind"] for event in cluster.events]
+
+    run(scenario, "n1", "n2", "n3", "n4")
