@@ -147,7 +147,7 @@ class Execution:
         self._failed_ids = {key: at for key, at in self._failed_ids.items() if at > now - _STOPPED_KEPT_S}
         self._failed_ids[instance_id] = now
         known = self._cluster.instances.get(instance_id)
-        if known is not None:
+        if known is not None and known.state != "draining":
             # One that has served may be started again at once; one that never listened will hardly do better now.
             lasted = known.state == "ready" and time.time() - known.since > _LONGEST_PAUSE_S / 6
             count = 0 if lasted else self._failures.get(known.model, (0, 0.0))[0] + 1

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from medusa_cluster.controller.cluster import Cluster
+from medusa_cluster.policy.state import StopInstance
 from medusa_runtime.errors import ConfigError
 
 Run = Callable[..., None]
@@ -118,6 +120,19 @@ def test_a_source_that_dies_after_it_has_served_leaves_live_scaling_on(run: Run)
         source.since -= 60.0
         net.nodes[source.node].instances[source.id] |= {"state": "failed", "failure": "it was killed"}
         assert (await next_plan(net, cluster, source))["mode"] == "live"
+
+    run(scenario, "n1", "n2")
+
+
+def test_a_source_that_dies_while_it_drains_leaves_live_scaling_on(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        source = await first(net, cluster)
+        net.cut.add(source.node)  # the order to end does not reach it
+        net.serving.add(source.node)
+        cluster.execution.begin(StopInstance(source.id, source.node, 0.0))
+        net.nodes[source.node].instances[source.id] |= {"state": "failed", "failure": "it was killed"}
+        await until(lambda: source.id not in cluster.instances)
+        assert cluster.models.scales_live(cluster.deployments["m"], time.monotonic())
 
     run(scenario, "n1", "n2")
 
