@@ -73,6 +73,24 @@ def test_neither_flags_nor_links_put_instructions_into_the_dockerfile(folder: Pa
     assert "found a link to /etc/hostname" in found.stderr
 
 
+def test_files_that_the_images_user_cannot_read_are_named(folder: Path) -> None:
+    tools = folder / "tools"
+    (folder / ".git").mkdir()
+    tools.mkdir()
+    (tools / "podman").write_text("#!/bin/sh\nexit 0\n")
+    (tools / "podman").chmod(0o755)
+    for name in (".git/config", ".env", "open.bin"):
+        (folder / name).write_text("")
+        (folder / name).chmod(0o644 if name == "open.bin" else 0o600)
+    path = f"{tools}:{os.environ['PATH']}"
+    assert build(folder, "--tool", "podman", PATH=path).stderr == ""
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "model.safetensors").chmod(0o600)  # as safetensors' save_file leaves it
+    said = build(folder, "--tool", "podman", PATH=path).stderr
+    assert said.startswith("medusa: model.safetensors can be read by the owner alone")
+    assert "chmod a+r model.safetensors\n" in said
+
+
 def test_a_folder_with_nothing_to_serve_is_refused(tmp_path: Path) -> None:
     done = build(tmp_path)
     assert done.returncode == 2

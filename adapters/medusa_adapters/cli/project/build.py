@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shlex
 import shutil
+import stat
 import subprocess
+import sys
 import tempfile
+from fnmatch import fnmatch
 from pathlib import Path
 
 from medusa_runtime.errors import ConfigError, DeployError
@@ -18,6 +23,7 @@ _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
 _QUOTED = re.compile(r'["\\$`]')  # what means something between quotes: $ stands for a variable of the build
 _ENTRIES = ("handler.py", "function.py", "main.py")
 _IGNORED = (".git", ".venv", "__pycache__", "*.pyc", ".pytest_cache", ".env")
+_SHOWN = 3  # files in a warning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"expected {tool or 'podman, docker or buildah'} on the PATH, found none; --show prints the Dockerfile"
         )
+    _warn_of_private(folder)
     with tempfile.TemporaryDirectory(prefix="medusa-build-") as scratch:
         file = own if own.is_file() else _write(Path(scratch), folder, text)
         _call(
@@ -106,6 +113,22 @@ def _write(scratch: Path, folder: Path, text: str) -> Path:
     if not any((folder / name).is_file() for name in (".dockerignore", ".containerignore")):
         (scratch / "Dockerfile.dockerignore").write_text("\n".join(_IGNORED) + "\n")
     return file
+
+
+def _warn_of_private(folder: Path) -> None:
+    """Name files that the image's user could not read, such as weights that safetensors' ``save_file`` wrote."""
+    private = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _IGNORED]
+        paths = (Path(place, name) for name in files if not any(fnmatch(name, pattern) for pattern in _IGNORED))
+        private += [path for path in paths if stat.S_ISREG(mode := path.lstat().st_mode) and not mode & stat.S_IROTH]
+    if private:
+        shown, more = shlex.join(map(str, private[:_SHOWN])), len(private) - _SHOWN
+        print(
+            f"medusa: {shown}{f' and {more} more' if more > 0 else ''} can be read by the owner alone, and an image "
+            f"may run as any user: chmod a+r {shown}{' …' if more > 0 else ''}",
+            file=sys.stderr,
+        )
 
 
 def _call(tool: str, *arguments: str) -> None:
