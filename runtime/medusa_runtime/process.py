@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SPINS = 2000  # some 30 µs
+_LONGEST_REPORT_BYTES = 3500  # the kernel writes up to 4096 to a pipe as a whole (pipe(7))
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP)
 
 
@@ -51,9 +52,11 @@ class ReportPipe:
         return pipe
 
     def send(self, process: str, error: MedusaError) -> None:
-        line = json.dumps([process, error.code, str(error)])[:3500]
+        message = str(error)[:_LONGEST_REPORT_BYTES]
+        while len(line := json.dumps([process, error.code, message])) > _LONGEST_REPORT_BYTES:
+            message = message[: len(message) * 7 // 8] + "…"
         try:
-            os.write(self.write_fd, (line if line.endswith("]") else line + '…"]').encode() + b"\n")
+            os.write(self.write_fd, line.encode() + b"\n")
         except OSError:
             logger.exception("could not report to the supervisor: %s", line)
 
