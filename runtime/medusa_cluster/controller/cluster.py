@@ -136,21 +136,22 @@ class Cluster:
             if "helping" in item:
                 known.loading = item["helping"]
             if item.get("start"):
-                self._take_start(known, item["start"])
+                self._take_start(node, known, item["start"])
             if known.state != "draining" and item["state"] != known.state:
                 known.state, known.since = item["state"], item["since"]
+        node.starts = {instance_id: took for instance_id, took in node.starts.items() if instance_id in shown}
         for known in [item for item in self.instances.values() if item.node == node.name]:
             if known.id not in shown and known.confirmed and not self.execution.busy_with(known.id):
                 ended = "ended" if known.state == "draining" else "is gone"
                 self._forget_instance(known, "instance-ended", f"{known.id} {ended}")
         self.publish()
 
-    def _take_start(self, known: KnownInstance, start: Mapping[str, float]) -> None:
+    def _take_start(self, node: KnownNode, known: KnownInstance, start: Mapping[str, float]) -> None:
         """Learn from a start that has had its first token."""
         if known.helps is not None:
             return  # it served others first
         deployment = self.deployments.get(known.model)
-        if deployment is not None and self.models.learn(known, deployment.url, start):
+        if deployment is not None and self.models.learn(node, known, deployment.url, start):
             predicted = f", {known.predicted_s:.2f} s predicted" if known.predicted_s else ""
             text = f"{known.id}: the first token came {start['ttft_s']:.2f} s after the start{predicted}"
             self.tell("cold-start", text, node=known.node, model=known.model)

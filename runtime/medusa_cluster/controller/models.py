@@ -73,7 +73,6 @@ class Models:
         self._known: dict[str, KnownModel] = {}  # by URL
         self._asked: dict[str, tuple[int, float]] = {}  # how often, and when to ask again
         self._tasks: set[asyncio.Task[None]] = set()
-        self._learned: dict[str, dict[str, float]] = {}  # by instances' ids
         self._devices = False  # workers of groups compute on CPUs
 
     def get(self, url: str) -> KnownModel | None:
@@ -134,8 +133,8 @@ class Models:
             times = StageTimes(_BEGINS_S, 0.0, 0.0, _PREFILL_S, _DECODE_S, total, float("inf"), 0.0, 0)
         self._known[url] = KnownModel(parts, total, replace(times, weights_bytes=total))
 
-    def learn(self, known: KnownInstance, url: str, start: Mapping[str, float]) -> bool:
-        """Note what a start took, once; whether that is new and was waited for."""
+    def learn(self, node: KnownNode, known: KnownInstance, url: str, start: Mapping[str, float]) -> bool:
+        """Note what a start on a node took, once; whether that is new and was waited for."""
         if url not in self._known:
             return False
         try:
@@ -143,11 +142,11 @@ class Models:
             later = {name: float(start[name]) for name in ("decode_s",) if name in start}
         except (KeyError, TypeError, ValueError):
             return False
-        if known.id in self._learned:
-            self._learned[known.id].update(later)
+        if known.id in node.starts:
+            node.starts[known.id].update(later)
             return False
         took |= later | {"predicted_s": known.predicted_s, "workers": known.workers}
-        self._learned[known.id] = took
+        node.starts[known.id] = took
         if took["ttft_s"] > 0:
             self._known[url].starts.append(took)
         return took["ttft_s"] > 0

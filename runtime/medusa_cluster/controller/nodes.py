@@ -52,6 +52,7 @@ class KnownNode:
     drained_told: bool = False
     spare: bool = False
     excluded: set[tuple[str, str]] = field(default_factory=set)  # (model, peer): wrong bytes, as was told
+    starts: dict[str, dict[str, float]] = field(default_factory=dict)  # what was learned from the instances it shows
 
     @property
     def url(self) -> str:

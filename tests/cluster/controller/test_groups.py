@@ -162,3 +162,16 @@ def test_a_group_that_is_ended_before_its_nodes_were_told_is_not_started(run: Ru
         assert "start-failed" not in [event["kind"] for event in cluster.events]
 
     run(scenario, "n1", "n2", "n3", "n4")
+
+
+def test_what_was_learned_from_a_start_is_forgotten_with_its_instance(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        leader = (await started(net, cluster))[0]
+        shown(net, leader)["start"] = {"ttft_s": 1.5, "begins_s": 0.25, "prefill_s": 0.125}
+        node = cluster.nodes[leader.node]
+        await until(lambda: leader.id in node.starts)
+        del net.nodes[leader.node].instances[leader.id]
+        await until(lambda: leader.id not in cluster.instances)
+        assert not node.starts
+
+    run(scenario, "n1", "n2", "n3", "n4")
