@@ -85,7 +85,8 @@ class Served:
 
 @contextlib.contextmanager
 def servers(server: ForkServer, folder: Path) -> Iterator[Callable[..., Served]]:
-    """Start servers; options are Settings fields, ``engine`` (true), ``ready`` (true), ``files`` of the checkpoint.
+    """Start servers; options are Settings fields, ``engine`` (true), ``ready`` (true), ``files`` of the checkpoint,
+    and ``http_port`` of an HTTP server that the engine has of its own.
 
     ``handler`` is relative to tests/functions.
     """

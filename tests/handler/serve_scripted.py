@@ -12,9 +12,11 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import medusa_vllm  # noqa: F401 - registers the engine that has an HTTP server of its own
 from medusa_handler.server import gunicorn_options
 from medusa_handler.server.function_process import serve
 from medusa_runtime.config import Settings
@@ -103,8 +105,9 @@ class ScriptedEngine:
     started = True
     changed = staticmethod(lambda: None)
 
-    def __init__(self, token_s: float, seen_fd: int) -> None:
+    def __init__(self, token_s: float, seen_fd: int, http_port: int) -> None:
         self.token_s = token_s
+        self.http_port = http_port
         self.up, self.held, self.lost, self.full = (threading.Event() for _ in range(4))
         self.cancelled = 0
         self.seen_fd = seen_fd
@@ -139,6 +142,9 @@ class ScriptedEngine:
         if self.full.is_set():
             raise OverloadedError("the queue is full", 7.0)
         return ScriptedStream(self, request)
+
+    def http(self, look: Callable[[], None]) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.http_port))
 
     def stats(self) -> dict[str, Any]:
         return {"running": 0, "cancelled_total": self.cancelled}
@@ -187,14 +193,18 @@ class Handle:
 def main(arguments: list[str]) -> None:
     options = json.loads(arguments[0])
     with_engine, ready, token_s = options.pop("engine", True), options.pop("ready", True), options.pop("token_s", 0.0)
-    files = options.pop("files", {})
     gunicorn_options.KEEPALIVE_S = options.pop("keepalive_s", gunicorn_options.KEEPALIVE_S)
+    files, http_port = options.pop("files", {}), options.pop("http_port", 0)
+    if http_port:
+        options.setdefault("engine", "vllm")
     options.setdefault("model", "/models/words" if with_engine else None)
     settings = Settings(**options)
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     timeline = Timeline.create("function")
     engine = (
-        ScriptedEngine(token_s, os.open("prompts", os.O_CREAT | os.O_WRONLY | os.O_APPEND)) if with_engine else None
+        ScriptedEngine(token_s, os.open("prompts", os.O_CREAT | os.O_WRONLY | os.O_APPEND), http_port)
+        if with_engine
+        else None
     )
     if engine is not None and ready:
         engine.up.set()

@@ -1,11 +1,14 @@
 """Passes requests that our routes do not cover on to the HTTP server that the engine has of its own.
 
 The request waits, like every other, until the model is loaded, and then until that server is up. The answer's bytes are
-passed on as they come. When the client leaves, the connection to the server is closed, which cancels the request there.
+passed on as they come; where they end early, the client's connection breaks. When the client leaves, the connection to
+the server is closed, which cancels the request there.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -14,7 +17,7 @@ from flask import Response, request
 from medusa_runtime.errors import EngineError
 from medusa_runtime.process import hang_up
 
-from ..faults import NotCoveredError
+from ..faults import ApiError, NotCoveredError
 from ..http.body import read_body
 from ..merge import Merge
 
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from medusa_runtime.engine.http_answer import HttpAnswer
 
     from ..service import Service
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 _AHEAD = 64
@@ -83,6 +88,9 @@ def relay(service: Service, gone: Callable[[], bool], target: str | None = None,
                     yield item.value
                 elif not pieces.done and gone():
                     return
+        except (EngineError, ApiError) as error:  # the status is sent: only a connection that breaks can still say it
+            logger.warning("an answer of the engine's HTTP server is cut off: %s", error)
+            raise ConnectionResetError(errno.ECONNRESET, str(error)) from error  # gunicorn does not log it as a defect
         finally:
             pieces.close()
 
@@ -124,9 +132,8 @@ class _Answer:
             yield b""
             yield from response.pieces()
         except (OSError, FieldError) as error:
-            if self.response is not None:
-                return  # the client sees an answer that ends early
-            raise EngineError(f"the engine's HTTP server did not answer: {error}") from error
+            what = "did not answer" if self.response is None else "broke off"
+            raise EngineError(f"the engine's HTTP server {what}: {error}") from error
         finally:
             self._connection.close()
 

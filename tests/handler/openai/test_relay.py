@@ -1,0 +1,62 @@
+"""Requests passed on to an engine's own HTTP server, which here is a socket that sends any bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from scripted_server import Answer, ScriptedServer
+
+Serve = Callable[..., Any]
+_OK = b"HTTP/1.1 200 OK\r\n"
+_STREAM = _OK + b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def relayed(
+    serve: Serve, answer: Answer, *, kept: bool = False, **options: Any
+) -> tuple[http.client.HTTPResponse, Any, Any]:
+    """What a client gets of a server's answer, and the function process. The body is None where it is cut off."""
+    with ScriptedServer(lambda head: answer, kept=kept) as server:
+        served = serve(http_port=server.port, **options)
+        with contextlib.closing(served.connect()) as connection:
+            connection.request("GET", "/v1/of-the-engine")
+            response = connection.getresponse()
+            try:
+                return response, response.read(), served
+            except http.client.IncompleteRead:
+                return response, None, served
+
+
+def test_a_stream_comes_whole(serve: Serve) -> None:
+    response, body, _ = relayed(serve, [_STREAM, b"9\r\ndata: 1\n\n\r\n", b"0\r\n\r\n"])
+    assert (response.status, response.headers["Content-Type"], body) == (200, "text/event-stream", b"data: 1\n\n")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        _STREAM + b"9\r\ndata: 1\n\n\r\n",
+        _STREAM + b"9\r\ndata: 1\n\n\r\n9\r\ndata",
+        _OK + b"Content-Length: 10\r\n\r\ndata",
+    ],
+)
+def test_an_answer_that_breaks_off_is_no_whole_one(serve: Serve, sent: bytes) -> None:
+    response, body, served = relayed(serve, sent)
+    assert (response.status, body) == (200, None)
+    assert "is cut off: the engine's HTTP server broke off" in served.output()
+    assert "Traceback" not in served.output()
+
+
+def test_a_stream_whose_time_is_over_is_no_whole_one(serve: Serve) -> None:
+    _, body, served = relayed(serve, _STREAM + b"9\r\ndata: 1\n\n\r\n", kept=True, timeout_s=1)
+    assert body is None
+    assert "Traceback" not in served.output()
+
+
+def test_a_server_that_says_nothing_is_an_engine_that_failed(serve: Serve) -> None:
+    response, body, _ = relayed(serve, b"")
+    assert (response.status, json.loads(body)["error"]["code"]) == (503, "Engine.Failed")
