@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -35,6 +36,10 @@ class ChatTemplate:
     def source(self) -> str:
         """The text of all templates."""
         return "\n".join(self._sources.values())
+
+    def takes(self, name: str) -> bool:
+        """Whether a template mentions the variable ``name``; what none mentions would not reach the model."""
+        return re.search(rf"\b{name}\b", self.source) is not None
 
     def render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
         """The prompt. Raises ApiError 400 when there is no template or it refuses the messages."""

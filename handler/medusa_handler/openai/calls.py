@@ -92,6 +92,14 @@ def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response
     elif parser is not None:  # what marks a call may be a special token
         params = replace(params, skip_special_tokens=False)
     prompt = template.render(messages, arguments)
+    # Where tool_choice forces a call, the form of the answer has the tools.
+    for field, given in (("tools", tools.choice == "auto" and tools.offered), ("documents", arguments["documents"])):
+        if given and not template.takes(field):
+            raise ApiError(
+                400, f"{field}: the model's chat template has no place for them, so the model would not see them; "
+                "expected none, or a chat_template.jinja that shows them beside the weights", param=field,
+                code="unsupported_value",
+            )  # fmt: skip
     name = f"chatcmpl-{os.urandom(16).hex()}"
     # The template writes the special tokens itself.
     requests = _requests(name, [prompt], params, count, parameters.flag(body, "add_special_tokens", False))

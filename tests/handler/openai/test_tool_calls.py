@@ -12,7 +12,7 @@ from medusa_handler.openai.tools.formats import FORMATS, Forced, Hermes, Llama3,
 
 NAMES = frozenset(("weather", "time"))
 TEMPLATE = (
-    "{# <tool_call> #}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{# tools: <tool_call> #}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 WEATHER: Any = {
@@ -201,6 +201,22 @@ def test_a_model_whose_calls_are_not_known_answers_with_text(serve: Callable[...
     body = {"messages": [{"role": "user", "content": f"say:{say}"}], "tools": [WEATHER]}
     message = served.request("POST", "/v1/chat/completions", body)[1]["choices"][0]["message"]
     assert message["content"] == say
+
+
+def test_what_the_template_has_no_place_for_is_refused(serve: Callable[..., Any]) -> None:
+    served = serve(files={"chat_template.jinja": TEMPLATE.replace("tools", "")})
+    served.wait_ready()
+
+    def asked(**options: Any) -> tuple[int, Any]:
+        body = {"messages": [{"role": "user", "content": "say:hi"}], **options}
+        return served.request("POST", "/v1/chat/completions", body)[:2]
+
+    for name, value in (("tools", [WEATHER]), ("documents", [{"text": "a"}])):
+        status, answer = asked(**{name: value})
+        assert (status, answer["error"]["param"]) == (400, name)
+        assert "chat template" in answer["error"]["message"]
+    assert asked()[0] == asked(tools=[WEATHER], tool_choice="none")[0] == asked(tools=[], documents=[])[0] == 200
+    assert asked(tools=[WEATHER], tool_choice="required")[0] == 200  # the form of the answer is the tool's
 
 
 @pytest.mark.parametrize(
