@@ -93,6 +93,14 @@ def test_inspect_is_readable(model: Path) -> None:
     assert medusa("inspect", "--model", model, "--tensors").stdout == text  # as it is named to serve and materialize
 
 
+def test_inspect_is_headed_by_what_it_was_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": np.zeros(1, np.float32)}, file)
+    for given, title in ((file, str(file)), (tmp_path, str(tmp_path)), (f"file://{file}", f"file://{file}")):
+        assert medusa("inspect", given).stdout.splitlines()[0] == title
+        assert json.loads(medusa("inspect", given, "--json").stdout)["url"] == title
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

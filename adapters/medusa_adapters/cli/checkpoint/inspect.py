@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("expected a checkpoint: medusa inspect URL, or --model URL")
     checkpoint = open_checkpoint(settings.model)
     try:
-        found = summarize(checkpoint)
+        found = {"url": redacted(settings.model), **summarize(checkpoint)}
         found["backend"] = _backend(checkpoint, settings)
         found["state"] = _state(checkpoint, settings, arguments.verify)
     finally:
@@ -114,7 +114,6 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
     for entry in index.tensors.values():
         parameters[entry.dtype] += prod(entry.shape)
     return {
-        "url": redacted(checkpoint.store.url),
         "config": read_object(checkpoint.files.get, "config.json") or {},
         "adapter": _adapter(checkpoint),
         "bytes": index.total_bytes,
