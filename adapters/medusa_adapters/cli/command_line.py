@@ -222,7 +222,7 @@ def _needs_linux(name: str) -> ConfigError:
 
 
 def _called(action: argparse.Action) -> str:
-    """What the user calls an argument: its flag, or its name in the help."""
+    """Return the name by which an error refers to an argument: its flag or, without one, its name in the help."""
     return action.option_strings[-1] if action.option_strings else str(action.metavar or action.dest)
 
 

@@ -66,7 +66,10 @@ def _blueprint(service: Service, work: Work) -> Blueprint:
 
 
 def _calls() -> Any:
-    """What answers here: a tenth of the app's imports, for which a request that is relayed does not wait."""
+    """Import the functions that answer requests, at the first one: a tenth of the app's imports.
+
+    A request that is passed on to the engine's own server does not need them.
+    """
     from . import calls
 
     return calls

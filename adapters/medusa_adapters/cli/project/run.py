@@ -102,7 +102,10 @@ def _run_served(settings: Settings, body: bytes, content_type: str) -> int:
 
 
 def _ended(instance: ServedInstance) -> bool:
-    """Whether it ends by itself: one that cannot start answers, says why, and ends."""
+    """Wait a few seconds, and return whether the instance has ended.
+
+    One that cannot start answers what waits with 503, prints why, and ends.
+    """
     try:
         instance.process.wait(_LAST_WORDS_S)
     except subprocess.TimeoutExpired:
