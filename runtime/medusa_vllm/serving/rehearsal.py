@@ -7,6 +7,8 @@ import logging
 import socket
 from collections.abc import Callable
 
+from medusa_runtime.engine.http_answer import FieldError, HttpAnswer
+
 logger = logging.getLogger(__name__)
 
 _LONGEST_S = 10.0
@@ -35,15 +37,16 @@ def _ask(take: Callable[[socket.socket], None], path: str, body: dict[str, objec
     with ours:
         take(theirs)
         ours.settimeout(_LONGEST_S)
-        answer = b""
+        answer = HttpAnswer(ours, "POST")
         try:
             ours.sendall(head.encode() + data)
-            while more := ours.recv(1 << 16):
-                answer += more
-        except OSError as error:  # the first request of an instance takes longer then, and is answered
+            answer.begin()
+            for _ in answer.pieces():
+                pass
+        except (OSError, FieldError) as error:  # the first request of an instance takes longer then, and is answered
             logger.debug("%s of a rehearsal: %s", path, error)
             return 0
-    return int(answer[9:12] or b"0")
+    return answer.status
 
 
 __all__ = ["ask_for_answers"]
