@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterable
 
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import ConfigError
@@ -24,6 +25,7 @@ _WITHOUT_EFFECT_ON_ANSWERS = frozenset(
 )  # fmt: skip
 # What asks for a server, or for processes, that are medusa's here: flag → what to use.
 _REFUSED = {
+    "help": "run `vllm serve --help`",
     "headless": "leave it out; medusa starts vLLM's core itself",
     "api-server-count": "leave it out; vLLM's server runs in the engine's process",
     "grpc": "leave it out; requests come over HTTP",
@@ -53,6 +55,8 @@ _SHORT = {
     "-pp": "pipeline-parallel-size",
     "-dp": "data-parallel-size",
     "-n": "nnodes",
+    "-asc": "api-server-count",
+    "-h": "help",
     "-q": "quantization",
     "-cc": "compilation-config",
     "-ac": "attention-config",
@@ -68,10 +72,15 @@ def words(settings: Settings) -> list[str]:
             f"MEDUSA_VLLM_ARGS={settings.vllm_args!r} cannot be used: expected flags of vllm serve, quoted as in a "
             f"shell ({error})"
         ) from None
-    for name in _names(found):
+    refuse_medusas_own(_names(found))
+    return found
+
+
+def refuse_medusas_own(names: Iterable[str]) -> None:
+    """Raise ConfigError if one of these flags, named without dashes in front, belongs to medusa."""
+    for name in names:
         if name in _REFUSED:
             raise ConfigError(f"--{name} of vllm serve cannot be used here: {_REFUSED[name]}")
-    return found
 
 
 def names_media_domains(found: list[str]) -> bool:
@@ -116,8 +125,12 @@ def _names(found: list[str]) -> list[str]:
         if word.startswith("--"):
             names.append(word[2:].partition("=")[0].partition(".")[0].replace("_", "-").removeprefix("no-"))
         elif word.startswith("-") and word[1:2].isalpha():
-            names.append(_SHORT.get(word, "optimization-level" if word.startswith("-O") else word))
+            short = word.partition("=")[0].partition(".")[0]
+            names.append(_SHORT.get(short, "optimization-level" if word.startswith("-O") else word))
     return names
 
 
-__all__ = ["MEDIA_DOMAINS", "MEDIA_ENVIRONMENT", "adapters", "light_routes_suffice", "names_media_domains", "words"]
+__all__ = [
+    "MEDIA_DOMAINS", "MEDIA_ENVIRONMENT", "adapters", "light_routes_suffice", "names_media_domains",
+    "refuse_medusas_own", "words",
+]  # fmt: skip

@@ -298,7 +298,15 @@ def test_adapters_are_named_in_both_of_vllms_forms() -> None:
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [("--port=9000", "use medusa's --port"), ("-tp 2", "--tensor-parallel"), ("--a 'b", "quoted as in a shell")],
+    [
+        ("--port=9000", "use medusa's --port"),
+        ("-tp 2", "--tensor-parallel"),
+        ("-tp=2", "--tensor-parallel"),
+        ("-dp=2", "one instance a replica"),
+        ("-asc 4", "in the engine's process"),
+        ("-h", "vllm serve --help"),
+        ("--a 'b", "quoted as in a shell"),
+    ],
 )
 def test_flags_that_are_medusas_own_are_named(given: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -9,8 +9,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any
 
-from medusa_runtime.errors import ConfigError, MissingPackageError
+from medusa_runtime.errors import ConfigError, MedusaError, MissingPackageError
 
+from ..flags import refuse_medusas_own
 from .replacement import instead
 
 
@@ -26,9 +27,13 @@ def engine_arguments(words: list[str]) -> dict[str, Any]:
 
         def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
             found, left = super().parse_known_args(args, namespace)
-            return found, [] if self.ends else left
-
-        ends = True
+            for word in left:
+                name = word.partition("=")[0]
+                whole = sorted(flag for flag in self._option_string_actions if flag.startswith(name))
+                # The front end's parser would take it for that, and the engine would not have it.
+                if whole and name.startswith("--") and name not in ("--", "--config"):
+                    self.error(f"expected {whole[0]} in full, found {name}")
+            return found, []
 
         def error(self, message: str) -> Any:
             raise ConfigError(f"a flag of vllm serve cannot be used: {message}")
@@ -36,7 +41,13 @@ def engine_arguments(words: list[str]) -> dict[str, Any]:
     parser = AsyncEngineArgs.add_cli_args(Parser(prog="vllm serve", add_help=False, allow_abbrev=False))
     for action in parser._actions:
         action.default = argparse.SUPPRESS
-    found = vars(parser.parse_args(list(words)))
+    try:
+        found = vars(parser.parse_args(list(words)))
+    except MedusaError:
+        raise
+    except Exception as error:  # what reading the file of --config raises
+        raise ConfigError(f"flags of vllm serve cannot be read: {error}") from error
+    refuse_medusas_own(name.replace("_", "-") for name in found)  # such a file may have them, too
     known = {field.name for field in fields(AsyncEngineArgs)}
     return {name: value for name, value in found.items() if name in known}
 

@@ -1,0 +1,47 @@
+"""Flags of ``vllm serve`` as the engine reads them, by vLLM's own parser."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from medusa_runtime.errors import ConfigError
+from medusa_vllm.serving.arguments import engine_arguments
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
+]
+
+
+def test_flags_of_the_engine_are_taken_and_those_of_the_front_end_left(tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text("max-model-len: 77\nchat-template: x\n")
+    words = ["--config", str(file), "--seed=3", "--chat-template", "y", "--no-enable-prefix-caching"]
+    assert engine_arguments(words) == {"max_model_len": 77, "seed": 3, "enable_prefix_caching": False}
+
+
+@pytest.mark.parametrize("flag", ["--max-model=9", "--max_model"])
+def test_an_abbreviated_flag_is_refused_and_not_half_used(flag: str) -> None:
+    """vLLM's parser of all flags would take it, and the engine would start without it."""
+    with pytest.raises(ConfigError, match="expected --max-model-len in full, found --max-model"):
+        engine_arguments([flag])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data-parallel-size: 2", "run one instance a replica"),
+        ("model: /another", "use medusa's --model"),
+        ("a: [", "cannot be read"),
+        (None, "cannot be read: .*No such file"),
+    ],
+)
+def test_a_file_of_flags_is_checked_like_flags(tmp_path: Path, text: str | None, said: str) -> None:
+    file = tmp_path / "flags.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        engine_arguments(["--config", str(file)])
