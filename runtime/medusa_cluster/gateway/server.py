@@ -7,7 +7,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from medusa_runtime.storage.base import redacted
 
 from ..connections import Handler, tell_connection
 from .call import ROUTES, Call, understand
+from .exchange import Answer
 from .faults import Fault, compact
 from .gateway import Gateway
 from .page import page
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _CLIENT_CLOSED = 499  # nginx's status for a client that left; only metrics see it
 _HEARTBEAT_S = 10.0
+_PIECE_BYTES = 64 << 10  # of a large answer; a smaller one never waits for its client
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _OPEN_PATHS = ("/livez", "/readyz")
 
@@ -111,6 +113,8 @@ class Server:
             answer = await self._gateway.relay.run(call, client, began)
             if answer is None:
                 return await client.end()
+            if len(answer.body) > _PIECE_BYTES:
+                return await client.send_whole(answer)
             return web.Response(status=answer.status, headers=answer.headers, body=answer.body)
         finally:
             client.close()
@@ -250,9 +254,21 @@ class _Client:
     async def send(self, data: bytes) -> None:
         assert self._response is not None
         self._sent_at = time.monotonic()
+        await self._in_time(self._response.write(data))
+
+    async def send_whole(self, answer: Answer) -> web.StreamResponse:
+        """Send an answer that does not come as a stream. Raises ConnectionError as ``send`` does."""
+        self._response = web.StreamResponse(status=answer.status, headers=answer.headers)
+        self._response.content_length = len(answer.body)
+        await self._response.prepare(self._request)
+        for start in range(0, len(answer.body), _PIECE_BYTES):
+            await self.send(answer.body[start : start + _PIECE_BYTES])
+        return await self.end()
+
+    async def _in_time(self, writing: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(self._write_timeout_s):
-                await self._response.write(data)
+                await writing
         except TimeoutError:
             if self._request.transport is not None:
                 self._request.transport.abort()
@@ -261,7 +277,7 @@ class _Client:
     async def end(self) -> web.StreamResponse:
         assert self._response is not None
         self.close()
-        await self._response.write_eof()
+        await self._in_time(self._response.write_eof())
         return self._response
 
     def close(self) -> None:
