@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ..errors import NodeError
+from ..errors import MedusaError, NodeError
 from ..liveness import Verdict, Watch
 from ..process import ReportPipe, fork
 from ..region.pages import unmap_memfds
@@ -37,20 +37,21 @@ def start_child(
     try:
         mine, theirs = pair()
     except OSError as error:
-        raise _cannot(name, error) from None
+        raise cannot(f"start a {name} process", error) from None
     try:
         pid = fork(name, lambda timeline: body(theirs, timeline), timeline=timeline, reports=reports)
     except OSError as error:
         mine.close()
-        raise _cannot(name, error) from None
+        raise cannot(f"start a {name} process", error) from None
     finally:
         theirs.close()
     mine.setblocking(False)
     return Child(pid, mine)
 
 
-def _cannot(name: str, error: OSError) -> Exception:
-    return as_limit_error(error) or NodeError(f"the node agent cannot start a {name} process: {error.strerror}")
+def cannot(what: str, error: OSError) -> MedusaError:
+    """The error of an agent that has no room for ``what`` it was about to do."""
+    return as_limit_error(error) or NodeError(f"the node agent cannot {what}: {error.strerror}")
 
 
 def close_others(*keep: int) -> None:

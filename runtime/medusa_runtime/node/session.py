@@ -128,9 +128,14 @@ class Session:
         try:
             if error is None:
                 self._hand_over(held)
-            else:
-                self.held = None
-                self.refuse(error)
+                return
+        except MedusaError as refusal:
+            error = refusal
+        except OSError:
+            return  # it has gone; the end of its connection comes next
+        self._let_go()
+        try:
+            self.refuse(error)
         except OSError:
             pass  # it has gone; the end of its connection comes next
 

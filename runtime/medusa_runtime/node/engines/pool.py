@@ -205,7 +205,13 @@ class EnginePool:
 
     def _on_zygote(self, kind: _Kind) -> None:
         assert kind.zygote is not None
-        message = receive(kind.zygote.channel)
+        try:
+            message = receive(kind.zygote.channel)
+        except NodeError as error:  # an engine process without its connection, which ends by that
+            logger.warning("an idle %s engine process is lost: %s", kind.name, error)
+            kind.forking -= 1
+            kind.refill_at = time.monotonic() + _REFILL_AFTER_S
+            return
         if message is None:
             self._lost_zygote(kind)
         elif message.kind == "failed":

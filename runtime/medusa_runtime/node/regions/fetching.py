@@ -16,7 +16,6 @@ from ...config import Settings
 from ...errors import NodeError, from_code
 from ...liveness import Heartbeats
 from ...process import ReportPipe, end_first, name_process
-from ...region.demand import demand_memory
 from ...region.pages import own_pages
 from ...region.reader import Region
 from ...registry import engine_names
@@ -27,7 +26,7 @@ from ..callers.impersonation import Folder, become
 from ..callers.policy import Policy
 from ..child import ENDING, Child, close_others, start_child
 from ..messages import MOST_OF_OURS, close_all, receive, send
-from .held_region import HeldRegion, new_region
+from .held_region import HeldRegion, open_region
 from .spare import Spare
 
 if TYPE_CHECKING:
@@ -100,7 +99,8 @@ def start_spare(
 
     Raises what ``start_child`` does.
     """
-    region, demand_fd, heartbeats = new_region(), demand_memory(), Heartbeats()
+    region, demand_fd = open_region()
+    heartbeats = Heartbeats()
     body = partial(_wait, region, demand_fd, heartbeats, size_bytes, policy, cluster, reports)
     try:
         child = start_child("spare", body, timeline=timeline, reports=reports)

@@ -17,7 +17,7 @@ from ...storage.base import redacted, scheme_of
 from ...storage.local import file_version
 from ..callers.impersonation import Folder
 from ..callers.peer import Caller
-from ..child import Child
+from ..child import Child, cannot
 from ..messages import close_all
 
 if TYPE_CHECKING:
@@ -27,28 +27,39 @@ _SOURCES = ("received_bytes", "excluded")
 LEAST_BYTES = 2 * HEADER_BYTES  # the header of an empty region, and the page of its readers' requests
 
 
-def new_region() -> Region:
-    """Make an empty region. Others can open it for reading alone, also before it is sealed."""
-    region = Region.create()
-    os.fchmod(region.fd, 0o644)
-    return region
+def open_region(fd: int | None = None) -> tuple[Region, int]:
+    """Make an empty region, or open again the one that ``fd`` is. Also returns the page of its readers' requests.
+
+    Others can open an empty one for reading alone, also before it is sealed. Raises LimitError or NodeError.
+    """
+    opened = []
+    try:
+        opened.append(demand_memory())
+        if fd is not None:
+            return Region(os.dup(fd)), opened[0]
+        region = Region.create()
+        os.fchmod(region.fd, 0o644)
+        return region, opened[0]
+    except OSError as error:
+        close_all(opened)
+        raise cannot("make a region", error) from None
 
 
 class HeldRegion:
     """A region, who uses it, and what it is for. ``size_bytes``: the memory it takes.
 
     ``slot`` names it among the agent's regions; ``folder`` is a local checkpoint's, which this object closes.
-    ``region``: one that exists already. ``spare``: one that was made ahead of time, with its prefetcher.
+    ``fd``: of a region that exists already. ``spare``: one that was made ahead of time, with its prefetcher.
+    Raises LimitError or NodeError when none can be made.
     """
 
     def __init__(
-        self, key: str, region: Region | None = None, folder: Folder | None = None, spare: Spare | None = None
+        self, key: str, fd: int | None = None, folder: Folder | None = None, spare: Spare | None = None
     ) -> None:
         self.key = key
         self.slot = key if folder is None else folder.slot(key)
         self.folder = folder
-        self.region = region or (spare.region if spare else new_region())
-        self.demand_fd = spare.demand_fd if spare else demand_memory()
+        self.region, self.demand_fd = (spare.region, spare.demand_fd) if spare else open_region(fd)
         self.shard_fds: list[int] = []  # the files of a local checkpoint's shards, as its index was read from them
         self.size_bytes = LEAST_BYTES
         self.sealed = False  # whether it can be handed out
@@ -97,8 +108,18 @@ class HeldRegion:
             answer(error)
 
     def descriptors(self) -> list[int]:
-        """Return what is sent to a reader: the region, for reading only, and the page of its requests. Close both."""
-        return [reopen(self.region.fd, os.O_RDONLY), os.dup(self.demand_fd)]
+        """Return what is sent to a reader: the region, for reading only, and the page of its requests. Close both.
+
+        Raises LimitError or NodeError when they cannot be opened.
+        """
+        opened: list[int] = []
+        try:
+            opened.append(reopen(self.region.fd, os.O_RDONLY))
+            opened.append(os.dup(self.demand_fd))
+        except OSError as error:
+            close_all(opened)
+            raise cannot("open a region for a function", error) from None
+        return opened
 
     def promote(self) -> None:
         """Fetch it before others, because a function waits for it; until then it is fetched in the background."""

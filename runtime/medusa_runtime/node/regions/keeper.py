@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from ...errors import MedusaError, NodeError, NodeRefusedError, StorageError, from_code
 from ...limits import OutOfMemory, memory_available_bytes
 from ...process import ReportPipe
-from ...region.reader import Region
 from ...storage.base import redacted, scheme_of
 from ...timeline import Timeline
 from ..callers.accounts import Accounts
@@ -136,15 +135,25 @@ class RegionKeeper:
                     os.close(folder.fd)
                 return held
             self._charge_fetch(caller)
+            spare = self._spares.take() if folder is None else None
+            held = self._new_region(key, folder, spare, caller)
         except BaseException:
             if folder is not None:
                 os.close(folder.fd)
             raise
-        spare = self._spares.take() if folder is None else None
-        held = HeldRegion(key, folder=folder, spare=spare)
-        held.fetch_for, held.layers = caller, layers
+        held.layers = layers
         held.pinned = pinned or (slot in self._pins and slot == key)
         self._start_fetch(held, spare)
+        return held
+
+    def _new_region(self, key: str, folder: Folder | None, spare: Spare | None, caller: Caller | None) -> HeldRegion:
+        try:
+            held = HeldRegion(key, folder=folder, spare=spare)
+        except BaseException:
+            if caller is not None:
+                self._accounts.give(caller, "fetches")
+            raise
+        held.fetch_for = caller
         return held
 
     def _start_fetch(self, held: HeldRegion, spare: Spare | None) -> None:
@@ -216,7 +225,7 @@ class RegionKeeper:
         if held is not None:
             return held
         self._check_models(key, caller)
-        held = HeldRegion(key, Region(os.dup(descriptor)))
+        held = HeldRegion(key, descriptor)
         try:
             held.sealed = held.complete
             _check_whole(held)
@@ -238,7 +247,11 @@ class RegionKeeper:
 
     def _on_fetch(self, held: HeldRegion) -> None:
         assert held.fetch is not None
-        message = receive(held.fetch.channel, MOST_OF_OURS)
+        try:
+            message = receive(held.fetch.channel, MOST_OF_OURS)
+        except (NodeError, OSError) as error:  # no room for the files of its shards, as a rule
+            self._ended(held, NodeError(str(error)))
+            return
         if message is None:
             self._ended(held)
         elif message.kind == "room":
@@ -261,18 +274,18 @@ class RegionKeeper:
         elif message.kind == "sources":
             held.sources = message.body
 
-    def _ended(self, held: HeldRegion) -> None:
-        """Handle the end of a prefetcher, whether it succeeded or not."""
+    def _ended(self, held: HeldRegion, error: MedusaError | None = None) -> None:
+        """Handle the end of a prefetcher, whether it succeeded or not. ``error``: why it is ended."""
         assert held.fetch is not None
-        status = exit_status(held.fetch)
+        status = None if error else exit_status(held.fetch)
         self._end_fetch(held)
         progress = held.region.progress()
-        if progress.state == "done":
+        if progress.state == "done" and error is None:
             logger.info("%s is complete", redacted(held.key))
             self._record()
             return
         how = "" if status is None else f" ({self._out_of_memory.how(status)})"
-        error: MedusaError = StorageError(f"its prefetcher ended early{how}")
+        error = error or StorageError(f"its prefetcher ended early{how}")
         if progress.error is not None:
             code, _, message = progress.error.partition(": ")
             error = from_code(code, message)
