@@ -449,7 +449,7 @@ def to_env(settings: Settings) -> dict[str, str]:
     """The variables from which ``from_env`` reads these settings, for an instance that another one starts."""
     default = Settings()
     return {
-        option.variable: f"{value:g}" if isinstance(value, float) else str(value)
+        option.variable: str(value)
         for option in OPTIONS
         if (value := getattr(settings, option.field)) is not None and value != getattr(default, option.field)
     }

@@ -92,7 +92,7 @@ class OutOfMemory:
         """How a process ended, in words, by its exit status, or minus the number of the signal that killed it."""
         if status >= 0:
             return f"exit status {status}"
-        how = f"killed by {signal.Signals(-status).name}"
+        how = f"killed by {signal_name(-status)}"
         if -status != signal.SIGKILL:
             return how
         self.look()
@@ -106,6 +106,14 @@ class OutOfMemory:
             files = (folder / name for folder in _groups(self._root, "memory") for name in _COUNTERS)
             self._counter = next((file for file in files if _field(file, "oom_kill") is not None), None)
         return 0 if self._counter is None else _field(self._counter, "oom_kill") or 0
+
+
+def signal_name(number: int) -> str:
+    """A signal's name; ``signal 40`` for one of the real-time signals, most of which have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def peak_bytes() -> int:
@@ -192,9 +200,10 @@ def _number(path: Path) -> int | None:
 def _lines(path: Path) -> Iterator[str]:
     """The lines of a file; none when it is missing or may not be read."""
     try:
-        yield from path.read_text().splitlines()
+        # A mount's path may have any bytes, and only \n ends a line.
+        yield from filter(None, path.read_text(errors="surrogateescape").split("\n"))
     except OSError:
         return
 
 
-__all__ = ["OutOfMemory", "cpu_count", "memory_available_bytes", "memory_limit_bytes", "peak_bytes"]
+__all__ = ["OutOfMemory", "cpu_count", "memory_available_bytes", "memory_limit_bytes", "peak_bytes", "signal_name"]

@@ -26,7 +26,7 @@ from .device.context import DeviceContext
 from .engine.base import Engine
 from .engine.server import EngineServer
 from .errors import EngineError, MedusaError
-from .limits import OutOfMemory
+from .limits import OutOfMemory, signal_name
 from .liveness import LOOK_S, Heartbeats
 from .process import ReportPipe, fork
 from .region.reader import Region
@@ -88,7 +88,7 @@ class Zygote:
                 return status
             early = not was_ready or time.monotonic() - started < _QUICK_S
             quick_crashes = quick_crashes + 1 if early else 0
-            name, how = signal.Signals(-status).name, self._out_of_memory.how(status)
+            name, how = signal_name(-status), self._out_of_memory.how(status)
             if quick_crashes >= _MOST_QUICK_CRASHES:
                 raise EngineError(
                     f"the engine process was killed by {name} {quick_crashes} times in a row, "

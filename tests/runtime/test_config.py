@@ -59,7 +59,9 @@ def test_a_bad_flag_is_named_as_the_flag() -> None:
 
 
 def test_settings_come_back_from_their_variables() -> None:
-    settings = Settings(model="s3://a/b", threads=3, heartbeat_s=0.25, token="x", platform="sagemaker")
+    settings = Settings(
+        model="s3://a/b", threads=3, heartbeat_s=0.25, hold_s=1234567.125, token="x", platform="sagemaker"
+    )
     assert from_env(to_env(settings)) == settings
     assert to_env(Settings()) == {}
 

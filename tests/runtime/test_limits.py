@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -139,6 +140,19 @@ def test_without_any_cgroup_files(tmp_path: Path) -> None:
     assert cpu_count(root) >= 1
     assert memory_limit_bytes(root) is None
     assert memory_available_bytes(root) == 8 * GIB
+
+
+def test_mounts_whose_paths_are_no_text(tmp_path: Path) -> None:
+    root = v2(tmp_path, {"memory.max": f"{GIB}\n"})
+    with (root / "proc/self/mountinfo").open("ab") as mounts:
+        mounts.write(b"40 23 0:30 / /mnt/caf\xe9\x1c rw - cgroup\n")
+    assert memory_limit_bytes(root) == GIB
+
+
+def test_a_signal_without_a_name_is_told_by_its_number(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    process.send_signal(signal.SIGRTMIN + 6)
+    assert OutOfMemory(v2(tmp_path, {})).how(process.wait()) == f"killed by signal {signal.SIGRTMIN + 6}"
 
 
 def test_this_machine() -> None:

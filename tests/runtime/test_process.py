@@ -1,12 +1,15 @@
-"""Reports of child processes to their supervisor."""
+"""Reports of child processes to their supervisor, and signals to a child that has just ended."""
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 
 import pytest
 from medusa_runtime.errors import MedusaError
+from medusa_runtime.instance.children import Children
 from medusa_runtime.process import ReportPipe
+from medusa_runtime.timeline import Timeline
 
 
 @pytest.mark.parametrize("message", ["é" * 2000, "aé" + "é" * 2000, "x" * 3400 + "]" * 1000, "\\" * 4000, "\n" * 4000])
@@ -19,3 +22,13 @@ def test_a_long_report_arrives_shortened(message: str) -> None:
     assert message.startswith(long.message.rstrip("…"))
     assert len(long.message) >= 400
     assert short.message == "short"
+
+
+def test_a_signal_to_a_child_whose_end_is_just_being_noted() -> None:
+    with closing(ReportPipe()) as pipe:
+        children = Children(Timeline.create("test"), pipe)
+        children.fork("function", lambda _: 0)
+        os.waitpid(children.pid("function"), 0)  # as `reap` does before it forgets the name
+        children.stop("function")
+        with pytest.raises(ChildProcessError):
+            children.reap()

@@ -23,6 +23,7 @@ from pathlib import Path
 from medusa_runtime.config import Settings, from_env
 from medusa_runtime.errors import EngineError, MedusaError, from_code
 from medusa_runtime.imports.uncollected import uncollected
+from medusa_runtime.limits import signal_name
 from medusa_runtime.process import ReportPipe, die_with_parent, fork, share_cores
 from medusa_runtime.region.reader import Region
 from medusa_runtime.registry import engine_kind, imported
@@ -130,7 +131,7 @@ def _supervise(fetching: int, serving: int, reports: ReportPipe) -> int:
                 raise from_code(report.code, report.message)
             if serving in ended:
                 if ended[serving] < 0:
-                    raise EngineError(f"the engine process was killed by {signal.Signals(-ended[serving]).name}")
+                    raise EngineError(f"the engine process was killed by {signal_name(-ended[serving])}")
                 return ended[serving]
             if ended.get(fetching):
                 raise EngineError(f"the prefetcher ended early (status {ended[fetching]})")

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from ..limits import OutOfMemory
@@ -43,7 +44,8 @@ class Children:
     def stop(self, name: str) -> None:
         """Send SIGTERM to a child, if there is one of this name. Safe in a signal handler."""
         if pid := self.pid(name):
-            os.kill(pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # the signal came while its end was being noted
+                os.kill(pid, signal.SIGTERM)
 
     def kill(self, name: str) -> bool:
         """Kill a child with its own children, and return whether there was one."""

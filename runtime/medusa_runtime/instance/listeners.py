@@ -11,29 +11,35 @@ from ..config import Settings
 from ..errors import ConfigError
 from ..resource_limits import as_limit_error
 
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # the second: a kernel without IPv6
+
 
 def bind(settings: Settings) -> socket.socket:
     """Listen on the function's address. Raises ConfigError when the address is not available."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = None
     try:
+        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))
         listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+    except (OSError, TypeError, ValueError) as error:  # the last two: text that cannot be a name of a machine
+        if listener is not None:
+            listener.close()
+        why = error.strerror if isinstance(error, OSError) else error
+        if not isinstance(error, OSError) or isinstance(error, socket.gaierror) or error.errno in _NO_SUCH_ADDRESS:
             expected = "expected an address of this machine as --host, such as 0.0.0.0 or 127.0.0.1"
         else:
             expected = "expected a free port, choose another with --port (0 takes any)"
-        raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; {expected}") from None
+        raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {why}; {expected}") from None
     return listener
 
 
 def url_of(listener: socket.socket) -> str:
     """Return the URL by which this machine reaches the function."""
     host, port = listener.getsockname()[:2]
-    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def private_listener() -> tuple[socket.socket, str]:

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import EngineError
+from medusa_runtime.limits import signal_name
 from medusa_runtime.process import die_with_parent, hang_up, terminate
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
@@ -109,7 +110,7 @@ class VllmServer:
         """Raise EngineError if the process has ended, and say how."""
         status = self._process.poll()
         if status is not None:
-            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
             raise EngineError(f"vLLM's own server {how}; its log says why")
 
     def connect(self) -> socket.socket:
