@@ -33,6 +33,7 @@ _MOST_WARM = 64
 _READY_BYTES = 64 << 20
 _BUDGET_SHARE = 0.8  # of what this container may have; the rest is for engine processes
 LONGEST_PATH_BYTES = 107  # of a socket, unix(7)
+_COUNT = re.compile(r"[0-9]{1,9}")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?")
 
 
@@ -126,10 +127,12 @@ class NodeSettings:
 
 def size_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
-    if match is None or not float(match[1]):
+    size = 0.0
+    if match is not None:
+        size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
+    if not 1 <= size < 2**63:
         raise ValueError("a size above 0 such as 500MB, 16GB or 16Gi")
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    return int(size)
 
 
 def _size_or_none(text: str) -> int:
@@ -151,7 +154,7 @@ def _prewarm(text: str) -> dict[str, int]:
     for part in _parts(text):
         kind, _, count = part.partition("=")
         kinds = [name for name in engine_names() if not is_remote(name)]
-        if kind not in kinds or not count.isdigit() or int(count) > _MOST_WARM:
+        if kind not in kinds or not _COUNT.fullmatch(count) or int(count) > _MOST_WARM:
             known = ", ".join(kinds)
             raise ValueError(f"engine=count such as torch=2,vllm=1 with engines {known}, at most 64 of each")
         found[kind] = int(count)
@@ -211,7 +214,7 @@ def _per_caller(text: str) -> CallerLimits:
         name, _, value = part.partition("=")
         if name == "memory":
             limits = replace(limits, memory_bytes=size_bytes(value))
-        elif name in ("connections", "fetches", "models", "engines") and value.isascii() and value.isdigit():
+        elif name in ("connections", "fetches", "models", "engines") and _COUNT.fullmatch(value):
             limits = replace(limits, **{name: int(value)})
         else:
             raise ValueError(form)

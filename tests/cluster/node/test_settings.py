@@ -75,6 +75,7 @@ def test_the_controller_learns_how_many_nodes_stay_where_there_is_an_autoscaler(
         (["--head", "--data-port", "0"], "--data-port: expected a port from 1 to 65535"),
         (["--head", "--ray-port", "65500"], "--ray-port: expected a port from 1 to 65496"),
         (["--address", "host:port"], "--address: expected HOST or HOST:PORT"),
+        (["--address", "host:²"], "--address: expected HOST or HOST:PORT"),
         (["--head", "--link", "fast"], "--link: expected a rate such as 400mbit"),
         (["--head", "--tls-cert", "/nothing"], "--tls-cert, --tls-key and --tls-ca together"),
         (

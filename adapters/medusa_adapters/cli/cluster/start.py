@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,7 +109,7 @@ def head_address(text: str) -> tuple[str, int]:
 
     host, colon, port = text.rpartition(":") if text.count(":") == 1 or "]:" in text else (text, "", "")
     host = host.strip("[]")
-    if not host or "/" in host or (colon and not (port.isdigit() and 0 < int(port) < 65536)):
+    if not host or "/" in host or (colon and not (re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536)):
         raise ConfigError(f"--address: expected HOST or HOST:PORT of the head's node server, found {text!r}")
     return host, int(port) if colon else DATA_PORT
 
