@@ -123,6 +123,8 @@ def test_logprobs_are_the_models(serve: Any, checkpoint: Path) -> None:
         ({"logprobs": 21}, "logprobs: expected between 0 and 20, found 21"),
         ({"prompt_logprobs": 1}, "prompt_logprobs: expected to be absent"),
         ({"seed": 1.5}, "seed: expected a whole number"),
+        ({"seed": 1 << 64}, "seed: expected a whole number of at most 64 bits"),  # it ended vLLM's engine
+        ({"seed": -(1 << 63) - 1}, "seed: expected a whole number of at most 64 bits"),
         ({"stop": ("",)}, "stop: expected strings that are not empty"),
         ({"stop_token_ids": (320,)}, "stop_token_ids: expected token ids between 0 and 319, found 320"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias: expected token ids between 0 and 319, found -1"),

@@ -61,8 +61,8 @@ def check_params(params: SamplingParams, info: EngineInfo, *, has_text: bool) ->
         raise _error("logprobs", f"at most the vocabulary's {info.vocab_size}", params.logprobs)
     if params.prompt_logprobs is not None:
         raise _error("prompt_logprobs", "to be absent (only vLLM's own HTTP routes give them)", params.prompt_logprobs)
-    if params.seed is not None and not isinstance(params.seed, int):
-        raise _error("seed", "a whole number", params.seed)
+    if params.seed is not None and not (isinstance(params.seed, int) and -(1 << 63) <= params.seed < 1 << 64):
+        raise _error("seed", "a whole number of at most 64 bits", params.seed)  # torch's generators take no other
     _check_stops(params, info, has_text)
     if params.structured_outputs is not None:
         if not all(isinstance(part, str) for part in params.structured_outputs):
