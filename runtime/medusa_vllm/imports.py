@@ -155,9 +155,11 @@ def no_cache_folder() -> Iterator[None]:
     """
     given = _CACHE_FOLDER in os.environ
     os.environ.setdefault(_CACHE_FOLDER, gettempdir())
-    yield
-    if not given:
-        del os.environ[_CACHE_FOLDER]
+    try:
+        yield
+    finally:
+        if not given:
+            os.environ.pop(_CACHE_FOLDER, None)
 
 
 def import_model(architecture: str) -> None:
