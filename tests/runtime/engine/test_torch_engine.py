@@ -189,3 +189,13 @@ def test_soak_with_random_cancels_leaves_no_block_behind(serve: Any) -> None:
     stats = served.engine.stats()
     assert (stats["kv_tokens_used"], stats["running"], stats["waiting"]) == (0, 0, 0)
     assert served.errors == []
+
+
+@pytest.mark.parametrize("params", [{"temperature": 10**30}, {"repetition_penalty": 10**30}])
+def test_whole_numbers_of_any_size_end_no_request(serve: Any, params: dict[str, Any]) -> None:
+    served = serve()
+    beside = served.ask("A", max_tokens=40)
+    for _ in range(4):  # the third step in a row that fails ends an engine
+        assert served.ask("A", **params).last.finish_reason == "length"
+    assert beside.last.finish_reason == "length"
+    assert not served.errors

@@ -23,8 +23,8 @@ def adjust(logits: Tensor, sequence: Sequence) -> None:
         logits[torch.tensor(sorted(sequence.ending))] = float("-inf")
     if params.repetition_penalty != 1:
         seen = torch.tensor(sorted(set(sequence.tokens)))
-        found = logits[seen]
-        logits[seen] = torch.where(found > 0, found / params.repetition_penalty, found * params.repetition_penalty)
+        found, penalty = logits[seen], float(params.repetition_penalty)  # a whole number may be too large for a tensor
+        logits[seen] = torch.where(found > 0, found / penalty, found * penalty)
     if sequence.generated and (params.frequency_penalty or params.presence_penalty):
         counts = Counter(sequence.tokens[sequence.prompt_length :])
         times = torch.tensor(list(counts.values()), dtype=torch.float32)

@@ -57,7 +57,8 @@ def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """Sample each row after temperature, min-p, top-k and top-p, in this order."""
     params = [sequence.params for sequence in sequences]
     dice = torch.tensor([sequence.dice.roll() for sequence in sequences])
-    probs = torch.softmax(logits / torch.tensor([p.temperature for p in params])[:, None], -1)
+    # A whole number of JSON may be too large for a tensor, as it is.
+    probs = torch.softmax(logits / torch.tensor([float(p.temperature) for p in params])[:, None], -1)
     if any(p.min_p > 0 for p in params):
         least = probs.amax(-1, keepdim=True) * torch.tensor([p.min_p for p in params])[:, None]
         probs = torch.where(probs < least, 0, probs)
