@@ -129,7 +129,7 @@ def _parsed(call: Any) -> Any:
     try:
         function = call["function"]
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, RecursionError):
         return call
 
 

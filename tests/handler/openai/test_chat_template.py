@@ -106,3 +106,11 @@ def test_a_last_message_is_continued() -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "Also: "}]
     found = template({"chat_template.jinja": CHATML}).render(messages, {"continue_final_message": True})
     assert found.endswith("<|im_start|>assistant\nAlso:")
+
+
+def test_arguments_of_a_call_that_cannot_be_parsed_stay_text() -> None:
+    text = "{% for m in messages %}{{ m.tool_calls[0].function.arguments }}{% endfor %}"
+    template = ChatTemplate(lambda name: text.encode() if name == "chat_template.jinja" else None)
+    for arguments in ("no JSON", "[" * 100_000):
+        calls = [{"function": {"name": "a", "arguments": arguments}}]
+        assert template.render([{"role": "assistant", "content": "", "tool_calls": calls}], {}) == arguments
