@@ -44,9 +44,12 @@ def weights_dtype(index: WeightIndex) -> str:
 
 
 def read_eos_token_ids(region: Region, config: ModelConfig) -> tuple[int, ...]:
-    """The ids in config.json and generation_config.json together: often only one of them has the turn's end."""
+    """The ids in config.json and generation_config.json together: often only one of them has the turn's end.
+
+    Some files name ids that the model has no row for, such as -1 for none.
+    """
     raw = (read_object(region.file, "generation_config.json") or {}).get("eos_token_id")
     found = raw if isinstance(raw, list) else [] if raw is None else [raw]
     if not all(isinstance(token, int) for token in found):
         raise CorruptError(f"generation_config.json: expected eos_token_id to be a token id or a list, found {raw!r}")
-    return tuple(sorted({*config.eos_token_ids, *found}))
+    return tuple(sorted(token for token in {*config.eos_token_ids, *found} if 0 <= token < config.vocab_size))

@@ -199,3 +199,12 @@ def test_whole_numbers_of_any_size_end_no_request(serve: Any, params: dict[str, 
         assert served.ask("A", **params).last.finish_reason == "length"
     assert beside.last.finish_reason == "length"
     assert not served.errors
+
+
+def test_ids_that_the_model_has_not_end_nothing(serve: Any, make_checkpoint: Any, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, -1, 320, 99999]}')
+    served = serve(folder)
+    answer = served.ask("A", min_tokens=6, max_tokens=12, ignore_eos=False, logit_bias={319: 100.0})
+    assert served.engine.info.eos_token_ids == (1,)
+    assert answer.tokens == [319] * 12  # -1 would be its index from behind
