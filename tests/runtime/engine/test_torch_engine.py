@@ -208,3 +208,21 @@ def test_ids_that_the_model_has_not_end_nothing(serve: Any, make_checkpoint: Any
     answer = served.ask("A", min_tokens=6, max_tokens=12, ignore_eos=False, logit_bias={319: 100.0})
     assert served.engine.info.eos_token_ids == (1,)
     assert answer.tokens == [319] * 12  # -1 would be its index from behind
+
+
+def test_a_request_that_ends_before_its_turn_holds_nothing(serve: Any) -> None:
+    served = serve(max_concurrency=1)
+    opened = served.engine._requests.open
+
+    def cancelled_at_once(*arguments: Any) -> Any:
+        """As another thread may, between the two halves of ``add``."""
+        sequence = opened(*arguments)
+        served.engine.cancel(sequence.id)
+        until(lambda: not len(served.engine._requests))
+        return sequence
+
+    served.engine._requests.open = cancelled_at_once
+    assert served.ask("A").last.finish_reason == "cancelled"
+    served.engine._requests.open = opened
+    assert len(served.ask("A").tokens) == 12
+    until(lambda: served.engine.stats()["kv_tokens_used"] == 0)

@@ -276,7 +276,9 @@ class TorchEngine:
             sequence.constraint.close()
 
     def _begin(self, sequence: Sequence) -> None:
-        if not self._adapters.hold(sequence):
+        if sequence.cancelled:  # and perhaps ended before it had its constraint
+            self._released(sequence)
+        elif not self._adapters.hold(sequence):
             self._scheduler.add(sequence)
 
     def _step(self, spans: list[Span]) -> None:
