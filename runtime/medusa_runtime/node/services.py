@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .callers.accounts import Accounts
 from .callers.peer import Caller
 from .callers.policy import Policy
 from .engines.pool import EnginePool
+from .messages import LARGEST_BYTES
 from .regions.held_region import HeldRegion
 from .regions.keeper import RegionKeeper
 from .settings import NodeSettings
 
 _MOST_LISTED = 100  # models in the status
+_LISTED_BYTES = LARGEST_BYTES // 2  # of them; the rest of the message is for everything else
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,18 @@ class Services:
             "engines": self.engines.status(everything=trusted),
             "replaced": dict(self.keeper.replaced),
             "count": len(list(pool)) if trusted else len(seen),
-            "regions": [one.status() for one in seen][:_MOST_LISTED],
+            "regions": _listed(seen),
             **self.accounts.status(everybody=trusted),
         }
+
+
+def _listed(regions: Sequence[HeldRegion]) -> list[dict[str, object]]:
+    """The status of as many regions as a message has room for."""
+    found: list[dict[str, object]] = []
+    left_bytes = _LISTED_BYTES
+    for held in regions[:_MOST_LISTED]:
+        status = held.status()
+        left_bytes -= len(json.dumps(status))
+        if left_bytes >= 0:
+            found.append(status)
+    return found
