@@ -6,12 +6,14 @@ import logging
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from ..errors import MedusaError, OverloadedError, RequestError
 from ..process import hang_up
 from ..region.handed import open_handed
+from ..resource_limits import as_limit_error
 from . import frames
 from .base import Delta, Engine, GenerateRequest
 
@@ -21,6 +23,7 @@ _LONG_CHARACTERS = 1 << 16  # tokenizing as much takes tens of milliseconds, whi
 _METHODS = ("stats", "tokenize", "detokenize", "embed", "wait_adapter", "drop_adapter")
 _SLOW = ("embed", "wait_adapter")  # what waits for forwards or bytes; other frames of its connection do not
 _UNREADABLE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
+_RETRY_S = 0.1  # until the next attempt to accept a connection for which there were no descriptors
 _ADAPTER_FILES = 2  # descriptors of an adapter: its region, and its file where that is a local one
 
 
@@ -59,8 +62,13 @@ class EngineServer:
         while True:
             try:
                 accepted, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                limit = as_limit_error(error)
+                if limit is None:
+                    return  # the listener was closed
+                logger.warning("an engine connection waits: %s", limit)
+                time.sleep(_RETRY_S)
+                continue
             connection = _Connection(accepted, self._engine, self._forget)
             with self._lock:
                 self._connections.add(connection)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import threading
@@ -230,6 +231,24 @@ def test_a_client_that_vanishes_has_its_requests_cancelled(engine: list[int], li
         pytest.fail(f"the request of the lost client still runs: {other.stats()}")
     finally:
         other.close()
+
+
+def test_an_engine_without_free_descriptors_takes_clients_again_later(
+    engine: list[int], listener: socket.socket, client: EngineClient
+) -> None:
+    assert client.wait_ready(30)
+    first = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+    limits = resource.prlimit(engine[0], resource.RLIMIT_NOFILE)
+    resource.prlimit(engine[0], resource.RLIMIT_NOFILE, (1, limits[1]))
+    for each in first:
+        each.connect(listener.getsockname())
+    assert len(list(client.generate(request("hello")))) == 6
+    time.sleep(0.2)  # for its refusals
+    resource.prlimit(engine[0], resource.RLIMIT_NOFILE, limits)
+    for each in first:
+        with each:
+            each.settimeout(30)
+            assert each.recv(1)
 
 
 def test_frames_round_trip() -> None:
