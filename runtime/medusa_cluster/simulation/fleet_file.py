@@ -344,7 +344,9 @@ class _Section:
         self._known.add(key)
         found = self.content.get(key, default)
         if found is None:
-            raise ConfigError(f"{self._place}: expected {key}, {expected}, found none")
+            misspelt = get_close_matches(key, map(str, self.content.keys() - self._known), 1, cutoff=0.7)
+            instead = f", but {misspelt[0]!r}; did you mean {key!r}?" if misspelt else ""
+            raise ConfigError(f"{self._place}: expected {key}, {expected}, found none{instead}")
         return found
 
 

@@ -136,6 +136,22 @@ def test_mistakes_that_no_schema_sees(path: str, value: object, message: str) ->
         parse(changed(path, value))
 
 
+@pytest.mark.parametrize(
+    ("path", "misspelt", "message"),
+    [
+        ("models", "modls", r"fleet: expected models, a list, found none, but 'modls'; did you mean 'models'\?"),
+        ("machines.0.link", "lnik", r"machines\[0\]: expected link, .*, found none, but 'lnik'; did you mean 'link'\?"),
+        ("machines.0.link", "wire", r"machines\[0\]: expected link, .*, found none$"),
+    ],
+)
+def test_a_misspelt_key_is_named_where_the_right_one_is_missing(path: str, misspelt: str, message: str) -> None:
+    plan = changed(path, None)
+    parent = plan["machines"][0] if "." in path else plan
+    parent[misspelt] = []
+    with pytest.raises(ConfigError, match=message):
+        parse(plan)
+
+
 def test_a_device_of_machines_that_name_none() -> None:
     plan = changed("machines.0.device", None)
     plan["models"][0]["device"] = "a10"
