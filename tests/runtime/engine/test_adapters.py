@@ -264,6 +264,27 @@ def test_modules_with_an_attention_of_their_own_are_refused(serve: Any, tmp_path
         served.engine.wait_adapter("one")
 
 
+def test_who_waits_for_a_turn_with_an_adapter_that_proves_unusable_gets_the_error(
+    serve: Callable[..., Any], two: dict[str, Path]
+) -> None:
+    served = serve(max_concurrency=1)
+    served.engine.add_adapter("one", fetched(two["one"]))
+    served.engine.wait_adapter("one")
+    adapters = served.engine._adapters
+    arrange = adapters.arrange
+
+    def one_row_more(spans: Any) -> Any:
+        """As for a module that gives its layers some tokens of a step only."""
+        ordered = arrange(spans)
+        adapters._step.tokens += 1
+        return ordered
+
+    adapters.arrange = one_row_more
+    for answer in [ask(served, "A", "one") for _ in range(3)]:
+        assert answer.last.error is not None, "it was answered by the base model"
+    assert ask(served, "A", None).last.finish_reason == "length"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_low_ranks_are_multiplied_as_torch_does(dtype: str) -> None:
     import torch

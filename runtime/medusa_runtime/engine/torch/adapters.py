@@ -130,18 +130,21 @@ class Adapters:
 
     def check(self, spans: list[Span]) -> None:
         """After a step: end the sequences whose adapters could not take part in it."""
-        if not self._step.groups or self._step.misfit is None:
-            return
-        error = RequestError(
-            f"model: {self._step.misfit} is not given all tokens of a step, so no adapter can change it; expected an "
-            "adapter without it, or one that is merged into the base model",
-            "model",
-        )
-        for sequence in [span.sequence for span in spans if span.sequence.adapter is not None]:
-            assert sequence.adapter is not None
-            sequence.adapter.error, sequence.adapter.pairs = error, None
-            sequence.cancelled = True
-            self._fail(sequence, error)
+        step = self._step
+        used = [span.sequence for span in spans if span.sequence.adapter is not None]
+        if step.groups and step.misfit is not None:
+            error = RequestError(
+                f"model: {step.misfit} is not given all tokens of a step, so no adapter can change it; expected an "
+                "adapter without it, or one that is merged into the base model",
+                "model",
+            )
+            for sequence in used:
+                assert sequence.adapter is not None
+                sequence.adapter.error, sequence.adapter.pairs = error, None
+        for sequence in used:  # those that waited for their turn, too
+            if sequence.adapter is not None and sequence.adapter.error is not None:
+                sequence.cancelled = True
+                self._fail(sequence, sequence.adapter.error)
 
     def _load(self, adapter: Adapter, region: Region) -> None:
         """In a thread of its own."""
