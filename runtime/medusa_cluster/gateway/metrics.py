@@ -10,7 +10,8 @@ from medusa_runtime.prometheus import SECONDS, TOKEN_SECONDS, Histogram, Labels,
 
 _RATE_S = 2.0  # over which tokens per second are counted
 _TOKENS_PER_BYTE = 0.25  # of a prompt's text, until an answer has told
-_NEWEST = 0.2  # its share in what is learned of that
+_NEWEST = 0.2  # its share in the means that are learned of both
+_TYPICAL_BYTES = 1000.0  # of a prompt
 
 Gauges = Mapping[str, Mapping[str, float]]
 
@@ -63,7 +64,7 @@ class ModelMetrics:
         self.token_rate = Rate()  # generated
         self.arrived = Rate()  # tokens of prompts, estimated
         self.prefilled = Rate()  # those of prompts whose first token has come
-        self._tokens_per_byte = _TOKENS_PER_BYTE
+        self._mean_bytes, self._mean_tokens = _TYPICAL_BYTES, _TYPICAL_BYTES * _TOKENS_PER_BYTE
         self.finished = Rate(10.0)
 
     def generated(self, count: int) -> None:
@@ -72,12 +73,16 @@ class ModelMetrics:
 
     def prompt_tokens(self, ids: int, text_bytes: int) -> int:
         """Estimate the tokens of a prompt of so many ids and bytes of text; it is tokenized elsewhere."""
-        return ids + round(text_bytes * self._tokens_per_byte)
+        if not text_bytes:
+            return ids
+        per_byte = min(self._mean_tokens / self._mean_bytes, 1.0)  # a template has tokens without text
+        return ids + round(self._mean_tokens + per_byte * (text_bytes - self._mean_bytes))
 
     def learn(self, text_bytes: int, tokens: int) -> None:
         """Learn how many tokens a prompt's text had."""
         if text_bytes and tokens > 0:
-            self._tokens_per_byte += _NEWEST * (tokens / text_bytes - self._tokens_per_byte)
+            self._mean_bytes += _NEWEST * (text_bytes - self._mean_bytes)
+            self._mean_tokens += _NEWEST * (tokens - self._mean_tokens)
 
 
 class Metrics:

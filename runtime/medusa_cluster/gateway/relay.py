@@ -24,6 +24,7 @@ from .streaming.replay import Transcript
 
 logger = logging.getLogger(__name__)
 
+_MOST_TOKENS = 1 << 30  # of one request
 _MOST_RUNS = 3  # a request that may itself have ended three instances is not given to a fourth
 
 
@@ -189,7 +190,7 @@ class Relay:
         except DivergedError:
             progress.runs += 1
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise LostError(f"it sent an event that cannot be read: {error}", began=True) from None
         if transcript.tokens > before:
             progress.last_at = time.monotonic()
@@ -204,10 +205,11 @@ class Relay:
         if call.route in SAMPLING and answer.status == 200:
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 usage, metrics = json.loads(answer.body)["usage"], self._metrics.of(call.model)
-                metrics.generated(int(usage["completion_tokens"]))
-                metrics.prefilled.note(int(usage["prompt_tokens"]))
+                prompt_tokens = _token_count(usage["prompt_tokens"])
+                metrics.generated(_token_count(usage["completion_tokens"]))
+                metrics.prefilled.note(prompt_tokens)
                 if not call.prompt_tokens:
-                    metrics.learn(call.prompt_bytes, int(usage["prompt_tokens"]))
+                    metrics.learn(call.prompt_bytes, prompt_tokens)
 
 
 def _note_times(metrics: ModelMetrics, transcript: Transcript, progress: _Progress) -> None:
@@ -215,6 +217,13 @@ def _note_times(metrics: ModelMetrics, transcript: Transcript, progress: _Progre
         metrics.ttft.observe(progress.first_at - progress.began)
         if transcript.tokens > 1:
             metrics.tpot.observe((progress.last_at - progress.first_at) / (transcript.tokens - 1))
+
+
+def _token_count(found: object) -> int:
+    """A number of tokens that an instance has sent. ValueError for what is none: every node's policy counts with it."""
+    if not isinstance(found, int) or not 0 <= found <= _MOST_TOKENS:
+        raise ValueError(f"expected a number of tokens, found {found!r:.100}")
+    return found
 
 
 def _diverged() -> Fault:

@@ -48,6 +48,18 @@ def test_tokens_of_text_are_estimated_and_learned_from_answers() -> None:
     assert metrics.prompt_tokens(0, 400) == 200
 
 
+def test_short_chats_say_little_of_long_prompts() -> None:
+    metrics = ModelMetrics("model")
+    metrics.learn(2, 32)  # most of them the template's
+    assert metrics.prompt_tokens(0, 100_000) < 30_000
+    for _ in range(50):
+        metrics.learn(2, 32)
+    assert metrics.prompt_tokens(0, 2) == 32
+    assert metrics.prompt_tokens(0, 100_000) <= 100_030
+    metrics.learn(100_000, 25_030)
+    assert metrics.prompt_tokens(0, 100_000) < 26_000
+
+
 def test_a_rate_that_nobody_asks_for_remembers_its_window_alone() -> None:
     rate = Rate(1e-6)
     for _ in range(10_000):

@@ -1,0 +1,69 @@
+"""Instances that answer with what no engine sends: it is passed on or refused, and is no fault of the gateway."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from cluster_stand_in import StandIn
+from gateway_fixtures import NAME, GatewayProcess
+
+Start = Callable[..., GatewayProcess]
+
+
+@contextmanager
+def answering(cluster: StandIn, kind: str, body: bytes) -> Iterator[None]:
+    """An instance of the model that gives this answer to everything."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    cluster.deploy(NAME)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,)).start()
+        cluster.add(NAME, "one", f"http://127.0.0.1:{server.server_port}")
+        try:
+            yield
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize("number", ["1e400", "1e30", "-5", "NaN", '"7"', "1" + "0" * 30])
+def test_wrong_numbers_of_tokens_are_not_counted(start_gateway: Start, cluster: StandIn, number: str) -> None:
+    usage = f'"usage": {{"prompt_tokens": {number}, "completion_tokens": 3}}'
+    with answering(cluster, "application/json", f'{{"choices": [], {usage}}}'.encode()):
+        gateway = start_gateway()
+        status, _ = gateway.post("/v1/completions", {"model": NAME, "prompt": "a", "max_tokens": 3})
+        assert status == 200
+        assert gateway.metric("medusa_gateway_tokens_total", model=NAME) == 0
+        assert "failed" not in gateway.output()
+
+
+@pytest.mark.parametrize(
+    "event", ['{"choices": [{"index": 1e400, "text": "a"}]}', '{"choices": [{"index": ' + "[" * 100_000 + "}"]
+)
+def test_an_event_that_cannot_be_read_is_the_instances_fault(
+    start_gateway: Start, cluster: StandIn, event: str
+) -> None:
+    with answering(cluster, "text/event-stream", f"data: {event}\n\n".encode()):
+        gateway = start_gateway("--hold-s", "1")
+        connection = gateway.connection()
+        body = json.dumps({"model": NAME, "prompt": "a", "max_tokens": 3, "stream": True})
+        connection.request("POST", "/v1/completions", body)
+        answer = connection.getresponse().read()
+        connection.close()
+        assert b"lost" in answer, answer
+        assert "Traceback" not in gateway.output()
