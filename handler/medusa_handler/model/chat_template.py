@@ -69,14 +69,20 @@ class ChatTemplate:
 
 def _sources(read: ReadFile, config: Mapping[str, Any]) -> dict[str, str]:
     if (text := read("chat_template.jinja")) is not None:
-        return {"default": text.decode()}
+        try:
+            return {"default": text.decode()}
+        except UnicodeDecodeError as error:
+            raise _bad("chat_template.jinja is not UTF-8", error) from None
     found = _json(read, "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(found, str):
         return {"default": found}
     if isinstance(found, Mapping):
         return {str(name): str(text) for name, text in found.items()}
     if isinstance(found, list):
-        return {entry["name"]: entry["template"] for entry in found}
+        try:
+            return {str(entry["name"]): str(entry["template"]) for entry in found}
+        except (KeyError, TypeError) as error:
+            raise _bad("chat_template is no list of objects with name and template", error) from None
     return {}
 
 
@@ -145,10 +151,14 @@ def _json(read: ReadFile, name: str) -> dict[str, Any]:
     data = read(name)
     try:
         value = json.loads(data) if data else {}
-    except ValueError as error:
-        raise ApiError(500, f"the checkpoint's {name} is not JSON: {error}", code="bad_checkpoint") from None
+    except (ValueError, RecursionError) as error:
+        raise _bad(f"{name} is not JSON", error) from None
     return value if isinstance(value, dict) else {}
 
 
 def _content(token: Any) -> str:
-    return str(token["content"]) if isinstance(token, Mapping) else str(token)
+    return str(token.get("content", "")) if isinstance(token, Mapping) else str(token)
+
+
+def _bad(what: str, error: Exception) -> ApiError:
+    return ApiError(500, f"the checkpoint's {what}: {error}", code="bad_checkpoint")

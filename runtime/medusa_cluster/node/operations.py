@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from medusa_runtime.errors import ConfigError, NoControllerError
+from medusa_runtime.errors import ConfigError, NoControllerError, shown
 
 from ..deployment import Deployment
 from .group_worker import GroupWorker, free_port
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .instances import Instances
     from .settings import NodeServerSettings
 
+_MOST_BYTES_PER_S = 1e15
 _SENT = "sent"  # the counter of what peers were sent
 _SOURCES_WITHIN_S = 0.4  # a fetch waits for the answer, for half a second at most
 
@@ -178,6 +179,8 @@ class Operations:
 
     async def _pace(self, request: dict[str, Any]) -> dict[str, Any]:
         limit = request["bytes_per_s"]
+        if limit is not None and not (isinstance(limit, int | float) and 0 < limit <= _MOST_BYTES_PER_S):
+            raise ConfigError(f"pace: expected bytes a second above 0, or null, found {shown(limit)}")
         self._pacer.set(None if limit is None else float(limit))
         return {}
 

@@ -172,13 +172,17 @@ class NodeServer:
         launch = [sys.executable, "-m", "medusa_cluster.controller.launch"]
         while True:
             await self._ray_started.wait()
-            child = self._launcher = Child(
-                [*launch, f"{settings.host}:{settings.ray_port}"],
-                ray_environment(settings, os.environ),
-                settings.log_folder / "controller-launch.log",
-            )
-            if await child.wait() != 0:
-                logger.warning("the controller could not be created: %s", list(child.last_lines)[-1:])
+            try:
+                child = self._launcher = Child(
+                    [*launch, f"{settings.host}:{settings.ray_port}"],
+                    ray_environment(settings, os.environ),
+                    settings.log_folder / "controller-launch.log",
+                )
+                failure: object = list(child.last_lines)[-1:] if await child.wait() != 0 else None
+            except OSError as error:  # no memory, processes or files are left
+                failure = error
+            if failure is not None:
+                logger.warning("the controller could not be created: %s", failure)
                 await asyncio.sleep(_LAUNCH_PAUSE_S)
                 continue
             while self._ray_started.is_set():

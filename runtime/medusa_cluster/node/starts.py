@@ -54,13 +54,23 @@ class Starts:
         try:
             async with session.get(url, headers={"Authorization": f"Bearer {instance.secret}"}) as answer:
                 stages = (await answer.json())["stages"]
-        except (ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
-            logger.debug("the timeline of %s could not be read: %s", instance.id, error)
+            start = summary(stages, instance.asked_ns)
+            ends = [stage["name"] for stage in stages if stage["name"] in _ENDS]
+        except (
+            ClientError,
+            TimeoutError,
+            ValueError,
+            LookupError,
+            TypeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            logger.debug(
+                "the timeline of %s could not be read: %s", instance.id, error
+            )  # its port may be another's now
             return
-        instance.start = summary(stages, instance.asked_ns) or instance.start
-        for stage in stages:
-            if stage["name"] in _ENDS:
-                instance.group_state = stage["name"]
+        instance.start = start or instance.start
+        instance.group_state = ends[-1] if ends else instance.group_state
 
 
 def summary(stages: Sequence[Mapping[str, Any]], asked_ns: int | None) -> dict[str, float] | None:

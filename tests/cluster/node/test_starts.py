@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
-from medusa_cluster.node.starts import summary
+from aiohttp import web
+from medusa_cluster.node.starts import Starts, summary
 
 S = 1_000_000_000
 
@@ -54,3 +58,27 @@ def test_what_is_loaded_later_changes_nothing(own: list[Any]) -> None:
     assert first is not None
     assert first["ttft_s"] == 5.5
     assert summary([*stages, stage("load", 15.5, 30)], asked_ns) == first
+
+
+@pytest.mark.parametrize("timeline", ["[]", '{"stages": [1]}', '{"stages": [{}]}', "[" * 100_000, '{"stages": 7}'])
+def test_a_timeline_that_is_none_changes_nothing(timeline: str) -> None:
+    """The port of an instance that has ended may be another process's."""
+    instance: Any = SimpleNamespace(id="one", port=0, secret="s", asked_ns=None, start=None, group_state=None)
+
+    async def look() -> None:
+        async def answer(_: web.Request) -> web.Response:
+            return web.Response(text=timeline, content_type="application/json")
+
+        app = web.Application()
+        app.router.add_get("/timeline", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        instance.port = runner.addresses[0][1]
+        async with aiohttp.ClientSession() as session:
+            await Starts(instance)._look(session, instance)
+        await runner.cleanup()
+
+    asyncio.run(look())
+    assert (instance.start, instance.group_state) == (None, None)

@@ -114,3 +114,27 @@ def test_arguments_of_a_call_that_cannot_be_parsed_stay_text() -> None:
     for arguments in ("no JSON", "[" * 100_000):
         calls = [{"function": {"name": "a", "arguments": arguments}}]
         assert template.render([{"role": "assistant", "content": "", "tool_calls": calls}], {}) == arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "text"),
+    [
+        ("chat_template.jinja", b"\xff{{ messages }}", "chat_template.jinja is not UTF-8"),
+        (
+            "chat_template.json",
+            b'{"chat_template": [{"name": "default"}]}',
+            "no list of objects with name and template",
+        ),
+        ("tokenizer_config.json", b'{"chat_template": [7]}', "no list of objects with name and template"),
+        ("tokenizer_config.json", b"[" * 100_000, "tokenizer_config.json is not JSON"),
+    ],
+)
+def test_a_broken_file_of_the_checkpoint_is_named(name: str, data: bytes, text: str) -> None:
+    with pytest.raises(ApiError, match=text) as caught:
+        ChatTemplate({name: data}.get)
+    assert (caught.value.status, caught.value.code) == (500, "bad_checkpoint")
+
+
+def test_a_special_token_without_text_is_empty() -> None:
+    files = {"tokenizer_config.json": b'{"bos_token": {}, "chat_template": "<{{ bos_token }}>"}'}
+    assert ChatTemplate(files.get).render(MESSAGES, {}) == "<>"

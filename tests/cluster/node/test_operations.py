@@ -1,0 +1,44 @@
+"""A node server with arguments that cannot be, and without room for a process."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_cluster.node.operations import Operations
+from medusa_cluster.node.server import NodeServer
+from medusa_cluster.node.settings import NodeServerSettings
+from medusa_cluster.transport.pacing import Pacer
+from medusa_runtime.errors import ConfigError
+
+
+@pytest.mark.parametrize("limit", [math.nan, math.inf, -1, 0, "7", [], 10**400])
+def test_a_pace_that_is_none_is_refused_and_the_old_one_stays(limit: object) -> None:
+    pacer = Pacer(5e6)
+    nothing: Any = None  # pacing needs no other part
+    operations = Operations(nothing, nothing, nothing, nothing, nothing, pacer)
+    with pytest.raises(ConfigError, match="pace: expected bytes a second above 0, or null"):
+        asyncio.run(operations.answer({"op": "pace", "bytes_per_s": limit}))
+    assert pacer.bytes_per_s == 5e6
+
+
+def test_the_controller_is_tried_again_where_its_process_cannot_be_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here the folder of its log is missing; a machine without memory for a process raises an OSError, too."""
+
+    async def run() -> None:
+        server = NodeServer(NodeServerSettings("n1", tmp_path / "gone", "127.0.0.1", tmp_path / "token"))
+        server._ray_started.set()
+        keeping = asyncio.create_task(server._keep_controller())
+        while "could not be created" not in caplog.text and not keeping.done():
+            await asyncio.sleep(0.01)
+        assert not keeping.done()
+        keeping.cancel()
+        server._watchdog.close()
+
+    asyncio.run(run())
+    assert "the controller could not be created" in caplog.text
