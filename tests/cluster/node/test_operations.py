@@ -31,7 +31,9 @@ def test_the_controller_is_tried_again_where_its_process_cannot_be_made(
     """Here the folder of its log is missing; a machine without memory for a process raises an OSError, too."""
 
     async def run() -> None:
-        server = NodeServer(NodeServerSettings("n1", tmp_path / "gone", "127.0.0.1", tmp_path / "token"))
+        settings = NodeServerSettings("n1", tmp_path / "gone", "127.0.0.1", tmp_path / "token")
+        nothing: Any = None
+        server = NodeServer(settings, nothing, nothing)
         server._ray_started.set()
         keeping = asyncio.create_task(server._keep_controller())
         while "could not be created" not in caplog.text and not keeping.done():
