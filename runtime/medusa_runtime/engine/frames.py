@@ -145,7 +145,7 @@ def request_from_frame(frame: Frame) -> GenerateRequest:
                 params[name] = tuple(params[name])
         if params.get("logit_bias"):
             params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
-        if params.get("structured_outputs"):
+        if params.get("structured_outputs") is not None:
             params["structured_outputs"] = StructuredOutputs(*params["structured_outputs"])
         prompt, adapter = frame["prompt"], frame.get("adapter")
         if not isinstance(adapter, str | None):

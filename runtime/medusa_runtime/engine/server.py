@@ -19,7 +19,7 @@ from .base import Delta, Engine, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
-_LONG_CHARACTERS = 1 << 16  # tokenizing as much takes tens of milliseconds, which nobody else shall wait for
+_LONG = 1 << 16  # characters or token ids, which take tens of milliseconds; nobody else shall wait for them
 _METHODS = ("stats", "tokenize", "detokenize", "embed", "wait_adapter", "drop_adapter")
 _SLOW = ("embed", "wait_adapter")  # what waits for forwards or bytes; other frames of its connection do not
 _UNREADABLE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
@@ -29,8 +29,11 @@ _ADAPTER_FILES = 2  # descriptors of an adapter: its region, and its file where 
 
 def _takes_long(request: GenerateRequest) -> bool:
     """Whether adding a request may take so long that others should not wait for it: a long text, or a grammar."""
-    long = isinstance(request.prompt, str) and len(request.prompt) > _LONG_CHARACTERS
-    return long or request.params.structured_outputs is not None
+    return _is_long(request.prompt) or request.params.structured_outputs is not None
+
+
+def _is_long(given: Any) -> bool:
+    return isinstance(given, str | list) and len(given) > _LONG
 
 
 class EngineServer:
@@ -146,10 +149,11 @@ class _Connection:
             elif kind == "cancel":
                 self._running.discard(frame["id"])
                 self._engine.cancel(frame["id"])
-            elif kind == "call" and frame["method"] in _SLOW:
-                threading.Thread(target=self._call, args=(frame,), name="engine-call", daemon=True).start()
             elif kind == "call" and frame["method"] in _METHODS:
-                self._call(frame)
+                if frame["method"] in _SLOW or any(map(_is_long, frame["arguments"].values())):
+                    threading.Thread(target=self._call, args=(frame,), name="engine-call", daemon=True).start()
+                else:
+                    self._call(frame)
             else:
                 raise RequestError(f"the engine knows no frame {kind!r}")  # noqa: TRY301 answered below
         except MedusaError as error:

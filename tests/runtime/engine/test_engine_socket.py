@@ -63,6 +63,8 @@ class SpellingEngine:
     def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         if text == "unknown":
             words_only(text)
+        while text.startswith("slow") and not self.cancelled:
+            time.sleep(0.01)
         return list(text.encode())
 
     def detokenize(self, token_ids: list[int]) -> str:
@@ -180,6 +182,22 @@ def test_a_long_prompt_holds_up_nobody_and_can_be_cancelled(engine: list[int], c
             return
         time.sleep(0.01)
     pytest.fail("it was not cancelled once the engine knew it")
+
+
+def test_a_long_text_to_tokenize_holds_up_nobody(engine: list[int], client: EngineClient) -> None:
+    text = "slow" * 20_000
+    found: list[int] = []
+    calling = threading.Thread(target=lambda: found.extend(client.tokenize(text)), daemon=True)
+    calling.start()
+    while not client._calls:
+        time.sleep(0.001)
+    running = client.generate(request("stall", "r2"))
+    assert running.get(20) is not None, "it waits for the text of another caller"
+    running.close()  # the engine sees it while the text is being tokenized
+    calling.join(60)
+    assert len(found) == len(text)
+    with pytest.raises(RequestError, match="knows no frame"):
+        client._call("close", text=text)
 
 
 def test_requests_sent_before_the_engine_is_up_are_answered(listener: socket.socket, client: EngineClient) -> None:

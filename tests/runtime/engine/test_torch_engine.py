@@ -212,17 +212,16 @@ def test_ids_that_the_model_has_not_end_nothing(serve: Any, make_checkpoint: Any
 
 def test_a_request_that_ends_before_its_turn_holds_nothing(serve: Any) -> None:
     served = serve(max_concurrency=1)
-    opened = served.engine._requests.open
+    admit = served.engine._requests.admit
 
-    def cancelled_at_once(*arguments: Any) -> Any:
+    def cancelled_at_once(sequence: Any) -> None:
         """As another thread may, between the two halves of ``add``."""
-        sequence = opened(*arguments)
+        admit(sequence)
         served.engine.cancel(sequence.id)
         until(lambda: not len(served.engine._requests))
-        return sequence
 
-    served.engine._requests.open = cancelled_at_once
+    served.engine._requests.admit = cancelled_at_once
     assert served.ask("A").last.finish_reason == "cancelled"
-    served.engine._requests.open = opened
+    served.engine._requests.admit = admit
     assert len(served.ask("A").tokens) == 12
     until(lambda: served.engine.stats()["kv_tokens_used"] == 0)

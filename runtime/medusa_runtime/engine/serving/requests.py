@@ -65,13 +65,22 @@ class Requests:
 
     def open(self, request: GenerateRequest, sink: Sink) -> Sequence:
         """Admit a request. RequestError for one that cannot be served, OverloadedError when too many wait already."""
+        sequence = self.prepare(request, sink)
+        self.admit(sequence)
+        return sequence
+
+    def prepare(self, request: GenerateRequest, sink: Sink) -> Sequence:
+        """Check a request that ``admit`` is to take. Raises what ``open`` does."""
         self._check_room()
         if isinstance(request.prompt, str):
             self._tokenizer.check_length(request.prompt, self._info.max_model_len)
             prompt = self._tokenizer.encode(request.prompt, request.add_special_tokens)
         else:
             prompt = list(request.prompt)
-        sequence = self._sequence(request, prompt, sink)
+        return self._sequence(request, prompt, sink)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Take a prepared sequence in. Raises OverloadedError, and RequestError for an id that is in use."""
         with self._lock:
             self._check_room()
             if sequence.id in self._sequences:
@@ -80,7 +89,6 @@ class Requests:
                 self._throughput.begin()
             self._sequences[sequence.id] = sequence
             self._prompt_tokens += sequence.prompt_length
-        return sequence
 
     def give(self, sequence: Sequence, sampled: Sampled) -> Delta:
         """Append a token to its sequence, and hand what comes of it to the caller."""

@@ -161,14 +161,15 @@ class TorchEngine:
     def add(self, request: GenerateRequest, sink: Sink) -> None:
         adapter = None if request.adapter is None else self._adapters.find(request.adapter)
         asked = request.params.structured_outputs
-        constraint = None if asked is None else self._constraints.open(asked)
+        sequence = self._requests.prepare(request, sink)
+        sequence.adapter = adapter
+        sequence.constraint = None if asked is None else self._constraints.open(asked)
         try:
-            sequence = self._requests.open(request, sink)
+            self._requests.admit(sequence)
         except MedusaError:
-            if constraint is not None:
-                self._inbox.post(constraint.close)
+            if sequence.constraint is not None:
+                self._inbox.post(sequence.constraint.close)
             raise
-        sequence.adapter, sequence.constraint = adapter, constraint
         self._inbox.post(lambda: self._begin(sequence))
 
     def add_adapter(self, name: str, region: Region) -> None:
@@ -276,9 +277,7 @@ class TorchEngine:
             sequence.constraint.close()
 
     def _begin(self, sequence: Sequence) -> None:
-        if sequence.cancelled:  # and perhaps ended before it had its constraint
-            self._released(sequence)
-        elif not self._adapters.hold(sequence):
+        if not sequence.cancelled and not self._adapters.hold(sequence):
             self._scheduler.add(sequence)
 
     def _step(self, spans: list[Span]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from medusa_runtime.engine.base import StructuredOutputs
-from medusa_runtime.errors import EngineError, RequestError
+from medusa_runtime.errors import EngineError, OverloadedError, RequestError
 
 pytest.importorskip("llguidance", reason="structured outputs need llguidance")
 
@@ -124,6 +124,25 @@ def test_what_contradicts_a_grammar_is_refused(serve: Any) -> None:
     for params, name in (({"min_tokens": 5}, "min_tokens"), ({"ignore_eos": True}, "ignore_eos")):
         with pytest.raises(RequestError, match=name):
             served.ask("x", structured_outputs=DIGITS, max_tokens=9, **{"ignore_eos": False, **params})
+
+
+def test_what_is_refused_for_another_reason_has_no_grammar_compiled(serve: Any) -> None:
+    served = serve(max_concurrency=1, max_waiting=0)
+    unreadable: Any = StructuredOutputs(["regex"], "a")  # type: ignore[arg-type]
+    for form, prompt, params in (
+        (DIGITS, "x", {"temperature": -1.0}),
+        (DIGITS, "x", {"stop": 5}),
+        (DIGITS, [5] * 600, {}),
+        (unreadable, "x", {}),
+    ):
+        with pytest.raises((RequestError, TypeError)):
+            ask(served, form, prompt, **params)
+    running = served.ask([5, 6], max_tokens=400)
+    with pytest.raises(OverloadedError):
+        ask(served, DIGITS)
+    assert served.engine._constraints._process is None, "a grammar was compiled"
+    running.wait()
+    assert re.fullmatch(DIGITS.text, ask(served, DIGITS).text)
 
 
 def test_a_lost_process_ends_its_requests_and_the_next_one_starts_another(serve: Any) -> None:
