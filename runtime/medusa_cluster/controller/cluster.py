@@ -118,6 +118,7 @@ class Cluster:
     def _take_instances(self, node: KnownNode) -> None:
         """Compare the instances that a node shows with those that we know."""
         shown = {item["id"]: item for item in node.status.get("instances", ())}
+        clock_s = time.time() - node.status.get("at", time.time())  # how far the node's clock is behind ours
         for instance_id, item in shown.items():
             known = self.instances.get(instance_id)
             if item["state"] == "failed":
@@ -127,7 +128,7 @@ class Cluster:
             if known is None:
                 if self.execution.stopped(instance_id):
                     continue
-                known = KnownInstance(instance_id, item["model"], node.name, item["state"], item["since"])
+                known = KnownInstance(instance_id, item["model"], node.name, item["state"], item["since"] + clock_s)
                 if item.get("group") and item["group"].get("state", "serving") == "serving":
                     known.take_group(item["group"])
                 self.instances[instance_id] = known
@@ -138,7 +139,7 @@ class Cluster:
             if item.get("start"):
                 self._take_start(node, known, item["start"])
             if known.state != "draining" and item["state"] != known.state:
-                known.state, known.since = item["state"], item["since"]
+                known.state, known.since = item["state"], item["since"] + clock_s
         node.starts = {instance_id: took for instance_id, took in node.starts.items() if instance_id in shown}
         for known in [item for item in self.instances.values() if item.node == node.name]:
             if known.id not in shown and known.confirmed and not self.execution.busy_with(known.id):

@@ -14,7 +14,7 @@ from medusa_runtime.errors import ClusterError, MedusaError
 
 from ..group.ranges import layer_settings, split
 from ..policy.state import Consolidate, Fetch, StartInstance, StopInstance
-from .nodes import KnownInstance, Nodes
+from .nodes import KnownInstance, Nodes, group_place
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -79,12 +79,11 @@ class Groups:
             for worker, part in zip(workers, layers, strict=True):
                 sources = cluster.execution.planned_sources(worker.node, deployment.url)
                 cluster.execution.fetch(Fetch(worker.node, deployment.url, sources), part)
-            found = await self._nodes.call(leader.node, {"op": "group_port"}, _CALL_S)
+            place = await group_place(self._nodes, cluster.nodes[leader.node])
             if not all(map(cluster.execution.is_wanted, workers)):
                 raise ClusterError("one of its workers was ended before it was started")
-            address = str(cluster.nodes[leader.node].status["address"]).rpartition(":")[0]
             common = {"group": group, "token": secrets.token_hex(16), "size": len(workers), "then": "stay"}
-            common["leader"] = f"{address}:{found['port']}"
+            common["leader"] = place
             calls = [
                 self._start_worker(worker, {**common, "rank": worker.rank, "full": worker.full, "layers": part})
                 for worker, part in zip(workers, layers, strict=True)

@@ -7,12 +7,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .nodes import KnownInstance, Nodes
+from .nodes import KnownInstance, Nodes, group_place
 
 if TYPE_CHECKING:
     from .cluster import Cluster
 
-_CALL_S = 10.0
 _FORM_S = 5.0  # for a new instance to reach the one that it is to help; then it only loads
 
 
@@ -53,9 +52,8 @@ class Live:
             new.helps, new.loading = source.id, True
             cluster.tell("live", f"{new.id} helps {source.id} while its layers arrive", node=new.node, model=new.model)
             return source.live.plan(1)
-        found = await self._nodes.call(new.node, {"op": "group_port"}, _CALL_S)
-        host = str(cluster.nodes[new.node].status["address"]).rpartition(":")[0]
-        new.live = LivePlace(f"{new.id}-live", secrets.token_hex(16), f"{host}:{found['port']}")
+        place = await group_place(self._nodes, cluster.nodes[new.node])
+        new.live = LivePlace(f"{new.id}-live", secrets.token_hex(16), place)
         return new.live.plan(0)
 
     def _source(self, new: KnownInstance, partner: str | None) -> KnownInstance | None:

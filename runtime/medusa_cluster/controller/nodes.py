@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from medusa_runtime.errors import ClusterError, shown
+
 if TYPE_CHECKING:
     from .live import LivePlace
+
+_CALL_S = 10.0
 
 
 class Nodes(Protocol):
@@ -118,3 +122,13 @@ class Gateway:
     seen: float  # seconds since the epoch
     seen_at: float  # monotonic
     loads: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+async def group_place(nodes: Nodes, node: KnownNode) -> str:
+    """HOST:PORT where an instance on this node may wait for others. Raises ClusterError when the node names none."""
+    found = await nodes.call(node.name, {"op": "group_port"}, _CALL_S)
+    host = str(node.status.get("address", "")).rpartition(":")[0]
+    port = found.get("port") if isinstance(found, dict) else None
+    if not host or not isinstance(port, int):
+        raise ClusterError(f"expected a port for a group from the node {node.name}, found {shown(found)}")
+    return f"{host}:{port}"

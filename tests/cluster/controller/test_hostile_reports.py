@@ -137,3 +137,21 @@ def test_what_decisions_read_of_a_status_is_checked(lie: dict[str, Any]) -> None
     node_status(STATUS)
     with pytest.raises(ClusterError, match="expected the status of a node"):
         node_status(STATUS | lie)
+
+
+@pytest.mark.parametrize("port", [None, [], {}, {"port": "9"}])
+@pytest.mark.parametrize("wanted", [{"live_scaling": True}, {"ttft_slo_s": 2.0}])
+def test_a_node_that_names_no_port_for_a_group_holds_up_no_start(run: Run, port: Any, wanted: dict[str, Any]) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        async def answer(_: Any) -> Any:
+            return port
+
+        for node in net.nodes.values():
+            node.group_port = answer  # type: ignore[method-assign]
+            node.arrives = True
+        await ask(cluster, "deploy", name="m", url=MODEL, max=1, **wanted)
+        await until(lambda: cluster.models.get(MODEL))
+        await ask(cluster, "report", gateway="g", url=None, loads={"m": {"waiting": 1}})
+        await until(lambda: any(event["kind"] == "start-failed" for event in cluster.events))
+
+    run(scenario, "a", "b", "c", "d")

@@ -124,3 +124,25 @@ def test_a_refused_drain_is_no_event(run: Run) -> None:
         assert not [event for event in cluster.events if event["kind"] == "draining"]
 
     run(scenario, "a")
+
+
+@pytest.mark.parametrize("ahead_s", [-86400.0, 0.0, 86400.0])
+def test_what_an_instance_has_lasted_does_not_depend_on_the_clock_of_its_node(run: Run, ahead_s: float) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        node, status = net.nodes["a"], net.nodes["a"].status
+
+        async def by_its_own_clock(request: dict[str, Any]) -> dict[str, Any]:
+            return await status(request) | {"at": time.time() + ahead_s}
+
+        node.status = by_its_own_clock  # type: ignore[method-assign]
+        await until(lambda: "at" in cluster.nodes["a"].status)
+        for name, lasted_s in (("new", 1.0), ("old", 3600.0)):
+            since = time.time() + ahead_s - lasted_s
+            node.instances[name] = {"id": name, "model": "m", "state": "ready", "since": since}
+        await until(lambda: {"new", "old"} <= cluster.instances.keys())
+        execution: Any = cluster.execution
+        for name, failures in (("old", 0), ("new", 1)):
+            assert execution.failed(name)
+            assert execution._failures["m"][0] == failures, name
+
+    run(scenario, "a")

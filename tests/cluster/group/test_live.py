@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +12,12 @@ from typing import Any
 import pytest
 from engine_fixtures import fill_region
 from group_fixtures import Group, until
+from medusa_cluster.group.identity import identity_of
 from medusa_cluster.group.live import target as live_target
+from medusa_cluster.group.live.handover import send_cache, send_handover
 from medusa_cluster.group.live.layer_queue import BestEffort, ZigZag
+from medusa_cluster.group.wire.channel import TcpChannel, connect
+from medusa_cluster.group.wire.message import Kind
 from medusa_runtime.errors import OverloadedError
 from medusa_runtime.region.reader import Region
 from region_fixtures import Filling
@@ -251,3 +256,49 @@ def test_text_follows_its_grammar(group: Callable[..., Group], serve: Any) -> No
     expected = [alone.ask(prompt, max_tokens=40, **given).tokens for prompt in PROMPTS]
     assert [made.leader.ask(prompt, max_tokens=40, **given).tokens for prompt in PROMPTS] == expected
     assert made.leader.engine.stats()["layers_helped"] > 0
+
+
+def partner(made: Group) -> TcpChannel:
+    """The channel of one that greets like a target, and sends what a test sends."""
+    source: Any = made.leader.engine
+    values = identity_of(source._region, source._model.config, source._dtype, size=source.plan.size)
+    return connect(
+        source.plan.leader, group=source.plan.number, access=source.plan.access, rank=1, purpose="live",
+        deadline=time.monotonic() + 60, **values,
+    )  # fmt: skip
+
+
+def test_partners_that_come_at_once_are_no_more_than_there_are_places(group: Callable[..., Group]) -> None:
+    made = group("0:4", "0:4")
+    source: Any = made.add(0, layers=None, mode="live").engine
+    greeted = threading.Event()
+    source._inbox.post(greeted.wait)  # the engine's thread is busy while they come
+    channels = [partner(made) for _ in range(3)]
+    first = [message.kind for channel in channels if (message := channel.receive()) is not None]
+    greeted.set()
+    for channel in channels:
+        channel.close()
+    assert sorted(first) == sorted([Kind.BEAT, Kind.ERROR, Kind.ERROR])
+
+
+@pytest.mark.parametrize("wrong", ["columns", "type", "keys"])
+def test_a_target_that_hands_over_nonsense_costs_no_token(wrong: str, group: Callable[..., Group], serve: Any) -> None:
+    import torch
+
+    expected = serve().ask(PROMPTS[3], max_tokens=8).tokens
+    made = group("0:4", "0:4")
+    source: Any = made.add(0, layers=None, mode="live").engine
+    channel, group_number, shape = partner(made), source.plan.number, source._cache.shape
+    until(lambda: bool(source.stats()["paired"]))
+    answer = made.leader.ask(PROMPTS[3], max_tokens=8)
+    while (message := channel.receive()) is not None and message.kind is not Kind.PULL:
+        if message.kind is Kind.OFFER:
+            number = message.step
+    tokens, columns = len(PROMPTS[3]), source._model.config.hidden_size
+    keys = torch.float16 if wrong == "keys" else shape.dtype
+    hidden = torch.zeros(tokens, columns + (wrong == "columns"))
+    send_cache(channel, group_number, number, torch.zeros(1, 2, tokens, shape.kv_heads, shape.head_dim, dtype=keys))
+    send_handover(channel, group_number, number, [1], [tokens], hidden.half() if wrong == "type" else hidden)
+    assert answer.tokens == expected
+    until(lambda: not source.stats()["paired"])
+    channel.close()

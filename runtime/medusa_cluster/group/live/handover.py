@@ -125,6 +125,8 @@ def _put_together(message: Message, head: dict[str, Any], blocks: list[Tensor], 
     if min(*parts, *lengths) < 1 or sum(parts) > cache.shape.layers:
         raise EngineError(f"expected a batch of up to {cache.shape.layers} layers and of prompts, found another")
     kv_heads, head_dim = cache.shape.kv_heads, cache.shape.head_dim
+    if any(block.dtype != cache.shape.dtype for block in blocks):
+        raise EngineError(f"expected keys and values of {cache.shape.dtype} in a batch, found others")
     rest = iter(blocks)
     caches: list[list[Tensor]] = [[] for _ in lengths]
     for part in parts:

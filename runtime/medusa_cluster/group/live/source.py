@@ -16,6 +16,7 @@ from medusa_runtime.engine.torch.runner import positions_of, rows_of, tokens_of
 from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
+from torch import Tensor
 
 from ..identity import Beats, disagreement, identity_of
 from ..plan import GroupPlan
@@ -52,6 +53,7 @@ class Source(TorchEngine):
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
         self.plan = plan
         self._pairs: list[_Pair] = []
+        self._places = threading.BoundedSemaphore(plan.size - 1)  # for partners that are accepted, begun or not
         self._closing = threading.Event()
         self._next_batch = 1
         self.helped = 0  # layers of batches that targets have run
@@ -97,7 +99,7 @@ class Source(TorchEngine):
         """In the listener's thread: a new instance offers its help."""
         ours = identity_of(self._region, self._model.config, self._dtype, size=self.plan.size)
         reason = disagreement(ours, greeting.values)
-        if greeting.purpose != "live" or len(self._pairs) >= self.plan.size - 1:
+        if reason is None and (greeting.purpose != "live" or not self._places.acquire(blocking=False)):
             reason = "this instance has its partners already"
         if reason is not None:
             error = EngineError(f"live scaling was refused: {reason}")
@@ -188,6 +190,9 @@ class Source(TorchEngine):
         if handover.caches and [parts[0].shape[2] for parts in handover.caches] != lengths:
             self._lose(pair, EngineError("it handed over other prompts than it was offered"))
             return
+        if handover.hidden is not None and not self._is_ours(handover.hidden):
+            self._lose(pair, EngineError("it handed over hidden states of another size or type than this model's"))
+            return
         alive = batch.alive
         if not alive:
             return
@@ -217,6 +222,9 @@ class Source(TorchEngine):
         sampled = self._sample(self._model.logits(rows_of(hidden, alive, ends)), sequences) if ends else []
         self._give(alive, sequences, sampled, batch.began_ns)
 
+    def _is_ours(self, hidden: Tensor) -> bool:
+        return hidden.shape[1] == self._model.config.hidden_size and hidden.dtype == self._dtype
+
     def _lose(self, pair: _Pair, error: MedusaError) -> None:
         """Go on without it: the scheduler finds all that it was offered where it was before."""
         if pair in self._pairs:
@@ -236,6 +244,7 @@ class Source(TorchEngine):
 
     def _end_pair(self, pair: _Pair) -> None:
         self._pairs.remove(pair)
+        self._places.release()
         pair.beats.close()
         pair.channel.close()
 
