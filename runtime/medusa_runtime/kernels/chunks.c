@@ -12,7 +12,6 @@
 #include <sys/mman.h>
 #include <sys/sendfile.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -21,11 +20,7 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
-#ifndef MADV_COLLAPSE
-#define MADV_COLLAPSE 25 /* Linux 6.1 */
-#endif
 
-enum { HUGE_BYTES = 2 << 20, MADE_BYTES = 8 << 20 }; /* of a huge page, and of those that are made at a time */
 enum { LOOK_MS = 100, WAKE_BYTES = 512 << 10 }; /* the kernel's receive buffer grows to hold twice as much */
 
 /* What a function returns; an errno is negative. */
@@ -51,8 +46,7 @@ struct receiving {
     uint64_t (*checksum)(const void *, size_t);
     long stop; /* return when so many chunks are complete */
     long done, filled; /* complete chunks, and bytes of the next one with its frame */
-    long offset, made; /* of the first chunk in `file`; the offset up to which huge pages were made, -1: there are none */
-    int connection, silence_ms, wake_bytes, populate, file;
+    int connection, silence_ms, wake_bytes, populate;
     struct frame frame;
 };
 
@@ -85,7 +79,7 @@ static int least(int64_t one, int64_t other)
 /* Raised with every change of the structures and functions, of which storage/compiled_chunks.py has the other side. */
 int medusa_chunks_interface(void)
 {
-    return 2;
+    return 1;
 }
 
 /* Let readers have a chunk whose bytes are complete. Any thread may; only the first one counts. */
@@ -138,40 +132,6 @@ static int receive_one(struct receiving *r, uint8_t *data, long size)
     return DONE;
 }
 
-/* Make the huge pages that [start, stop) of a region touches, and some behind it, where the kernel can.
- *
- * They take an eighth of the CPU time of as many small ones. No setting of the machine is needed for this, but an aligned
- * mapping is, and a page in each to begin with. */
-static void make_huge(struct receiving *r, long start, long stop)
-{
-    long begin = start - start % HUGE_BYTES, end = r->offset + (r->chunks.count - 1) * r->chunks.bytes + r->chunks.last_bytes;
-    if (begin < r->made)
-        begin = r->made;
-    if (r->made < 0 || stop <= begin)
-        return;
-    if (end > begin + MADE_BYTES)
-        end = stop > begin + MADE_BYTES ? stop : begin + MADE_BYTES;
-    struct stat file;
-    end = (end + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
-    if (!fstat(r->file, &file) && end > file.st_size)
-        end = file.st_size - file.st_size % HUGE_BYTES;
-    if (end <= begin)
-        return;
-    size_t size = (size_t)(end - begin);
-    uint8_t *space = mmap(NULL, size + HUGE_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    r->made = -1;
-    if (space == MAP_FAILED)
-        return;
-    uint8_t *aligned = space + (HUGE_BYTES - (uintptr_t)space % HUGE_BYTES) % HUGE_BYTES;
-    if (mmap(aligned, size, PROT_READ, MAP_SHARED | MAP_FIXED, r->file, begin) != MAP_FAILED) {
-        for (size_t at = 0; at < size; at += HUGE_BYTES)
-            (void)*(volatile uint8_t *)(aligned + at);
-        if (!madvise(aligned, size, MADV_COLLAPSE))
-            r->made = end;
-    }
-    munmap(space, size + HUGE_BYTES);
-}
-
 /* Receive chunks into a region, and publish each that has its checksum. */
 int medusa_receive_chunks(struct receiving *r)
 {
@@ -181,8 +141,6 @@ int medusa_receive_chunks(struct receiving *r)
         long size = size_of(&r->chunks, r->done);
         if (r->populate && !r->filled) {
             uint8_t *page = data - (uintptr_t)data % page_bytes;
-            long at = r->offset + r->done * r->chunks.bytes;
-            make_huge(r, at, at + size);
             madvise(page, (size_t)(data + size - page), MADV_POPULATE_WRITE); /* else they fault */
         }
         int status = receive_one(r, data, size);

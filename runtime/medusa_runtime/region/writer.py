@@ -253,8 +253,7 @@ class RegionWriter:
         chunks = self.chunks.covering(shard, start - data_start, stop - data_start)
         at = self._offset(chunks.start)
         populate = at + stop - start > self._memory.reserved_bytes
-        address = self._memory.address + at
-        return Landing(self._chunks_at(chunks), address, file=self._fd, offset=at, populate=populate)
+        return Landing(self._chunks_at(chunks), self._memory.address + at, populate=populate)
 
     def _chunks_at(self, chunks: range) -> ChunksAt:
         address = self._memory.address

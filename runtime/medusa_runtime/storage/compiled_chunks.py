@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 _LIBRARY = Path(__file__).parents[1] / "kernels" / "libmedusa_kernels.so"  # importing ``kernels`` would import torch
-_INTERFACE = 2  # of chunks.c
+_INTERFACE = 1  # of chunks.c
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 DONE, SILENT, ENDED, WRONG, STOPPED = range(5)  # what ``receive`` and ``send`` return; an errno is negative
 
@@ -37,8 +37,8 @@ class Receiving(ctypes.Structure):
         ("chunks", ChunksAt),
         ("data", _POINTER),
         ("checksum", _POINTER),
-        *((name, _LONG) for name in ("stop", "done", "filled", "offset", "made")),
-        *((name, _INT) for name in ("connection", "silence_ms", "wake_bytes", "populate", "file")),
+        *((name, _LONG) for name in ("stop", "done", "filled")),
+        *((name, _INT) for name in ("connection", "silence_ms", "wake_bytes", "populate")),
         ("frame", _Frame),
     ]
 
@@ -72,15 +72,12 @@ class SendingChunks(ctypes.Structure):
 class Landing:
     """Neighbouring chunks of one shard that are about to be received straight into a region.
 
-    ``data``: the address of the first one, which is at ``offset`` in the region's ``file`` (a descriptor).
-    ``populate``: whether their pages are to be made.
+    ``data``: the address of the first one. ``populate``: whether its pages are to be made.
     """
 
-    def __init__(self, chunks: ChunksAt, data: int, *, file: int, offset: int, populate: bool) -> None:
+    def __init__(self, chunks: ChunksAt, data: int, *, populate: bool) -> None:
         self._chunks = chunks
         self._data = data
-        self._file = file
-        self._offset = offset
         self._populate = populate
 
     def receiving(self, done: int) -> Receiving:
@@ -88,13 +85,7 @@ class Landing:
         found = compiled()
         assert found is not None
         return Receiving(
-            chunks=self._chunks,
-            data=self._data,
-            checksum=found.checksum,
-            done=done,
-            offset=self._offset,
-            populate=int(self._populate),
-            file=self._file,
+            chunks=self._chunks, data=self._data, checksum=found.checksum, done=done, populate=int(self._populate)
         )
 
 

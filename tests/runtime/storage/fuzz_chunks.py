@@ -50,7 +50,7 @@ def receive(sent: bytes) -> None:
     half, chance = Half(), random.Random(sent)
     one, other = socket.socketpair()
     with one, other:
-        receiving = Landing(half.at, ctypes.addressof(half.data), file=-1, offset=0, populate=False).receiving(0)
+        receiving = Landing(half.at, ctypes.addressof(half.data), populate=False).receiving(0)
         receiving.connection, receiving.silence_ms, receiving.wake_bytes = other.fileno(), 0, 1
         status, at = SILENT, 0
         while status in (SILENT, DONE) and receiving.done < COUNT:

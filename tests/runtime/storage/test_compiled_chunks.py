@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import socket
 import threading
@@ -45,9 +44,6 @@ class Half:
         addresses = map(ctypes.addressof, (self.table, self.sums, self.words))
         self.at = ChunksAt(COUNT, CHUNK, LAST, *addresses, ctypes.addressof(self.words) + 8)
 
-    def landing(self, *, populate: bool) -> Landing:
-        return Landing(self.at, ctypes.addressof(self.data), file=self.file, offset=0, populate=populate)
-
 
 @pytest.fixture
 def functions() -> CompiledChunks:
@@ -80,7 +76,7 @@ def test_chunks_are_sent_as_they_come_and_published_once(
     status: list[int] = []
     thread = threading.Thread(target=lambda: status.append(functions.send(sending)))
     thread.start()
-    receiving = target.landing(populate=True).receiving(0)
+    receiving = Landing(target.at, ctypes.addressof(target.data), populate=True).receiving(0)
     receiving.connection, receiving.silence_ms, receiving.wake_bytes = pair[1].fileno(), 2000, 1
     for chunk in range(COUNT):
         _publish(functions, source, data, chunk)
@@ -94,39 +90,6 @@ def test_chunks_are_sent_as_they_come_and_published_once(
     assert 0 < target.words[1] <= time.monotonic_ns()
 
 
-def test_a_region_gets_huge_pages_before_its_bytes(
-    functions: CompiledChunks, pair: tuple[socket.socket, socket.socket]
-) -> None:
-    huge, size, begin = 2 << 20, 5 << 20, 1 << 20  # chunks that begin in the first huge page, and end in the third
-    file = os.memfd_create("region")
-    os.ftruncate(file, 7 << 20)
-    with mmap.mmap(file, 7 << 20) as region, mmap.mmap(file, 7 << 20, prot=mmap.PROT_READ) as reader:
-        region[:begin] = before = os.urandom(begin)  # which are there already
-        half, data = Half(), os.urandom(size)
-        half.at.count, half.at.bytes, half.at.last_bytes = COUNT, size // COUNT, size // COUNT
-        address = ctypes.addressof(ctypes.c_char.from_buffer(region)) + begin
-        receiving = Landing(half.at, address, file=file, offset=begin, populate=True).receiving(0)
-        receiving.connection, receiving.silence_ms, receiving.wake_bytes = pair[1].fileno(), 2000, 1
-        for chunk in range(COUNT):
-            piece = data[chunk * half.at.bytes :][: half.at.bytes]
-            frame = Frame(len(piece), checksum_function()(piece)).pack()
-            sender = threading.Thread(target=_send_all, args=(pair[0], frame + piece))
-            sender.start()
-            receiving.stop = chunk + 1
-            assert functions.receive(receiving) == DONE
-            sender.join()
-        assert reader[:] == before + data + bytes(1 << 20)
-        if receiving.made < 0:
-            pytest.skip("this kernel makes no huge pages of shared memory on demand")
-        assert receiving.made == 3 * huge  # the file ends within the fourth
-    os.close(file)
-
-
-def _send_all(connection: socket.socket, data: bytes) -> None:
-    connection.setblocking(True)
-    connection.sendall(data)
-
-
 @pytest.mark.parametrize("change", ["byte", "size"])
 def test_a_wrong_chunk_is_not_published(
     functions: CompiledChunks, pair: tuple[socket.socket, socket.socket], change: str
@@ -135,7 +98,7 @@ def test_a_wrong_chunk_is_not_published(
     frame = Frame(CHUNK - (change == "size"), checksum_function()(bytes(piece))).pack()
     piece[1000] ^= change == "byte"
     threading.Thread(target=pair[1].sendall, args=(frame + piece,), daemon=True).start()
-    receiving = target.landing(populate=False).receiving(0)
+    receiving = Landing(target.at, ctypes.addressof(target.data), populate=False).receiving(0)
     receiving.connection, receiving.silence_ms, receiving.wake_bytes, receiving.stop = pair[0].fileno(), 2000, 1, COUNT
     assert functions.receive(receiving) == WRONG
     assert not any(target.table)
@@ -150,7 +113,7 @@ def test_a_silence_an_end_and_a_stop_are_told_apart(
     assert functions.send(sending) == SILENT
     sending.stopped = 1
     assert functions.send(sending) == STOPPED
-    receiving = half.landing(populate=False).receiving(0)
+    receiving = Landing(half.at, ctypes.addressof(half.data), populate=False).receiving(0)
     receiving.connection, receiving.silence_ms, receiving.wake_bytes, receiving.stop = pair[0].fileno(), 10, 1, COUNT
     assert functions.receive(receiving) == SILENT
     pair[1].sendall(b"1234")
@@ -176,7 +139,7 @@ def test_what_a_peer_brought_before_it_was_given_up_is_told(
 
     with ScriptedServer(answer, kept=True) as server:
         store = peer.PeerStore(server.url, "s3://bucket/model", PeerAccess("0123456789abcdef"), None)
-        landing = target.landing(populate=False)
+        landing = Landing(target.at, ctypes.addressof(target.data), populate=False)
         buffer = memoryview(target.data).cast("B")
         with pytest.raises(StorageError, match="only"):
             store.read_chunks("shard", 0, buffer, '"v"', told.append, chunk_bytes=CHUNK, landing=landing)
