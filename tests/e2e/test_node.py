@@ -182,7 +182,7 @@ def test_without_an_idle_engine_the_region_is_shared_all_the_same(
     assert serving.complete()["choices"][0]["text"]
     names = stages(serving)
     assert [stage["detail"]["reason"] for stage in names["node-fallback"]] == [
-        "the node agent keeps no torch engines; it keeps none (--prewarm)"
+        "the node agent keeps no torch engines; start it with --prewarm torch=1"
     ]
     assert "prefetcher" not in serving.children().values()
     assert node.status()["regions"][0]["in_use_by"] == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -81,6 +83,30 @@ def test_pages_of_other_origins_may_call(serve: Serve) -> None:
         assert "access-control-allow-origin" not in served.request("GET", "/livez", headers={"Origin": origin})[2]
         status, _, headers = served.request("OPTIONS", "/v1/models", headers={**asked, "Origin": origin})
         assert "access-control-allow-origin" not in headers
+
+
+def test_a_page_can_read_what_the_acceptor_refuses(serve: Serve) -> None:
+    served = serve(cors_origins=PAGE, read_timeout_s=1.0, handler="function/handler.py:anything")
+    served.wait_ready()
+    post = b"POST /anything HTTP/1.1\r\nHost: a\r\n"
+    named, stranger = f"oRigin: {PAGE}\r\n".encode(), b"Origin: https://evil.example\r\n"
+    for sent, status, readable in (
+        (post + named + b"X: " + b"a" * 40_000, 431, True),
+        (post + named, 408, True),
+        (post + named + b"Content-Length: 99\r\n\r\nten bytes.", 408, True),
+        (post + stranger + b"Content-Length: 99\r\n\r\nten bytes.", 408, False),
+        (post + named + stranger, 408, False),
+        (post + b"Content-Length: 99\r\n\r\n\r\n" + named, 408, False),  # in the body
+        (b"\r\n\x16\x03\x01", 400, False),
+    ):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
+            connection.sendall(sent)
+            answer = connection.makefile("rb")
+            assert int(answer.readline().split()[1]) == status, sent[:90]
+            headers = http.client.parse_headers(answer)
+        assert headers["vary"] == "Origin"
+        assert headers["access-control-allow-origin"] == (PAGE if readable else None), sent[:90]
+        assert ("Retry-After" in headers.get("access-control-expose-headers", "")) is readable
 
 
 @pytest.mark.parametrize("origins", [PAGE, "*"])

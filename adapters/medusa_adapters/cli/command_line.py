@@ -161,8 +161,20 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     announce_renamed(argv, chosen)
     if unknown:
         flag = unknown[0].partition("=")[0]
-        chosen.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(flag, list(chosen._option_string_actions))}")
+        meant = _meant(flag, list(chosen._option_string_actions))
+        if name == "serve" and flag.startswith("--") and (not meant or "vllm" in argv):
+            meant += f"{'' if meant else ';'} flags of vllm serve follow behind --: --engine vllm … -- {flag}"
+        chosen.error(f"unrecognized arguments: {' '.join(_before_program(unknown, argv))}{meant}")
     return arguments
+
+
+def _before_program(unknown: Sequence[str], argv: Sequence[str]) -> Sequence[str]:
+    """The unknown words without those of the program behind ``--``, which are unknown only because another one is."""
+    program = list(argv[argv.index("--") :]) if "--" in argv else []
+    for behind in filter(None, (program, program[1:])):
+        if list(unknown[-len(behind) :]) == behind and len(unknown) > len(behind):
+            return unknown[: -len(behind)]
+    return unknown
 
 
 def _parted(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -229,5 +241,7 @@ def _called(action: argparse.Action) -> str:
 def _meant(word: str, known: Sequence[str]) -> str:
     from difflib import get_close_matches
 
-    close = get_close_matches(word, known, n=1)
+    # Letters in another order are the likelier slip: --modle is --model, although --mode is as close.
+    same = [name for name in known if sorted(name) == sorted(word)]
+    close = same or get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         nargs="?",
+        type=_action,
         choices=("status", "ping"),
         help="status: as --status; ping: end with 0 if the running agent answers, else with 1 (for liveness probes)",
     )
@@ -38,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asks.add_argument("--status", action="store_true", help="show what the running agent holds, and end")
     asks.add_argument("--drop", metavar="URL", help="have the running agent unpin and evict a model, and end")
     parser.add_argument("--json", action="store_true", help="with --status: as JSON")
+
+
+def _action(text: str) -> str:
+    if text in ("start", "run", "serve"):
+        raise ConfigError(f"expected `medusa node` alone, which starts the agent, found {text!r} behind it")
+    return text
 
 
 def _timeout(text: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,18 +11,37 @@ Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 _METHODS = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
 _EXPOSED = "X-Request-Id, Retry-After, Server-Timing"
 _MAX_AGE_S = "600"
+_ORIGIN = re.compile(rb"\r\norigin:[ \t]*([!-~]*)[ \t]*(?=\r\n)", re.IGNORECASE)
+
+
+def sharing(origins: str) -> Callable[[str], list[tuple[str, str]]]:
+    """Return what makes the headers that let a page of an origin read an answer, if it is one of ``origins``."""
+    allowed = frozenset(origin.strip().rstrip("/") for origin in origins.split(","))
+
+    def headers(origin: str) -> list[tuple[str, str]]:
+        # A cache must not give a page what another page, or no page, was answered.
+        shared = [("Vary", "Origin")]
+        if origin and (origin in allowed or "*" in allowed):
+            shared.append(("Access-Control-Allow-Origin", "*" if "*" in allowed else origin))
+        return shared
+
+    return headers
+
+
+def head_sharing(origins: str, data: bytes) -> list[tuple[str, str]]:
+    """The headers of an answer to a request of which ``data``, its head or a part of it, has come."""
+    found = _ORIGIN.findall(data.partition(b"\r\n\r\n")[0] + b"\r\n")
+    shared = sharing(origins)(found[0].decode() if len(found) == 1 else "")
+    return [*shared, ("Access-Control-Expose-Headers", _EXPOSED)] if len(shared) > 1 else shared
 
 
 def with_cors(app: Wsgi, origins: str) -> Wsgi:
     """Answer preflights, and let these origins (``*`` or a list with commas) read what ``app`` answers."""
-    allowed = frozenset(origin.strip().rstrip("/") for origin in origins.split(","))
+    shared_with = sharing(origins)
 
     def call(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        origin = environ.get("HTTP_ORIGIN", "")
-        # A cache must not give a page what another page, or no page, was answered.
-        shared = [("Vary", "Origin")]
-        if may_read := bool(origin) and (origin in allowed or "*" in allowed):
-            shared.append(("Access-Control-Allow-Origin", "*" if "*" in allowed else origin))
+        shared = shared_with(environ.get("HTTP_ORIGIN", ""))
+        may_read = len(shared) > 1
         if may_read and environ["REQUEST_METHOD"] == "OPTIONS" and "HTTP_ACCESS_CONTROL_REQUEST_METHOD" in environ:
             asked = environ.get("HTTP_ACCESS_CONTROL_REQUEST_HEADERS", "")
             headers = [

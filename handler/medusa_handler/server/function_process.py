@@ -42,7 +42,11 @@ def serve(
     instance.heartbeats.enter("function")
     watchdog = Watchdog(instance.heartbeats)
     acceptor = ProbeAcceptor(
-        listener, probes, read_timeout_s=settings.read_timeout_s, tick=partial(_watch, watchdog, instance.heartbeats)
+        listener,
+        probes,
+        read_timeout_s=settings.read_timeout_s,
+        tick=partial(_watch, watchdog, instance.heartbeats),
+        cors_origins=settings.cors_origins,
     )
     acceptor.open()
     acceptor.stand_still_over_forks()

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from medusa_runtime.liveness import LOOK_S
@@ -65,13 +65,20 @@ class ProbeAcceptor:
     """Accepts connections in a thread, but none while a worker is forked; calls ``tick`` about every half second."""
 
     def __init__(
-        self, listener: socket.socket, probes: Probes, *, read_timeout_s: float, tick: Callable[[], None]
+        self,
+        listener: socket.socket,
+        probes: Probes,
+        *,
+        read_timeout_s: float,
+        tick: Callable[[], None],
+        cors_origins: str | None = None,
     ) -> None:
         self.handoff = HandoffSocket(listener.getsockname())
         self._listener = listener
         self._probes = probes
         self._read_timeout_s = read_timeout_s
         self._tick = tick
+        self._cors_origins = cors_origins
         self._next_tick = 0.0
         self._selector = selectors.DefaultSelector()
         self._busy = threading.Lock()
@@ -160,12 +167,13 @@ class ProbeAcceptor:
             if sent is Sent.CLOSED:
                 connection.close()
             elif sent is Sent.TOO_LARGE:
-                self._refuse(connection, 431, f"the request's head is larger than {HEAD_BYTES} bytes")
+                self._refuse(connection, incoming.data, 431, f"the request's head is larger than {HEAD_BYTES} bytes")
             elif sent is Sent.NO_HTTP:
-                self._refuse(connection, 400, "expected an HTTP/1.1 request, found something else")
+                self._refuse(connection, incoming.data, 400, "expected an HTTP/1.1 request, found something else")
             elif sent is Sent.HEAD and self._probes.bodies_full:
                 # Refused here, because it would cost the worker thirty times as much.
-                self._refuse(connection, 503, "the memory for request bodies is taken; try again later", "body_memory")
+                message = "the memory for request bodies is taken; try again later"
+                self._refuse(connection, incoming.data, 503, message, "body_memory")
             else:
                 self._waiting.append(connection)
 
@@ -196,10 +204,17 @@ class ProbeAcceptor:
         self._forget(connection)
         connection.close()
 
-    def _refuse(self, connection: socket.socket, status: int, message: str, code: str = "bad_http") -> None:
+    def _refuse(
+        self, connection: socket.socket, data: bytes, status: int, message: str, code: str = "bad_http"
+    ) -> None:
         kind = "invalid_request_error" if status < 500 else "service_unavailable_error"
         error = {"message": message, "type": kind, "param": None, "code": code}
-        answer = _response(status, {"error": error}, lasting=False, only_head=False)
+        shared: Sequence[tuple[str, str]] = ()
+        if self._cors_origins is not None:
+            from .cors import head_sharing  # most instances never need it
+
+            shared = head_sharing(self._cors_origins, data)
+        answer = _response(status, {"error": error}, lasting=False, only_head=False, more=shared)
         with contextlib.suppress(OSError):
             # What has come is taken first: closing with unread bytes would reset the connection before the answer.
             for _ in range(_MOST_THROWN_AWAY):
@@ -247,10 +262,12 @@ class ProbeAcceptor:
 
     def _close_late(self, connection: socket.socket) -> None:
         """Close a connection that has sent no whole request in its time. If it has sent a part, it gets 408 first."""
-        begun = self._held[connection].incoming.seen
+        incoming = self._held[connection].incoming
+        begun = incoming.seen
         self._forget(connection)
         if begun:
-            self._refuse(connection, 408, f"the request was not there within {self._read_timeout_s:g} s")
+            message = f"the request was not there within {self._read_timeout_s:g} s"
+            self._refuse(connection, incoming.data, 408, message)
         else:
             connection.close()
 
@@ -259,7 +276,9 @@ class ProbeAcceptor:
             self._waiting.popleft().close()
 
 
-def _response(status: int, value: object, *, lasting: bool, only_head: bool) -> bytes:
+def _response(
+    status: int, value: object, *, lasting: bool, only_head: bool, more: Sequence[tuple[str, str]] = ()
+) -> bytes:
     body = json.dumps(value).encode() + b"\n"
     lines = (
         f"HTTP/1.1 {status} {_PHRASES[status]}",
@@ -269,6 +288,7 @@ def _response(status: int, value: object, *, lasting: bool, only_head: bool) -> 
         f"Content-Length: {len(body)}",
         "Cache-Control: no-store",
         *(("Retry-After: 1",) if status == 503 and not lasting else ()),
+        *(f"{name}: {text}" for name, text in more),
     )
     return "\r\n".join((*lines, "", "")).encode() + (b"" if only_head else body)
 

@@ -89,6 +89,35 @@ def test_unknown_commands_and_flags_are_refused() -> None:
     assert "found 'x.py'; code is given as --handler" in refused("serve", "x.py")
 
 
+def test_a_misspelt_flag_is_the_one_of_the_same_letters() -> None:
+    assert "--modle; did you mean --model? see" in refused("deploy", "kserve", "--modle", "x")  # not --mode
+
+
+def test_the_program_behind_a_wrong_flag_is_not_listed() -> None:
+    line = refused("cluster", "lab", "--port", "8395", "--nodes", "2", "--", "curl", "-s", "http://x")
+    assert "arguments: --port; did you mean --gateway-port? see" in line
+
+
+def test_flags_of_vllm_are_sent_behind_the_dashes() -> None:
+    behind = "flags of vllm serve follow behind --: --engine vllm … -- "
+    for given, meant in (
+        (("--gpu-memory-utilization", "0.9"), f"--gpu-memory-utilization 0.9; {behind}--gpu-memory-utilization;"),
+        (("--enforce-eager", "--engine", "vllm"), f"? {behind}--enforce-eager;"),
+    ):
+        assert meant in refused("serve", "m", *given)
+
+
+def test_the_node_agent_is_started_by_no_word() -> None:
+    assert "expected `medusa node` alone, which starts the agent, found 'start'" in refused("node", "start")
+
+
+@pytest.mark.parametrize("port", ["٨٠", "9" * 5000, "65536", "-1", " 80", ""])
+def test_a_port_of_the_gateway_is_five_digits_at_most(port: str) -> None:
+    line = refused("cluster", "gateway", f"--port={port}")
+    assert "argument --port: expected a port from 0 to 65535, found " in line
+    assert len(line) < 200
+
+
 def test_without_a_command_the_help_is_shown() -> None:
     result = medusa()
     assert result.returncode == 2

@@ -53,7 +53,7 @@ def test_settings_travel_without_secrets() -> None:
 def test_no_engine_of_a_kind(start_node: Start, put_model: Put, given: Any) -> None:
     client = start_node().client()
     client.region(put_model("m")).close()
-    with pytest.raises(NodeError, match=r"keeps no torch engines; it keeps none \(--prewarm\)"):
+    with pytest.raises(NodeError, match=r"keeps no torch engines; start it with --prewarm torch=1"):
         client.engine("torch", {}, given[0])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -70,8 +71,9 @@ def _addresses(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, found {text!r}")
+    if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65535:
+        found = text if len(text) <= 20 else f"{text[:20]}…"
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, found {found!r}")
     return int(text)
 
 

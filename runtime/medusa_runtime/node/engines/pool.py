@@ -137,8 +137,9 @@ class EnginePool:
         if kind is None and name in engine_names():
             kind = self._kinds.get(engine_kind(name).warmed_as)
         if kind is None:
-            known = ", ".join(self._kinds) or "none"
-            raise NodeError(f"the node agent keeps no {name} engines; it keeps {known} (--prewarm)")
+            only = f", only {', '.join(self._kinds)}" if self._kinds else ""
+            warmed = (engine_kind(name).warmed_as if name in engine_names() else "") or name
+            raise NodeError(f"the node agent keeps no {name} engines{only}; start it with --prewarm {warmed}=1")
         for idle in [idle for idle in kind.idle if idle.warm]:
             if is_stopped(idle.pid):
                 continue  # tick ends it soon
