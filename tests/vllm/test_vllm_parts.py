@@ -18,9 +18,10 @@ import pytest
 import torch
 from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.config import Settings
-from medusa_runtime.errors import ConfigError, MissingPackageError, ModelError
+from medusa_runtime.errors import ConfigError, EngineError, MissingPackageError, ModelError, RequestError
 from medusa_runtime.state.kinds import file_name
 from medusa_runtime.state.kv_plan import KvPlan
+from medusa_vllm.compatible.engine import _failure
 from medusa_vllm.configuration import _refusal
 from medusa_vllm.cpu import kv_budget as budgets
 from medusa_vllm.cpu.lazy_zeros import LazyZeros
@@ -245,6 +246,22 @@ def test_vllms_reason_is_told_without_pydantics_frame() -> None:
     assert isinstance(told, ModelError)
     assert str(told) == "vLLM cannot serve this model: Model architectures ['X'] are not supported for now."
     assert isinstance(_refusal(ValueError("max_model_len is too large")), ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "said"),
+    [
+        (400, b'{"error": {"message": "too long"}}', RequestError, "vLLM refuses the request: too long"),
+        (500, b'{"error": {"message": "EngineCore died"}}', EngineError, "vLLM's own server failed: EngineCore died"),
+        (503, b"", EngineError, "vLLM's own server failed: status 503"),
+        (404, b'{"error": []}', RequestError, "vLLM refuses the request: status 404"),
+    ],
+)
+def test_a_failure_of_vllms_server_is_not_the_requests(
+    status: int, body: bytes, kind: type[EngineError], said: str
+) -> None:
+    found = _failure(status, body)
+    assert (type(found), str(found)) == (kind, said)
 
 
 _HOLDS = """

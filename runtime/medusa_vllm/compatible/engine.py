@@ -12,6 +12,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from http.client import OK, HTTPException
 from types import SimpleNamespace
 from typing import Any
@@ -132,8 +133,7 @@ class CompatibleEngine:
         with self._server.ask("POST", "/v1/completions", self._body(sequence)) as exchange:
             self._exchanges[sequence.id], answer = exchange, exchange.response
             if answer.status != OK:
-                message = json.loads(answer.read()).get("error", {}).get("message", "no reason")
-                raise RequestError(f"vLLM refuses the request: {message}")
+                raise _failure(answer.status, answer.read())
             for line in answer:
                 data = line.removeprefix(b"data: ").strip()
                 if line.startswith(b"data: ") and data != b"[DONE]":
@@ -207,6 +207,17 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
         pass
     for end in (source, target):
         hang_up(end)
+
+
+def _failure(status: int, body: bytes) -> MedusaError:
+    """Why vLLM's server gave no completion: by the request's fault, or by its own."""
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = f"status {status}"
+    if HTTPStatus.BAD_REQUEST <= status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        return RequestError(f"vLLM refuses the request: {message}")
+    return EngineError(f"vLLM's own server failed: {message}")
 
 
 def _structured(asked: StructuredOutputs) -> dict[str, Any]:

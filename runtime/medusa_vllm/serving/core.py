@@ -143,6 +143,8 @@ def fronted_core() -> Any:
             def begin() -> None:
                 for address in (input_address, output_address):
                     while not os.path.exists(address.removeprefix("ipc://")):
+                        if not self._inputs.attached:
+                            return
                         listens.wait(_LOOK_S)  # a connection that finds nobody is tried again after 100 ms only
                         listens.clear()
                 threading.Thread(target=outputs, name="vllm-outputs", daemon=True).start()
@@ -200,8 +202,9 @@ class _Outputs(queue.Queue[Any]):
         return item
 
     def detach(self) -> None:
-        self.attached = False
-        super().put(_DETACHED)
+        if self.attached:
+            self.attached = False
+            super().put(_DETACHED)
 
 
 __all__ = ["PlainCore", "core_class", "missing_seam"]

@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
@@ -116,8 +116,14 @@ class FrontEnd:
             self._up.set()
 
     async def _serve(self, served: Served) -> None:
-        with nullcontext() if server_is_imported() else lean_server():
-            client, app, arguments = await _make(served)
+        async with AsyncExitStack() as mounted:
+            with nullcontext() if server_is_imported() else lean_server():
+                app, arguments = await _make(served, mounted)
+            await self._listen(app, arguments)
+        give_back(app)
+
+    async def _listen(self, app: Any, arguments: Any) -> None:
+        """Run the server until ``close``."""
         import uvicorn
 
         quiet_uvicorn()
@@ -147,14 +153,20 @@ class FrontEnd:
         self._end = partial(setattr, server, "should_exit", True)
         self._up.set()
         await serving
-        served.core.detach_front_end()
-        await client.engine_core.abort_requests_async(["none"])  # a message, at which the thread that reads them ends
-        client.shutdown()
-        give_back(app)
 
 
-async def _make(served: Served) -> tuple[Any, Any, Any]:
-    """Import vLLM's server, and make its client of the core and its app for this model; with the flags' values."""
+async def _end(client: Any, core: Any) -> None:
+    """Detach a client from the core, and end it."""
+    core.detach_front_end()
+    await client.engine_core.abort_requests_async(["none"])  # a message, at which its reading thread ends
+    client.shutdown()
+
+
+async def _make(served: Served, mounted: AsyncExitStack) -> tuple[Any, Any]:
+    """Import vLLM's server, and make its client of the core and its app for this model; with the flags' values.
+
+    What it attaches to the core is undone when ``mounted`` is closed.
+    """
     with functions_as_they_are(), no_cache_folder(), logging_as_it_is():
         import_for_real()
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -175,6 +187,7 @@ async def _make(served: Served) -> tuple[Any, Any, Any]:
     )
     addresses = {name: f"ipc://{folder}/{name.removesuffix('_address')}" for name in _ADDRESSES}
     listens = served.core.attach_front_end(addresses["input_address"], addresses["output_address"])
+    mounted.callback(served.core.detach_front_end)
     without_processor(config, folder)
     generation = computed_once(config.model_config, "try_get_generation_config")
     with generation, known_plugins(), known_configuration(config), one_copy(), taken_as_read():
@@ -186,13 +199,14 @@ async def _make(served: Served) -> tuple[Any, Any, Any]:
                 log_requests=arguments.enable_log_requests,
                 client_addresses=addresses,
             )
+        mounted.push_async_callback(_end, client, served.core)
         tasks = await client.get_supported_tasks()
         app = app_for(arguments, tasks, client.model_config)
         load_processors(config.model_config)
         app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
         with computed_once(config, "compute_hash"), described_once(), probed_once():
             await init_app_state(client, app.state, arguments, tasks)
-    return client, app, arguments
+    return app, arguments
 
 
 # Every caller could stop the model with them, and its core has no other processes to scale to.
