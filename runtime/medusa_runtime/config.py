@@ -154,10 +154,10 @@ def _port(value: str) -> int:
 
 def layer_range(value: str) -> str:
     """START:STOP in its one form. Raises ValueError with what is accepted."""
-    start, _, stop = value.partition(":")
-    if not (start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
+    match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", value)
+    if match is None or int(match[1]) >= int(match[2]):
         raise ValueError("START:STOP with START below STOP, such as 0:8")
-    return f"{int(start)}:{int(stop)}"
+    return f"{int(match[1])}:{int(match[2])}"
 
 
 def seconds(value: str) -> float:
@@ -386,14 +386,16 @@ OPTIONS = (
 )
 
 
+# What Python says of a text that is no number, or one of thousands of digits.
+_NO_NUMBER = ("invalid literal", "could not convert", "Exceeds the limit")
+
+
 def parse_option(option: Option, text: str, source: str) -> Any:
     """The value of one option. Raises ConfigError, which names its source, the value, and the accepted form."""
     try:
         return option.parse(text)
     except ValueError as error:
-        accepted = (
-            str(error) if "invalid literal" not in str(error) and "could not convert" not in str(error) else "a number"
-        )
+        accepted = "a number" if any(words in str(error) for words in _NO_NUMBER) else str(error)
         raise ConfigError(f"{source}={text!r} cannot be used: expected {accepted}") from None
 
 

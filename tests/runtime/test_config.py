@@ -43,6 +43,8 @@ def test_an_empty_variable_is_no_value() -> None:
         ("MEDUSA_HOLD", "1e300", "seconds, 0 to 1e9"),
         ("MEDUSA_HOLD", "nan", "seconds, 0 to 1e9"),
         ("MEDUSA_LOG_LEVEL", "loud", "debug, info"),
+        pytest.param("MEDUSA_LAYERS", "0:" + "9" * 5000, "START below STOP", id="more digits than int reads"),
+        pytest.param("MEDUSA_THREADS", "9" * 5000, "a number", id="no number of threads"),
     ],
 )
 def test_a_bad_value_names_variable_value_and_form(variable: str, value: str, accepted: str) -> None:

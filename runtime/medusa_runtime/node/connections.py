@@ -18,7 +18,7 @@ from .socket_file import SocketFile
 logger = logging.getLogger(__name__)
 
 _HELLO_WITHIN_S = 10.0
-_LOGGED_EVERY_S = 1.0  # refusals of one connection
+_LOGGED_EVERY_S = 1.0  # refusals of one connection, and connections that could not be accepted
 
 
 class Connections:
@@ -28,6 +28,7 @@ class Connections:
         self._services = services
         self._loop = loop
         self._sessions: set[Session] = set()
+        self._logged_at = 0.0
 
     def accept(self, listening: SocketFile) -> None:
         """Accept one connection on this socket, if its caller may have another one."""
@@ -35,7 +36,9 @@ class Connections:
             connection, _ = listening.socket.accept()
         except OSError as error:
             if not isinstance(error, BlockingIOError):
-                logger.warning("a connection could not be accepted: %s", error)
+                if (now := time.monotonic()) - self._logged_at > _LOGGED_EVERY_S:
+                    self._logged_at = now
+                    logger.warning("a connection could not be accepted: %s", error)
                 time.sleep(0.01)  # out of descriptors: the same one would come again at once
             return
         connection.setblocking(False)

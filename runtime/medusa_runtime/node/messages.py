@@ -115,8 +115,12 @@ def close_all(descriptors: Iterable[int]) -> None:
     """Close descriptors, untrusted ones too: without waiting until a socket has sent what is left (SO_LINGER)."""
     for descriptor in descriptors:
         if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as untrusted:
-                untrusted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            with suppress(OSError):
+                untrusted = socket.socket(fileno=descriptor)  # no duplicate: there may be no room for one
+                try:
+                    untrusted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+                finally:
+                    untrusted.detach()
         os.close(descriptor)
 
 

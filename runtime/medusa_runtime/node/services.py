@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..storage.base import scheme_of
 from .callers.accounts import Accounts
 from .callers.peer import Caller
 from .callers.policy import Policy
@@ -52,10 +53,14 @@ class Services:
 
 
 def _listed(regions: Sequence[HeldRegion]) -> list[dict[str, object]]:
-    """The status of as many regions as a message has room for."""
+    """The status of as many regions as a message has room for, first those that other nodes need.
+
+    A caller's many small models must not hide the one that a cluster reads from here.
+    """
+    needed = sorted(regions, key=lambda held: (held.pinned, bool(scheme_of(held.key)), held.size_bytes), reverse=True)
     found: list[dict[str, object]] = []
     left_bytes = _LISTED_BYTES
-    for held in regions[:_MOST_LISTED]:
+    for held in needed[:_MOST_LISTED]:
         status = held.status()
         left_bytes -= len(json.dumps(status))
         if left_bytes >= 0:

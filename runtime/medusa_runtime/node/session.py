@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import socket
+import sys
+import termios
 import time
 from functools import partial
 from typing import Any
@@ -13,6 +17,7 @@ from ..errors import MedusaError, NodeError, NodeRefusedError
 from ..storage.base import scheme_of
 from .callers.impersonation import Folder, Identity, folder_of
 from .callers.peer import Caller, sees_the_same_files
+from .child import cannot
 from .engines.handover import check_given
 from .messages import VERSION, Message, close_all, flag, send, text
 from .regions.held_region import HeldRegion
@@ -32,6 +37,7 @@ class Session:
         self.caller = caller
         self.held: HeldRegion | None = None
         self.has_engine = False
+        self._was_given = False
         self.greeted = False
         self.since = time.monotonic()
         self.logged_at = 0.0
@@ -75,6 +81,8 @@ class Session:
         self.answer("hello", {"version": VERSION, "pid": os.getpid()})
 
     def _region(self, message: Message) -> None:
+        if self._was_given and _has_unread(self.connection):
+            raise NodeError("expected an answer to be read before a region is asked for again")
         key = model_key(text(message.body, "url"))
         self._services.policy.check(key, self.caller)
         pin, fresh = flag(message.body, "pin"), flag(message.body, "fresh")
@@ -144,6 +152,11 @@ class Session:
         held.handed += 1
         try:
             self.answer("region", {"complete": held.complete}, tuple(descriptors))
+            self._was_given = True
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            raise cannot("send a region to a function", error) from None
         finally:
             close_all(descriptors)
 
@@ -250,6 +263,15 @@ class Session:
     def close(self) -> None:
         self._let_go()
         self.connection.close()
+
+
+def _has_unread(connection: socket.socket) -> bool:
+    """Whether the peer has not read all that was sent to it.
+
+    Descriptors that nobody has read count to the agent's user, who may have only so many of them (unix(7)).
+    """
+    unread = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(unread, sys.byteorder) > 0
 
 
 __all__ = ["Session"]

@@ -33,6 +33,7 @@ _MOST_WARM = 64
 _READY_BYTES = 64 << 20
 _BUDGET_SHARE = 0.8  # of what this container may have; the rest is for engine processes
 LONGEST_PATH_BYTES = 107  # of a socket, unix(7)
+_MOST_UID_DIGITS = 10
 _COUNT = re.compile(r"[0-9]{1,9}")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?")
 
@@ -165,8 +166,10 @@ def _allow(text: str) -> tuple[Allowed, ...]:
     found: list[Allowed] = []
     for part in _parts(text):
         prefix, sign, users = part.rpartition("=")
-        if not sign or not re.fullmatch(r"\d+(\+\d+)*", users):
+        if not sign or not re.fullmatch(r"[0-9]+(\+[0-9]+)*", users):
             found.append(Allowed(part))
+        elif max(map(len, users.split("+"))) > _MOST_UID_DIGITS:
+            raise ValueError(f"users with numbers of at most {_MOST_UID_DIGITS} digits")
         else:
             found.append(Allowed(prefix, frozenset(map(int, users.split("+")))))
     if not found or not all(_is_prefix(allowed.prefix) for allowed in found):

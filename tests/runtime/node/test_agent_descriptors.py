@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
+import struct
+import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -15,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_runtime.errors import LimitError, MedusaError
-from medusa_runtime.node.messages import send
+from medusa_runtime.errors import LimitError, MedusaError, NodeError
+from medusa_runtime.node.messages import close_all, pair, receive, send
+from medusa_runtime.process import ReportPipe
+from medusa_runtime.timeline import Timeline
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.forked]
 
@@ -138,3 +145,87 @@ def test_a_local_model_of_more_shards_than_files_may_be_opened_is_refused(
             client.region(str(tmp_path))
         node.until(lambda: open_files(node) == before)
         client.region(str(tmp_path)).close()
+
+
+def test_a_socket_that_lingers_is_closed_at_once_where_no_file_can_be_opened() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as tcp:
+        tcp.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 60))
+        given = os.dup(tcp.fileno())
+        with room_for(os.getpid(), 0):
+            close_all([given])
+        lingers, _ = struct.unpack("ii", tcp.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8))
+    assert not lingers
+
+
+def test_an_agent_without_room_for_connections_logs_so_now_and_then(start_node: Start) -> None:
+    node = start_node()
+    with ExitStack() as waiting, room_for(node.process.pid, 0):
+        connection = waiting.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        began = time.monotonic()
+        connection.connect(node.socket)
+        node.until(lambda: node.output().count("could not be accepted") >= 3)
+    assert time.monotonic() - began > 2, "it says so once a second at most"
+
+
+# Descriptors that are sent and that nobody has read: the kernel limits them for a user without rights of root's.
+
+UNPRIVILEGED = ("setpriv", "--bounding-set", "-sys_resource,-sys_admin")
+needs_setpriv = pytest.mark.skipif(not shutil.which("setpriv") or os.getuid() != 0, reason="needs setpriv, and root")
+
+
+@contextmanager
+def unread_descriptors(count: int) -> Iterator[None]:
+    """Let this user have so many descriptors under way."""
+    with ExitStack() as opened:
+        for _ in range(count // 200 + 1):
+            mine, theirs = pair()
+            opened.enter_context(mine), opened.enter_context(theirs)
+            send(mine, "x", None, [mine.fileno()] * 200)
+        yield
+
+
+def test_a_caller_that_reads_nothing_is_given_one_region(start_node: Start, put_model: Put) -> None:
+    """What waits to be read counts to the agent's user, and not to the caller."""
+    node = start_node()
+    url = put_model("m")
+    node.client().region(url).close()
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
+        connection.settimeout(60)
+        connection.connect(node.socket)
+        for kind, body in [("hello", {"version": 1}), *[("region", {"url": url})] * 40]:
+            send(connection, kind, body)
+        node.until(lambda: not any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))))
+        node.status()  # all that was sent before it has been answered
+        answers = []
+        while len(answers) < 41 and (answer := receive(connection)) is not None:
+            answers.append(answer.kind)
+            answer.close()
+    assert answers == ["hello", "region", *["error"] * 39]
+
+
+@needs_setpriv
+def test_no_room_for_descriptors_under_way_costs_no_idle_engine(start_node: Start, put_model: Put) -> None:
+    node = start_node("--prewarm", "torch=1", wrapper=UNPRIVILEGED)
+    node.wait_warm()
+    url = put_model("m")
+    listener, timeline, reports, (mine, theirs) = (
+        socket.socket(socket.AF_UNIX),
+        Timeline.create("t"),
+        ReportPipe(),
+        pair(),
+    )
+    given = [listener.fileno(), timeline.fd, reports.write_fd, theirs.fileno()]
+    with closing(node.client()) as client, closing(node.client()) as other:
+        client.region(url).close()
+        idle = client.status()["engines"]["torch"]["pids"]
+        with room_for(node.process.pid, 20), unread_descriptors(1000):
+            with pytest.raises(NodeError, match="cannot hand an engine process to a function"):
+                client.engine("torch", {}, given)
+            with pytest.raises(NodeError, match="cannot send a region to a function"):
+                other.region(url)
+        assert client.status()["engines"]["torch"]["pids"] == idle
+        assert client.engine("torch", {"unheard_of": 1}, given) == idle[0]
+    for one in (listener, mine, theirs):
+        one.close()
+    os.close(timeline.fd)
+    reports.close()

@@ -42,6 +42,7 @@ def test_flags_win_over_variables() -> None:
         ("quota", "20GB", "expected prefix=size"),
         ("quota", "s3://b/=lots", "a size above 0"),
         ("allow", "", "URL prefixes"),
+        pytest.param("allow", "s3://b/=" + "9" * 5000, "expected users with numbers", id="more digits than a user has"),
         ("socket", "node.sock", "an absolute path"),
         ("socket", "/a=", "PATH=PREFIX"),
         ("socket", "/a;/a", "each of them once"),

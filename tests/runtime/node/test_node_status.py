@@ -8,8 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_runtime.node.messages import pair
+from medusa_runtime.node.regions.fetching import report_sources
+from medusa_runtime.storage.local import LocalStore
+from medusa_runtime.storage.peer import PeerStore
+from medusa_runtime.storage.peer_access import PeerAccess
+from medusa_runtime.storage.sources import SourcesStore
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.forked]
+
+
+def ask_for_models_of_long_names(node: Any, tmp_path: Path, safetensors_file: Callable[..., bytes], count: int) -> None:
+    for number in range(count):
+        folder = tmp_path.joinpath(str(number), *["m" * 250] * 12)
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(safetensors_file({"w": ("U8", [64], bytes(64))}))
+        (folder / "config.json").write_text("{}")
+        with closing(node.client()) as client:
+            client.region(str(folder)).close()
 
 
 def test_models_of_long_names_leave_the_status_readable(
@@ -17,13 +33,37 @@ def test_models_of_long_names_leave_the_status_readable(
 ) -> None:
     """The node server takes an agent whose status cannot be had for one that is away."""
     node = start_node()
-    for number in range(26):
-        folder = tmp_path.joinpath(str(number), *["m" * 250] * 12)
-        folder.mkdir(parents=True)
-        (folder / "model.safetensors").write_bytes(safetensors_file({"w": ("U8", [64], bytes(64))}))
-        (folder / "config.json").write_text("{}")
-        with closing(node.client()) as client:
-            client.region(str(folder)).close()
+    ask_for_models_of_long_names(node, tmp_path, safetensors_file, 26)
     status = node.status()
     assert status["count"] == 26
     assert 5 <= len(status["regions"]) < 26
+
+
+def test_many_models_do_not_hide_the_one_that_other_nodes_read(
+    start_node: Callable[..., Any],
+    put_model: Callable[..., str],
+    tmp_path: Path,
+    safetensors_file: Callable[..., bytes],
+) -> None:
+    node = start_node()
+    ask_for_models_of_long_names(node, tmp_path, safetensors_file, 14)
+    with closing(node.client()) as client:
+        url = put_model("m")
+        client.region(url).close()
+    listed = node.status()["regions"]
+    assert len(listed) < 15, "there is no room for all of them"
+    assert listed[0]["url"] == url
+
+
+def test_peers_of_long_names_fail_no_fetch(tmp_path: Path) -> None:
+    """What comes from where may be more than a message has room for."""
+    ours, theirs = pair()
+    urls = [f"http://{'n' * 2000}{number}:1" for number in range(40)]
+    sources = SourcesStore(
+        LocalStore(str(tmp_path)),
+        lambda url: PeerStore(url, "http://store/model", PeerAccess("0123456789abcdef"), None),
+        ask=lambda again: urls,
+    )
+    with closing(ours), closing(theirs), closing(sources):
+        assert len(str(sources.status())) > 1 << 16
+        report_sources(ours, sources)

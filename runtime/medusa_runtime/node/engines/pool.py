@@ -19,7 +19,7 @@ from ...liveness import is_stopped
 from ...process import ReportPipe
 from ...registry import engine_kind, engine_names
 from ...timeline import Timeline
-from ..child import ENDING, Child, HungChildren, start_child
+from ..child import ENDING, Child, HungChildren, cannot, start_child
 from ..event_loop import EventLoop
 from ..messages import close_all, receive, send
 from .warm_zygote import run_zygote
@@ -145,10 +145,12 @@ class EnginePool:
                 continue  # tick ends it soon
             try:
                 send(idle.channel, "take", {"settings": settings, "bundle_of": bundle_of, "trust": trust}, descriptors)
-            except OSError:
+            except ConnectionError:
                 self._forget(kind, idle)
                 idle.close()
                 continue  # it has just died
+            except OSError as error:
+                raise cannot("hand an engine process to a function", error) from None
             self._forget(kind, idle)
             idle.on_end = on_end
             kind.serving.append(idle)

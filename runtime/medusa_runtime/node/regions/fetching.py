@@ -239,7 +239,7 @@ def _fill(
             sources=sources,
         )
         if sources is not None:
-            send(channel, "sources", sources.status())
+            report_sources(channel, sources)
     except Exception as error:  # noqa: BLE001  it stands in the region, where the agent finds it
         writer.fail(as_medusa(error))
         return 1
@@ -249,12 +249,14 @@ def _fill(
 def _open_sources(cluster: Cluster, key: str, origin: Store, channel: socket.socket) -> SourcesStore:
     from .cluster_sources import open_sources
 
-    def report() -> None:
-        with suppress(OSError):  # the agent does not read as fast, or has gone
-            send(channel, "sources", sources.status())
-
-    sources = open_sources(cluster, key, origin, report)
+    sources = open_sources(cluster, key, origin, lambda: report_sources(channel, sources))
     return sources
+
+
+def report_sources(channel: socket.socket, sources: SourcesStore) -> None:
+    """Send the agent what came from where. No fetch fails for that: what cannot be sent is left out."""
+    with suppress(OSError, NodeError):  # the agent does not read as fast, or has gone, or there are too many peers
+        send(channel, "sources", sources.status())
 
 
 def _open_folder(key: str, folder: Folder) -> FolderStore:
