@@ -259,6 +259,8 @@ class Execution:
         """Tell it, and try again later: the first time after a second, at last once a minute."""
         node, url = key
         count = self._failed_fetches.get(key, (0, 0.0))[0] + 1
+        nodes = self._cluster.nodes
+        self._failed_fetches = {each: found for each, found in self._failed_fetches.items() if each[0] in nodes}
         self._failed_fetches[key] = (count, now + doubling_pause_s(count, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S))
         self._cluster.tell("fetch-failed", f"{node} could not fetch {url}: {failure}", node=node)
 

@@ -78,6 +78,8 @@ class Members:
                 self._forgetting[name] = asyncio.create_task(self._way.forget(name))
             if lost_s > _FORGET_LOST_S:
                 del nodes[name]
+                self._urls.pop(name, None)
+                self._forgetting.pop(name, None)
                 for task in self._following.pop(name):
                     task.cancel()
 

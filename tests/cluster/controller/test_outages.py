@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_cluster.controller import members
 from medusa_cluster.controller.cluster import Cluster
 from medusa_cluster.controller.nodes import KnownInstance
 from medusa_cluster.policy.state import StopInstance
@@ -146,3 +147,22 @@ def test_what_an_instance_has_lasted_does_not_depend_on_the_clock_of_its_node(ru
             assert execution._failures["m"][0] == failures, name
 
     run(scenario, "a")
+
+
+def test_nothing_is_kept_of_a_node_that_was_lost_for_long(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        execution: Any = cluster.execution
+        execution._fetch_failed(("b", MODEL), "the store is away", time.monotonic())
+        net.listed.discard("b")
+        net.cut.add("b")
+        await until(lambda: "b" in net.forgotten)
+        monkeypatch.setattr(members, "_FORGET_LOST_S", 0.0)
+        await until(lambda: "b" not in cluster.nodes)
+        execution._fetch_failed(("a", MODEL), "the store is away", time.monotonic())
+        assert set(execution._failed_fetches) == {("a", MODEL)}
+        known: Any = cluster._members
+        assert set(known._urls) == {"a"}
+        assert not known._forgetting
+
+    monkeypatch.setattr(members, "_GIVE_UP_S", 0.0)
+    run(scenario, "a", "b")
