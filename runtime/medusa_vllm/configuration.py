@@ -12,7 +12,7 @@ from medusa_runtime.timeline import Timeline
 
 from .compiled.settings import CompiledStart
 from .cpu.kv_budget import cache_bytes, kv_budget
-from .gpu.arguments import bundle_arguments, gpu_arguments
+from .gpu.arguments import bundle_arguments, gpu_arguments, warn_of_flags_without_use
 from .imports import import_model
 from .plugin import LOAD_FORMAT
 from .structured import TokenizerFolder
@@ -69,7 +69,8 @@ def _arguments(
     }
     if settings.max_model_len is not None:
         arguments["max_model_len"] = settings.max_model_len
-    arguments |= engine_arguments(words(settings))
+    given = engine_arguments(words(settings))
+    arguments |= given
     text_only = bool(arguments["language_model_only"])
     arguments |= {
         # Pictures go through a processor in the core, too, which reads the tokenizer's and its own files.
@@ -88,6 +89,7 @@ def _arguments(
     if current_platform.is_cpu():
         arguments["worker_cls"] = _CPU_WORKER
     elif current_platform.is_cuda():
+        warn_of_flags_without_use(given)
         arguments |= gpu_arguments(settings, compiled=compiled.wanted)
     elif current_platform.is_unspecified():
         raise DeviceError(

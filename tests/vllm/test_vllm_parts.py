@@ -26,6 +26,7 @@ from medusa_vllm.configuration import _refusal
 from medusa_vllm.cpu import kv_budget as budgets
 from medusa_vllm.cpu.lazy_zeros import LazyZeros
 from medusa_vllm.flags import adapters, light_routes_suffice
+from medusa_vllm.gpu.arguments import warn_of_flags_without_use
 from medusa_vllm.imports import no_cache_folder
 from medusa_vllm.lean_imports import functions_as_they_are, lean_imports
 from medusa_vllm.scratch import scratch_folder
@@ -314,6 +315,13 @@ def test_without_a_folder_for_temporary_files_the_reason_is_told(
 )
 def test_our_routes_answer_where_no_flag_changes_answers(given: str | None, suffice: bool) -> None:
     assert light_routes_suffice(Settings(engine="vllm", vllm_args=given)) is suffice
+
+
+def test_flags_that_a_gpu_has_no_use_for_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_flags_without_use({"enforce_eager": False, "seed": 3})
+    assert not caplog.records
+    warn_of_flags_without_use({"enforce_eager": True, "compilation_config": {"mode": 3}})
+    assert "--enforce-eager, --compilation-config of vllm serve: not used on a GPU" in caplog.text
 
 
 def test_adapters_are_named_in_both_of_vllms_forms() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu.decode_graphs import sizes_for
 
+logger = logging.getLogger(__name__)
+
 WORKER = "medusa_vllm.gpu.worker.GpuWorker"
+_REPLACED = {"enforce_eager": "--enforce-eager", "compilation_config": "--compilation-config"}
 
 
 def gpu_arguments(settings: Settings, *, compiled: bool) -> dict[str, Any]:
@@ -21,6 +25,13 @@ def gpu_arguments(settings: Settings, *, compiled: bool) -> dict[str, Any]:
     return {"worker_cls": WORKER, "enforce_eager": False, "compilation_config": compilation}
 
 
+def warn_of_flags_without_use(given: dict[str, Any]) -> None:
+    """Say which of the user's flags of ``vllm serve`` the arguments for a GPU replace."""
+    unused = [flag for name, flag in _REPLACED.items() if given.get(name)]
+    if unused:
+        logger.warning("%s of vllm serve: not used on a GPU, where medusa has graphs of its own", ", ".join(unused))
+
+
 def bundle_arguments(settings: Settings) -> dict[str, str | None]:
     """The part of ``model_loader_extra_config`` that says whose bundle a worker's region has, and whether to use it.
 
@@ -29,4 +40,4 @@ def bundle_arguments(settings: Settings) -> dict[str, str | None]:
     return {"medusa_model": settings.model, "medusa_state": settings.state, "medusa_graphs": settings.graphs}
 
 
-__all__ = ["WORKER", "bundle_arguments", "gpu_arguments"]
+__all__ = ["WORKER", "bundle_arguments", "gpu_arguments", "warn_of_flags_without_use"]
