@@ -14,6 +14,7 @@ from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.errors import MedusaError, RequestError
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.kernels.compiled import compiled
+from medusa_runtime.models.layers.lora import AdapterStep
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
@@ -283,6 +284,26 @@ def test_who_waits_for_a_turn_with_an_adapter_that_proves_unusable_gets_the_erro
     for answer in [ask(served, "A", "one") for _ in range(3)]:
         assert answer.last.error is not None, "it was answered by the base model"
     assert ask(served, "A", None).last.finish_reason == "length"
+
+
+def test_a_layer_that_one_adapter_cannot_change_ends_no_other(serve: Callable[..., Any], two: dict[str, Path]) -> None:
+    served = serve()
+    for name, folder in two.items():
+        served.engine.add_adapter(name, fetched(folder))
+        served.engine.wait_adapter(name)
+    expected = ask(served, "A", "two").tokens
+    layer = served.engine._model.layers[0].self_attn.o_proj
+    step = layer.adapted.step
+
+    class SomeRows(AdapterStep):
+        """As for a module that gives this layer some tokens of a step only."""
+
+        def __getattribute__(self, name: str) -> Any:
+            return -1 if name == "tokens" else getattr(step, name)
+
+    layer.adapted = layer.adapted._replace(step=SomeRows())
+    assert ask(served, "A", "two").tokens == expected  # has nothing for this layer
+    assert ask(served, "A", "one").last.error is not None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -75,9 +75,10 @@ class Adapters:
 
     def refuse(self, name: str, error: MedusaError) -> None:
         """Answer all who name this adapter with an error."""
-        adapter = self._adapters[name] = Adapter(name, next(self._numbers))
+        adapter = Adapter(name, next(self._numbers))
         adapter.error = error
         adapter.loaded.set()
+        self._adapters[name] = adapter  # only now, lest a request waits for what never comes
 
     def drop(self, name: str) -> bool:
         """Forget an adapter, and return whether there was one of this name."""
@@ -125,22 +126,23 @@ class Adapters:
             if adapter is not None and adapter.pairs is not None:
                 groups.append((adapter.pairs, slice(at, stop)))
             at = stop
-        step.groups, step.tokens, step.misfit = groups, at, None
+        step.groups, step.tokens = groups, at
+        step.misfits.clear()
         return ordered
 
     def check(self, spans: list[Span]) -> None:
         """After a step: end the sequences whose adapters could not take part in it."""
         step = self._step
         used = [span.sequence for span in spans if span.sequence.adapter is not None]
-        if step.groups and step.misfit is not None:
-            error = RequestError(
-                f"model: {step.misfit} is not given all tokens of a step, so no adapter can change it; expected an "
-                "adapter without it, or one that is merged into the base model",
-                "model",
-            )
-            for sequence in used:
-                assert sequence.adapter is not None
-                sequence.adapter.error, sequence.adapter.pairs = error, None
+        for adapter in {sequence.adapter for sequence in used} if step.groups and step.misfits else ():
+            assert adapter is not None
+            if misfit := min(step.misfits.intersection(adapter.pairs or ()), default=""):
+                adapter.error = RequestError(
+                    f"model: {misfit} is not given all tokens of a step, so no adapter can change it; expected an "
+                    "adapter without it, or one that is merged into the base model",
+                    "model",
+                )
+                adapter.pairs = None
         for sequence in used:  # those that waited for their turn, too
             if sequence.adapter is not None and sequence.adapter.error is not None:
                 sequence.cancelled = True

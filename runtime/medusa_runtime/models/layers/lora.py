@@ -32,13 +32,13 @@ Pairs = Mapping[str, Pair]  # by the layer's name in the model
 class AdapterStep:
     """The adapters of the step that runs, each with the rows of its sequences among the step's ``tokens``.
 
-    ``misfit`` is set to the name of a layer that was not given all of these tokens, so that nothing could be added.
+    ``misfits`` are the names of layers that were not given all of these tokens, so that nothing could be added.
     """
 
     def __init__(self) -> None:
         self.groups: Sequence[tuple[Pairs, slice]] = ()
         self.tokens = 0
-        self.misfit: str | None = None
+        self.misfits: set[str] = set()
 
 
 class AdaptedLayer(NamedTuple):
@@ -53,7 +53,7 @@ def add_adapters(x: Tensor, outs: Sequence[Tensor], layers: Sequence[AdaptedLaye
     step = next(layer.step for layer in layers if layer is not None)
     x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if x.shape[0] != step.tokens:
-        step.misfit = next(layer.name for layer in layers if layer is not None)
+        step.misfits.update(layer.name for layer in layers if layer is not None)
         return
     for pairs, rows in step.groups:
         part, together = x[rows], None
