@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 _SOON_S, _LATER_S = 0.25, 2.0  # between two looks: at a start, and at an instance that nobody has asked yet
 _START_S = 60.0
 _ENDS = ("alone", "consolidated", "released")  # marks after which an instance shares its model no more
+_UNREADABLE = (ClientError, TimeoutError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError)
 
 
 class Starts:
@@ -56,18 +57,8 @@ class Starts:
                 stages = (await answer.json())["stages"]
             start = summary(stages, instance.asked_ns)
             ends = [stage["name"] for stage in stages if stage["name"] in _ENDS]
-        except (
-            ClientError,
-            TimeoutError,
-            ValueError,
-            LookupError,
-            TypeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
-            logger.debug(
-                "the timeline of %s could not be read: %s", instance.id, error
-            )  # its port may be another's now
+        except _UNREADABLE as error:  # its port may be another's now
+            logger.debug("the timeline of %s could not be read: %s", instance.id, error)
             return
         instance.start = start or instance.start
         instance.group_state = ends[-1] if ends else instance.group_state
