@@ -27,7 +27,7 @@ def _read(sent: bytes, method: str = "POST", part: int = 1 << 20) -> tuple[HttpA
         answer = HttpAnswer(ours, method)
         answer.begin()
         body = b"".join(answer.pieces())
-    sending.join()
+        sending.join()  # a chunked answer is read before its last line has come
     return answer, body
 
 
