@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from .platform import Platform
 
-PROBES = {"/livez": LIVE, "/startupz": READY, "/readyz": READY}
+# /health is what vLLM, TGI and their charts ask.
+PROBES = {"/livez": LIVE, "/startupz": READY, "/readyz": READY, "/health": READY}
 _ENGINE = ("", "idle", "starting", "loading", "ready")
 _FUNCTION = ("", "loading", "ready")
 _READY, _DRAINING, _ENGINE_AT, _FUNCTION_AT, _BODIES_FULL = range(5)  # bytes of the page

@@ -29,7 +29,7 @@ def stream(served: Any, **body: Any) -> tuple[http.client.HTTPConnection, http.c
 def test_probes_before_and_after_the_model_is_there(serve: Serve) -> None:
     served = serve(ready=False)
     assert served.request("GET", "/livez")[:2] == (200, {"status": "alive"})
-    for path in ("/readyz", "/startupz"):
+    for path in ("/readyz", "/startupz", "/health"):
         status, progress, _ = served.request("GET", path)
         assert status == 503
         assert (progress["status"], progress["state"]) == ("starting", "fetching")

@@ -31,7 +31,7 @@ _CLIENT_CLOSED = 499  # nginx's status for a client that left; only metrics see 
 _HEARTBEAT_S = 10.0
 _PIECE_BYTES = 64 << 10  # of a large answer; a smaller one never waits for its client
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_OPEN_PATHS = ("/livez", "/readyz")
+_OPEN_PATHS = ("/livez", "/readyz", "/health")
 
 
 class Server:
@@ -56,6 +56,7 @@ class Server:
         app.router.add_get("/v1/models/{name:.+}", self._model)
         app.router.add_get("/livez", self._alive)
         app.router.add_get("/readyz", self._ready)
+        app.router.add_get("/health", self._ready)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/cluster/status", self._status)
         app.router.add_get("/", self._page)

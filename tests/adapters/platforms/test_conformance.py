@@ -235,7 +235,7 @@ def test_no_debug_routes(instances: Any) -> None:
 
 def test_the_token_is_asked_for_everywhere_but_at_health(launch: Launch, place: Place) -> None:
     guarded = launch(handler="function/handler.py", MEDUSA_TOKEN=SECRET, **place.env)
-    for path in ("/livez", "/readyz", "/startupz", place.ready):
+    for path in ("/livez", "/readyz", "/startupz", "/health", place.ready):
         assert guarded.request("GET", path).status == 200
     for method, path in (("POST", place.path), ("GET", "/timeline"), ("GET", "/metrics"), ("POST", "/livez")):
         for headers in (

@@ -20,7 +20,9 @@ def test_the_description_has_the_platforms_own_routes(launch: Launch, env: dict[
     instance = launch(handler="function/handler.py", metrics_port="0", **env)
     document = instance.request("GET", "/openapi.json").json
     assert document["openapi"] == "3.1.0"
-    assert {"/", "/livez", "/readyz", "/startupz", "/metrics", "/timeline", "/openapi.json"} <= set(document["paths"])
+    assert {"/", "/livez", "/readyz", "/startupz", "/health", "/metrics", "/timeline", "/openapi.json"} <= set(
+        document["paths"]
+    )
     assert ("/ping" in document["paths"]) is ("SAGEMAKER_REGION" in env)
     assert ("/_/health" in document["paths"]) is ("fprocess" in env)
     assert "/v1/completions" not in document["paths"]

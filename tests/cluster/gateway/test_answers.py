@@ -446,7 +446,7 @@ def test_a_wrong_token_of_the_cluster_is_named(cluster: StandIn, tmp_path: Path)
     try:
         until(lambda: "the controller is away" in gateway.output(), gateway.output)
         assert "no token" in gateway.output()  # what the node server answers
-        assert gateway.get("/readyz")[0] == 503
+        assert gateway.get("/readyz")[0] == gateway.get("/health")[0] == 503
         status, answer = gateway.post("/v1/completions", body())
         assert (status, answer["error"]["code"]) == (503, "not_ready")
         assert gateway.output().count("WARNING") == 1

@@ -119,7 +119,7 @@ def _is_probe(data: bytes) -> bool:
     names = [field.partition(b":")[0].strip().lower() for field in fields]
     if any(name in (b"content-length", b"transfer-encoding", b"expect", b"upgrade") for name in names):
         return False
-    return words[1].partition(b"?")[0] in (b"/livez", b"/readyz", b"/startupz")
+    return words[1].partition(b"?")[0] in (b"/livez", b"/readyz", b"/startupz", b"/health")
 
 
 @pytest.mark.timeout(3000)
