@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from .deadline import client_gone
@@ -75,15 +75,18 @@ class _Entry:
         self.result: Any = None
 
 
-def _share(entries: Sequence[_Entry], results: Any) -> None:
-    """Give each entry its result, or all of them what is wrong with the results."""
-    if not isinstance(results, BaseException):
-        try:
-            results = list(results)
-        except TypeError:
-            results = TypeError(f"@batch: expected a list of results, found {type(results).__name__}")
-    if isinstance(results, list) and len(results) != len(entries):
-        results = ValueError(f"@batch: expected {len(entries)} results, one for each request, found {len(results)}")
+def _listed(results: Any, count: int) -> list[Any]:
+    """What the function returned, as a list. Raises what a generator raises, and TypeError or ValueError."""
+    if isinstance(results, str | bytes | Mapping | Set) or not isinstance(results, Iterable):
+        raise TypeError(f"@batch: expected a list of results, found {type(results).__name__}")
+    listed = list(results)
+    if len(listed) != count:
+        raise ValueError(f"@batch: expected {count} results, one for each request, found {len(listed)}")
+    return listed
+
+
+def _share(entries: Sequence[_Entry], results: list[Any] | BaseException) -> None:
+    """Give each entry its result, or all of them the exception."""
     for number, entry in enumerate(entries):
         entry.result = results[number] if isinstance(results, list) else results
         entry.done = True
@@ -118,9 +121,9 @@ class _Threads:
             del self._waiting[: self._max_size]
             self._running = True
         token = client_gone.set(lambda: all(entry.gone() for entry in entries))
-        results: Any = None
+        results: list[Any] | BaseException = []
         try:
-            results = run([entry.item for entry in entries])
+            results = _listed(run([entry.item for entry in entries]), len(entries))
         except BaseException as error:
             results = error
             if not isinstance(error, Exception):
@@ -188,11 +191,13 @@ class _Loops:
         taken, self._waiting = self._waiting[: self._max_size], self._waiting[self._max_size :]
         entries = [entry for entry, _ in taken]
         token = client_gone.set(lambda: all(entry.gone() for entry in entries))
-        results: Any = None
+        results: list[Any] | BaseException = []
         try:
-            results = await run([entry.item for entry in entries])
-        except Exception as error:  # noqa: BLE001 - each caller raises it
+            results = _listed(await run([entry.item for entry in entries]), len(entries))
+        except BaseException as error:
             results = error
+            if not isinstance(error, Exception):
+                raise
         finally:
             client_gone.reset(token)
             _share(entries, results)

@@ -47,11 +47,22 @@ def test_an_asynchronous_function_is_given_batches_of_its_type(serve: Serve) -> 
     assert served.request("POST", "/", [1])[0] == 422
 
 
-@pytest.mark.parametrize(("name", "status", "text"), [("short", 500, "one for each request"), ("broken", 409, "")])
+CASES = [
+    ("short", 500, "one for each request"),
+    ("broken", 409, ""),
+    ("lazy", 500, "invalid literal for int"),
+    ("lazy_later", 500, "invalid literal for int"),
+    ("one_text", 500, "expected a list of results, found str"),
+    ("leaving", 500, "enough"),
+]
+
+
+@pytest.mark.parametrize(("name", "status", "text"), CASES)
 def test_what_fails_fails_for_the_batch(serve: Serve, name: str, status: int, text: str) -> None:
     served = serve(handler=f"batched/handler.py:{name}")
     served.wait_ready()
-    assert [found for found, _ in all_at_once(served, [b"a", b"b"], TEXT)] == [status, status]
+    for _ in range(2):  # the first failure must not keep the next batch from running
+        assert [found for found, _ in all_at_once(served, [b"a", b"b"], TEXT)] == [status, status]
     assert text in served.output()
 
 

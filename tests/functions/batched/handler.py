@@ -30,3 +30,23 @@ def short(requests):
 @batch(max_size=2, max_wait_ms=50)
 def broken(requests):
     raise HttpError(409, "not now")
+
+
+@batch(max_size=2, max_wait_ms=50)
+def lazy(requests):
+    return (int(request.text) for request in requests)
+
+
+@batch(max_size=2, max_wait_ms=50)
+async def lazy_later(requests):
+    return (int(request.text) for request in requests)
+
+
+@batch(max_size=2, max_wait_ms=50)
+def one_text(requests):
+    return "ab"
+
+
+@batch(max_size=2, max_wait_ms=50)
+async def leaving(requests):
+    raise SystemExit("enough")
