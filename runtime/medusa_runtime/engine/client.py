@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..errors import EngineError, MedusaError, from_code
+from ..errors import EngineError, MedusaError, RequestError, from_code
 from ..process import hang_up
 from . import frames
 from .base import Delta, Embedding, EngineInfo, GenerateRequest
@@ -360,7 +360,12 @@ class EngineClient:
                 return
             stream.attempts_on = connection
             stream.attempts += 1
-        self._send(connection, frames.request_to_frame(stream.request))
+        try:
+            self._send(connection, frames.request_to_frame(stream.request))
+        except RequestError as error:
+            with self._state:
+                self._streams.pop(stream.request.id, None)
+            stream.incoming.put(error)
 
     def _send(self, connection: socket.socket, frame: frames.Frame, descriptors: Sequence[int] = ()) -> None:
         data = frames.pack(frame)

@@ -33,7 +33,12 @@ _UNREADABLE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 
 
 def pack(frame: Frame) -> bytes:
+    """The frame with its length in front. RequestError for one that the other side would not take."""
     body = json.dumps(frame, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    if len(body) > _LARGEST_BYTES:
+        raise RequestError(
+            f"expected a text whose request and answer take at most {_LARGEST_BYTES} bytes each, found {len(body)}"
+        )
     return _LENGTH.pack(len(body)) + body
 
 

@@ -36,6 +36,25 @@ def _is_long(given: Any) -> bool:
     return isinstance(given, str | list) and len(given) > _LONG
 
 
+def _error_frame(request_id: Any, error: MedusaError) -> frames.Frame:
+    return {
+        "type": "error",
+        "id": request_id,
+        "code": error.code,
+        "message": str(error),
+        "param": error.param if isinstance(error, RequestError) else None,
+        "retry_after_s": error.retry_after_s if isinstance(error, OverloadedError) else None,
+    }
+
+
+def _packed(frame: frames.Frame) -> bytes:
+    """The bytes of a frame, or of the error that it is too large: the client would give up the whole connection."""
+    try:
+        return frames.pack(frame)
+    except RequestError as error:
+        return frames.pack(_error_frame(frame.get("id", ""), error))
+
+
 class EngineServer:
     """Serves one engine to any number of connections, from ``start`` until ``close``."""
 
@@ -227,23 +246,13 @@ class _Connection:
 
     def _refuse(self, request_id: Any, error: MedusaError) -> None:
         self._running.discard(request_id)
-        retry_after_s = error.retry_after_s if isinstance(error, OverloadedError) else None
-        self.send(
-            {
-                "type": "error",
-                "id": request_id,
-                "code": error.code,
-                "message": str(error),
-                "param": error.param if isinstance(error, RequestError) else None,
-                "retry_after_s": retry_after_s,
-            }
-        )
+        self.send(_error_frame(request_id, error))
 
     def _write(self) -> None:
         whole = False
         try:
             while (frame := self._outgoing.get()) is not None:
-                pieces = [frames.pack(frame)]
+                pieces = [_packed(frame)]
                 last = False
                 # Whatever one engine step produced leaves in one system call.
                 while not last and not self._outgoing.empty():
@@ -251,7 +260,7 @@ class _Connection:
                     if following is None:
                         last = True
                     else:
-                        pieces.append(frames.pack(following))
+                        pieces.append(_packed(following))
                 self._socket.sendall(b"".join(pieces))
                 if last:
                     break

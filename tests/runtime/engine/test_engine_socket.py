@@ -63,6 +63,8 @@ class SpellingEngine:
     def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         if text == "unknown":
             words_only(text)
+        if text == "large":
+            return [10**15] * (4 << 20)
         while text.startswith("slow") and not self.cancelled:
             time.sleep(0.01)
         return list(text.encode())
@@ -198,6 +200,19 @@ def test_a_long_text_to_tokenize_holds_up_nobody(engine: list[int], client: Engi
     assert len(found) == len(text)
     with pytest.raises(RequestError, match="knows no frame"):
         client._call("close", text=text)
+
+
+def test_what_is_too_large_for_a_frame_ends_no_other_request(engine: list[int], client: EngineClient) -> None:
+    other = client.generate(GenerateRequest("other", "stall", SamplingParams()))
+    assert next(iter(other)).text == "s"
+    with pytest.raises(RequestError, match="at most 67108864 bytes"):
+        client.tokenize("large")
+    with pytest.raises(RequestError, match="at most 67108864 bytes"):
+        client.tokenize("x" * (65 << 20))
+    with pytest.raises(RequestError, match="at most 67108864 bytes"):
+        list(client.generate(GenerateRequest("long", "x" * (65 << 20), SamplingParams())))
+    assert other.get(0.1) is None
+    assert client.tokenize("a") == [97]
 
 
 def test_requests_sent_before_the_engine_is_up_are_answered(listener: socket.socket, client: EngineClient) -> None:
