@@ -30,6 +30,7 @@ class StandIn:
         self.models: dict[str, dict[str, Any]] = {}
         self.backends: dict[str, str] = {}
         self.loads: dict[str, dict[str, Any]] = {}  # by gateway, as reported last
+        self.reports = 0
         self.wanted: list[str] = []  # models that had waiting requests and no instance, as they were reported
         self.status: dict[str, Any] = {}
         self.away = False  # the controller does not answer
@@ -120,6 +121,8 @@ class StandIn:
             return web.json_response({"ok": self.status})
         if operation == "report":
             self._note(arguments)
+            if arguments["version"] == str(self.version):
+                return web.json_response({"ok": {"version": arguments["version"]}})
         elif operation == "routes" and arguments["version"] == str(self.version):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(arguments["wait_s"]):
@@ -127,6 +130,7 @@ class StandIn:
         return web.json_response({"ok": {"version": str(self.version), "models": self.models}})
 
     def _note(self, arguments: dict[str, Any]) -> None:
+        self.reports += 1
         self.loads[arguments["gateway"]] = arguments["loads"]
         for name, load in arguments["loads"].items():
             if load["waiting"] and not self.models.get(name, {}).get("instances"):

@@ -391,7 +391,8 @@ class Cluster:
         if any(load.get("waiting") and model not in serving for model, load in loads.items()):
             # Nothing is to be waited for: an instance must start. Unless ticks take long, as in a very large cluster.
             self.wake() if self._tick_took_s > _LONG_TICK_S else self._tick()
-        return self.routes.current
+        version = self.routes.version
+        return {"version": version} if arguments.get("version") == version else self.routes.current
 
     def _forget_gateways(self, now: float) -> None:
         """Make room for another gateway: those that are gone are remembered as long as there is room."""

@@ -19,8 +19,8 @@ class Control(Protocol):
     async def routes(self, version: str, wait_s: float) -> Routes:
         """The routes, as soon as they are others than those of ``version``, or after ``wait_s``."""
 
-    async def report(self, loads: Mapping[str, Mapping[str, float]]) -> Routes:
-        """Tell what each model has to do, and return the routes."""
+    async def report(self, loads: Mapping[str, Mapping[str, float]], version: str) -> Routes | None:
+        """Tell what each model has to do, and return the routes; None where they are still those of ``version``."""
 
     async def status(self) -> dict[str, Any]:
         """The state of the cluster, for people."""
@@ -55,9 +55,10 @@ class NodeServers:
         answer = await self._call("routes", {"version": version, "wait_s": wait_s}, wait_s + _CALL_S)
         return parse(answer)
 
-    async def report(self, loads: Mapping[str, Mapping[str, float]]) -> Routes:
-        arguments = {"gateway": self._name, "url": self.url, "loads": loads}
-        return parse(await self._call("report", arguments, _REPORT_S))
+    async def report(self, loads: Mapping[str, Mapping[str, float]], version: str) -> Routes | None:
+        arguments = {"gateway": self._name, "url": self.url, "loads": loads, "version": version}
+        answer = await self._call("report", arguments, _REPORT_S)
+        return None if version and answer == {"version": version} else parse(answer)
 
     async def status(self) -> dict[str, Any]:
         answer = await self._call("status", {}, _CALL_S)

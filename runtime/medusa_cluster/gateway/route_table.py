@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 _WAIT_S = 20.0
 _REPORT_S = 0.1
+_REPEAT_S = 0.5  # between two reports of the same; the controller counts no load that is older than 2 s
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 Loads = Mapping[str, Mapping[str, float]]
@@ -57,16 +58,23 @@ class RouteTable:
             self._take(routes)
 
     async def report(self, loads: Callable[[], Loads]) -> None:
-        """Report the load ten times a second, and at once when it was asked for, until cancelled."""
+        """Report the load when it has changed, up to ten times a second, and at once when it was asked for.
+
+        What has not changed is repeated, so that the controller knows that this gateway lives. Until cancelled.
+        """
         pause_s = _REPORT_S
+        told: Loads | None = None
+        told_at = 0.0
         while True:
+            wanted, found = self._wanted.is_set(), loads()
             self._wanted.clear()
-            try:
-                self._take(await self._control.report(loads()))
-                pause_s = _REPORT_S
-            except MedusaError as error:
-                self._note_away(error)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            if wanted or found != told or time.monotonic() - told_at >= _REPEAT_S:
+                try:
+                    self._take(await self._control.report(found, self.current.version if self.known else ""))
+                    pause_s, told, told_at = _REPORT_S, found, time.monotonic()
+                except MedusaError as error:
+                    self._note_away(error)
+                    pause_s, told = min(2 * pause_s, _LONGEST_PAUSE_S), None
             try:
                 async with asyncio.timeout(pause_s):
                     await self._wanted.wait()
@@ -82,13 +90,13 @@ class RouteTable:
             self._logged = True
             logger.warning("the controller is away%s: %s", ", the last routes stay" if self.known else "", error)
 
-    def _take(self, routes: Routes) -> None:
-        """Use these routes if they are new."""
+    def _take(self, routes: Routes | None) -> None:
+        """The controller has answered: use these routes if they are new."""
         if self._away_since is not None:
             if self._logged:
                 logger.info("the controller is there, after %.1f s", self.away_s)
             self._away_since, self._logged = None, False
-        if self.known and routes == self.current:
+        if routes is None or (self.known and routes == self.current):
             return
         self.known = True
         self.current = routes

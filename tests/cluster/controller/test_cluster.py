@@ -56,6 +56,8 @@ def test_a_request_starts_an_instance_within_its_own_report(run: Run) -> None:
         assert found == {"id": starting["id"], "node": "a", "url": url, "state": "ready"}
         again = await ask(cluster, "report", gateway="g", url="http://g", loads={"m": {"waiting": 1}})
         assert len(again["models"]["m"]["instances"]) == 1
+        same = await ask(cluster, "report", gateway="g", url="http://g", loads={}, version=again["version"])
+        assert same == {"version": cluster.routes.version}
 
     run(scenario, "a")
 

@@ -1,13 +1,19 @@
-"""What a gateway reports of prompts: how many tokens arrive, although it does not tokenize."""
+"""What a gateway reports: when its load changes, and how many tokens arrive, although it does not tokenize."""
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from cluster_stand_in import StandIn
+from gateway_fixtures import GatewayProcess, until
 from medusa_cluster.gateway.call import understand
 from medusa_cluster.gateway.metrics import ModelMetrics, Rate
+
+_LOAD = ("waiting", "running", "tokens_per_s", "prefilled_per_s", "decoded_per_s")
 
 
 @pytest.mark.parametrize(
@@ -65,3 +71,14 @@ def test_a_rate_that_nobody_asks_for_remembers_its_window_alone() -> None:
     for _ in range(10_000):
         rate.note(1)
     assert len(rate._noted) < 100
+
+
+def test_a_load_that_has_not_changed_is_seldom_repeated(
+    cluster: StandIn, start_gateway: Callable[..., GatewayProcess]
+) -> None:
+    cluster.deploy("m")
+    start_gateway()
+    until(lambda: list(cluster.loads.values()) == [{"m": dict.fromkeys(_LOAD, 0)}])
+    before = cluster.reports
+    time.sleep(2)
+    assert 0 < cluster.reports - before < 10
