@@ -278,3 +278,11 @@ def test_the_model_behind_a_function(serve: Serve) -> None:
     assert status == 503
     assert "engine" in answer["error"]
     assert "retry-after" in headers
+
+
+def test_errors_of_the_models_routes_have_openais_shape_beside_a_function(serve: Serve) -> None:
+    served = serve(handler="model/handler.py:Handler", engine=True)
+    for path in ("/medusa/describe", "/medusa/generate", "/medusa/call", "/classify", "/v2/rerank", "/tokenize"):
+        status, answer, _ = served.request("POST", path, {"model": "another"})
+        assert status == 404
+        assert answer["error"]["code"] == "model_not_found"

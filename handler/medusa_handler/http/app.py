@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MODEL = "openai"  # the blueprint of a model's routes
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -170,7 +171,7 @@ def _error(service: Service, error: Exception) -> Response:
         logger.error("request %s failed\n%s", g.request_id, user_traceback(error, folder))
         known = internal_error(g.request_id)
     body = known.body()
-    if service.function is not None and not _is_ours(request.path):
+    if service.function is not None and not (_MODEL in request.blueprints or _is_ours(request.path)):
         body = {"error": known.message}
         if isinstance(error, InvalidBodyError):
             body["fields"] = error.fields
