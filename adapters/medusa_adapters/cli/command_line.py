@@ -131,7 +131,10 @@ def _tell(error: MedusaError, argv: Sequence[str]) -> int:
             import traceback
 
             traceback.print_exception(error)
-    print(f"medusa: {error} [{error.code}]", file=sys.stderr)
+    from .progress import printable
+
+    text = "\n".join(map(printable, str(error).split("\n")))
+    print(f"medusa: {text} [{error.code}]", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
 
 

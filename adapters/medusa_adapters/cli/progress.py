@@ -60,6 +60,11 @@ def describe(progress: Progress) -> str:
     return ", ".join(parts)
 
 
+def printable(line: str) -> str:
+    """Return a line with ? for what is no text: a checkpoint's author may have written it to change a terminal."""
+    return "".join(character if character.isprintable() else "?" for character in line)
+
+
 def size(count: int) -> str:
     """Format bytes for a person, in powers of 1000: 57.2 MB."""
     value = float(count)

@@ -93,6 +93,39 @@ def test_inspect_is_readable(model: Path) -> None:
     assert medusa("inspect", "--model", model, "--tensors").stdout == text  # as it is named to serve and materialize
 
 
+@pytest.mark.parametrize(
+    "architectures", [5, [7], ["\x1b[2J"], ["\ud800"]], ids=["number", "numbers", "escape", "half"]
+)
+def test_inspect_shows_what_a_hostile_author_wrote_as_text(architectures: object, tmp_path: Path) -> None:
+    save_file({"\x1b[2J\nfiles": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": architectures}))
+    (tmp_path / ".medusa").mkdir()
+    (tmp_path / ".medusa" / "manifest.json").write_text(
+        json.dumps({"schema": 1, "artifacts": [{"kind": "\ud800\x1b[2J"}]})
+    )
+    result = medusa("inspect", tmp_path, "--tensors")
+    assert result.returncode == 0, result.stderr
+    assert all(line.isprintable() for line in result.stdout.splitlines())
+    assert "??[2J" in result.stdout
+    assert "?[2J?files " in result.stdout
+
+
+def test_an_error_shows_what_a_hostile_author_wrote_as_text(tmp_path: Path) -> None:
+    save_file({"a": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"architectures": ["\\u001b[2J"]}')
+    result = medusa("materialize", tmp_path)
+    assert result.returncode != 0
+    assert "the architecture ?[2J" in result.stderr
+    assert "\x1b" not in result.stderr
+
+
+def test_inspect_lists_no_tensors_where_there_are_none(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    result = medusa("inspect", tmp_path, "--tensors")
+    assert result.returncode == 0, result.stderr
+    assert "0 tensors" in result.stdout
+
+
 def test_inspect_is_headed_by_what_it_was_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a": np.zeros(1, np.float32)}, file)

@@ -89,9 +89,9 @@ def _content(kind: str, data: bytes) -> str | None:
     return None
 
 
-def as_text(found: dict[str, Any] | None) -> str:
+def as_text(found: dict[str, Any] | None) -> list[str]:
     if found is None:
-        return "  state    none; make it with medusa materialize"
+        return ["  state    none; make it with medusa materialize"]
     count = len(found["artifacts"])
     signed = f", signed with {found['signed'][:60]}" if found.get("signed") else ""
     lines = [f"  state    {count} artifact{'s' * (count != 1)} in {found['url']}{signed}"]
@@ -100,7 +100,7 @@ def as_text(found: dict[str, Any] | None) -> str:
         if artifact["problem"]:
             told = f"not used here: {artifact['problem']}"
         lines.append(f"    {artifact['kind']:14} {size(artifact.get('bytes', 0)):>10}  {told}")
-    return "\n".join(lines)
+    return lines
 
 
 __all__ = ["as_text", "summarize"]

@@ -18,7 +18,7 @@ from medusa_runtime.models.fields import read_object
 from medusa_runtime.storage.base import redacted
 
 from ..flags import add_model, given_model
-from ..progress import size
+from ..progress import printable, size
 from . import bundle_summary
 
 _SHAPE_FIELDS = {
@@ -70,12 +70,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found, indent=2))
         return 0
-    print(as_text(found))
+    lines = as_text(found)
     if arguments.tensors:
-        width = max(len(name) for name in found["tensors"])
+        width = max(map(len, found["tensors"]), default=0)
         for name, tensor in found["tensors"].items():
             shape = "×".join(map(str, tensor["shape"])) or "scalar"
-            print(f"{name:{width}}  {tensor['dtype']:5} {shape:>16} {size(tensor['bytes']):>10}  {tensor['shard']}")
+            lines.append(
+                f"{name:{width}}  {tensor['dtype']:5} {shape:>16} {size(tensor['bytes']):>10}  {tensor['shard']}"
+            )
+    for line in lines:
+        print(printable(line))
     return 0
 
 
@@ -133,13 +137,15 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def as_text(found: dict[str, Any]) -> str:
+def as_text(found: dict[str, Any]) -> list[str]:
     config, count = found["config"], len(found["shards"])
     shape = ", ".join(f"{config[name]} {text}" for name, text in _SHAPE_FIELDS.items() if config.get(name) is not None)
     dtypes = ", ".join(f"{dtype} {_millions(number)}" for dtype, number in found["parameters_by_dtype"].items())
+    names = config.get("architectures")
+    names = [str(name) for name in names] if isinstance(names, list) else []  # "runs" says what is wrong with others
     unnamed = "no architecture in config.json" if "config.json" in found["files"] else "no config.json"
     rows = {
-        "model": found["adapter"] or ", ".join(config.get("architectures") or [unnamed]),
+        "model": found["adapter"] or ", ".join(names or [unnamed]),
         "shape": shape,
         "weights": f"{size(found['bytes'])} in {count} shard{'s' * (count > 1)}, {len(found['tensors'])} tensors",
         "types": f"{dtypes} parameters",
@@ -147,7 +153,7 @@ def as_text(found: dict[str, Any]) -> str:
         "runs": found["backend"].get("text") or f"no: {found['backend']['problem']}",
     }
     lines = [f"  {name:8} {text}" for name, text in rows.items() if text]
-    return "\n".join([found["url"], *lines, bundle_summary.as_text(found["state"])])
+    return [found["url"], *lines, *bundle_summary.as_text(found["state"])]
 
 
 def _adapter(checkpoint: Checkpoint) -> str:

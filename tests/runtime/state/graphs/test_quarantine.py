@@ -107,4 +107,4 @@ def test_inspect_tells_it(tmp_path: Path, environ: dict[str, str]) -> None:
         found = summarize(checkpoint, settings, verify=False)
     finally:
         checkpoint.store.close()
-    assert "not used here: its graphs broke the device's context here: an illegal address" in as_text(found)
+    assert "not used here: its graphs broke the device's context here: an illegal address" in "\n".join(as_text(found))
