@@ -148,14 +148,19 @@ def main() -> None:
 
 
 def _vocabulary(text: str, task: Task) -> Any:
-    """The tokens of a tokenizer.json. A model may have rows for more than these, or for fewer."""
+    """The tokens of a tokenizer.json. A model may have rows for more than these or fewer, and end with one of them."""
     from llguidance import LLTokenizer
 
-    eos = task.eos_token_ids or None
+    eos = task.eos_token_ids
     try:
-        return LLTokenizer(text, n_vocab=task.vocab_size, eos_token=eos)
+        return LLTokenizer(text, n_vocab=task.vocab_size, eos_token=eos or None)
     except ValueError:
-        return LLTokenizer(text, eos_token=eos)
+        known = LLTokenizer(text).vocab_size
+        eos = [token for token in eos if token < known]
+    try:
+        return LLTokenizer(text, n_vocab=task.vocab_size, eos_token=eos or None)
+    except ValueError:
+        return LLTokenizer(text, eos_token=eos or None)
 
 
 def _open(connection: socket.socket, grammars: Grammars) -> None:

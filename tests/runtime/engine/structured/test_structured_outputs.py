@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,6 +207,17 @@ def test_the_process_ends_with_its_engine(serve: Any) -> None:
     assert process.returncode is not None
     with pytest.raises(EngineError):
         served.engine._constraints.open(DIGITS)
+
+
+def test_a_model_may_end_with_a_token_that_its_tokenizer_has_not() -> None:
+    from medusa_runtime.engine.structured.process import GrammarProcess
+
+    tokenizer = (Path(__file__).parents[4] / "examples/pydoc-lm/tokenizer.json").read_bytes()
+    process = GrammarProcess(tokenizer, vocab_size=2060, eos_token_ids=(0, 2055), rows=1)
+    try:
+        assert process.open(DIGITS)
+    finally:
+        process.close()
 
 
 def test_nothing_of_it_is_there_before_it_is_asked_for(serve: Any) -> None:
