@@ -30,6 +30,9 @@ def as_limit_error(error: BaseException) -> LimitError | None:
             f"there is no memory left: address space {_shown(resource.RLIMIT_AS)} kB (ulimit -v); raise that or the "
             f"container's memory"
         )
+    if isinstance(error, OSError) and number in (errno.ENOSPC, errno.EDQUOT):
+        where = "the output" if error.filename is None else error.filename
+        return LimitError(f"there is no room left for {where}: a disk, or this user's share of it, is full; make room")
     return None
 
 

@@ -119,6 +119,14 @@ def test_an_error_shows_what_a_hostile_author_wrote_as_text(tmp_path: Path) -> N
     assert "\x1b" not in result.stderr
 
 
+def test_a_full_disk_is_told_in_one_line(model: Path) -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([MEDUSA, "inspect", model], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert result.returncode == 1
+    assert result.stderr.startswith("medusa: there is no room left for the output: a disk")
+    assert result.stderr.count("\n") == 1
+
+
 def test_inspect_lists_no_tensors_where_there_are_none(tmp_path: Path) -> None:
     save_file({}, tmp_path / "model.safetensors")
     result = medusa("inspect", tmp_path, "--tensors")
