@@ -29,15 +29,15 @@ _REFUSED = {
     "headless": "leave it out; medusa starts vLLM's core itself",
     "api-server-count": "leave it out; vLLM's server runs in the engine's process",
     "grpc": "leave it out; requests come over HTTP",
-    "data-parallel-size": "run one instance a replica",
+    "grpc-port": "leave it out; requests come over HTTP",
     "pipeline-parallel-size": "run the model in one stage, with --tensor-parallel",
     "tensor-parallel-size": "use medusa's --tensor-parallel",
     "nnodes": "use medusa cluster",
+    "node-rank": "use medusa cluster",
     "host": "use medusa's --host",
     "port": "use medusa's --port",
     "uds": "use medusa's --host and --port",
-    "ssl-keyfile": "let a proxy in front end TLS",
-    "ssl-certfile": "let a proxy in front end TLS",
+    "enable-ssl-refresh": "let a proxy in front end TLS",
     "load-format": "leave it out; weights come from medusa's region",
     "model": "use medusa's --model",
     "tokenizer": "put the tokenizer's files beside the weights",
@@ -45,6 +45,12 @@ _REFUSED = {
     "kv-cache-memory-bytes": "use medusa's --kv-cache-mb",
     "distributed-executor-backend": "leave it out; medusa has an executor of its own",
 }  # fmt: skip
+_REFUSED_FAMILIES = {  # all flags that begin so
+    "data-parallel-": "run one instance a replica",
+    "dp-supervisor-": "run one instance a replica",
+    "master-": "use medusa cluster",
+    "ssl-": "let a proxy in front end TLS",
+}
 # Where a request's images, sounds and videos may be: in the request alone. vLLM would ask every host for them, also one
 # that only this machine can reach. vLLM shows this in its refusal.
 MEDIA_DOMAINS = ["none; the operator names hosts with --allowed-media-domains"]
@@ -54,7 +60,17 @@ _SHORT = {
     "-tp": "tensor-parallel-size",
     "-pp": "pipeline-parallel-size",
     "-dp": "data-parallel-size",
+    "-dpn": "data-parallel-rank",
+    "-dpr": "data-parallel-start-rank",
+    "-dpl": "data-parallel-size-local",
+    "-dpa": "data-parallel-address",
+    "-dpp": "data-parallel-rpc-port",
+    "-dpb": "data-parallel-backend",
+    "-dph": "data-parallel-hybrid-lb",
+    "-dpe": "data-parallel-external-lb",
+    "-dpm": "data-parallel-multi-port-external-lb",
     "-n": "nnodes",
+    "-r": "node-rank",
     "-asc": "api-server-count",
     "-h": "help",
     "-q": "quantization",
@@ -79,8 +95,9 @@ def words(settings: Settings) -> list[str]:
 def refuse_medusas_own(names: Iterable[str]) -> None:
     """Raise ConfigError if one of these flags, named without dashes in front, belongs to medusa."""
     for name in names:
-        if name in _REFUSED:
-            raise ConfigError(f"--{name} of vllm serve cannot be used here: {_REFUSED[name]}")
+        families = (why for prefix, why in _REFUSED_FAMILIES.items() if name.startswith(prefix))
+        if (instead := _REFUSED.get(name) or next(families, None)) is not None:
+            raise ConfigError(f"--{name} of vllm serve cannot be used here: {instead}")
 
 
 def names_media_domains(found: list[str]) -> bool:

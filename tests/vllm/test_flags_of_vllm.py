@@ -6,7 +6,9 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from medusa_runtime.config import Settings
 from medusa_runtime.errors import ConfigError
+from medusa_vllm.flags import words
 from medusa_vllm.serving.arguments import engine_arguments
 
 pytestmark = [
@@ -45,3 +47,23 @@ def test_a_file_of_flags_is_checked_like_flags(tmp_path: Path, text: str | None,
         file.write_text(text)
     with pytest.raises(ConfigError, match=said):
         engine_arguments(["--config", str(file)])
+
+
+def test_what_is_refused_in_full_is_refused_in_short() -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    refused = []
+    for action in make_arg_parser(FlexibleArgumentParser())._actions:
+        verdicts = {flag: _is_refused(flag) for flag in action.option_strings}
+        assert len(set(verdicts.values())) <= 1, verdicts
+        refused += [flag for flag, is_refused in verdicts.items() if is_refused]
+    assert {"-dp", "-dpl", "-n", "-r", "-tp", "--ssl-ciphers", "--master-port"} <= set(refused)
+
+
+def _is_refused(flag: str) -> bool:
+    try:
+        words(Settings(engine="vllm", vllm_args=f"{flag} 1"))
+    except ConfigError:
+        return True
+    return False
