@@ -152,6 +152,7 @@ class Stream:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for line in self._response:
             if line.startswith(b"data: [DONE]"):
+                self._response.read()  # the end of the answer; who closes before it counts as one that left
                 self._connection.close()
                 return
             if line.startswith(b"data: "):

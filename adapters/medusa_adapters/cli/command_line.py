@@ -110,14 +110,22 @@ def run(argv: Sequence[str], *, in_child: bool = False) -> int:
     except MedusaError as error:
         return _tell(error, argv)
     except BrokenPipeError:
-        # The reader of our output has gone (`medusa inspect … | head`); Python would complain again while closing it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # its reader has gone (`medusa inspect … | head`)
         return 141
     except (OSError, MemoryError, RuntimeError) as error:
         known = as_limit_error(error)
         if known is None:
             raise
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
         return _tell(known, argv)
+
+
+def _drop_output() -> None:
+    """Send what could not be written nowhere; Python would complain again while closing it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _logs_itself(arguments: argparse.Namespace) -> bool:

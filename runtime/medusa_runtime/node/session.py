@@ -103,7 +103,11 @@ class Session:
         if not background:
             held.promote()
         if held.sealed:
-            self._hand_over(held)
+            try:
+                self._hand_over(held)
+            except MedusaError:
+                self._let_go()
+                raise
             return
         held.waiting[self.connection.fileno()] = partial(self._sealed, held)
         self.answer("wait")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.server
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -119,9 +120,13 @@ def test_an_error_shows_what_a_hostile_author_wrote_as_text(tmp_path: Path) -> N
     assert "\x1b" not in result.stderr
 
 
-def test_a_full_disk_is_told_in_one_line(model: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_told_in_one_line(model: Path, unbuffered: str) -> None:
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
-        result = subprocess.run([MEDUSA, "inspect", model], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        result = subprocess.run(
+            [MEDUSA, "inspect", model], stdout=full, stderr=subprocess.PIPE, env=environment, text=True, timeout=60
+        )
     assert result.returncode == 1
     assert result.stderr.startswith("medusa: there is no room left for the output: a disk")
     assert result.stderr.count("\n") == 1

@@ -79,8 +79,15 @@ def test_an_agent_whose_loop_hangs_ends_itself(start_node: Start, put_model: Put
     node = start_node(wrapper=[sys.executable, "-c", HANG])
     url = put_model("m")
     began = time.monotonic()
+    client = node.client()
+
+    def ask() -> None:
+        client.region(url).close()
+        while True:  # the region may have come before the loop hangs
+            client.status()
+
     with pytest.raises(NodeError, match="went away"):
-        node.client().region(url)
+        ask()
     assert node.process.wait(120) == 70
     assert time.monotonic() - began < 30
     assert "the node agent has hung" in node.output()
