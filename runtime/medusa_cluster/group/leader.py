@@ -29,7 +29,7 @@ from .crew import Crew
 from .forming import Worker, form
 from .gathering import Gathering, Source
 from .member import Member
-from .plan import GroupPlan
+from .plan import GroupPlan, PlanFile
 from .steps import StepWriter, has_prompts, packed_bits, sampled_of, take_back
 from .wire.message import Kind, Message, hidden_states, packed
 
@@ -266,12 +266,9 @@ class Leader(Member):
     def _follow_plan(self) -> None:
         """In a thread of its own: look at the group's file until it says what the workers are to become."""
         assert self._settings.group is not None
+        file = PlanFile(self._settings.group, self.plan)
         while self._crew is not None and not self._closing.is_set():
-            try:
-                plan = GroupPlan.read(self._settings.group)
-            except MedusaError as error:
-                logger.warning("the group's file cannot be read any more: %s", error)
-                plan = self.plan
+            plan = file.look()
             if plan.then != "stay":
                 self._inbox.post(lambda plan=plan: self._consolidate(plan.then, plan.keep))  # type: ignore[misc]
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.storage.peer_access import PeerAccess
+
+logger = logging.getLogger(__name__)
 
 THEN = ("down", "up", "stay")
 MODES = ("pipeline", "live", "disaggregated")
@@ -108,6 +111,26 @@ class GroupPlan:
         return host.strip("[]"), int(port)
 
 
+class PlanFile:
+    """The group's file, which may change. ``plan`` is what is known of it before the first look."""
+
+    def __init__(self, path: str, plan: GroupPlan) -> None:
+        self._path = path
+        self._plan = plan
+        self._readable = True
+
+    def look(self) -> GroupPlan:
+        """Return the plan that could be read last. Log that the file cannot be read once, until it can be again."""
+        try:
+            self._plan = GroupPlan.read(self._path)
+            self._readable = True
+        except ConfigError as error:
+            if self._readable:
+                logger.warning("the group's file cannot be read; going on with what it said before: %s", error)
+            self._readable = False
+        return self._plan
+
+
 _ACCEPTED: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
@@ -139,4 +162,4 @@ def _check(plan: GroupPlan, where: str) -> None:
             raise ConfigError(f"{where}: {name}: expected {expected}, found {value!r}")
 
 
-__all__ = ["THEN", "GroupPlan"]
+__all__ = ["THEN", "GroupPlan", "PlanFile"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +85,21 @@ def test_workers_become_instances(group: Callable[..., Group], serve: Any) -> No
         worker.engine.wait_ready()
         assert worker.ask(PROMPT, max_tokens=COUNT).tokens == expected.tokens
     assert [getattr(worker.engine, "released", "instance") for worker in made.workers] == ["instance"] * 3
+
+
+def test_a_file_that_cannot_be_read_is_named_once(
+    group: Callable[..., Group], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = group("0:2", "2:4").start()
+    full(made)
+    path = Path(made.leader.engine._settings.group or "")  # type: ignore[attr-defined]
+    text = path.read_text()
+    path.unlink()
+    until(lambda: "cannot be read" in caplog.text)
+    time.sleep(0.6)  # two looks more
+    assert caplog.text.count("cannot be read") == 1
+    path.write_text(text.replace('"stay"', '"down"'))
+    consolidated(made)
 
 
 def test_workers_end(group: Callable[..., Group]) -> None:

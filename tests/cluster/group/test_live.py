@@ -234,6 +234,20 @@ def test_others_prefill_and_become_instances(params: dict[str, Any], group: Call
         until(lambda worker=worker: worker.engine.stats()["kv_tokens_used"] == 0)  # type: ignore[misc]
 
 
+def test_a_file_that_cannot_be_read_for_a_moment_is_read_again(
+    group: Callable[..., Group], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = disaggregated(group, 1)
+    path = Path(made.leader.engine._settings.group or "")
+    text = path.read_text()
+    path.write_text("{")
+    until(lambda: "cannot be read" in caplog.text)
+    time.sleep(0.6)  # two looks more
+    assert caplog.text.count("cannot be read") == 1
+    path.write_text(text.replace('"stay"', '"up"'))
+    until(lambda: made.leader.engine.stats()["paired"] == 0, seconds=10)
+
+
 def test_a_prefill_instance_that_ends_costs_no_token(group: Callable[..., Group], serve: Any) -> None:
     alone = serve()
     expected = [alone.ask(prompt, max_tokens=12).tokens for prompt in PROMPTS]

@@ -19,7 +19,7 @@ from medusa_runtime.timeline import Timeline
 from torch import Tensor
 
 from ..identity import Beats, disagreement, identity_of
-from ..plan import GroupPlan
+from ..plan import GroupPlan, PlanFile
 from ..wire.channel import Greeting, Listener, TcpChannel, close_with, error_of
 from ..wire.link import Link
 from ..wire.message import Kind, Message, packed
@@ -86,14 +86,11 @@ class Source(TorchEngine):
 
     def _follow_plan(self) -> None:
         """In a thread of its own: release the partners when the group's file says so."""
-        path = self._settings.group
-        while path is not None and not self._closing.wait(_PLAN_S):
-            try:
-                if GroupPlan.read(path).then == "up":
-                    self.release()
-            except MedusaError as error:
-                logger.warning("the group's file cannot be read any more: %s", error)
-                return
+        assert self._settings.group is not None
+        file = PlanFile(self._settings.group, self.plan)
+        while not self._closing.wait(_PLAN_S):
+            if file.look().then == "up":
+                self.release()
 
     def _accept(self, greeting: Greeting) -> None:
         """In the listener's thread: a new instance offers its help."""

@@ -30,7 +30,7 @@ from medusa_vllm.version import UNKNOWN_PARTS
 
 from ..forming import form
 from ..pace import Pace
-from ..plan import GroupPlan
+from ..plan import GroupPlan, PlanFile
 from ..wire.link import Link
 from .configuration import Share, layers_of, share
 
@@ -197,7 +197,8 @@ class Leader(VllmEngine):
 
     def _follow_plan(self) -> None:
         """In a thread of its own: when this node has the whole model, do what the group's file says."""
-        marked = False
+        assert self._settings.group is not None
+        file, marked = PlanFile(self._settings.group, self.plan), False
         while not self._closing.wait(_LOOK_S) and self._calls is not None:
             self._inbox.post(self._look)
             if self._region.progress().state != "done":
@@ -205,12 +206,7 @@ class Leader(VllmEngine):
             if not marked:
                 marked = True
                 self._timeline.mark("full")
-            try:
-                assert self._settings.group is not None
-                plan = GroupPlan.read(self._settings.group)
-            except MedusaError as error:
-                logger.warning("the group's file cannot be read any more: %s", error)
-                plan = self.plan
+            plan = file.look()
             if plan.then != "stay" and self._making is None:
                 keep = (plan.keep or plan.size) if plan.then == "up" else 1
                 self._making = threading.Thread(target=self._make_and_tell, args=(keep,), name="group-second")
