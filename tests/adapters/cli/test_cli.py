@@ -118,6 +118,17 @@ def test_a_port_of_the_gateway_is_five_digits_at_most(port: str) -> None:
     assert len(line) < 200
 
 
+def test_a_cluster_deploys_no_model_without_a_name_for_it(tmp_path: Path) -> None:
+    line = refused("cluster", "deploy", "m", "--model", "", "--dir", str(tmp_path))
+    assert "--model: expected a URL, or a checkpoint's folder that is there on every node, found ''" in line
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan"])
+def test_a_drain_waits_for_seconds(seconds: str, tmp_path: Path) -> None:
+    line = refused("cluster", "drain", "n1", f"--wait-s={seconds}", "--dir", str(tmp_path))
+    assert f"--wait-s: expected seconds, 0 or more, found {seconds} [" in line
+
+
 def test_without_a_command_the_help_is_shown() -> None:
     result = medusa()
     assert result.returncode == 2

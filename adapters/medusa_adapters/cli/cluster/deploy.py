@@ -39,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from medusa_cluster.deployment import Deployment
 
+    if not arguments.model:  # as a path it would be the current folder
+        raise ConfigError("--model: expected a URL, or a checkpoint's folder that is there on every node, found ''")
     url = absolute(arguments.model)
     if not scheme_of(url) and arguments.address is None and not os.path.exists(url):  # this machine is a node
         raise ConfigError(

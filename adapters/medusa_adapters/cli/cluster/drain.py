@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from medusa_runtime.errors import ClusterError, NoControllerError
+from medusa_runtime.errors import ClusterError, ConfigError, NoControllerError
 
 from .connection import add_connection, ask
 
@@ -23,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if not arguments.wait_s >= 0:  # nor nan
+        raise ConfigError(f"--wait-s: expected seconds, 0 or more, found {arguments.wait_s:g}")
     found = ask(arguments, "drain", {"node": arguments.node, "undo": arguments.undo, "drain_s": arguments.drain_s})
     deadline = time.monotonic() + (0 if arguments.undo else arguments.wait_s)
     while found["state"] not in ("drained", "lost") and time.monotonic() < deadline:
