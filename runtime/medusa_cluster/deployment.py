@@ -60,6 +60,9 @@ class Deployment:
             raise ConfigError(f"name: expected up to 64 letters, digits and . _ -, found {self.name!r}")
         if not isinstance(self.url, str) or not self.url:
             raise ConfigError(f"model: expected a checkpoint's URL or absolute path, found {self.url!r}")
+        if self.engine in GROUP_ENGINES.values():
+            whole = next(name for name, of_group in GROUP_ENGINES.items() if of_group == self.engine)
+            raise ConfigError(f"engine: expected {whole}, of whose workers a group is made, found {self.engine!r}")
         if not isinstance(self.engine, str) or not self.engine.isidentifier():
             raise ConfigError(f"engine: expected an engine's name such as torch, found {self.engine!r}")
         for name, count in (("min", self.min), ("max", self.max)):

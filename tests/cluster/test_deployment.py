@@ -36,3 +36,9 @@ def test_what_no_group_can_do_starts_as_one_instance(engine: str, settings: dict
 def test_an_slo_is_a_number_of_seconds(seconds: Any) -> None:
     with pytest.raises(ConfigError, match="ttft_slo_s: expected seconds above 0"):
         Deployment.from_json({"name": "m", "url": "/m", "ttft_slo_s": seconds})
+
+
+@pytest.mark.parametrize(("engine", "whole"), [("group", "torch"), ("vllm-group", "vllm")])
+def test_the_engine_of_a_groups_workers_is_no_engine_of_a_deployment(engine: str, whole: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine: expected {whole}, .* found '{engine}'"):
+        Deployment.from_json({"name": "m", "url": "/m", "engine": engine})
