@@ -5,16 +5,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import stat
 import struct
 import threading
 
 from ..errors import ForbiddenError
-from .local import LocalStore
+from .local import OPEN_FLAGS, LocalStore
 
 _SYS_OPENAT2 = 437  # openat2(2), the same number on every architecture; since Linux 5.6
 _NO_MAGIC_LINKS, _BENEATH = 0x02, 0x08
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
 class FolderStore(LocalStore):
@@ -43,10 +41,7 @@ class FolderStore(LocalStore):
         if fd is None:
             if self._confined:
                 raise ForbiddenError(f"{key} cannot be opened below a folder alone: this kernel has no openat2")
-            fd = os.open(key, _FLAGS, dir_fd=self._descriptor)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise ForbiddenError(f"{self._folder / key}: expected a regular file")
+            return os.open(key, OPEN_FLAGS, dir_fd=self._descriptor)
         return fd
 
     def close(self) -> None:
@@ -58,7 +53,7 @@ class FolderStore(LocalStore):
 
 def _openat2(folder: int, name: str, resolve: int) -> int | None:
     """The opened file; None where the kernel has no openat2. Raises OSError."""
-    how = struct.pack("QQQ", _FLAGS, 0, resolve)
+    how = struct.pack("QQQ", OPEN_FLAGS, 0, resolve)
     libc = ctypes.CDLL(None, use_errno=True)
     fd = libc.syscall(_SYS_OPENAT2, folder, os.fsencode(name), how, len(how))
     if fd >= 0:

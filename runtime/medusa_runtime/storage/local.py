@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ..errors import ForbiddenError, ObjectChangedError, ObjectNotFoundError, StorageError
 from .base import Advance, ObjectInfo, scheme_of
 
+OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # a FIFO without a writer is opened at once
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # of a model on huggingface.co: organisation/name
 
 
@@ -32,16 +34,20 @@ class LocalStore:
     def _open(self, key: str) -> int:
         path = self._folder / key
         try:
-            return self._open_file(key)
+            fd = self._open_file(key)
         except (FileNotFoundError, NotADirectoryError):
             raise ObjectNotFoundError(f"{path}: no such file") from None
         except PermissionError:
             raise ForbiddenError(f"{path} may not be read by user {os.getuid()}; change its permissions") from None
         except OSError as error:
             raise StorageError(f"{path} cannot be opened: {error.strerror}") from None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise ForbiddenError(f"{path}: expected a regular file")
+        return fd
 
     def _open_file(self, key: str) -> int:
-        return os.open(self._folder / key, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(self._folder / key, OPEN_FLAGS)
 
     def descriptor(self, key: str) -> int:
         """The object as an open file, which the caller closes."""

@@ -173,7 +173,7 @@ class PeerStore:
             return Progress(str(found["state"]), fetched_bytes, received_bytes)
         except WireError as error:
             raise StorageError(f"{self.name}: {error}") from None
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ArithmeticError, ValueError, KeyError, TypeError, RecursionError):
             raise StorageError(f"{self.name}: expected a region's progress, found {bytes(body[:40])!r}") from None
         finally:
             connection.close()
@@ -278,10 +278,6 @@ class PeerStore:
                     f"{self.name}: interrupted, because another request has brought this range"
                 ) from None
             raise StorageError(f"{self.name}: {error}") from None
-        except BaseException:
-            if not connection.reusable:
-                connection.close()
-            raise
         finally:
             self._pool.give_back(connection)
 

@@ -92,6 +92,16 @@ def test_a_silence_within_a_chunk_loses_no_bytes_over_tls(tmp_path: Path) -> Non
     assert data == DATA
 
 
+@pytest.mark.parametrize("number", ["Infinity", "1e999", "NaN", '"x"', "null", "[]"])
+def test_progress_that_is_no_number_is_an_error_of_the_peer(number: str) -> None:
+    body = f'{{"state": "fetching", "fetched_bytes": {number}}}'.encode()
+    with ScriptedServer(lambda _: answer(body)) as server:
+        store = PeerStore(server.url, "s3://bucket/model", ACCESS, None)
+        with pytest.raises(StorageError, match="expected a region's progress"):
+            store.progress()
+        store.close()
+
+
 @pytest.mark.parametrize("cut", [0, 10, 40, 48, 100, 348, 747])
 def test_what_is_cut_off_is_an_error_and_what_came_before_stays(cut: int) -> None:
     body = answer(frames()[:cut], length=framed_bytes(3, len(DATA)))

@@ -84,6 +84,15 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         store.stat("w")
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_in_a_folder_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ForbiddenError, match="expected a regular file"):
+        LocalStore(str(tmp_path)).read("config.json", 0, 1)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"")
     with pytest.raises(ObjectNotFoundError, match="expected a folder with a checkpoint, found a file"):
