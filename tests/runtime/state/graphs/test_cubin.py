@@ -43,7 +43,6 @@ def fat_cubins(data: bytes, arch: int = 90) -> Iterator[bytes]:
 
 def test_kernels_of_a_cubin(cubins: Path) -> None:
     cubin = parse_cubin((cubins / "toy_a.cubin").read_bytes())
-    assert cubin.arch == 90
     assert set(cubin.kernels) == {
         "wide", "add_bias", "cluster_scale", "add_checked", "embed", "scale", "gemv", RMS_NORM
     }  # fmt: skip
@@ -79,8 +78,8 @@ def test_cubins_in_a_fat_binary(cubins: Path) -> None:
         parse_cubin(data)
         for data in (*fat_cubins((cubins / "toy_packed.fatbin").read_bytes()), (cubins / "toy_a.cubin").read_bytes())
     )
-    assert {kernel.name: kernel.parameters for kernel in parsed.kernels.values()} == {
-        kernel.name: kernel.parameters for kernel in alone.kernels.values()
+    assert {name: kernel.parameters for name, kernel in parsed.kernels.items()} == {
+        name: kernel.parameters for name, kernel in alone.kernels.items()
     }
 
 
@@ -103,8 +102,8 @@ def test_the_kept_cubins_are_what_nvcc_makes(cubins: Path, tmp_path: Path) -> No
     source, made = cubins / "toy_b.cu", tmp_path / "toy_b.cubin"
     subprocess.run(["nvcc", "-arch=sm_90", "-O1", "-cubin", str(source), "-o", str(made)], check=True, timeout=240)
     fresh, kept = parse_cubin(made.read_bytes()), parse_cubin((cubins / "toy_b.cubin").read_bytes())
-    assert {kernel.name: kernel.parameters for kernel in fresh.kernels.values()} == {
-        kernel.name: kernel.parameters for kernel in kept.kernels.values()
+    assert {name: kernel.parameters for name, kernel in fresh.kernels.items()} == {
+        name: kernel.parameters for name, kernel in kept.kernels.items()
     }
 
 
@@ -119,5 +118,4 @@ def test_nvidias_own_libraries(tmp_path: Path) -> None:
         pytest.skip(f"{wheel} cannot be downloaded: {done.stderr.strip()[-200:]}")
     found = [parse_cubin(cubin) for path in tmp_path.rglob("lib*.so.*") for cubin in fat_cubins(path.read_bytes())]
     assert len(found) >= 10
-    assert {cubin.arch for cubin in found} == {90}
     assert sum(len(cubin.kernels) for cubin in found) >= 200

@@ -13,28 +13,25 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 _SYMTAB, _NOBITS = 2, 8
 _FUNC, _OBJECT = 2, 1
 _KERNEL = 0x10  # st_other of a __global__ function
-_PARAMETER, _REGISTERS, _CLUSTER = 0x17, 0x2F, 0x3D
+_PARAMETER, _REGISTERS = 0x17, 0x2F
 
 
 class CubinKernel(NamedTuple):
     """One kernel. ``parameters``: (offset, size) of each, in bytes; ``code``: digest of its instructions."""
 
-    name: str
     parameters: tuple[tuple[int, int], ...]
     registers: int
-    cluster: tuple[int, int, int] | None
     code: str
 
 
 class Cubin(NamedTuple):
     """The kernels of an image and the variables that it keeps in device memory.
 
-    ``arch``: 90 for sm_90. ``variables``: name → size, with those in constant memory. ``initial``: name → its bytes at
-    load, of the variables that have any. ``mutable_bytes``: how much of the variables is zero at load. If kernels write
-    there, two loaded copies of the image differ.
+    ``variables``: name → size, with those in constant memory. ``initial``: name → its bytes at load, of the variables
+    that have any. ``mutable_bytes``: how much of the variables is zero at load. If kernels write there, two loaded
+    copies of the image differ.
     """
 
-    arch: int
     kernels: dict[str, CubinKernel]
     variables: dict[str, int]
     initial: dict[str, bytes]
@@ -83,9 +80,6 @@ def _sections(data: bytes) -> list[_Section]:
 def _parse(data: bytes) -> Cubin:
     sections = _sections(data)
     by_name = {section.name: section for section in sections}
-    flags = struct.unpack_from("<I", data, 0x30)[0]
-    # CUDA 13 keeps the architecture one byte further up than before.
-    arch = flags >> 8 & 0xFF if data[8] >= 8 else flags & 0xFF
     registers = _registers(data, by_name.get(".nv.info"))
     kernels: dict[str, CubinKernel] = {}
     variables: dict[str, int] = {}
@@ -98,12 +92,12 @@ def _parse(data: bytes) -> Cubin:
             if sections[home].kind != _NOBITS:
                 initial[name] = data[sections[home].start + value :][:size]
         if info & 0xF == _FUNC and info >> 4 == 1 and other & _KERNEL:
-            parameters, cluster = _info(data, by_name.get(f".nv.info.{name}"))
+            parameters = _parameters(data, by_name.get(f".nv.info.{name}"))
             code = sections[home]
             digest = hashlib.sha256(data[code.start : code.start + code.size]).hexdigest()
-            kernels[name] = CubinKernel(name, parameters, registers.get(number, 0), cluster, digest)
+            kernels[name] = CubinKernel(parameters, registers.get(number, 0), digest)
     zeroed = by_name.get(".nv.global")
-    return Cubin(arch, kernels, variables, initial, zeroed.size if zeroed else 0)
+    return Cubin(kernels, variables, initial, zeroed.size if zeroed else 0)
 
 
 def _symbols(data: bytes, sections: list[_Section]) -> list[tuple[str, int, int, int, int, int]]:
@@ -134,18 +128,15 @@ def _records(data: bytes, section: _Section | None) -> list[tuple[int, int, int]
     return records
 
 
-def _info(data: bytes, section: _Section | None) -> tuple[tuple[tuple[int, int], ...], tuple[int, int, int] | None]:
+def _parameters(data: bytes, section: _Section | None) -> tuple[tuple[int, int], ...]:
     found: dict[int, tuple[int, int]] = {}
-    cluster = None
     for attribute, start, length in _records(data, section):
         if attribute == _PARAMETER and length >= 12:
             _, ordinal, offset, bits = struct.unpack_from("<IHHI", data, start)
             found[ordinal] = (offset, bits >> 18)
-        if attribute == _CLUSTER and length >= 12:
-            cluster = struct.unpack_from("<III", data, start)
     if sorted(found) != list(range(len(found))):
         raise ValueError(f"parameters {sorted(found)} of {section.name if section else ''}")
-    return tuple(found[ordinal] for ordinal in range(len(found))), cluster
+    return tuple(found[ordinal] for ordinal in range(len(found)))
 
 
 def _registers(data: bytes, section: _Section | None) -> dict[int, int]:
