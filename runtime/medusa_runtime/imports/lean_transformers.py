@@ -28,7 +28,7 @@ from .lazy_torch import is_lean
 
 logger = logging.getLogger(__name__)
 
-TESTED = ("5.23.",)
+TESTED = ("5.23.", "5.24.")
 _NAME = "transformers"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,4 +71,12 @@ def attend(
     return out[..., :size].unsqueeze(0), None
 
 
-__all__ = ["NAME", "STEP", "Step", "attend"]
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """The argument of a forward of transformers that takes its cache: ``cache`` since 5.24, before ``past_key_values``.
+
+    A class of a newer version that is given the older name warns.
+    """
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+
+
+__all__ = ["NAME", "STEP", "Step", "attend", "cache_argument"]

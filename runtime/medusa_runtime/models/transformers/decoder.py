@@ -14,7 +14,7 @@ from ...imports.lean_transformers import without_scripts
 from ...load.skeleton import skeleton
 from ..base import Attention, DecoderModel
 from .applier import TransformersApplier
-from .attention import NAME, STEP, Step, attend
+from .attention import NAME, STEP, Step, attend, cache_argument
 from .config import TransformersConfig, own_class, own_config
 from .faster import use_our_parts
 from .gathered import run_gathered
@@ -40,6 +40,7 @@ class TransformersDecoder(DecoderModel):
         accepted = inspect.signature(type(self.module).forward).parameters
         base = inspect.signature(type(self.module.base_model).forward).parameters
         self._takes_positions = "position_ids" in accepted or "position_ids" in base
+        self.cache_argument = cache_argument(type(self.module).forward)
         self._applier: TransformersApplier | None = None
         self._step = Step()
         self._step.kv_heads, self._step.head_dim = config.num_kv_heads, config.head_dim

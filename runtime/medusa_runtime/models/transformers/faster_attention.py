@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..layers.linear import Linear, project
-from .attention import STEP, Step
+from .attention import STEP, Step, cache_argument
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
@@ -51,18 +51,21 @@ def use_our_attention(part: Any, dtype: torch.dtype) -> None:
 
 @functools.cache
 def _faster(kind: Any) -> type:
+    cached = cache_argument(kind.forward)
+
     def forward(
         self: Any,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **more: Any,
     ) -> tuple[Tensor, None]:
         formula: _Formula = self.medusa_formula
         step: Step = getattr(self, STEP)
         rotated = position_embeddings is not None and _fits(position_embeddings[0], hidden_states.dtype, step)
-        if attention_mask is not None or past_key_values is not None or (formula.rotated and not rotated):
+        cache = more.pop("past_key_values", cache)
+        if attention_mask is not None or cache is not None or (formula.rotated and not rotated):
             return cast(
                 tuple[Tensor, None],
                 kind.forward(
@@ -70,7 +73,7 @@ def _faster(kind: Any) -> type:
                     hidden_states,
                     position_embeddings=position_embeddings,
                     attention_mask=attention_mask,
-                    past_key_values=past_key_values,
+                    **{cached: cache},
                     **more,
                 ),
             )
@@ -163,7 +166,7 @@ def _called(
     step.begin(cast(Any, recorder))
     stand_in = copy.copy(part)
     stand_in.__dict__ = {**part.__dict__, STEP: step, "_modules": {**part._modules, **modules}}
-    given = {"attention_mask": None, "past_key_values": None, "position_ids": torch.tensor([_POSITIONS])}
+    given = {"attention_mask": None, cache_argument(type(part).forward): None, "position_ids": torch.tensor([_POSITIONS])}
     try:
         found = type(part).forward(stand_in, x, position_embeddings=rotation, **given)
     except Exception:  # noqa: BLE001 - whatever a class wants that it was not given

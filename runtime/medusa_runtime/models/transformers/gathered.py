@@ -65,7 +65,8 @@ def _run_batch(model: TransformersDecoder, ids: Tensor, positions: Tensor, atten
                 # Whatever lies in the cache there must not be a NaN, which a mask would not hide.
                 pair.append((held if absent is None else held.masked_fill(absent, 0)).transpose(1, 2))
             cache.update(*pair, layer)
-    logits = model.call(ids, positions, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    past_tokens = {model.cache_argument: cache}
+    logits = model.call(ids, positions, attention_mask=mask, use_cache=True, logits_to_keep=1, **past_tokens)
     slots = torch.tensor([slot for span in spans for slot in span.sequence.slots(span.start, span.stop)])
     for layer in layers:
         held = cache.layers[layer]
