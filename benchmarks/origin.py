@@ -74,13 +74,13 @@ class Origin:
         self._stack.close()
 
     def connections(self) -> int | None:
-        """How many connections have carried an object's bytes so far; None where the server keeps no log."""
+        """Return how many connections have carried an object's bytes so far; None where the server keeps no log."""
         if self._log is None or not self._log.exists():
             return None
         return len({connection for connection, sent in self._sent() if sent > 1 << 20})
 
     def sent_bytes(self) -> int:
-        """What it has sent so far, of an origin that is ``counting``; an answer counts when it has ended."""
+        """Return what it has sent so far, of an origin that is ``counting``; an answer counts when it has ended."""
         return sum(sent for _, sent in self._sent())
 
     def _sent(self) -> list[tuple[str, int]]:

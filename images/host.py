@@ -166,7 +166,10 @@ def apt_mirrors(root: Path = Path("/etc/apt")) -> list[str]:
 
 
 def pip_settings() -> dict[str, str]:
-    """Where pip finds packages on this machine, by its files and environment; nothing where this Python has no pip."""
+    """Return where pip finds packages on this machine, by its files and environment;
+
+    nothing where this Python has no pip.
+    """
     # With `user` set `pip config list` shows nothing but the user's own file.
     environment = os.environ | {"PIP_USER": "0"}
     command = [sys.executable, "-m", "pip", "config", "list"]

@@ -129,7 +129,7 @@ class ClusterNode:
         return {"Authorization": f"Bearer {self.token_file.read_text()}", "Content-Type": "application/json"}
 
     def status_of(self, name: str) -> dict[str, Any]:
-        """What the controller says of a node; empty if it does not know it."""
+        """Return what the controller says of a node; empty if it does not know it."""
         return next((node for node in self.call("status")["nodes"] if node["name"] == name), {})
 
     def ready_instance(self, model: str) -> dict[str, Any] | None:

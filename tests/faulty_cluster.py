@@ -107,7 +107,7 @@ class FaultyCluster(LabCluster):
     """A cluster with eyes for its processes and its state."""
 
     def node(self, name: str) -> dict[str, Any]:
-        """What the status says of a node; a controller that has just begun does not know it yet."""
+        """Return what the status says of a node; a controller that has just begun does not know it yet."""
         unknown = {"name": name, "state": "unknown", "models": [], "instances": []}
         return next((node for node in self.status()["nodes"] if node["name"] == name), unknown)
 
@@ -115,7 +115,7 @@ class FaultyCluster(LabCluster):
         return next(model for model in self.status()["models"] if model["name"] == name)
 
     def copy(self, node: str, url: str) -> dict[str, Any] | None:
-        """What the status says of a model on a node."""
+        """Return what the status says of a model on a node."""
         return next((model for model in self.node(node)["models"] if model["url"] == url), None)
 
     def instances(self, state: str = "ready") -> list[str]:

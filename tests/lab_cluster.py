@@ -34,7 +34,7 @@ class ClusterWithRay(LabCluster):
     """A cluster as users start it."""
 
     def is_warm(self, node: str, engine: str = "torch") -> bool:
-        """Whether the node's agent has an idle process for this engine."""
+        """Return whether the node's agent has an idle process for this engine."""
         status = asyncio.run(call(self.lab.node_folder(node) / "control.sock", {"op": "status"}))
         return bool((status["agent"] or {}).get("engines", {}).get(engine, {}).get("warm"))
 
@@ -123,7 +123,7 @@ def until(condition: Callable[[], Any], shown: Callable[[], Any] = lambda: "") -
 
 
 def completion(url: str, seed: int | None = None, tokens: int = 24) -> str:
-    """What the gateway at ``url`` answers, greedily or with this seed."""
+    """Return what the gateway at ``url`` answers, greedily or with this seed."""
     asked: dict[str, Any] = {"model": "m", "prompt": "This function returns", "max_tokens": tokens, "ignore_eos": True}
     asked |= {"temperature": 0} if seed is None else {"temperature": 1.0, "seed": seed}
     request = urllib.request.Request(

@@ -72,7 +72,7 @@ class MemoryGroup:
         return ["sh", "-c", f'echo $$ > {self.folder}/cgroup.procs && exec "$@"', "sh"]
 
     def kills(self) -> int:
-        """How many of its processes the kernel has killed for want of memory, without those that used it up."""
+        """Return how many of its processes the kernel has killed for want of memory, without those that used it up."""
         return int(self._kills.read_text().split("oom_kill ")[1].split()[0]) - self._greedy_kills
 
     def shared_bytes(self) -> int:

@@ -179,7 +179,7 @@ class Model:
         assert bytes(region.shard(0)) == self.data
 
     def copies(self) -> float:
-        """What the origin has sent, in copies of the model."""
+        """Return what the origin has sent, in copies of the model."""
         return self.origin.sent_bytes() / len(self.data)
 
 

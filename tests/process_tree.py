@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def alive(pid: int) -> bool:
-    """Whether it runs: a zombie has ended."""
+    """Return whether it runs: a zombie has ended."""
     try:
         return _state_and_parent(pid)[0] != "Z"
     except OSError:

@@ -117,7 +117,7 @@ def meant(name: str, heavy: str) -> bool:
 
 
 def run(script: str, question: object) -> str:
-    """What the script had to complain about; warnings are errors there, too."""
+    """Return what the script had to complain about; warnings are errors there, too."""
     ran = subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
         input=json.dumps(question),

@@ -64,7 +64,7 @@ class _Limited(_Handler):
             start += os.sendfile(self.connection.fileno(), file.fileno(), start, count)
 
     def _left(self, within_s: float) -> bool:
-        """Whether the client closes the connection meanwhile; servers notice, and send nothing then."""
+        """Return whether the client closes the connection meanwhile; servers notice, and send nothing then."""
         deadline = time.monotonic() + within_s
         while (rest_s := deadline - time.monotonic()) > 0:
             if select.select([self.connection], [], [], rest_s)[0]:

@@ -62,7 +62,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def without(spans: Iterable[Span], holes: Iterable[Span]) -> list[Span]:
-    """What is left of ``spans`` outside ``holes``."""
+    """Return what is left of ``spans`` outside ``holes``."""
     left = list(spans)
     for start, end in holes:
         left = [

@@ -114,7 +114,7 @@ def _burst(cluster: LabCluster, nodes: int, expected: list[str]) -> _Burst:
 
 
 def _instances(cluster: LabCluster) -> int:
-    """How many instances are ready."""
+    """Return how many instances are ready."""
     model = next(model for model in cluster.status()["models"] if model["name"] == _NAME)
     return int(model["instances"])
 

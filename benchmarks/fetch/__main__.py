@@ -194,7 +194,10 @@ def _job_for(who: Contestant, job: Job) -> Job:
 
 
 def _verified(who: Contestant, job: Job, checkpoint: ServedCheckpoint) -> bool:
-    """Whether the client is there; its bytes are compared once, outside the timing. CorruptError if they are wrong."""
+    """Return whether the client is there;
+
+    its bytes are compared once, outside the timing. CorruptError if they are wrong.
+    """
     try:
         crc = who.sample(replace(_job_for(who, job), verify=True)).crc
     except MissingPackageError as error:

@@ -44,7 +44,7 @@ def _driver(machine: Machine) -> str:
 
 
 def _placement(machine: Machine) -> dict[str, object]:
-    """Whether memory can be mapped at the addresses that graphs are captured with."""
+    """Return whether memory can be mapped at the addresses that graphs are captured with."""
     from medusa_runtime.engine.gpu.graph_pool import OTHER_POOL_BASE, POOL_BASE
     from medusa_runtime.engine.gpu.placed_memory import BASE, OTHER_BASE, PlacedMemory
     from medusa_runtime.state.graphs.driver import CudaDriver
@@ -64,7 +64,7 @@ def _placement(machine: Machine) -> dict[str, object]:
 
 
 def _cupti(machine: Machine) -> dict[str, int]:
-    """How many kernel images CUPTI reports when a product is computed."""
+    """Return how many kernel images CUPTI reports when a product is computed."""
     from medusa_runtime.device.cupti import ModuleRecorder
 
     with ModuleRecorder() as recorder:
@@ -77,7 +77,7 @@ def _cupti(machine: Machine) -> dict[str, int]:
 
 
 def _register(machine: Machine) -> str:
-    """Whether a read-only mapping of a memfd can be registered."""
+    """Return whether a read-only mapping of a memfd can be registered."""
     import ctypes
     import mmap
 

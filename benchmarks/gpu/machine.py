@@ -30,7 +30,7 @@ class Machine(Protocol):
     def materialize(self, settings: Settings, folder: Path) -> Path | None: ...
 
     def summary(self, bundle: bytes) -> Mapping[str, object]:
-        """What a bundle contains, and what was refused for which reason."""
+        """Return what a bundle contains, and what was refused for which reason."""
 
     def without_images(self, bundle: bytes) -> bytes:
         """The same graphs without the kernels' images."""

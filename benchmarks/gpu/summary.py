@@ -65,7 +65,7 @@ def shapes(results: Results) -> list[str]:
 
 
 def _overlap(results: Results) -> list[str]:
-    """How much of making the context the imports hide (ParaServe §5), in the part that shows it best."""
+    """Return how much of making the context the imports hide (ParaServe §5), in the part that shows it best."""
     hidden = []
     for value in results.values():
         begin, end = value.get("start", {}).get("context", (0.0, 0.0))

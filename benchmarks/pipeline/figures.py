@@ -59,7 +59,7 @@ def paraserve_4(options: Options) -> Figure:
 
 
 def paraserve_7(options: Options) -> Figure:
-    """How many workers serve, as a group that becomes four instances, and as four that load first."""
+    """Return how many workers serve, as a group that becomes four instances, and as four that load first."""
     series: dict[str, list[tuple[float, float]]] = {}
     with Site(options.over(_LINK_BYTES_PER_S), _SIZE) as site:
         with Workers(site, [None] * _SIZE, [None] * _SIZE) as loading:

@@ -80,7 +80,7 @@ class Figure:
         return "\n".join([f"# {self.title}", "", *head, *rows, "", self.verdict(), "", self.why, ""])
 
     def verdict(self) -> str:
-        """How many numbers are in band, and how many orders are kept."""
+        """Return how many numbers are in band, and how many orders are kept."""
         judged = [line.in_band for line in self.lines if line.in_band is not None]
         found = [f"{sum(judged)} of {len(judged)} in band"] if judged else []
         if self.orders:

@@ -76,7 +76,7 @@ class _Entry:
 
 
 def _listed(results: Any, count: int) -> list[Any]:
-    """What the function returned, as a list. Raises what a generator raises, and TypeError or ValueError."""
+    """Return what the function returned, as a list. Raises what a generator raises, and TypeError or ValueError."""
     if isinstance(results, str | bytes | Mapping | Set) or not isinstance(results, Iterable):
         raise TypeError(f"@batch: expected a list of results, found {type(results).__name__}")
     listed = list(results)
@@ -142,7 +142,7 @@ class _Threads:
         return len(self._waiting) >= self._max_size or time.monotonic() - own.came >= self._max_wait_s
 
     def _left_s(self, own: _Entry) -> float | None:
-        """How long to wait at most; None where another thread will say."""
+        """Return how long to wait at most; None where another thread will say."""
         if self._running or self._waiting[0] is not own:
             return None
         return max(0.0, own.came + self._max_wait_s - time.monotonic())

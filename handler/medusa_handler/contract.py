@@ -46,7 +46,7 @@ class Headers(Mapping[str, str]):
 
 
 def json_fault(body: bytes, error: ValueError) -> str:
-    """What is wrong with a body that is not JSON."""
+    """Return what is wrong with a body that is not JSON."""
     if isinstance(error, UnicodeDecodeError):
         return f"bytes that are not UTF-8, the first at {error.start}"
     if not body.strip():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def routes_of(settings: Settings) -> tuple[bool, bool]:
-    """Whether the engine has an HTTP server of its own, and whether our routes may answer what they cover.
+    """Return whether the engine has an HTTP server of its own, and whether our routes may answer what they cover.
 
     Raises ConfigError for flags of that server which cannot be used.
     """

@@ -89,7 +89,7 @@ class OutOfMemory:
         return "memory ran out" + (f", the limit is {limit / 1e9:.2f} GB" if limit else "")
 
     def how(self, status: int) -> str:
-        """How a process ended, in words, by its exit status, or minus the number of the signal that killed it."""
+        """Say how a process ended, from its exit status or minus the number of the signal that killed it."""
         if status >= 0:
             return f"exit status {status}"
         how = f"killed by {signal_name(-status)}"

@@ -180,7 +180,7 @@ class Watchdog:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process has been stopped (SIGSTOP), and so does nothing; false of one that only waits."""
+    """Return whether a process has been stopped (SIGSTOP), and so does nothing; false of one that only waits."""
     stat = _stat(pid)
     return stat is not None and stat[0] == b"T"
 
@@ -191,7 +191,7 @@ def _stat(pid: int) -> list[bytes] | None:
 
 
 def _wants_cpu(pid: int) -> bool:
-    """Whether any of its threads is running or waits for a CPU."""
+    """Return whether any of its threads is running or waits for a CPU."""
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
     except OSError:

@@ -75,7 +75,7 @@ def engine_kind(name: str) -> EngineKind:
 
 
 def is_remote(name: str) -> bool:
-    """Whether the weights of this engine are elsewhere, so that none are fetched."""
+    """Return whether the weights of this engine are elsewhere, so that none are fetched."""
     return name in _KINDS and bool(_KINDS[name].fetch)
 
 

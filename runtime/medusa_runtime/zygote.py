@@ -172,7 +172,7 @@ _MEANINGS = {
 
 
 def _said_anything(pipe: int) -> bool:
-    """Whether a byte was written into a pipe whose writer has ended. Closes the pipe."""
+    """Return whether a byte was written into a pipe whose writer has ended. Closes the pipe."""
     os.set_blocking(pipe, False)  # what the writer has forked may still hold its end
     try:
         return bool(os.read(pipe, 1))

@@ -52,7 +52,7 @@ def configure(
 def _arguments(
     files: TokenizerFolder, region: Region, settings: Settings, timeline: Timeline, compiled: CompiledStart
 ) -> dict[str, Any]:
-    """What the user's flags of ``vllm serve`` say stands above our settings, and below what a region needs."""
+    """Return what the user's flags of ``vllm serve`` say stands above our settings, and below what a region needs."""
     from vllm.platforms import current_platform
 
     from .flags import MEDIA_DOMAINS, words

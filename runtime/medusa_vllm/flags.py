@@ -101,7 +101,7 @@ def refuse_medusas_own(names: Iterable[str]) -> None:
 
 
 def names_media_domains(found: list[str]) -> bool:
-    """Whether the flags say which hosts media may be read from."""
+    """Return whether the flags say which hosts media may be read from."""
     return "allowed-media-domains" in _names(found)
 
 
@@ -119,7 +119,7 @@ def adapters(settings: Settings) -> dict[str, str]:
 
 
 def light_routes_suffice(settings: Settings) -> bool:
-    """Whether our own routes may answer what they fully cover, as no flag asks vLLM to answer differently."""
+    """Return whether our own routes may answer what they fully cover, as no flag asks vLLM to answer differently."""
     return set(_names(words(settings))) <= _WITHOUT_EFFECT_ON_ANSWERS
 
 

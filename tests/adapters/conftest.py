@@ -49,7 +49,7 @@ class Instance(ServedInstance):
         return self.exchange(method, path, sent, {name.replace("_", "-"): value for name, value in headers.items()})
 
     def raw(self, text: bytes) -> bytes:
-        """What comes back for these bytes, up to the end of the connection."""
+        """Return what comes back for these bytes, up to the end of the connection."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=240) as connection:
             connection.sendall(text)
             answer = b""

@@ -82,7 +82,7 @@ class Limited:
         return asyncio.run(call(self.nodes[name].folder / "control.sock", {"op": operation} | arguments))
 
     def model(self, name: str) -> dict[str, Any]:
-        """What a node has of the one model."""
+        """Return what a node has of the one model."""
         return next(iter(self.ask(name, "status")["models"]), {"state": "absent", "fetched_bytes": 0})
 
     def instances(self) -> list[str]:
@@ -96,7 +96,7 @@ class Limited:
         return next((pid for pid, name in self.nodes[node].processes().items() if name.startswith(victim)), None)
 
     def alive(self) -> bool:
-        """Whether all nodes are, and what their agents keep ready is there."""
+        """Return whether all nodes are, and what their agents keep ready is there."""
         states = {node["name"]: node["state"] for node in self.call("status")["nodes"]}
         ready = [{"torch-zygote", "engine", "spare"} <= set(node.processes().values()) for node in self.nodes.values()]
         return states == dict.fromkeys(self.nodes, "alive") and all(ready)
@@ -115,7 +115,7 @@ class Limited:
         return bool(self.model(name)["state"] == "absent")
 
     def held(self, name: str) -> dict[str, Any]:
-        """What processes a node has, how many files its server and its agent have open, and its shared memory."""
+        """Return a node's processes, its shared memory, and how many files its server and agent have open."""
         server, processes = self.pid(SERVER, name), self.nodes[name].processes()
         (agent,) = [pid for pid in children(server or 0) if b"node\0--socket" in command_line(pid)]
         files = [file for pid in (server, agent) for file in open_files(pid)]
@@ -240,7 +240,7 @@ def reach(limited: Limited, phase: str, asking: Asking) -> str:
 
 
 def from_peers(model: dict[str, Any]) -> int:
-    """How many bytes of a model have come from other nodes."""
+    """Return how many bytes of a model have come from other nodes."""
     return sum(count for source, count in model["received_bytes"].items() if source != ORIGIN)
 
 
@@ -303,6 +303,9 @@ def lose(limited: Limited, victim: str, phase: str, asking: Asking) -> str:
 
 
 def at_most(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether no more is held than before: but for some connections that are kept, and Ray's own shared memory."""
+    """Return whether no more is held than before:
+
+    but for some connections that are kept, and Ray's own shared memory.
+    """
     less = all(now[name] <= before[name] + margin for name, margin in MARGINS.items())
     return bool(now["processes"] == before["processes"] and less)

@@ -139,7 +139,7 @@ def node(shared: Any) -> Any:
 
 
 def taken(node: Any) -> int:
-    """How many engines functions have taken so far."""
+    """Return how many engines functions have taken so far."""
     return int(node.status()["engines"]["torch"]["taken"])
 
 

@@ -204,7 +204,7 @@ def answers(started: Started, count: int, meanwhile: Callable[[], object] = lamb
 
 
 def alone(checkpoint: str, folder: Path, count: int) -> Any:
-    """What one instance answers."""
+    """Return what one instance answers."""
     started = Started("alone", folder, model=checkpoint)
     try:
         started.client.wait_ready(PATIENCE_S)

@@ -53,7 +53,7 @@ def ours(checkpoint: str, kernels: str) -> dict[str, Any]:
 
 
 def shared_bytes(engine: Any, region: Region) -> int:
-    """How many bytes of the weights that products use lie in the checkpoint's mapped files."""
+    """Return how many bytes of the weights that products use lie in the checkpoint's mapped files."""
     worker = engine._core.model_executor.driver_worker.worker
     total = 0
     with open("/proc/self/maps") as maps:

@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def received(cluster: ClusterWithoutRay, node: str) -> dict[str, int]:
-    """How many bytes of the model came to a node from where."""
+    """Return how many bytes of the model came to a node from where."""
     (found,) = (one for one in cluster.status()["nodes"] if one["name"] == node)
     return next((dict(model["received_bytes"]) for model in found["models"]), {})
 

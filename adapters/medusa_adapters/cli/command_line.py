@@ -129,7 +129,7 @@ def _drop_output() -> None:
 
 
 def _logs_itself(arguments: argparse.Namespace) -> bool:
-    """Whether this command sets up its logging itself."""
+    """Return whether this command sets up its logging itself."""
     return str(arguments.module) in ("medusa_adapters.cli.serve", "medusa_adapters.cli.node")
 
 

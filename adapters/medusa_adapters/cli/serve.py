@@ -115,7 +115,7 @@ def settle(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
 
 
 def _is_host(name: str, environ: Mapping[str, str]) -> bool:
-    """Whether models are loaded by request, so that none need be given now."""
+    """Return whether models are loaded by request, so that none need be given now."""
     if name != "sagemaker":
         return False
     from ..platforms import sagemaker

@@ -25,7 +25,10 @@ def kubectl(*command: str, stdin: str | None = None) -> str:
 def run_client(
     command: Sequence[str], *, timeout_s: float, stdin: str | None = None, folder: Path | None = None
 ) -> str:
-    """What the command printed. DeployError when it is not installed, fails (with what it said), or does not end."""
+    """Return what the command printed.
+
+    DeployError when it is not installed, fails (with what it said), or does not end.
+    """
     shown = " ".join(command)
     try:
         done = subprocess.run(

@@ -77,7 +77,7 @@ def described(
 
 
 def comments(scaling: deployment.Scaling) -> list[str]:
-    """What the autoscaler needs in the cluster."""
+    """Return what the autoscaler needs in the cluster."""
     return {
         "hpa": ["The HorizontalPodAutoscaler needs the cluster's metrics-server."],
         "keda": ["The ScaledObject needs KEDA (https://keda.sh), and Prometheus to scrape the instances' /metrics."],

@@ -107,7 +107,7 @@ def render_text(stages: Sequence[Stage], width: int = 100) -> str:
 
 
 def _idle_after(stages: Sequence[Stage], ready: int, token: int) -> bool:
-    """Whether the instance, once ready, had nothing to do for a while: no stage ran across or soon after."""
+    """Return whether the instance, once ready, had nothing to do for a while: no stage ran across or soon after."""
     following = [stage.start_ns for stage in stages if stage.end_ns > max(ready, stage.start_ns)]
     return token > ready + _IDLE_NS and min(following, default=token) > ready + _IDLE_NS
 

@@ -85,7 +85,7 @@ def edges(driver: CudaDriver, graph: int) -> list[list[Any]]:
 
 
 def differences(driver: CudaDriver, captured: int, made: int, images: ImageStore) -> list[str]:
-    """What a graph that was made says otherwise than the captured one, beside handles and images."""
+    """Return what a graph that was made says otherwise than the captured one, beside handles and images."""
     found = []
     try:
         if edges(driver, captured) != edges(driver, made):
@@ -106,7 +106,7 @@ def parameters(graph: GraphBlueprint, blueprints: Blueprints) -> list[str]:
 
 
 def words(one: Sequence[str], other: Sequence[str]) -> int:
-    """How many words of eight bytes differ between two captures' parameters."""
+    """Return how many words of eight bytes differ between two captures' parameters."""
     return sum(
         a[at : at + 16] != b[at : at + 16] for a, b in zip(one, other, strict=False) for at in range(0, len(a), 16)
     )

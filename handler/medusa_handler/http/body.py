@@ -43,7 +43,7 @@ def read_body() -> bytes:
 
 
 def _is_there() -> bool:
-    """Whether the whole body arrived before the request began."""
+    """Return whether the whole body arrived before the request began."""
     headers = request.headers
     return (request.content_length or 0) <= SMALL_BODY_BYTES and not (
         "Transfer-Encoding" in headers or "Expect" in headers
@@ -51,7 +51,7 @@ def _is_there() -> bool:
 
 
 def _is_too_large() -> bool:
-    """Whether reading raises at once."""
+    """Return whether reading raises at once."""
     most = request.max_content_length
     return most is not None and (request.content_length or 0) > most
 

@@ -137,7 +137,7 @@ class Grant:
         self._room_bytes: int | None = None  # None: the size is known, and granted
 
     def is_slow(self, age_s: float) -> bool:
-        """Whether so little has come in ``age_s`` seconds that the client may lose its place."""
+        """Return whether so little has come in ``age_s`` seconds that the client may lose its place."""
         return age_s > _GRACE_S and self.received_bytes < age_s * _SLOW_BYTES_PER_S
 
     def begin(self, size_bytes: int | None) -> None:

@@ -76,7 +76,7 @@ class Adapters:
         return name in self._entries
 
     def urls(self) -> dict[str, str]:
-        """Where each adapter lies, by its name."""
+        """Return where each adapter lies, by its name."""
         with self._changed:
             return {name: entry.url for name, entry in self._entries.items()}
 

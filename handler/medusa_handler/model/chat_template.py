@@ -38,7 +38,7 @@ class ChatTemplate:
         return "\n".join(self._sources.values())
 
     def takes(self, name: str) -> bool:
-        """Whether a template mentions the variable ``name``; what none mentions would not reach the model."""
+        """Return whether a template mentions the variable ``name``; what none mentions would not reach the model."""
         return re.search(rf"\b{name}\b", self.source) is not None
 
     def render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:

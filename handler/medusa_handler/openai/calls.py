@@ -199,7 +199,7 @@ def _names(asked: Form | None) -> dict[str, str]:
 
 
 def _usage(body: Body) -> tuple[bool, bool]:
-    """Whether a stream ends with the usage, and whether each of its chunks has what there is of it."""
+    """Return whether a stream ends with the usage, and whether each of its chunks has what there is of it."""
     options: Any = body.get("stream_options")
     if options is None:
         return False, False

@@ -58,7 +58,7 @@ def engine_routes(service: Service, work: Work) -> Blueprint:
 
 
 def _describe(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
-    """What the engine says of itself, and the checkpoint's small files."""
+    """Return what the engine says of itself, and the checkpoint's small files."""
     check_model(service, body)
     assert service.engine is not None
     look = service.model.watch(gone)

@@ -91,7 +91,7 @@ def _correct(req: Any) -> None:
 
 
 def _has_more(req: Any) -> bool:
-    """Whether the client still owes a large part of a body that nobody has read.
+    """Return whether the client still owes a large part of a body that nobody has read.
 
     gunicorn would wait five seconds for it in this thread, to use the connection again.
     """
@@ -207,7 +207,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             super().enqueue_req(conn)
 
     def _is_whole(self, conn: Any) -> bool:
-        """Whether the connection's next request has arrived; else the poller is quiet until more has come."""
+        """Return whether the connection's next request has arrived; else the poller is quiet until more has come."""
         if not hasattr(conn, "incoming"):
             conn.incoming = Incoming(conn.sock)
         seen = conn.incoming.seen

@@ -40,7 +40,7 @@ class Tokens:
         return self._path is not None or bool(self._own)
 
     def accept(self, header: str) -> bool:
-        """Whether an Authorization header bears one of the tokens."""
+        """Return whether an Authorization header bears one of the tokens."""
         import hmac  # with OpenSSL: 3 ms, and most servers want no token
 
         scheme, _, given = header.partition(" ")

@@ -154,7 +154,7 @@ def _of_request(answer: Answer, trace: str, span: str, parent: str) -> _Noted:
 
 
 def _exporter(name: str) -> Callable[[list[_Noted]], None]:
-    """What sends spans to where OTEL_EXPORTER_OTLP_ENDPOINT says. Imports OpenTelemetry."""
+    """Return what sends spans to where OTEL_EXPORTER_OTLP_ENDPOINT says. Imports OpenTelemetry."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan

@@ -88,7 +88,7 @@ def _judge_chunks(data: bytes, start: int) -> Judgement:
 
 
 def _missing_line(data: bytes, at: int) -> int:
-    """How many more bytes it takes at least until the line of the chunk that begins ``at`` is complete, or wrong."""
+    """Return how many more bytes the line of the chunk that begins ``at`` needs at least, to be complete or wrong."""
     ending = data.endswith(b"\r", at)
     right = _CHUNK.fullmatch(data, at, len(data) - ending) is not None
     return 2 + right - ending

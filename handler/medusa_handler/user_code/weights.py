@@ -98,7 +98,7 @@ class Weights:
         return region.file(name)
 
     def progress(self) -> Progress:
-        """How much of the checkpoint has been fetched."""
+        """Return how much of the checkpoint has been fetched."""
         return self._region().progress()
 
     def close(self) -> None:

@@ -216,7 +216,7 @@ class Cluster:
         self._tick_took_s = time.monotonic() - now
 
     def _knows_enough(self) -> bool:
-        """Whether the nodes have said what runs on them, so that nothing is started twice after a restart."""
+        """Return whether the nodes have said what runs on them, so that nothing is started twice after a restart."""
         if not self._recovered:
             late = time.monotonic() - self._began > _RECOVERS_WITHIN_S
             known = all(node.status and node.reached for node in self.nodes.values())
@@ -249,7 +249,7 @@ class Cluster:
                 self.tell("node-drained", f"the node {name} has nothing left that others need", node=name)
 
     def is_drained(self, name: str) -> bool:
-        """Whether a draining node runs no instance and holds no deployed model's last complete copy."""
+        """Return whether a draining node runs no instance and holds no deployed model's last complete copy."""
         if any(item.node == name for item in self.instances.values()):
             return False
         others = [node for node in self.nodes.values() if node.name not in self.leaving() and node.lost_at is None]
@@ -438,7 +438,7 @@ class Cluster:
 
 
 def _drain_s(arguments: Mapping[str, Any]) -> float | None:
-    """How long requests may go on on a node that drains; None: as long as on any. Raises ConfigError."""
+    """Return how long requests may go on on a node that drains; None: as long as on any. Raises ConfigError."""
     if arguments.get("drain_s") is None:
         return None
     drain_s = float(arguments["drain_s"])

@@ -90,7 +90,7 @@ class Execution:
                     known.role = decision.role
 
     def may_start(self, decision: StartInstance) -> bool:
-        """Whether it is new, and its model's last start has not just failed."""
+        """Return whether it is new, and its model's last start has not just failed."""
         cluster = self._cluster
         _, not_before = self._failures.get(decision.model, (0, 0.0))
         unknown = decision.model not in cluster.deployments or decision.node not in cluster.nodes
@@ -136,7 +136,7 @@ class Execution:
         cluster.publish()
 
     def is_wanted(self, known: KnownInstance) -> bool:
-        """Whether the instance is still to start: nothing has ended it since its start was decided."""
+        """Return whether the instance is still to start: nothing has ended it since its start was decided."""
         return self._cluster.instances.get(known.id) is known and known.state != "draining"
 
     def failed(self, instance_id: str) -> bool:
@@ -190,7 +190,7 @@ class Execution:
             self._begin_stop(StopInstance(known.id, known.node, reason=reason))
 
     def stopped(self, instance_id: str) -> bool:
-        """Whether it has ended on our order: a status that was made before may still show it."""
+        """Return whether it has ended on our order: a status that was made before may still show it."""
         return instance_id in self._stopped
 
     def busy_with(self, instance_id: str) -> bool:

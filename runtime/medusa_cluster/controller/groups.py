@@ -181,13 +181,13 @@ class Groups:
         return next((item for item in found if item.group == group and item.rank == 0), None)
 
     def _shown_leaders(self) -> dict[str, Mapping[str, Any]]:
-        """What nodes show of the groups whose leaders they run, by the group's id."""
+        """Return what nodes show of the groups whose leaders they run, by the group's id."""
         nodes = [node for node in self._cluster.nodes.values() if node.lost_at is None]
         shown = [item["group"] for node in nodes for item in node.status.get("instances", ()) if item.get("group")]
         return {str(found["id"]): found for found in shown if found["rank"] == 0}
 
     def _is_complete(self, leader: KnownInstance) -> bool:
-        """Whether the leader's node has all of the model, so that it can be an instance."""
+        """Return whether the leader's node has all of the model, so that it can be an instance."""
         node, deployment = self._cluster.nodes.get(leader.node), self._cluster.deployments.get(leader.model)
         if node is None or deployment is None:
             return False

@@ -97,7 +97,10 @@ class Models:
         return len(known.bytes.layers)
 
     def scales_live(self, deployment: Deployment, now: float) -> bool:
-        """Whether its instances may help one another. A failed start of such an instance forbids it for a while."""
+        """Return whether its instances may help one another.
+
+        A failed start of such an instance forbids it for a while.
+        """
         known = self._known.get(deployment.url)
         avoided = known is not None and now < known.avoided_until
         return deployment.live_scaling and not self._devices and not avoided
@@ -158,7 +161,10 @@ class Models:
         return [{name: start[name] for name in shown if name in start} for start in found]
 
     def learned(self, url: str) -> dict[str, float]:
-        """What predictions of the next start use, by ParaServe's names, in seconds; nothing for an unknown model."""
+        """Return what predictions of the next start use, by ParaServe's names, in seconds;
+
+        nothing for an unknown model.
+        """
         times, hop_s = self.times(url), self.hop_s(url)
         if times is None:
             return {}

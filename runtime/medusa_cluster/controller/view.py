@@ -54,7 +54,7 @@ class Loads:
 def policy_state(
     cluster: Cluster, fetches: Iterable[KnownFetch], loads: Mapping[str, policy.Load]
 ) -> policy.ClusterState:
-    """What the policy decides from. Instances and fetches that no node has confirmed yet are in it, too."""
+    """Return what the policy decides from. Instances and fetches that no node has confirmed yet are in it, too."""
     instances: dict[str, list[KnownInstance]] = {}
     for item in cluster.instances.values():
         instances.setdefault(item.node, []).append(item)

@@ -91,7 +91,7 @@ def _seeded_frame(body: dict[str, Any]) -> bytes:
 
 
 def _sequences(body: dict[str, Any]) -> float:
-    """How many sequences a request has; instances say what is wrong with it."""
+    """Return how many sequences a request has; instances say what is wrong with it."""
     count = 1
     for name in ("n", "best_of"):
         value = body.get(name)

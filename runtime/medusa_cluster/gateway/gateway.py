@@ -81,7 +81,7 @@ class Gateway:
         self.metrics.forget(set(routes.models))
 
     def loads(self) -> Loads:
-        """What each model has to do here, for the controller."""
+        """Return what each model has to do here, for the controller."""
         gauges = self.dispatch.gauges()
         return {
             name: {

@@ -113,7 +113,7 @@ class Health:
             scope.reschedule(asyncio.get_running_loop().time())
 
     async def _answers(self, instance: Instance) -> bool:
-        """Whether the instance's own processes say that they run. One that is still starting does."""
+        """Return whether the instance's own processes say that they run. One that is still starting does."""
         try:
             async with self._session.get(
                 f"{instance.url}/readyz", headers=self._headers, timeout=aiohttp.ClientTimeout(total=_PROBE_S)

@@ -68,7 +68,7 @@ class Consolidation:
             self._fetch({one: blocks_for(one.computed) for one in running})
 
     def held_tokens(self, sequence: Sequence) -> int:
-        """How many of a sequence's tokens have all their keys and values here."""
+        """Return how many of a sequence's tokens have all their keys and values here."""
         return self._count(sequence) * BLOCK_TOKENS
 
     def detail(self) -> dict[str, Any]:

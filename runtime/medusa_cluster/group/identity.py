@@ -32,7 +32,7 @@ _EQUAL = {
 
 
 def identity_of(region: Region, config: ModelConfig, dtype: torch.dtype, *, size: int) -> dict[str, Any]:
-    """What a worker shows of itself in its greeting."""
+    """Return what a worker shows of itself in its greeting."""
     return {
         "model": model_digest(region.wait_index()),
         "dtype": str(dtype).removeprefix("torch."),
@@ -44,7 +44,7 @@ def identity_of(region: Region, config: ModelConfig, dtype: torch.dtype, *, size
 
 
 def disagreement(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    """What two workers would have to have in common and do not, in words."""
+    """Return what two workers would have to have in common and do not, in words."""
     for name, wanted in _EQUAL.items():
         if ours.get(name) != theirs.get(name):
             return f"all workers of a group need {wanted}; found {ours.get(name)!r} and {theirs.get(name)!r}"
@@ -52,7 +52,7 @@ def disagreement(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
 
 
 def model_digest(index: WeightIndex) -> str:
-    """What tells two models apart, whatever their order and wherever their files lie."""
+    """Return what tells two models apart, whatever their order and wherever their files lie."""
     digest = blake2b(digest_size=16)
     for name in sorted(index.tensors):
         digest.update(repr((name, *index.tensors[name])).encode())

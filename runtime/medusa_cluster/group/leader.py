@@ -185,7 +185,10 @@ class Leader(Member):
         return bool(spans)
 
     def _allowed(self, spans: list[Span]) -> dict[Sequence, bytes]:
-        """Which tokens may come next, for sequences that follow a grammar. Ends those that get no further token."""
+        """Return which tokens may come next, for sequences that follow a grammar.
+
+        Ends those that get no further token.
+        """
         following = [
             sequence
             for sequence, _, stop in spans
@@ -287,7 +290,7 @@ class Leader(Member):
         self._move.begin(self._scheduler.running, self._settled)
 
     def _settled(self, sequence: Sequence) -> int:
-        """How many tokens of a sequence have keys and values in every worker."""
+        """Return how many tokens of a sequence have keys and values in every worker."""
         for flight in self._flights.values():
             for span in flight.spans:
                 if span.sequence is sequence:

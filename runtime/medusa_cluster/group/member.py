@@ -48,7 +48,7 @@ class Member(TorchEngine):
         return self._loader.applied
 
     def identity(self) -> dict[str, Any]:
-        """What the leader compares before it lets a worker take part."""
+        """Return what the leader compares before it lets a worker take part."""
         return {
             **identity_of(self._region, self._model.config, self._dtype, size=self.plan.size),
             "layers": [self.layers.start, self.layers.stop],

@@ -140,7 +140,7 @@ def has_prompts(spans: list[Span]) -> bool:
 
 
 def ending(values: dict[str, Any], spans: list[Span]) -> list[int]:
-    """Which of the spans get a token in this step."""
+    """Return which of the spans get a token in this step."""
     return [place for place in range(len(spans)) if values["spans"][place].get("ends")]
 
 

@@ -136,7 +136,7 @@ class LabCluster:
         return self.call("status")
 
     def log(self, node: str) -> Path:
-        """What the node's server has printed. Its processes' own logs are in the node's folder."""
+        """Return what the node's server has printed. Its processes' own logs are in the node's folder."""
         return self.lab.node_folder(SWITCH) / f"{node}.log"
 
     def _medusa(self, node: str, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:

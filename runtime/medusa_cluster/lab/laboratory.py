@@ -146,7 +146,7 @@ class Laboratory:
         self._network.restore(node)
 
     def sent_bytes(self, node: str) -> int:
-        """What the node has sent since it was started, headers included."""
+        """Return what the node has sent since it was started, headers included."""
         return self._counted(node, 8)
 
     def received_bytes(self, node: str) -> int:

@@ -74,7 +74,7 @@ class Agent:
         logger.error("the node agent ended (%s): %s; starting it again", child.how, last)
 
     async def status(self) -> dict[str, Any]:
-        """What the agent holds; the last that was known while it does not answer."""
+        """Return what the agent holds; the last that was known while it does not answer."""
         asking = self._asking
         if asking is None or asking.done():
             asking = self._asking = asyncio.create_task(self._ask_status())

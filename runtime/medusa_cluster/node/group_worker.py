@@ -50,7 +50,7 @@ class GroupWorker:
         return (self.plan.rank == 0) == (self.plan.mode == "pipeline")
 
     def status(self, state: str) -> dict[str, Any]:
-        """What the node's status says of it. ``state``: what its timeline has told, where it is followed."""
+        """Return what the node's status says of it. ``state``: what its timeline has told, where it is followed."""
         plan = self.plan
         if plan.mode != "pipeline":
             return {"helping": state == "serving"} if plan.rank else {}

@@ -100,7 +100,7 @@ class Listener:
             return web.json_response(error_answer(error), status=status_of(error))
 
     def _joining(self) -> dict[str, Any]:
-        """What a node needs to know before it starts Ray's processes."""
+        """Return what a node needs to know before it starts Ray's processes."""
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         return {"ray": f"{host}:{self._settings.ray_port}", "head": self._settings.name}
 

@@ -75,7 +75,7 @@ class NodeServerSettings:
         return f"{self.scheme}://{self.address}"
 
     def access(self) -> PeerAccess:
-        """What nodes show each other. Raises ConfigError for a bad token or certificate."""
+        """Return what nodes show each other. Raises ConfigError for a bad token or certificate."""
         files = () if self.tls is None else (str(self.tls.authority), str(self.tls.certificate), str(self.tls.key))
         return PeerAccess.of(str(self.token_file), *files)
 

@@ -65,7 +65,7 @@ class Starts:
 
 
 def summary(stages: Sequence[Mapping[str, Any]], asked_ns: int | None) -> dict[str, float] | None:
-    """What a start took, in seconds, by its instance's own stages; None before its first token.
+    """Return what a start took, in seconds, by its instance's own stages; None before its first token.
 
     ``asked_ns``: when the first request came. ``ttft_s`` is 0 where that was after it could have been computed, so that
     the first token came late for want of a request. ``begins_s``: until the engine could compute, or for a group's

@@ -69,7 +69,7 @@ class Turn:
                 self._changed.notify_all()
 
     def is_first(self, answer: object) -> bool:
-        """Whether this answer is the oldest one under way, whose chunk is to be sent next."""
+        """Return whether this answer is the oldest one under way, whose chunk is to be sent next."""
         with self._changed:
             return self._answers[0] is answer
 

@@ -87,7 +87,7 @@ class AdapterConfig:
         return int(_value(self.ranks, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """What the product of the matrices of a module is multiplied by."""
+        """Return what the product of the matrices of a module is multiplied by."""
         rank = self.rank_of(module)
         return _value(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.by_root else rank)
 

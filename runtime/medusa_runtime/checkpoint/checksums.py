@@ -52,9 +52,9 @@ class Checksums:
             logger.warning("checksums are not verified: pip install %s", packages)
 
     def fits(self, chunk_bytes: int, count: int) -> bool:
-        """Whether these are the checksums of a region of ``count`` chunks of ``chunk_bytes``."""
+        """Return whether these are the checksums of a region of ``count`` chunks of ``chunk_bytes``."""
         return self.chunk_bytes == chunk_bytes and len(self.values) == count
 
     def right(self, chunk: int, data: memoryview) -> bool:
-        """Whether a chunk's checksum is right; true also when nothing here can compute the algorithm."""
+        """Return whether a chunk's checksum is right; true also when nothing here can compute the algorithm."""
         return self._function is None or self._function(data) == self.values[chunk]

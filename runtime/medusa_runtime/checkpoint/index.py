@@ -154,7 +154,10 @@ def _entry(
 
 
 def _fits(shards: Sequence[Shard], tensors: Sequence[TensorEntry]) -> bool:
-    """Whether these are shards and tensors, and each tensor lies in its shard. May raise TypeError or ValueError."""
+    """Return whether these are shards and tensors, and each tensor lies in its shard.
+
+    May raise TypeError or ValueError.
+    """
     texts = chain.from_iterable((shard.name, shard.version or "", shard.path or "") for shard in shards)
     numbers = [number for shard in shards for number in (shard.size_bytes, shard.data_start, shard.offset)]
     for entry in tensors:

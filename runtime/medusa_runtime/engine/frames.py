@@ -179,7 +179,7 @@ def delta_from_frame(frame: Frame) -> Delta:
 
 
 def info_from_frame(frame: Frame) -> EngineInfo:
-    """What a hello frame says of the engine. EngineError when it says nothing of the kind."""
+    """Return what a hello frame says of the engine. EngineError when it says nothing of the kind."""
     try:
         return EngineInfo(**{**frame["info"], "eos_token_ids": tuple(frame["info"]["eos_token_ids"])})
     except _UNREADABLE as error:

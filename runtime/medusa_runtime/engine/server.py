@@ -28,7 +28,10 @@ _ADAPTER_FILES = 2  # descriptors of an adapter: its region, and its file where 
 
 
 def _takes_long(request: GenerateRequest) -> bool:
-    """Whether adding a request may take so long that others should not wait for it: a long text, or a grammar."""
+    """Return whether adding a request may take so long that others should not wait for it:
+
+    a long text, or a grammar.
+    """
     return _is_long(request.prompt) or request.params.structured_outputs is not None
 
 

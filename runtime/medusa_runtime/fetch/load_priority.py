@@ -45,7 +45,7 @@ class Load:
 
 
 def interactive_load() -> bool:
-    """Whether an interactive load is under way on this machine."""
+    """Return whether an interactive load is under way on this machine."""
     fd = os.open(__file__, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return is_locked(fd)

@@ -88,7 +88,7 @@ class Schedule:
             time.sleep(pause_s)
 
     def gives_way(self, *, alone: bool) -> bool:
-        """Whether the rest of the large range is to be given back.
+        """Return whether the rest of the large range is to be given back.
 
         It is when it is not ``alone`` on the link any more, something else comes first, or readers set a pace.
         """
@@ -113,7 +113,7 @@ class Schedule:
             self._skip_taken()
 
     def _leaves_room(self, asked: int | None, wanted: Collection[int]) -> bool:
-        """Whether to wait because urgent chunks are under way, from which any other would take bandwidth.
+        """Return whether to wait because urgent chunks are under way, from which any other would take bandwidth.
 
         When the last of them has come, the load goes on in the background.
         """
@@ -148,7 +148,7 @@ class Schedule:
         return self._is_less_important() and self.flights.count > 0
 
     def _is_less_important(self) -> bool:
-        """Whether this is a background load while an interactive one is under way."""
+        """Return whether this is a background load while an interactive one is under way."""
         load = self._load
         if load is None or not load.background:
             return False
@@ -184,7 +184,7 @@ class Schedule:
         return self._most_bytes if first == self._pending[self._next] else _LARGEST_SPAN_BYTES
 
     def _follows(self, first: int, count: int, *, in_order: bool) -> bool:
-        """Whether a range of ``count`` chunks may have one more."""
+        """Return whether a range of ``count`` chunks may have one more."""
         chunk, position = first + count, self._next + count
         if chunk >= self._chunks.count or self._taken[chunk] or (chunk in self._urgent) != (first in self._urgent):
             return False

@@ -319,7 +319,7 @@ class LazyFinder(MetaPathFinder):
                 del names[key]
 
     def must_complete(self, name: str) -> bool:
-        """Whether a failed lookup in the module ``name`` executes all pending modules."""
+        """Return whether a failed lookup in the module ``name`` executes all pending modules."""
         if self._busy or name.partition(".")[0] in self.policy.whole:
             return False
         return not any(name == one or name.startswith(one + ".") for one in self.policy.independent)

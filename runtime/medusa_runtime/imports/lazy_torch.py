@@ -120,7 +120,7 @@ def complete() -> None:
 
 
 def is_lean() -> bool:
-    """Whether torch was imported leanly, and is not complete yet."""
+    """Return whether torch was imported leanly, and is not complete yet."""
     return _active is not None and _active.pending
 
 

@@ -169,7 +169,7 @@ def without_scripts() -> Iterator[None]:
 
 
 def _is_plain() -> bool:
-    """Whether transformers has been imported, and not by us."""
+    """Return whether transformers has been imported, and not by us."""
     found = sys.modules.get(_NAME)
     return found is not None and not isinstance(found, _Bare)
 

@@ -61,7 +61,7 @@ class ImportLock:
         self._lock.release()
 
     def _is_waited_for(self, me: int) -> bool:
-        """Whether the holder waits, directly or through other threads, for a module that this thread imports."""
+        """Return whether the holder waits, directly or through other threads, for a module that this thread imports."""
         seen: set[int | None] = {None}
         threads = [self._holder]
         while threads:

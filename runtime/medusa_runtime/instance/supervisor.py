@@ -251,7 +251,10 @@ class Instance:
 
 
 def has_agent(settings: Settings) -> bool:
-    """Whether to use a node agent: one was named, or the default socket exists. Costs one system call at most."""
+    """Return whether to use a node agent:
+
+    one was named, or the default socket exists. Costs one system call at most.
+    """
     if is_remote(settings.engine):
         return False
     if settings.node_socket is not None:

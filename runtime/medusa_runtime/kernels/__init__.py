@@ -112,7 +112,7 @@ def side_by_side(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
 
 
 def compiled_for(dtype: torch.dtype) -> bool:
-    """Whether our compiled kernels do all products of this dtype on this machine, those of many rows, too."""
+    """Return whether our compiled kernels do all products of this dtype on this machine, those of many rows, too."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False
     path = _path(dtype)
@@ -160,7 +160,7 @@ def paged_attention(
 
 
 def describe() -> dict[str, str]:
-    """How products of each dtype are computed on this machine, and why; and how attention is."""
+    """Return how products of each dtype are computed on this machine, and why; and how attention is."""
     kernels = compiled()
     attention = f"torch: {kernels}" if isinstance(kernels, str) else "native"
     return {name: _path(getattr(torch, name)).reason for name in cpu.FAST_IN_TORCH} | {"attention": attention}
@@ -181,7 +181,7 @@ def _path_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> _Path:
 
 
 def _plain(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels can take these tensors; F.linear raises what is wrong with others."""
+    """Return whether the kernels can take these tensors; F.linear raises what is wrong with others."""
     if not (x.is_cpu and weight.is_cpu and x.dtype is weight.dtype):
         return False
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):

@@ -95,7 +95,7 @@ def machine() -> str:
 
 
 def is_fresh(library: Path = SOURCE_DIR / LIBRARY_NAME) -> bool:
-    """Whether the library exists and is newer than all files that it is built from."""
+    """Return whether the library exists and is newer than all files that it is built from."""
     sources = [Path(__file__), *SOURCE_DIR.glob("*.[ch]")]
     return library.exists() and library.stat().st_mtime >= max(source.stat().st_mtime for source in sources)
 

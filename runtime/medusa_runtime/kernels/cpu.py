@@ -25,7 +25,10 @@ _HWCAPS = ((_AT_HWCAP, 1 << 1, "asimd"), (_AT_HWCAP2, 1 << 14, "bf16"))
 
 @functools.cache
 def features() -> frozenset[str]:
-    """What the CPU has, as Linux names it: all of it on x86; on aarch64 what the kernels use; elsewhere nothing."""
+    """Return what the CPU has, as Linux names it:
+
+    all of it on x86; on aarch64 what the kernels use; elsewhere nothing.
+    """
     if _AARCH64:
         getauxval = ctypes.CDLL(None).getauxval
         getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong

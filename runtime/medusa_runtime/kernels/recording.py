@@ -112,7 +112,7 @@ class Recorder(TorchFunctionMode):
         _one_at_a_time.release()
 
     def program(self, result: Any) -> Program | None:
-        """What was recorded, with its result; None where it cannot be run again."""
+        """Return what was recorded, with its result; None where it cannot be run again."""
         if not self._known or not isinstance(result, Tensor) or not result.is_contiguous():
             return None
         if not self._ranges[0][0] <= result.data_ptr() < self._ranges[0][1]:
@@ -206,7 +206,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _addable(*tensors: Any) -> bool:
-    """Whether two tensors are contiguous, of one shape and dtype, and a whole number of vectors of our kernels."""
+    """Return whether two tensors are contiguous, of one shape and dtype, and fill whole vectors of our kernels."""
     if len(tensors) != 2 or not all(isinstance(tensor, Tensor) and tensor.is_contiguous() for tensor in tensors):
         return False
     one, other = tensors

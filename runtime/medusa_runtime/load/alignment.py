@@ -24,7 +24,7 @@ _STEPS = (8, 16, 32)
 
 
 def must_move(tensor: Tensor) -> bool:
-    """Whether a product with ``tensor``, a view of a file, could have other bits than with a copy of it.
+    """Return whether a product with ``tensor``, a view of a file, could have other bits than with a copy of it.
 
     Only float32 and float64 products can.
     """

@@ -59,7 +59,7 @@ class Applier:
         return gates(self.module, timeline)
 
     def plan(self, index: WeightIndex) -> Plan:
-        """Where each tensor goes. Raises MismatchError when the checkpoint is not this module's."""
+        """Return where each tensor goes. Raises MismatchError when the checkpoint is not this module's."""
         self._places = places(self.module)
         return plan(index, self._places, lambda name: self.needed(name, self._places))
 
@@ -71,7 +71,7 @@ class Applier:
         return None if idle and target not in whole else target
 
     def hints(self, index: WeightIndex) -> bool:
-        """Whether the plan's order is one that the prefetcher does not know."""
+        """Return whether the plan's order is one that the prefetcher does not know."""
         return False
 
     def initial_values(self, missing: Sequence[Place]) -> Iterator[Tensor]:
@@ -114,5 +114,5 @@ class Applier:
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are views of the same memory."""
+    """Return whether two tensors are views of the same memory."""
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

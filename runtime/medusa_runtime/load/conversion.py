@@ -64,7 +64,7 @@ def write_safetensors(region: Region, path: Path, order: Sequence[str] | None = 
 
 
 def is_converted(index: WeightIndex) -> bool:
-    """Whether a checkpoint is one safetensors file with aligned tensors, as ``write_safetensors`` makes it."""
+    """Return whether a checkpoint is one safetensors file with aligned tensors, as ``write_safetensors`` makes it."""
     (shard, *others) = index.shards
     if others or not shard.name.endswith(".safetensors"):
         return False

@@ -98,7 +98,10 @@ class Loader:
         return not self._thread.is_alive() and self._error is None
 
     def is_loaded(self, unit: str) -> bool:
-        """Whether a unit of the module, by its qualified name, has all its weights; also where it has no gate."""
+        """Return whether a unit of the module, by its qualified name, has all its weights;
+
+        also where it has no gate.
+        """
         return all(gate.is_open and gate.error is None for gate in self._gates if gate.name == unit)
 
     @property

@@ -67,7 +67,7 @@ class Plan(NamedTuple):
 def plan(
     index: WeightIndex, expected: dict[str, Place], rename: Rename, *, strict: bool = True, built: bool = False
 ) -> Plan:
-    """Which of a module's ``places`` each needed tensor of the checkpoint belongs to.
+    """Return which of a module's ``places`` each needed tensor of the checkpoint belongs to.
 
     Raises MismatchError, which names all tensors that are missing or not expected (both only if ``strict``), have
     another shape, or hold integers where the parameter is floating point (quantized weights).
@@ -117,7 +117,7 @@ def plan(
 
 
 def _hint(absent: list[str], index: WeightIndex) -> str:
-    """What the author of a factory can do about absent tensors."""
+    """Return what the author of a factory can do about absent tensors."""
     for name in index.order if absent else ():
         prefix = name.removesuffix(absent[0])
         if prefix != name and all(prefix + other in index.tensors for other in absent):

@@ -155,7 +155,7 @@ def _reference_count(placeholder: Tensor) -> int | None:
 
 
 def _called_by_init() -> bool:
-    """Whether the caller is in nn.init, which inspects what it has just filled; others must see true values."""
+    """Return whether the caller is in nn.init, which inspects what it has just filled; others must see true values."""
     return sys._getframe(2).f_globals.get("__name__") == "torch.nn.init"
 
 
@@ -164,7 +164,7 @@ def _swap(here: Tensor, there: Tensor) -> None:
 
 
 def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function writes to its first argument, or to ``out``."""
+    """Return whether a function writes to its first argument, or to ``out``."""
     if func is Tensor.requires_grad_:
         return False
     name: str = getattr(func, "__name__", "")

@@ -23,7 +23,7 @@ class Source:
         return self.region.wait_index(timeout_s)
 
     def has(self, name: str) -> bool:
-        """Whether all bytes of a tensor are there, without waiting."""
+        """Return whether all bytes of a tensor are there, without waiting."""
         return self.region.has(name)
 
     def wait_tensor(self, name: str, timeout_s: float | None = None) -> None:

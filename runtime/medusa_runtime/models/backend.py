@@ -39,7 +39,7 @@ class Backend(NamedTuple):
 
 
 def backend(read: ReadFile, settings: Settings) -> Backend:
-    """What runs the checkpoint whose small files ``read`` returns (None for a file that it does not have).
+    """Return what runs the checkpoint whose small files ``read`` returns (None for a file that it does not have).
 
     Raises MismatchError without a config.json, CorruptError for one that is not JSON, ModelError for a model that the
     chosen engine does not run, and ConfigError for ``--engine none`` without a handler.

@@ -131,7 +131,7 @@ class DecoderModel(nn.Module):
         return hidden
 
     def prepare(self, hidden: Tensor, positions: Tensor, attention: Attention) -> Any:
-        """What all layers of a step share, such as the rope's cosines and sines; None if they share nothing."""
+        """Return what all layers of a step share, such as the rope's cosines and sines; None if they share nothing."""
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -150,5 +150,5 @@ class DecoderModel(nn.Module):
         raise NotImplementedError
 
     def applier(self, dtype: torch.dtype) -> Applier:
-        """What fills the model from a region, with floats of ``dtype``."""
+        """Return what fills the model from a region, with floats of ``dtype``."""
         return Applier(self, dtype=dtype, quantization=self.config.quantization)

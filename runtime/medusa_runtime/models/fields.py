@@ -102,7 +102,7 @@ class Fields:
         return found
 
     def quantization(self) -> Quantization | None:
-        """How the weights are quantized, if they are. Raises ConfigError for a way that is not supported."""
+        """Return how the weights are quantized, if they are. Raises ConfigError for a way that is not supported."""
         if self.get(*QUANTIZED) is None:
             return None
         from medusa_runtime.load.quantized.scheme import Quantization  # most checkpoints do without it

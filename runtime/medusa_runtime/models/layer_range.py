@@ -36,7 +36,7 @@ class LayerRange(NamedTuple):
         return self.stop == self.total
 
     def needs(self, model: DecoderModel, name: str) -> bool:
-        """Whether this range runs the module or uses the parameter of this qualified name."""
+        """Return whether this range runs the module or uses the parameter of this qualified name."""
         unit, _, rest = name.partition(".")
         if unit == "layers":
             number = rest.partition(".")[0]

@@ -30,7 +30,7 @@ CLASSIFIER = "ForSequenceClassification"  # how transformers' classifiers of tex
 
 
 def is_encoder(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json describes one of these encoders, and not a classifier or one of the decoders above."""
+    """Return whether a config.json describes one of these encoders, not a classifier or a decoder."""
     named = raw.get("architectures")
     names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     other = any(name in ARCHITECTURES or name.endswith(CLASSIFIER) for name in names)
@@ -38,7 +38,7 @@ def is_encoder(raw: Mapping[str, Any]) -> bool:
 
 
 def has_family(raw: Mapping[str, Any]) -> bool:
-    """Whether a decoder's config.json describes one of ours; transformers may run the others."""
+    """Return whether a decoder's config.json describes one of ours; transformers may run the others."""
     # Falcon's first small models have ALiBi, which ours does not.
     return architecture_of(raw) in ARCHITECTURES and not (raw.get("model_type") == "falcon" and raw.get("alibi"))
 

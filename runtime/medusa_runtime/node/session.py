@@ -270,7 +270,7 @@ class Session:
 
 
 def _has_unread(connection: socket.socket) -> bool:
-    """Whether the peer has not read all that was sent to it.
+    """Return whether the peer has not read all that was sent to it.
 
     Descriptors that nobody has read count to the agent's user, who may have only so many of them (unix(7)).
     """

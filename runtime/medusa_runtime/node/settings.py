@@ -146,7 +146,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _is_prefix(text: str) -> bool:
-    """Whether a rule may name this: everything, a folder, or a URL with a host or bucket."""
+    """Return whether a rule may name this: everything, a folder, or a URL with a host or bucket."""
     return text == "*" or canonical(text) is not None
 
 

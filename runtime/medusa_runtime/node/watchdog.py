@@ -55,7 +55,10 @@ class Watchdog:
 
 
 def waited_for_cpu_s() -> float:
-    """How long this process's first thread has been ready to run and had no CPU; 0 where the kernel does not say."""
+    """Return how long this process's first thread has been ready to run and had no CPU;
+
+    0 where the kernel does not say.
+    """
     try:
         with open("/proc/self/schedstat", "rb") as file:
             return int(file.read().split()[1]) / 1e9

@@ -98,7 +98,7 @@ class ChecksummedRegion:
         return self._shards.get(name)
 
     def has(self, chunk: int) -> bool:
-        """Whether a chunk is there."""
+        """Return whether a chunk is there."""
         return bool(self._table[chunk])
 
     def present(self, chunk: int, most: int) -> int:

@@ -28,7 +28,7 @@ def unlock(fd: int) -> None:
 
 
 def is_locked(fd: int) -> bool:
-    """Whether anybody holds the lock, alone or shared. ``fd`` is a description that does not hold it itself."""
+    """Return whether anybody holds the lock, alone or shared. ``fd`` is a description that does not hold it itself."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK))
     return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
 

@@ -243,7 +243,7 @@ class Region:
             waiter.pause()
 
     def has(self, name: str) -> bool:
-        """Whether a tensor's bytes are all there, without waiting. WeightsError when they were released."""
+        """Return whether a tensor's bytes are all there, without waiting. WeightsError when they were released."""
         if not self._attach():
             return False
         self._check_released(name)

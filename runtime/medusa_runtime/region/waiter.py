@@ -23,7 +23,7 @@ class Waiter:
         self._pause_s = min(self._pause_s * 1.3, _LONGEST_S)
 
     def slow_look(self) -> bool:
-        """Whether it is time for a check that costs a system call: every 50 ms."""
+        """Return whether it is time for a check that costs a system call: every 50 ms."""
         now = time.monotonic()
         if now < self._next_slow_look:
             return False

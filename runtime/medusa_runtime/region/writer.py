@@ -157,7 +157,7 @@ class RegionWriter:
         return bool(self._memory.words[Word.CHECKSUMS_OFFSET])
 
     def present(self, chunk: int) -> bool:
-        """Whether a chunk is published."""
+        """Return whether a chunk is published."""
         return self._memory.bytes[TABLE_OFFSET + chunk] == 1
 
     def pending(self) -> list[int]:

@@ -199,7 +199,10 @@ class Facts:
         return {name: self[name] for name in names}
 
     def concerns(self, key: Mapping[str, str]) -> bool:
-        """Whether an artifact with this key is for this engine, in any version. A bundle may serve several engines."""
+        """Return whether an artifact with this key is for this engine, in any version.
+
+        A bundle may serve several engines.
+        """
         return key.get("engine", self["engine"]).partition(" ")[0] == self.subject.settings.engine
 
     def difference(self, key: Mapping[str, str], names: tuple[str, ...]) -> str | None:

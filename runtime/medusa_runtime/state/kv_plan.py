@@ -210,7 +210,7 @@ def _checked(made: KvPlan, settings: Settings) -> KvPlan:
 
 
 def activation_bytes(index: WeightIndex, *, hidden: int, vocabulary: int, item_bytes: int, settings: Settings) -> int:
-    """What a forward of ``max_batched_tokens`` tokens may take at once, from the shapes of what layers compute.
+    """Return what a forward of ``max_batched_tokens`` tokens may take at once, from the shapes of what layers compute.
 
     A layer's results are as wide as its weights are high; the logits have a row a sequence, twice (with their sorted
     copy), in float32. Generous: an engine that runs layer by layer frees most of it earlier.

@@ -112,7 +112,7 @@ class Restoration:
         return None if self._given_up else self._manifest
 
     def _far(self) -> bool:
-        """Whether the bundle is on another machine, so that reading it may take any time."""
+        """Return whether the bundle is on another machine, so that reading it may take any time."""
         return self._remote if self._settings.state is None else scheme_of(self._settings.state) not in ("", "file")
 
     def files(self) -> Collection[str] | None:

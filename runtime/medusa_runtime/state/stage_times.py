@@ -103,7 +103,7 @@ class StageTimes:
 
 
 def _is_measure(number: object) -> bool:
-    """Whether this can be a measured number; ``inf`` is the rate of what is not copied."""
+    """Return whether this can be a measured number; ``inf`` is the rate of what is not copied."""
     return (type(number) in (int, float) and 0 <= number < 1e18) or number == math.inf  # type: ignore[operator]
 
 

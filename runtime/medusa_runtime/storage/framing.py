@@ -99,12 +99,12 @@ def checksum_function() -> Checksum:
 
 
 def is_bundled(name: str) -> bool:
-    """Whether a file belongs to the state bundle beside a checkpoint."""
+    """Return whether a file belongs to the state bundle beside a checkpoint."""
     return name.startswith(_BUNDLE)
 
 
 def is_shared(name: str) -> bool:
-    """Whether peers have a region's file, too: not an artifact as one machine has restored it."""
+    """Return whether peers have a region's file, too: not an artifact as one machine has restored it."""
     return not is_bundled(name) or name.startswith(_SHARED)
 
 

@@ -30,7 +30,7 @@ def canonical(url: str) -> str | None:
 
 
 def is_below(place: str, prefix: str) -> bool:
-    """Whether a canonical place is a prefix or lies below it; ``s3://b/team`` does not hold ``s3://b/team-b/m``."""
+    """Return whether a canonical place is a prefix or lies below it; ``s3://b/team`` does not hold ``s3://b/team-b/m``."""
     named = canonical(prefix)
     return named is not None and (place == named or place.startswith(named.rstrip("/") + "/"))
 

@@ -178,7 +178,7 @@ class SourcesStore:
             return None
 
     def is_current(self, versions: Mapping[str, str | None]) -> bool:
-        """Whether the objects are of these versions, as far as the object store says so within a second."""
+        """Return whether the objects are of these versions, as far as the object store says so within a second."""
         pool = ThreadPoolExecutor(_THREADS, "current")
         try:
             found = {pool.submit(self._origin.stat, key): version for key, version in versions.items()}
@@ -298,7 +298,7 @@ class SourcesStore:
         return _PATIENCE_BEGUN_S if begun else _PATIENCE_S
 
     def _may_recover(self, error: StorageError) -> bool:
-        """Whether to wait after the object store has failed: for peers, or for the store where it has sent something.
+        """Return whether to wait after the object store has failed, for peers or for a store that has sent something.
 
         Other nodes wait for what this one gets, so it does not give up as soon as a single fetch would.
         """

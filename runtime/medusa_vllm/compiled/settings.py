@@ -47,7 +47,7 @@ class CompiledStart:
         return self._always or self._blob is not None
 
     def suits(self, config: Any) -> bool:
-        """Whether this VllmConfig is the one that was compiled for.
+        """Return whether this VllmConfig is the one that was compiled for.
 
         Returns False once; then the configuration has to be made again, for a start without the cache.
         """

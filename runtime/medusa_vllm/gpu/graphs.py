@@ -67,7 +67,7 @@ def _fields(description: BatchExecutionDescriptor) -> list[tuple[str, object]]:
 
 
 def lost(error: Exception) -> bool:
-    """Whether the device's context broke, according to the validation of a restored graph."""
+    """Return whether the device's context broke, according to the validation of a restored graph."""
     found = error.__cause__ if isinstance(error, DeviceError) else None
     return isinstance(found, CudaError) and found.sticky
 

@@ -56,7 +56,7 @@ def functions() -> dict[str, CUDAGraphWrapper]:
 
 
 def is_last(wrapper: CUDAGraphWrapper) -> bool:
-    """Whether this function returns the result of the whole forward."""
+    """Return whether this function returns the result of the whole forward."""
     return bool(wrapper.runnable.is_last_graph)
 
 

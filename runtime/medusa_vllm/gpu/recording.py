@@ -120,7 +120,7 @@ class Recording:
 
 
 def is_input(memory_range: MemoryRange) -> bool:
-    """Whether a replay may read something here that each step writes anew."""
+    """Return whether a replay may read something here that each step writes anew."""
     if memory_range.name.startswith(("model.", "kv_caches.")) or memory_range.name == HIDDEN:
         return False
     return memory_range.size <= _LARGEST_INPUT_BYTES

@@ -84,7 +84,10 @@ def give_back(app: Any) -> None:
 
 
 def _key(arguments: argparse.Namespace, tasks: tuple[str, ...]) -> Any:
-    """What routes and middleware depend on. Those of pooling models look at the model, too, but have other tasks."""
+    """Return what routes and middleware depend on.
+
+    Those of pooling models look at the model, too, but have other tasks.
+    """
     values = {name: value for name, value in vars(arguments).items() if name not in _OF_THE_MODEL}
     environment = {
         name: value

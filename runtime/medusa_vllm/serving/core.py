@@ -67,7 +67,7 @@ def core_class() -> Any:
 
 
 def missing_seam() -> str | None:
-    """What a core with a front end needs and this version of vLLM does not have; None where all is there."""
+    """Return what a core with a front end needs and this version of vLLM does not have; None where all is there."""
     base = getattr(vllm_core, "EngineCoreProc", None)
     if base is None:
         return "EngineCoreProc"

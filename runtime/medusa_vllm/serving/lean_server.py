@@ -114,7 +114,10 @@ class _LateLoader(Loader):
 
 
 def _places(source: str) -> dict[str, tuple[str, str]]:
-    """Where a package takes its names from, and what they are there; nothing where it does more than import them."""
+    """Return where a package takes its names from, and what they are there;
+
+    nothing where it does more than import them.
+    """
     found = {}
     for statement in ast.parse(source).body:
         if not isinstance(statement, ast.ImportFrom):

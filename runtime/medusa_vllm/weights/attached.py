@@ -27,7 +27,7 @@ def settings_for(region: Region, timeline: Timeline, settings: Settings) -> dict
 
 
 def only_layers(start: int, stop: int) -> dict[str, str]:
-    """What to add for a process that loads only these layers, and what goes with the first or the last one."""
+    """Return what to add for a process that loads only these layers, and what goes with the first or the last one."""
     return {_LAYERS: f"{start}:{stop}"}
 
 

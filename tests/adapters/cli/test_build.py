@@ -98,7 +98,7 @@ def test_a_folder_with_nothing_to_serve_is_refused(tmp_path: Path) -> None:
 
 
 def works(tool: str) -> bool:
-    """Whether the tool is there and, for docker, its daemon."""
+    """Return whether the tool is there and, for docker, its daemon."""
     return bool(shutil.which(tool)) and subprocess.run([tool, "info"], capture_output=True, check=False).returncode == 0
 
 

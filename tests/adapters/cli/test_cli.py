@@ -201,7 +201,7 @@ def test_the_console_tells_of_a_start() -> None:
 
 
 def read_until(descriptor: int, ending: str) -> str:
-    """What a terminal shows up to `ending`; one read may return a part of what was written."""
+    """Return what a terminal shows up to `ending`; one read may return a part of what was written."""
     text = ""
     while ending not in text:
         text += os.read(descriptor, 65536).decode()

@@ -16,7 +16,7 @@ def medusa(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def completed(line: str) -> list[str]:
-    """What bash offers at the end of a line."""
+    """Return what bash offers at the end of a line."""
     words = line.split(" ")
     quoted = " ".join(f"'{word}'" for word in words)
     script = (

@@ -45,7 +45,7 @@ def until(condition: Callable[[], bool], output: Callable[[], str]) -> None:
 
 
 def answer(output: Callable[[], str]) -> str:
-    """What the newest instance answers; nothing while there is none."""
+    """Return what the newest instance answers; nothing while there is none."""
     ports = [line.rpartition(":")[2] for line in output().splitlines() if line.startswith("listening on ")]
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{ports[-1]}/", timeout=5) as found:

@@ -29,7 +29,7 @@ CRD = Path(__file__).parent / "schemas" / "kuberay_raycluster_crd.yaml"
 
 @functools.cache
 def kuberay() -> jsonschema.Draft202012Validator:
-    """What checks against KubeRay's own schema of a RayCluster, strictly."""
+    """Return what checks against KubeRay's own schema of a RayCluster, strictly."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     (version,) = yaml.load(CRD.read_text(), loader)["spec"]["versions"]
     schema = version["schema"]["openAPIV3Schema"]

@@ -28,7 +28,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REG
 
 
 def update_endpoint(self: SageMakerResponse) -> str:
-    """What moto lacks: the endpoint gets another configuration, as AWS' UpdateEndpoint does."""
+    """Return what moto lacks: the endpoint gets another configuration, as AWS' UpdateEndpoint does."""
     config = self._get_param("EndpointConfigName")
     self.sagemaker_backend.describe_endpoint_config(config)
     endpoint = self.sagemaker_backend.endpoints[self._get_param("EndpointName")]

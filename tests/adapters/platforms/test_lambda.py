@@ -121,7 +121,7 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
 
 
 def url_event(path: str, method: str = "POST", query: str = "", **more: Any) -> dict[str, Any]:
-    """What a function URL sends."""
+    """Return what a function URL sends."""
     context = {"http": {"method": method, "path": path}}
     headers = {"content-type": "application/json", "host": "x.lambda-url.us-east-1.on.aws"}
     given = {"version": "2.0", "rawPath": path, "rawQueryString": query, "headers": headers, "requestContext": context}

@@ -134,7 +134,7 @@ class Net:
         self.forgotten: set[str] = set()
 
     def calls(self) -> list[dict[str, Any]]:
-        """What all nodes were told."""
+        """Return what all nodes were told."""
         return [call for node in self.nodes.values() for call in node.calls]
 
     async def servers(self) -> dict[str, str] | None:

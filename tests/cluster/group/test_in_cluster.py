@@ -133,7 +133,7 @@ def _shown(cluster: ClusterWithRay) -> list[Any]:
 
 
 def _ready(cluster: ClusterWithRay) -> int:
-    """How many instances answer requests, by the controller."""
+    """Return how many instances answer requests, by the controller."""
     return int(cluster.status()["models"][0]["instances"])
 
 

@@ -136,7 +136,7 @@ def test_weights_come_from_the_other_node(deployed: tuple[ClusterNode, ClusterNo
 
 
 def _finds(node: ClusterNode, url: str, holder: ClusterNode) -> bool:
-    """Whether a node is told to read a model from ``holder`` when it asks again."""
+    """Return whether a node is told to read a model from ``holder`` when it asks again."""
     found = asyncio.run(call(node.folder / "control.sock", {"op": "sources", "url": url, "again": True}))
     return bool(found == [f"http://{holder.address}"])
 

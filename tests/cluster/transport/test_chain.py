@@ -130,7 +130,7 @@ def test_nodes_that_read_from_one_another_end_with_right_bytes_or_an_error(
 
 
 def _fetch(node: Node, model: Model) -> bool:
-    """Whether a node gets the model; False when its fetch ends with an error."""
+    """Return whether a node gets the model; False when its fetch ends with an error."""
     try:
         region = node.fetch(model.url)
     except MedusaError:

@@ -112,7 +112,7 @@ def check(folder: Path, example: Path, arguments: Sequence[str], delay_s: float)
 
 
 def _copied(folder: Path, left: set[str]) -> bool:
-    """Whether all that is left is the copy of the model, each file of it whole."""
+    """Return whether all that is left is the copy of the model, each file of it whole."""
     files = [file for file in (folder / "model").iterdir() if file.name != "README.md"]
     if left != {"copy", *(f"copy/{file.name}" for file in files)}:
         return False

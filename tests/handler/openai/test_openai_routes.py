@@ -30,7 +30,7 @@ def client(served: Any) -> Iterator[openai.OpenAI]:
 
 
 def prompts(served: Any) -> list[str]:
-    """What the engine has been asked since the last call."""
+    """Return what the engine has been asked since the last call."""
     path = served.log.parent / "prompts"
     asked: list[str] = path.read_text().splitlines()
     os.truncate(path, 0)

@@ -19,7 +19,10 @@ _STREAM = _OK + b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\
 def relayed(
     serve: Serve, answer: Answer, *, kept: bool = False, **options: Any
 ) -> tuple[http.client.HTTPResponse, Any, Any]:
-    """What a client gets of a server's answer, and the function process. The body is None where it is cut off."""
+    """Return what a client gets of a server's answer, and the function process.
+
+    The body is None where it is cut off.
+    """
     with ScriptedServer(lambda head: answer, kept=kept) as server:
         served = serve(http_port=server.port, **options)
         with contextlib.closing(served.connect()) as connection:

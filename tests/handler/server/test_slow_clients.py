@@ -189,7 +189,7 @@ def test_unfinished_bodies_stay_within_their_budget(serve: Serve) -> None:
 
 
 def takes(served: Any, body: bytes) -> bool:
-    """Whether the body is taken; a refusal may come before it was sent."""
+    """Return whether the body is taken; a refusal may come before it was sent."""
     with contextlib.suppress(ConnectionError):
         return bool(served.request("POST", "/", body)[0] == 200)
     return False

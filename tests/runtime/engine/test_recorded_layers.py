@@ -48,7 +48,7 @@ def continued(model: Any, prompt: list[int]) -> list[int]:
 
 
 def recorded(served: Served) -> dict[int, int]:
-    """How many layers are recorded, for each number of tokens."""
+    """Return how many layers are recorded, for each number of tokens."""
     model: Any = served.engine._model
     found: dict[int, int] = {}
     for (_, rows), one in model.module.model.layers[0].medusa_programs._found.items():

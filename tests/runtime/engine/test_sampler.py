@@ -36,7 +36,7 @@ def logits(rows: int = 1, seed: int = 0, vocab: int = VOCAB) -> Tensor:
 
 
 def draws(row: Tensor, count: int = 4000, **params: Any) -> Counter[int]:
-    """How often each token comes up."""
+    """Return how often each token comes up."""
     drawing = sequence(seed=1, **params)
     return Counter(sample(row, [drawing])[0].token for _ in range(count))
 

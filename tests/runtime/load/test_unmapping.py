@@ -32,7 +32,7 @@ def test_what_is_copied_is_no_longer_mapped(tmp_path: Path) -> None:
 
 
 def mapped_bytes(path: Path) -> int:
-    """How much of a file is in this process's memory."""
+    """Return how much of a file is in this process's memory."""
     found, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         key, *values = line.split()

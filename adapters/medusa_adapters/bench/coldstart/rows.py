@@ -43,7 +43,7 @@ def has_module(python: str, name: str) -> bool:
 
 
 def succeeds(python: str, program: str) -> bool:
-    """Whether this interpreter exists and runs the program to its end."""
+    """Return whether this interpreter exists and runs the program to its end."""
     try:
         ran = subprocess.run([python, "-c", program], check=False, stderr=subprocess.DEVNULL, timeout=60)
     except OSError:

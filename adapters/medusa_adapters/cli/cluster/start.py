@@ -200,7 +200,7 @@ def _device_rate(host: str) -> float | None:
 
 
 def _devices() -> int:
-    """How many NVIDIA GPUs the driver shows."""
+    """Return how many NVIDIA GPUs the driver shows."""
     try:
         return len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
     except OSError:

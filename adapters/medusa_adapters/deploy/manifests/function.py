@@ -106,7 +106,10 @@ def _check_environment(env: Mapping[str, str], platform: str) -> None:
 
 
 def hold_s(measured: Measured | None, timeout_s: int) -> int:
-    """How long a request waits for the model before it gets 503 and Retry-After: below the platform's own timeout."""
+    """Return how long a request waits for the model before it gets 503 and Retry-After:
+
+    below the platform's own timeout.
+    """
     most = max(1, timeout_s - 5)
     if measured is None:
         return most

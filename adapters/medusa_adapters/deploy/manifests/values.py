@@ -117,7 +117,7 @@ def annotation_pairs(values: Sequence[str]) -> dict[str, str]:
 
 
 def is_variable(text: str) -> bool:
-    """Whether an environment variable may be called so."""
+    """Return whether an environment variable may be called so."""
     return _VARIABLE.fullmatch(text) is not None
 
 

@@ -58,7 +58,7 @@ class Tools:
         return _schema({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": schemas})
 
     def parser(self, found: Format | None) -> Callable[[], ToolParser] | None:
-        """What makes the parser of one answer; None where answers are text."""
+        """Return what makes the parser of one answer; None where answers are text."""
         if not self.offered or self.choice == "none":
             return None
         named = () if found is None else (found.new_id,)

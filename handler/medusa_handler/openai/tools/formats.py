@@ -38,7 +38,7 @@ class ToolParser(Protocol):
     def push(self, text: str) -> Parsed: ...
 
     def finish(self) -> Parsed:
-        """What was held back, at the end of the text."""
+        """Return what was held back, at the end of the text."""
 
 
 def _call_id() -> str:
@@ -84,7 +84,7 @@ class _Parser:
         raise NotImplementedError
 
     def opening(self) -> str:
-        """What stood before the call that turned out to be none."""
+        """Return what stood before the call that turned out to be none."""
         return ""
 
     def end(self) -> None:

@@ -79,7 +79,7 @@ def _on_ellipse(names: Sequence[str]) -> dict[str, _Place]:
 
 
 def _hops(status: Status) -> list[tuple[str, str, str, float]]:
-    """What is on its way: model, from, to, and percent done."""
+    """Return what is on its way: model, from, to, and percent done."""
     found: dict[tuple[str, str, str], float] = {}
     for chain in status.get("chains") or ():
         names = [str(name) for name in chain.get("nodes") or ()]

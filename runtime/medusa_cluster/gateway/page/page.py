@@ -27,7 +27,7 @@ def html(status: Mapping[str, Any], *, refresh: bool) -> str:
 
 
 def body(status: Mapping[str, Any]) -> str:
-    """What changes."""
+    """Return what changes."""
     palette = Palette(status)
     picture = cluster_map(status, palette)
     happened = time_line(status, palette)
@@ -44,7 +44,7 @@ def body(status: Mapping[str, Any]) -> str:
 
 
 def headers() -> dict[str, str]:
-    """What a browser may do on the page: run its own script, and ask this gateway."""
+    """Return what a browser may do on the page: run its own script, and ask this gateway."""
     digest = base64.b64encode(hashlib.sha256(_asset("refresh.js").encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'; "

@@ -34,7 +34,7 @@ class OtherEvents:
         self._new_ids = {}
 
     def take(self, raw: bytes, data: bytes, value: dict[str, Any]) -> bytes | None:
-        """What to send for an event, or None when the client has it. Raises DivergedError."""
+        """Return what to send for an event, or None when the client has it. Raises DivergedError."""
         self._note_ids(value)
         digest = hashlib.sha256(json.dumps(_lasting(value), sort_keys=True).encode()).digest()[:16]
         self._repeated += 1

@@ -63,7 +63,7 @@ class Transcript:
             choice.rewind()
 
     def take(self, raw: bytes, data: bytes) -> bytes | None:
-        """What to send for an event, or None when the client has it already.
+        """Return what to send for an event, or None when the client has it already.
 
         Raises DivergedError when it is not what the client has, ValueError when it cannot be read.
         """
@@ -158,7 +158,10 @@ class _Known:
 
 
 def _overlap(sent: Any, repeated: int, new: Any) -> int:
-    """How much of ``new``, which follows ``repeated`` parts, was sent before. Raises DivergedError if it differs."""
+    """Return how much of ``new``, which follows ``repeated`` parts, was sent before.
+
+    Raises DivergedError if it differs.
+    """
     before = sent[repeated : repeated + len(new)]
     if before != new[: len(before)]:
         raise DivergedError

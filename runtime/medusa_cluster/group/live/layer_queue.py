@@ -24,7 +24,7 @@ class LayerQueue(Protocol):
         """The batch to hand over; None where the source has to wait."""
 
     def done(self, batch: int) -> int:
-        """How many layers of it have run."""
+        """Return how many layers of it have run."""
 
 
 class ZigZag:

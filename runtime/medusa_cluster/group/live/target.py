@@ -71,7 +71,7 @@ class Target(TorchEngine):
         super().run(stop)
 
     def loaded_layers(self) -> int:
-        """How many layers could run now, from the first one on."""
+        """Return how many layers could run now, from the first one on."""
         if not all(self._loader.is_loaded(unit) for unit in self._model.entry):
             return 0
         total = self.layers.total

@@ -67,7 +67,7 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
 
 
 def _missing() -> str | None:
-    """What this vLLM lacks of the parts that a group uses from within; None where all is there."""
+    """Return what this vLLM lacks of the parts that a group uses from within; None where all is there."""
     if opening.is_compatible():
         return "its inner parts are not used (--vllm-mode compatible, or a version without them)"
     try:

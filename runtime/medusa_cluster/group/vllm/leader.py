@@ -256,7 +256,7 @@ class Leader(VllmEngine):
         self._alone.set()
 
     def _served(self) -> bool:
-        """Whether all of the group's layers are loaded; in a thread of the crew's."""
+        """Return whether all of the group's layers are loaded; in a thread of the crew's."""
         calls = self._calls
         if calls is not None and calls.crew.loaded:
             self._pace.group_loaded = True

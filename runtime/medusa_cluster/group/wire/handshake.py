@@ -36,7 +36,7 @@ def greeting(token: str, asked: Message, group: int, rank: int, values: dict[str
 
 
 def read_greeting(token: str, asked: Message, found: Message) -> dict[str, Any] | None:
-    """What a greeting says; None when it is no answer to ``asked`` by one who knows the token. EngineError."""
+    """Return what a greeting says; None when it is no answer to ``asked`` by one who knows the token. EngineError."""
     if found.kind is not Kind.GREETING or found.group != asked.group:
         return None
     body = bytes(found.body)

@@ -75,7 +75,10 @@ class AnswerWatch:
 
 
 def _cpu_waits_s(pid: int | None) -> dict[str, float]:
-    """How long each thread of a process has been ready to run and had no CPU; empty where the kernel does not say."""
+    """Return how long each thread of a process has been ready to run and had no CPU;
+
+    empty where the kernel does not say.
+    """
     return {thread: int(text.split()[1]) / 1e9 for thread, text in _of_threads(pid, "schedstat")}
 
 
@@ -96,5 +99,5 @@ def _of_threads(pid: int | None, name: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _longer_s(now: dict[str, float], before: dict[str, float]) -> float:
-    """How long the thread that waited longest for a CPU has waited since ``before``."""
+    """Return how long the thread that waited longest for a CPU has waited since ``before``."""
     return max((waited_s - before.get(thread, 0.0) for thread, waited_s in now.items()), default=0.0)

@@ -127,7 +127,7 @@ class DecodeGraphs:
         return next((size for size in self.sizes[first:] if size in self.graphs), None)
 
     def can_run(self, spans: Sequence[Span]) -> bool:
-        """Whether all of these spans are decodes, and there is a graph for so many."""
+        """Return whether all of these spans are decodes, and there is a graph for so many."""
         decodes = all(stop - start == 1 and stop == len(sequence.tokens) for sequence, start, stop in spans)
         return decodes and self.size_for(len(spans)) is not None
 

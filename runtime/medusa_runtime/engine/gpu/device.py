@@ -115,7 +115,7 @@ class Gpu:
         return self.placed(name, size_bytes)
 
     def blocks(self, planned: int) -> int:
-        """How many blocks the KV cache gets, of those that were planned."""
+        """Return how many blocks the KV cache gets, of those that were planned."""
         return planned
 
     def free_beside(self, loader: Loader) -> int:
@@ -131,7 +131,7 @@ class Gpu:
         return () if cuda.triton_obstacle() is not None else sizes_for(max_concurrency)
 
     def capturer(self) -> Capturer | None:
-        """What captures decode steps; None where they cannot be captured."""
+        """Return what captures decode steps; None where they cannot be captured."""
         from ...kernels import cuda
 
         if cuda.triton_obstacle() is not None:
@@ -153,7 +153,7 @@ class Gpu:
         return restorer.restore_sizes(graphs.sizes, validate="ends")
 
     def restorer(self, model: DecoderModel, graphs: DecodeGraphs) -> Restorer:
-        """What restores a state bundle's graphs, a few at a time. Called in the thread that will use them."""
+        """Return what restores a state bundle's graphs, a few at a time. Called in the thread that will use them."""
         from .graph_state import GraphState
 
         self.placed.make_current()
@@ -161,7 +161,7 @@ class Gpu:
         return self._state
 
     def lost(self, error: Exception) -> bool:
-        """Whether the context is broken, so that every further call fails. ``error``: what was raised last."""
+        """Return whether the context is broken, so that every further call fails. ``error``: what was raised last."""
         from ...state.graphs.driver import STICKY, CudaError
 
         found = error if isinstance(error, CudaError) else error.__cause__

@@ -52,7 +52,7 @@ class CudaMemory:
 
 
 def forward_bytes(memory: DeviceMemory, model: DecoderModel, cache: KvCache, settings: Settings) -> int:
-    """What a forward of ``max_batched_tokens`` takes beside weights and cache. It overwrites the cache."""
+    """Return what a forward of ``max_batched_tokens`` takes beside weights and cache. It overwrites the cache."""
     room = (cache.blocks.blocks - 1) * BLOCK_TOKENS
     tokens = max(min(settings.max_batched_tokens, model.config.max_positions, room), 1)
     taken = memory.peak(lambda: run_step(model, cache, prefill(tokens), GpuAttention))

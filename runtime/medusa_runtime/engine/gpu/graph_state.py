@@ -166,7 +166,7 @@ class GraphState:
         return materialize_graphs(self._driver, dump, capture, second=second)
 
     def fingerprint(self) -> dict[str, str]:
-        """What must be equal at a restore: everything that kernels, sizes or offsets depend on."""
+        """Return what must be equal at a restore: everything that kernels, sizes or offsets depend on."""
         config = hashlib.sha256(repr(self._model.config).encode()).hexdigest()[:16]
         named = self._memory.ranges.items()
         sizes = {f"range.{name}": str(memory_range.size) for name, memory_range in named if name != KV_CACHE}
@@ -194,7 +194,7 @@ class GraphState:
         return named
 
     def _resized(self, other: Blueprints) -> bool:
-        """Whether every part of the KV cache had another size there."""
+        """Return whether every part of the KV cache had another size there."""
         sizes = {memory_range.name: memory_range.size for memory_range in other.ranges}
         parts = [memory_range for memory_range in self._named() if memory_range.name.startswith(KV_CACHE)]
         return all(sizes.get(part.name, part.size) != part.size for part in parts)

@@ -75,7 +75,7 @@ class StaticInputs:
         self._send(size)
 
     def pieces(self, size: int) -> list[tuple[int, bytes]]:
-        """What the last fill wrote, as (offset in the memory of the inputs, bytes)."""
+        """Return what the last fill wrote, as (offset in the memory of the inputs, bytes)."""
         rows = [(row * self.numbers.shape[1] * 8, self._host_numbers[row, :size]) for row in range(4)]
         parts = [*rows, (self.numbers.nbytes, self._host_tables[:size])]
         return [(offset, bytes(part.contiguous().view(-1).view(torch.uint8).tolist())) for offset, part in parts]

@@ -68,7 +68,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """What is left at the end, an incomplete character as U+FFFD."""
+        """Return what is left at the end, an incomplete character as U+FFFD."""
         new = self._decode(self._window)[self._sent :]
         self._advance()
         return new

@@ -149,7 +149,7 @@ class Requests:
             self.end(sequence, "error", error)
 
     def stats(self, running: int, kv_tokens_used: int) -> dict[str, Any]:
-        """What every engine's ``stats`` has. ``running``: how many requests compute; the others wait."""
+        """Return what every engine's ``stats`` has. ``running``: how many requests compute; the others wait."""
         return {
             "running": running,
             "waiting": max(len(self) - running, 0),

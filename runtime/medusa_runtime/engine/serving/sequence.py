@@ -84,7 +84,7 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     def slots(self, start: int, stop: int) -> list[int]:
-        """Where in the cache the tokens [start, stop) lie."""
+        """Return where in the cache the tokens [start, stop) lie."""
         blocks = self.blocks
         return [blocks[i // BLOCK_TOKENS] * BLOCK_TOKENS + i % BLOCK_TOKENS for i in range(start, stop)]
 

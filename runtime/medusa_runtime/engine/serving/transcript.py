@@ -27,7 +27,7 @@ class Transcript:
         return self._release(self._detokenizer.push(token), may_stop)
 
     def finish(self) -> str:
-        """What was held back, when the sequence ended for another reason than a stop string."""
+        """Return what was held back, when the sequence ended for another reason than a stop string."""
         if self._detokenizer is None or self.stopped_by is not None:
             return ""
         text = self._release(self._detokenizer.flush(), True)
@@ -50,7 +50,7 @@ class Transcript:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many last characters of ``text`` are the beginning of ``stop``."""
+    """Return how many last characters of ``text`` are the beginning of ``stop``."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -83,7 +83,7 @@ class Constraints:
             self._ask(going)
 
     def check(self, asked: StructuredOutputs) -> str:
-        """What is wrong with a grammar or takes too much, for an engine that makes its masks itself; else nothing.
+        """Return what is wrong with a grammar, for an engine that makes its masks itself; else nothing.
 
         Raises RequestError, and EngineError, as ``open`` does.
         """

@@ -100,7 +100,7 @@ class Adapters:
         return {"layers": len(adapter.pairs or ()), "bytes": adapter.size_bytes}
 
     def hold(self, sequence: Sequence) -> bool:
-        """Whether a sequence cannot begin now: its adapter is not there yet, or never will be."""
+        """Return whether a sequence cannot begin now: its adapter is not there yet, or never will be."""
         adapter = sequence.adapter
         if adapter is None or adapter.pairs is not None:
             return False

@@ -233,7 +233,7 @@ class TorchEngine:
         return range(self.layers.start, self.layers.stop)
 
     def _applier(self, *, rest: bool = False) -> Applier:
-        """What applies this engine's layers; with ``rest`` the other ones."""
+        """Return what applies this engine's layers; with ``rest`` the other ones."""
         if self.layers.first and self.layers.last:
             return self._model.applier(self._dtype)
         return PartApplier(

@@ -19,7 +19,10 @@ from .kv_cache import BLOCK_TOKENS, KvShape, blocks_for
 
 
 def free_bytes(region: Region, settings: Settings, config: ModelConfig, dtype: torch.dtype) -> int:
-    """What can be allocated once the weights of this region are there, all of them: a worker may come to hold them."""
+    """Return what can be allocated once the weights of this region are there, all of them:
+
+    a worker may come to hold them.
+    """
     index, progress = weights(region, config, dtype), region.progress()
     total = sum(shard.data_bytes for shard in index.shards)
     # Mapped files are page cache, which counts as free but is needed; what was fetched into the region does not.
@@ -103,7 +106,7 @@ def tokens_before(timeline: Timeline) -> int | None:
 
 
 def activations(region: Region, config: ModelConfig, settings: Settings, dtype: torch.dtype) -> int:
-    """What a forward may take beside weights and cache, calculated."""
+    """Return what a forward may take beside weights and cache, calculated."""
     return activation_bytes(
         weights(region, config, dtype),
         hidden=config.hidden_size,

@@ -52,7 +52,7 @@ def with_load_hooks(module: nn.Module, index: WeightIndex, rename: Rename) -> Re
 
 
 def _loads_itself(part: nn.Module) -> bool:
-    """Whether code outside PyTorch overrides ``_load_from_state_dict``, which then calls the hooks."""
+    """Return whether code outside PyTorch overrides ``_load_from_state_dict``, which then calls the hooks."""
     for kind in type(part).__mro__:
         if "_load_from_state_dict" in vars(kind):
             return not kind.__module__.startswith("torch.")
@@ -74,7 +74,7 @@ def _meta(own: Tensor) -> Tensor:
 
 
 def has_post_hooks(module: nn.Module) -> bool:
-    """Whether the module has hooks that run when all values are there."""
+    """Return whether the module has hooks that run when all values are there."""
     return any(part._load_state_dict_post_hooks for part in module.modules())
 
 

@@ -78,7 +78,7 @@ class _Parts:
             raise self.error(part, " or ".join(str(list(one)) for one in accepted), list(shape))
 
     def has_zero_points(self, scheme: Scheme) -> bool:
-        """Whether zero points are stored. Raises MismatchError where config.json says so, and there are none."""
+        """Return whether zero points are stored. Raises MismatchError where config.json says so, and there are none."""
         if "weight_zero_point" in self.entries:
             return True
         if not scheme.symmetric:
@@ -92,7 +92,7 @@ class _Parts:
             self.shaped(part, frozenset({"I32", "I64"}), (columns,))
 
     def groups(self, part: str, inputs: int, group: int | None) -> int:
-        """How many groups the columns are in."""
+        """Return how many groups the columns are in."""
         if group is None:
             return 1
         if inputs % group:
@@ -128,7 +128,7 @@ def find(scheme_of: Callable[[str], Scheme | None], entries: Mapping[str, Tensor
 
 
 def is_unused(name: str) -> bool:
-    """Whether a tensor only says how to quantize what is computed, which is not done here."""
+    """Return whether a tensor only says how to quantize what is computed, which is not done here."""
     return name.rpartition(".")[2] in _UNUSED
 
 

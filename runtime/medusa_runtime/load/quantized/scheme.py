@@ -74,7 +74,7 @@ class Quantization:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str = "config.json") -> Quantization | None:
-        """What the parsed config.json says; None for weights that are not quantized.
+        """Return what the parsed config.json says; None for weights that are not quantized.
 
         Raises ConfigError for a method, a format or an option that is not supported.
         """

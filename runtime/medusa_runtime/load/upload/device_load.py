@@ -72,7 +72,7 @@ class DeviceLoad:
         self._link.close()
 
     def _place(self) -> dict[str, Tensor]:
-        """Where on the device each tensor goes; the module has its parameters from now on."""
+        """Return where on the device each tensor goes; the module has its parameters from now on."""
         applier, pending = self._applier, self._backlog.pending
         layout = self.layout = lay_out(pending, applier.module, applier.dtype)
         slab = self.slab = self._link.memory("weights", layout.size_bytes)

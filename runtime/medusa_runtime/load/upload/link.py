@@ -13,7 +13,7 @@ class Copy(Protocol):
     """The copy of one tensor, which runs in the background."""
 
     def done(self) -> bool:
-        """Whether the whole tensor is on the device; never waits. Raises DeviceError when the copy failed."""
+        """Return whether the whole tensor is on the device; never waits. Raises DeviceError when the copy failed."""
 
 
 class Link(Protocol):

@@ -57,7 +57,7 @@ _OTHERS = "expected another model, or --engine vllm"
 
 
 def _kind(architecture: str, raw: Mapping[str, Any]) -> str:
-    """What kind of model this is. Raises ModelError for one that this engine cannot run, with the reason."""
+    """Return what kind of model this is. Raises ModelError for one that this engine cannot run, with the reason."""
     if any(raw.get(name) is not None for name in ("vision_config", "audio_config", "text_config")):
         raise _refused(architecture, "takes pictures or sound")
     if raw.get("is_encoder_decoder") or architecture.endswith("ForConditionalGeneration"):

@@ -61,7 +61,7 @@ class TransformersEncoder(nn.Module):
         return None if target is None else f"module.{target}"
 
     def applier(self) -> TransformersApplier:
-        """What fills the module from a region."""
+        """Return what fills the module from a region."""
         self._applier = TransformersApplier(self.module, self._build, self._dtype, self._quantization)
         return self._applier
 

@@ -100,7 +100,7 @@ def _same(theirs: Tensor, formula: _NormFormula, x: Tensor, weight: Tensor, eps:
 
 
 def _tried(part: nn.Module, parameters: dict[str, Any], modules: dict[str, Any], x: Tensor) -> Tensor | None:
-    """What the class of ``part`` computes from ``x`` with other parameters and modules; None where it cannot."""
+    """Return what the class of ``part`` computes from ``x`` with other parameters and modules; None where it cannot."""
     stand_in = copy.copy(part)
     stand_in.__dict__ = {**part.__dict__, "_parameters": parameters, "_modules": {**part._modules, **modules}}
     try:
@@ -131,7 +131,7 @@ class _Together:
         self.outputs: dict[int, Tensor] = {}
 
     def ready(self) -> bool:
-        """Whether all weights are there, and nobody has put something else in the place of a projection."""
+        """Return whether all weights are there, and nobody has put something else in the place of a projection."""
         return not any(part._forward_pre_hooks for part in self.parts)
 
     def project(self, x: Tensor) -> list[Tensor]:
@@ -189,7 +189,7 @@ _gates: dict[type, bool] = {}
 
 
 def _is_gated(part: nn.Module) -> bool:
-    """Whether a class computes down_proj(silu(gate_proj(x)) * up_proj(x)), and nothing else."""
+    """Return whether a class computes down_proj(silu(gate_proj(x)) * up_proj(x)), and nothing else."""
     kind = type(part)
     if kind not in _gates:
         generator = torch.Generator().manual_seed(0)

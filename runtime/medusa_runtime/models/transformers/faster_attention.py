@@ -93,7 +93,7 @@ def _faster(kind: Any) -> type:
 
 
 def _fits(cos: Tensor, dtype: torch.dtype, step: Step) -> bool:
-    """Whether cosines are of the kind with which a class was tried."""
+    """Return whether cosines are of the kind with which a class was tried."""
     return cos.dtype is dtype and cos.shape[-1] == step.head_dim
 
 
@@ -129,7 +129,7 @@ def _formula(part: Any, dtype: torch.dtype, heads: int) -> _Formula | None:
 
 
 def _tried(part: Any, dtype: torch.dtype, heads: int, norms: list[str]) -> _Formula | None:
-    """What the class of ``part`` computes, with other projections and norms; None where that is not known."""
+    """Return what the class of ``part`` computes, with other projections and norms; None where that is not known."""
     step: Step = getattr(part, STEP)
     generator = torch.Generator().manual_seed(0)
     tokens, size = len(_POSITIONS), step.head_dim
@@ -160,13 +160,17 @@ def _tried(part: Any, dtype: torch.dtype, heads: int, norms: list[str]) -> _Form
 def _called(
     part: Any, recorder: _Recorder, modules: dict[str, Any], x: Tensor, rotation: tuple[Tensor, Tensor]
 ) -> Tensor | None:
-    """What the class of ``part`` computes from ``x`` with other modules, and None where it cannot be one known here."""
+    """Return what the class of ``part`` computes from ``x`` with other modules; None if it cannot be one known here."""
     step = Step()
     step.kv_heads, step.head_dim = getattr(part, STEP).kv_heads, getattr(part, STEP).head_dim
     step.begin(cast(Any, recorder))
     stand_in = copy.copy(part)
     stand_in.__dict__ = {**part.__dict__, STEP: step, "_modules": {**part._modules, **modules}}
-    given = {"attention_mask": None, cache_argument(type(part).forward): None, "position_ids": torch.tensor([_POSITIONS])}
+    given = {
+        "attention_mask": None,
+        cache_argument(type(part).forward): None,
+        "position_ids": torch.tensor([_POSITIONS]),
+    }
     try:
         found = type(part).forward(stand_in, x, position_embeddings=rotation, **given)
     except Exception:  # noqa: BLE001 - whatever a class wants that it was not given

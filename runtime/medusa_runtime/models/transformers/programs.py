@@ -102,7 +102,7 @@ class _Recorded:
         self._options = _options(more)
 
     def fits(self, hidden: Tensor, more: dict[str, Any]) -> bool:
-        """Whether a call is like the one that was recorded, and no adapter takes part."""
+        """Return whether a call is like the one that was recorded, and no adapter takes part."""
         return (
             hidden.is_contiguous()
             and _options(more) == self._options

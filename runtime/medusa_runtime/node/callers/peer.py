@@ -61,7 +61,7 @@ class Caller(NamedTuple):
 
 
 def sees_the_same_files(connection: socket.socket) -> bool:
-    """Whether the peer is in this process's mount namespace. False where the kernel does not say."""
+    """Return whether the peer is in this process's mount namespace. False where the kernel does not say."""
     pid = Peer.of(connection).pid
     try:
         theirs, ours = os.stat(f"/proc/{pid}/ns/mnt"), os.stat("/proc/self/ns/mnt")
@@ -89,7 +89,7 @@ def _inside(connection: socket.socket, pid: int) -> bool:
 
 
 def _lives(connection: socket.socket) -> bool:
-    """Whether the process that connected still exists, so that its number has not become another process's."""
+    """Return whether the process that connected still exists, so that its number has not become another process's."""
     try:
         packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
     except OSError:

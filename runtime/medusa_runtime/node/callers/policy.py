@@ -12,7 +12,7 @@ from .peer import Caller
 
 
 def below(key: str, prefix: str) -> bool:
-    """Whether a model lies below a prefix, in whatever spelling; everything lies below ``*``."""
+    """Return whether a model lies below a prefix, in whatever spelling; everything lies below ``*``."""
     return prefix == "*" or is_below(key, prefix)
 
 
@@ -58,7 +58,7 @@ class Policy:
                 )
 
     def allows_redirect(self, url: str) -> bool:
-        """Whether a store may send a fetch to this URL on another host.
+        """Return whether a store may send a fetch to this URL on another host.
 
         An agent that fetches for its own user alone goes where the store says. One that serves others fetches from
         its own place in the network, so it goes only below a prefix that a rule has opened.

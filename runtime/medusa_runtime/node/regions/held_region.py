@@ -126,7 +126,7 @@ class HeldRegion:
         promote(self.demand_fd)
 
     def is_current(self, folder: Folder | None = None) -> bool:
-        """Whether the local files that it names are still those that were indexed; true of objects in a store.
+        """Return whether the local files that it names are still those that were indexed; true of objects in a store.
 
         ``folder``: what a caller has sent as this checkpoint's folder.
         """

@@ -53,7 +53,10 @@ class Signer:
 
 
 def verify(public: str, signature: bytes, message: bytes) -> bool:
-    """Whether the holder of this public key (``ed25519:<base64>``) signed the message. Raises MissingPackageError."""
+    """Return whether the holder of this public key (``ed25519:<base64>``) signed the message.
+
+    Raises MissingPackageError.
+    """
     try:
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

@@ -193,7 +193,7 @@ class CudaDriver(Driver):
         return start.value, size.value
 
     def on_host(self, address: int) -> bool:
-        """Whether the address is in memory of the host that the device can read, such as pinned pages."""
+        """Return whether the address is in memory of the host that the device can read, such as pinned pages."""
         kind = c_int()
         return not self.result("cuPointerGetAttribute", byref(kind), 2, address) and kind.value == HOST_MEMORY
 

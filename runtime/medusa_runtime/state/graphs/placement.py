@@ -40,7 +40,7 @@ class Placement:
         self.close()
 
     def address(self, memory_range: MemoryRange, offset: int) -> int:
-        """Where this byte of a range is now. Raises GraphMismatch when the range was not placed."""
+        """Return where this byte of a range is now. Raises GraphMismatch when the range was not placed."""
         if memory_range.name not in self.addresses:
             raise GraphMismatch(Reason.MEMORY_RANGE, f"{memory_range.name} was not placed")
         return self.addresses[memory_range.name] + offset

@@ -24,6 +24,6 @@ class Endpoint(NamedTuple):
         return 443 if self.tls else 80
 
     def is_same_host(self, other: Endpoint) -> bool:
-        """Whether both are one server: one host, and the same port or each scheme's own."""
+        """Return whether both are one server: one host, and the same port or each scheme's own."""
         standard = self.port == self.standard_port and other.port == other.standard_port
         return self.host.lower() == other.host.lower() and (self.port == other.port or standard)

@@ -116,7 +116,7 @@ def framing(head: Head) -> tuple[int | None, bool]:
 
 
 def keeps_open(head: Head) -> bool:
-    """Whether the server lets the connection be used again."""
+    """Return whether the server lets the connection be used again."""
     options = head.fields.get("connection", "").lower().split(",")
     return head.minor > 0 and "close" not in (option.strip() for option in options)
 
@@ -187,7 +187,7 @@ def _date(text: str) -> tuple[int, ...] | None:
 
 
 def is_encoded(text: str) -> bool:
-    """Whether a Content-Encoding changes the bytes; some stores leave the name of an upload's framing there."""
+    """Return whether a Content-Encoding changes the bytes; some stores leave the name of an upload's framing there."""
     return any(coding.strip().lower() not in ("", "identity", "aws-chunked") for coding in text.split(","))
 
 

@@ -68,7 +68,10 @@ def _parse(variable: str, value: str) -> Proxy:
 
 
 def _covers(entry: str, endpoint: Endpoint) -> bool:
-    """Whether an entry of NO_PROXY is this origin: *, a host, a domain, an address or a block, perhaps with a port."""
+    """Return whether an entry of NO_PROXY is this origin:
+
+    *, a host, a domain, an address or a block, perhaps with a port.
+    """
     if entry == "*":
         return True
     host = endpoint.host.lower().rstrip(".")

@@ -54,7 +54,7 @@ def check(scaling: Scaling, placement: Placement) -> None:
 
 
 def least_instances(scaling: Scaling, placement: Placement) -> int:
-    """How few instances there may be. Only the HTTP add-on holds requests while there is none."""
+    """Return how few instances there may be. Only the HTTP add-on holds requests while there is none."""
     return placement.min_scale if scaling.autoscaler == "keda-http" else max(1, placement.min_scale)
 
 

@@ -20,7 +20,7 @@ def allowed_nodes(
     node_selector: Mapping[str, str] | None = None,
     tolerations: Sequence[Mapping[str, str]] = (),
 ) -> dict[str, Any]:
-    """Which nodes may have the pod, and with which secrets they get its image."""
+    """Return which nodes may have the pod, and with which secrets they get its image."""
     found: dict[str, Any] = {
         "imagePullSecrets": [{"name": name} for name in pull_secrets],
         "nodeSelector": dict(node_selector or {}),

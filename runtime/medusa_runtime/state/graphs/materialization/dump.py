@@ -239,7 +239,7 @@ class _Reader:
         return self._numbers[handle]
 
     def _function_attributes(self, params: KernelNodeParams) -> list[tuple[int, int]]:
-        """What was set on a CUkernel, and on its CUfunction in this context: each has values of its own."""
+        """Return what was set on a CUkernel, and on its CUfunction in this context: each has values of its own."""
         func = params.func or self._driver.optional("cuKernelGetFunction", params.kern)
         found = []
         for attribute in FUNCTION_ATTRIBUTES:

@@ -63,7 +63,7 @@ def _needed(graph: GraphBlueprint, launch: Launch, replayer: Replayer, saved: Se
 def _right(
     graph: GraphBlueprint, launch: Launch, replayer: Replayer, saved: Sequence[Piece], poisoned: Sequence[Piece]
 ) -> bool:
-    """Whether a replay gives the reference outputs with these pieces overwritten."""
+    """Return whether a replay gives the reference outputs with these pieces overwritten."""
     overwritten = {(piece.memory_range, piece.offset) for piece in poisoned}
     # The pool may have gigabytes, so what is about to be poisoned is not written first.
     replayer.write(piece for piece in saved if (piece.memory_range, piece.offset) not in overwritten)

@@ -87,7 +87,7 @@ class _Pairs:
         self._first = {two: one for one, two in self._second.items()}
 
     def same(self, one: Place, two: Place) -> bool:
-        """Whether two places are the same byte of the same range."""
+        """Return whether two places are the same byte of the same range."""
         if one.offset != two.offset:
             return False
         if one.memory_range in self._second or two.memory_range in self._first:
@@ -99,7 +99,7 @@ class _Pairs:
         return True
 
     def moved(self, memory_range: int) -> bool:
-        """Whether a range of the first capture, which a word has pointed to, has another address in the second."""
+        """Return whether a range to which a word of the first capture points has another address in the second."""
         return self._ranges[0][memory_range].address != self._ranges[1][self._second[memory_range]].address
 
 
@@ -244,7 +244,7 @@ class _Comparison:
 
 
 def _on_host(word: int, own: Sequence[tuple[int, int]]) -> bool:
-    """Whether a word is an address of the host: by its place, or in what the process said is its own memory.
+    """Return whether a word is an address of the host: by its place, or in what the process said is its own memory.
 
     The heap of a process that is not position-independent lies among small numbers, so there only aligned words count.
     """

@@ -169,6 +169,6 @@ def allow(driver: CudaDriver, handle: KernelHandle, record: KernelRecord) -> Non
 
 
 def _identity(record: KernelRecord) -> tuple[str, tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """What distinguishes a kernel without a known image from others of its name."""
+    """Return what distinguishes a kernel without a known image from others of its name."""
     attributes = dict(record.attributes)
     return record.name, record.parameters, tuple(attributes.get(one, 0) for one in IDENTITY)

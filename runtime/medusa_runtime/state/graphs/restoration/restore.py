@@ -179,7 +179,7 @@ class Restoration:
         return self._placement.address(memory_range, piece.offset)
 
     def _unloaded(self, piece: Piece) -> bool:
-        """Whether a piece is in a variable of an image that is neither saved nor loaded here."""
+        """Return whether a piece is in a variable of an image that is neither saved nor loaded here."""
         memory_range = self._blueprints.ranges[piece.memory_range]
         return memory_range.kind == RangeKind.MODULE and self._finder.variable(memory_range.name) is None
 
