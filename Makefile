@@ -21,13 +21,15 @@ BIN := $(VENV)/bin
 # CI lets a few failed tests run once more, alone: PYTEST=".venv/bin/python .ci/pytest".
 PYTEST ?= $(BIN)/python -m pytest
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# No package is newer than the suite has passed with, and any may be older. `make newest` tries newer ones.
+CONSTRAINTS ?= constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS:%=--constraint %)
 
 # Where it is set, as in many containers, each of the tests' processes would compile what it imports once more.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-cluster test-cluster-slow test-vllm vllm-cpu test-aarch64 test-root test-slow test-failed check format bench bench-cluster image audit test-containers test-sagemaker clean fuzz wheels test-imports docs
+.PHONY: help setup setup-dev demo test test-cluster test-cluster-slow test-vllm vllm-cpu test-aarch64 test-root test-slow test-failed check format bench bench-cluster image audit test-containers test-sagemaker clean fuzz newest wheels test-imports docs
 
 help: ## Show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -106,6 +108,12 @@ check: setup-dev ## Lint, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+newest: $(VENV)/.cluster $(VENV)/.docs ## Install the newest packages, and write their versions to constraints.txt; then test
+	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager "$(TORCH)" -e ".[test,check,cluster,docs]"
+	@sed '/^[^#]/d' constraints.txt >constraints.new
+	@$(BIN)/python -m pip freeze --quiet --exclude-editable --exclude torch | sed -n 's/^\([^ @;]*\)==/\1<=/p' >>constraints.new
+	@mv constraints.new constraints.txt
 
 $(VENV)/.docs: $(VENV)/.dev
 	$(INSTALL) --no-compile -e ".[docs]"
