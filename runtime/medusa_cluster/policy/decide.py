@@ -30,6 +30,7 @@ from .state import (
     Node,
     Pace,
     RequestNodes,
+    ResumeInstance,
     Role,
     StartInstance,
     StopInstance,
@@ -54,6 +55,7 @@ class Options:
     hop_s: float = 0.0005  # between two workers
     paced_fraction: float = 0.85  # of a link, for weights beside serving traffic
     drain_s: float = 30.0
+    resume: bool = True  # let instances that finish their requests go on, before others start
     least_nodes: int | None = None  # that are never given back to an autoscaler; None: there is none, nodes stay
     spare_after_s: float = 30.0  # without an instance, after which a node is given back
 
@@ -251,8 +253,27 @@ class _Tick:
                     if instance.state != "draining":
                         self._stop(instance, "its node drains")
 
+    def _resume(self, count: Count, number: int) -> int:
+        """Let instances go on that finish their requests before they end: they have the weights and a device.
+
+        Returns how many are still missing. Those with the fewest requests go first (the router of BlitzScale).
+        """
+        if not self._options.resume or number <= 0:
+            return number
+        deployment = count.deployment
+        ending = [
+            instance
+            for instance in self._index.instances.get(deployment.name, {}).values()
+            if instance.state == "draining" and instance.running and _can_resume(instance, count)
+        ]
+        ending.sort(key=lambda instance: (instance.running, instance.id))
+        for instance in ending[:number]:
+            self._decisions.append(ResumeInstance(instance.id, instance.node, "the load needs it again"))
+        return number - len(ending[:number])
+
     def _start(self, count: Count, number: int) -> None:
         deployment = count.deployment
+        number = self._resume(count, number)
         cold = count.ready == 0 and count.role == "both" and self._options.largest_group > 1
         scheme = _repeated(count) if cold else None
         while number > 0:
@@ -398,6 +419,13 @@ def _repeated(count: Count) -> Scheme | None:
     workers.sort(key=lambda worker: worker.layers or (0, 0))
     nodes = tuple(worker.node for worker in workers)
     return Scheme(nodes, len(nodes), 0.0, 0.0, meets=True)
+
+
+def _can_resume(instance: Instance, count: Count) -> bool:
+    """Return whether a draining instance can stand in for one that is missing: alone, in its role, up to date."""
+    version = count.deployment.version
+    role = (instance.role == "decode") == (count.role == "decode")
+    return instance.group is None and instance.full and role and (instance.version or version) == version
 
 
 _REPLACED = "its model was replaced in the store"
