@@ -56,6 +56,7 @@ class Options:
     paced_fraction: float = 0.85  # of a link, for weights beside serving traffic
     drain_s: float = 30.0
     resume: bool = True  # let instances that finish their requests go on, before others start
+    ends_starts: bool = True  # end instances that still start, where the load needs fewer; else those that are ready
     least_nodes: int | None = None  # that are never given back to an autoscaler; None: there is none, nodes stay
     spare_after_s: float = 30.0  # without an instance, after which a node is given back
 
@@ -225,6 +226,9 @@ class _Tick:
     def _end(self, count: Count, number: int, old: list[Instance]) -> None:
         singles = [instance for instance in count.instances if instance.group is None]
         groups = {instance.group for instance in count.instances if instance.group is not None}
+        if not self._options.ends_starts and count.wanted > 0:
+            singles = [instance for instance in singles if instance.state == "ready"]
+            number = min(number, max(len(singles) - 1, 0))
         for instance in sorted(singles, key=lambda item: (item not in old, *_dispensable(item)))[:number]:
             self._stop(instance, _REPLACED if instance in old else "the load needs fewer")
             number -= 1
