@@ -53,6 +53,9 @@ def restore(
         if url not in by_url:
             continue
         deployment = by_url[url]
+        if index.is_short:
+            changes += [Pin(name, url, pinned=False) for name, copy in index.holders.get(url, {}).items() if copy.pinned]
+            continue
         pinned = [
             name
             for name, copy in index.holders.get(url, {}).items()
@@ -69,7 +72,7 @@ def restore(
     changes += _outdated(index, nodes, by_url, looked_at)
     fetches = spread(index, nodes, missing)
     waiting = frozenset(deployment.url for deployment in missing if deployment.url not in fetches)
-    if urls is None and not fetches and not changes:
+    if urls is None and not fetches and not changes and not index.is_short:
         for url, name in _rebalance(index, nodes, by_url).items():
             if name in index.holders[url]:
                 changes.append(Pin(name, url))

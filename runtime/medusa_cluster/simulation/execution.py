@@ -138,9 +138,9 @@ class Execution:
         copy.sources = ()
         copy.used_at_s = self._env.now
         self.touch(node)
-        for call in copy.then:
+        then, copy.then = copy.then, []
+        for call in then:
             call()
-        copy.then.clear()
         self._sim.wake()
 
     def _drop(self, node: SimNode, url: str) -> None:
@@ -345,14 +345,14 @@ class Execution:
         if copy is None or copy.complete:
             done(worker)
             return
-        if copy.flow is not None:  # another group's worker on this node has asked for the rest
-            copy.then.append(lambda: done(worker))
+        # Noted at the copy, as another fetch may take this one's place: an instance's, or another group's worker's.
+        copy.then.append(lambda: self._complete(worker, done))
+        if copy.flow is not None:
             return
 
         def arrived() -> None:
             copy.layers = None
             self._arrived(worker.node, copy)
-            done(worker)
 
         self._flow(worker.node, copy, copy.total - copy.base, arrived)
         self.touch(worker.node)
