@@ -140,11 +140,11 @@ def prescaled(load: Load, prefill: int, prefill_wanted: int) -> Load:
     What these run grows at most in step with prefill, and by no more than what waits.
     """
     decoding = replace(load, waiting=0, tokens_per_s=0.0)
-    if prefill_wanted <= prefill or not load.running:
+    if prefill_wanted <= prefill or not prefill:
         return decoding
-    growth = 1 + load.waiting / load.running
-    if prefill:
-        growth = min(growth, prefill_wanted / prefill)
+    if not load.running:
+        return replace(decoding, running=load.waiting)
+    growth = min(1 + load.waiting / load.running, prefill_wanted / prefill)
     return replace(decoding, running=round(load.running * growth), kv_use=load.kv_use * growth)
 
 
