@@ -114,6 +114,10 @@ def simulate(system: str, trace: str, asked: list[Request], seconds: float, *, w
     strategy = with_bounds(strategy_named(system), BOUNDS)
     if math.isfinite(strategy.cache_ttl_s):
         strategy = replace(strategy, cache_ttl_s=_HOST_CACHE_S)
+    # In the published code only instances that are ready are ended, so loads run to their end. All but S-LLM let those
+    # go on that are about to end.
+    policy = replace(strategy.policy, ends_starts=False, resume=system != "s-llm")
+    strategy = replace(strategy, policy=policy)
     paid_s = min(CASES[trace].seconds, seconds)
     cluster = fleet(trace, waiting=waiting)
     return Simulation(cluster, strategy, asked, tick_s=0.1, paid_until_s=paid_s, details=True).run()

@@ -393,7 +393,7 @@ class _Tick:
         busy = {name for name, _ in self._index.arriving}
         for url, node in found.fetches.items():
             if node not in busy:  # one at a time, so that starts find their links free
-                self._fetches.want(node, url, pin=True, reason="the parameter pool lacks it")
+                self._fetches.want(node, url, pin=not index.is_short, reason="the parameter pool lacks it")
                 busy.add(node)
         return list(found.changes)
 
