@@ -20,6 +20,7 @@ from medusa_cluster.policy.state import (
     Node,
     NodeState,
     Pin,
+    ResumeInstance,
     StartInstance,
     StopInstance,
 )
@@ -111,6 +112,10 @@ class ClusterModel:
             left = tuple(instance for instance in node.instances if instance.id != decision.id)
             assert len(left) < len(node.instances)
             self.nodes[node.name] = replace(node, instances=left)
+        elif isinstance(decision, ResumeInstance):
+            node = self.nodes[decision.node]
+            resumed = (replace(i, state="ready") if i.id == decision.id else i for i in node.instances)
+            self.nodes[node.name] = replace(node, instances=tuple(resumed))
         elif isinstance(decision, ChangeRole):
             node = self.nodes[decision.node]
             turned = (replace(i, role=decision.role) if i.id == decision.id else i for i in node.instances)

@@ -21,6 +21,7 @@ from ..policy.state import (
     Pace,
     Pin,
     RequestNodes,
+    ResumeInstance,
     StartInstance,
     StopInstance,
 )
@@ -65,6 +66,8 @@ class Execution:
                 self._cluster.groups.consolidate(decision)
             case StopInstance():
                 self._begin_stop(decision)
+            case ResumeInstance():
+                self._begin_resume(decision)
             case Fetch():
                 self._begin_fetch(decision)
             case Drop(node, url):
@@ -158,8 +161,8 @@ class Execution:
 
     def _begin_stop(self, decision: StopInstance) -> None:
         known = self._cluster.instances.get(decision.id)
-        if known is None or known.state == "draining":
-            return
+        if known is None or known.state == "draining" or ("stop", known.id) in self._running:
+            return  # or it was just resumed, and the answer to the last order is on its way: decided again, if need be
         known.state, known.since = "draining", time.time()
         reason = f": {decision.reason}" if decision.reason else ""
         self._cluster.tell("scale-down", f"{known.id} ends{reason}", node=known.node, model=known.model)
@@ -170,11 +173,16 @@ class Execution:
         request = {"op": "stop", "id": known.id, "drain_s": drain_s}
         while known.node in self._cluster.nodes and self._cluster.nodes[known.node].lost_at is None:
             try:
-                await self._nodes.call(known.node, request, drain_s + _CALL_S)
+                answer = await self._nodes.call(known.node, request, drain_s + _CALL_S)
             except MedusaError as error:
                 logger.warning("%s could not be ended: %s", known.id, error)
                 await asyncio.sleep(_SHORTEST_PAUSE_S)
+                if known.state != "draining":
+                    return
                 continue
+            if not answer.get("ended", True):
+                self._resumed(known)
+                return
             # Where no order has arrived, the node may come back with the instance, which is known again then.
             self._stopped = {key: at for key, at in self._stopped.items() if at > time.monotonic() - _STOPPED_KEPT_S}
             self._stopped[known.id] = time.monotonic()
@@ -182,6 +190,27 @@ class Execution:
         if self._cluster.instances.get(known.id) is known:
             del self._cluster.instances[known.id]
         self._cluster.publish()
+
+    def _begin_resume(self, decision: ResumeInstance) -> None:
+        known = self._cluster.instances.get(decision.id)
+        if known is not None and known.state == "draining":
+            self.task(("resume", known.id), self._resume(known, decision.reason))
+
+    async def _resume(self, known: KnownInstance, reason: str) -> None:
+        """Have a node let an instance go on that drains; where it is too late, it is gone soon, and another starts."""
+        try:
+            answer = await self._nodes.call(known.node, {"op": "resume", "id": known.id}, _CALL_S)
+        except MedusaError as error:
+            logger.warning("%s could not be resumed: %s", known.id, error)
+            return
+        if answer.get("resumed"):
+            self._cluster.tell("scale-up", f"{known.id} goes on: {reason}", node=known.node, model=known.model)
+            self._resumed(known)
+
+    def _resumed(self, known: KnownInstance) -> None:
+        if self._cluster.instances.get(known.id) is known and known.state == "draining":
+            known.state, known.since = "ready", time.time()
+            self._cluster.publish()
 
     def end_all(self, model: str, reason: str) -> None:
         """End all instances of a model after their requests."""

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _LISTENING = re.compile(r"listening on http://[^\s]+:(\d+)$")
 _LISTENS_WITHIN_S = 60.0
 _KILLED_AFTER_S = 10.0  # when no request runs any more
+_LOOK_S = 0.05  # between two looks at an instance that drains
 _KEPT_ENDS_S = 60.0  # for how long the status shows an instance that ended by itself
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -39,6 +40,7 @@ class RunningInstance:
     secret: str
     listening: asyncio.Future[int]
     state: str = "starting"
+    ending: bool = False  # it drained, and its process is being ended
     since: float = field(default_factory=time.time)
     child: Child | None = None
     running: int = 0  # requests that pass through the node server
@@ -181,24 +183,44 @@ class Instances:
             instance.listening.set_exception(InstanceError(failure))
         asyncio.get_running_loop().call_later(_KEPT_ENDS_S, self._instances.pop, instance.id, None)
 
-    async def stop(self, instance_id: str, drain_s: float) -> None:
+    async def stop(self, instance_id: str, drain_s: float) -> bool:
         """End an instance after its running requests, or after ``drain_s``. An unknown one has ended already.
 
-        Requests that run longer break off, so that gateways run them again elsewhere.
+        Returns False if it was resumed meanwhile. Requests that run longer break off, so that gateways run them again
+        elsewhere.
         """
         instance = self._instances.get(instance_id)
         if instance is None or instance.child is None or instance.failure is not None:
             self._instances.pop(instance_id, None)
-            return
+            return True
         if instance.state != "draining":
             instance.enter("draining")
             deadline = asyncio.get_running_loop().time() + drain_s
             while instance.running and asyncio.get_running_loop().time() < deadline and instance.child.status is None:
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(_LOOK_S)
+                if instance.state != "draining":
+                    return False
+            instance.ending = True
             await instance.child.end(0.0 if instance.running else _KILLED_AFTER_S)
         else:
-            await instance.child.wait()
+            while instance.child.status is None:
+                await asyncio.sleep(_LOOK_S)
+                if instance.state != "draining":
+                    return False
         self._instances.pop(instance_id, None)
+        return True
+
+    def resume(self, instance_id: str) -> bool:
+        """Let an instance that drains take requests again; returns False where it is too late.
+
+        One that is ready stays so, so that a call may be repeated.
+        """
+        instance = self._instances.get(instance_id)
+        if instance is None or instance.ending or instance.port is None or instance.failure is not None:
+            return False
+        if instance.state == "draining":
+            instance.enter("ready")
+        return True
 
     def status(self, versions: Mapping[str, str]) -> list[dict[str, Any]]:
         """``versions``: those of the agent's models, by URL."""

@@ -59,6 +59,7 @@ class Operations:
             "group_port": self._group_port,
             "consolidate": self._consolidate,
             "stop": self._stop,
+            "resume": self._resume,
             "pace": self._pace,
             "cluster": self._cluster,
         }
@@ -174,8 +175,11 @@ class Operations:
         return {}
 
     async def _stop(self, request: dict[str, Any]) -> dict[str, Any]:
-        await self._instances.stop(str(request["id"]), float(request.get("drain_s", 30.0)))
-        return {}
+        return {"ended": await self._instances.stop(str(request["id"]), float(request.get("drain_s", 30.0)))}
+
+    async def _resume(self, request: dict[str, Any]) -> dict[str, bool]:
+        """Let an instance that drains go on; a node that ends as a whole resumes none."""
+        return {"resumed": not self.draining and self._instances.resume(str(request["id"]))}
 
     async def _pace(self, request: dict[str, Any]) -> dict[str, Any]:
         limit = request["bytes_per_s"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from .index import Catalog, Index
-from .scaling import Bounds, Monitor, prescaled_decoders, wanted
+from .scaling import Bounds, Monitor, prescaled, wanted
 from .state import ClusterState, Deployment, Instance, Load, Role
 
 QUIET = Load()
@@ -170,12 +170,11 @@ class Counting:
         prefill = [instance for instance in staying if instance.role != "decode"]
         decode = [instance for instance in staying if instance.role == "decode"]
         first = self._count(deployment, "prefill", prefill, replace(load, running=0, kv_use=0.0))
-        decoding = replace(load, waiting=0, tokens_per_s=0.0)
-        if not self._prescale:  # by KV blocks alone: no request counts before it comes to a decode instance
-            decoding = replace(decoding, running=0)
-        second = self._count(deployment, "decode", decode, decoding)
         if self._prescale:
-            second.wanted = prescaled_decoders(first.current, first.wanted, max(second.least, 1), second.wanted)
+            decoding = prescaled(load, first.current, first.wanted)
+        else:  # by KV blocks alone: no request counts before it comes to a decode instance
+            decoding = replace(load, waiting=0, running=0, tokens_per_s=0.0)
+        second = self._count(deployment, "decode", decode, decoding)
         second.wanted = min(max(second.wanted, 1 if first.wanted else 0), max(deployment.max, deployment.min))
         return [first, second]
 

@@ -30,6 +30,7 @@ from .state import (
     Node,
     Pace,
     RequestNodes,
+    ResumeInstance,
     Role,
     StartInstance,
     StopInstance,
@@ -54,6 +55,8 @@ class Options:
     hop_s: float = 0.0005  # between two workers
     paced_fraction: float = 0.85  # of a link, for weights beside serving traffic
     drain_s: float = 30.0
+    resume: bool = True  # let instances that finish their requests go on, before others start
+    ends_starts: bool = True  # end instances that still start, where the load needs fewer; else those that are ready
     least_nodes: int | None = None  # that are never given back to an autoscaler; None: there is none, nodes stay
     spare_after_s: float = 30.0  # without an instance, after which a node is given back
 
@@ -223,6 +226,9 @@ class _Tick:
     def _end(self, count: Count, number: int, old: list[Instance]) -> None:
         singles = [instance for instance in count.instances if instance.group is None]
         groups = {instance.group for instance in count.instances if instance.group is not None}
+        if not self._options.ends_starts and count.wanted > 0:
+            singles = [instance for instance in singles if instance.state == "ready"]
+            number = min(number, max(len(singles) - 1, 0))
         for instance in sorted(singles, key=lambda item: (item not in old, *_dispensable(item)))[:number]:
             self._stop(instance, _REPLACED if instance in old else "the load needs fewer")
             number -= 1
@@ -251,8 +257,27 @@ class _Tick:
                     if instance.state != "draining":
                         self._stop(instance, "its node drains")
 
+    def _resume(self, count: Count, number: int) -> int:
+        """Let instances go on that finish their requests before they end: they have the weights and a device.
+
+        Returns how many are still missing. Those with the fewest requests go first (the router of BlitzScale).
+        """
+        if not self._options.resume or number <= 0:
+            return number
+        deployment = count.deployment
+        ending = [
+            instance
+            for instance in self._index.instances.get(deployment.name, {}).values()
+            if instance.state == "draining" and instance.running and _can_resume(instance, count)
+        ]
+        ending.sort(key=lambda instance: (instance.running, instance.id))
+        for instance in ending[:number]:
+            self._decisions.append(ResumeInstance(instance.id, instance.node, "the load needs it again"))
+        return number - len(ending[:number])
+
     def _start(self, count: Count, number: int) -> None:
         deployment = count.deployment
+        number = self._resume(count, number)
         cold = count.ready == 0 and count.role == "both" and self._options.largest_group > 1
         scheme = _repeated(count) if cold else None
         while number > 0:
@@ -368,7 +393,7 @@ class _Tick:
         busy = {name for name, _ in self._index.arriving}
         for url, node in found.fetches.items():
             if node not in busy:  # one at a time, so that starts find their links free
-                self._fetches.want(node, url, pin=True, reason="the parameter pool lacks it")
+                self._fetches.want(node, url, pin=not index.is_short, reason="the parameter pool lacks it")
                 busy.add(node)
         return list(found.changes)
 
@@ -398,6 +423,13 @@ def _repeated(count: Count) -> Scheme | None:
     workers.sort(key=lambda worker: worker.layers or (0, 0))
     nodes = tuple(worker.node for worker in workers)
     return Scheme(nodes, len(nodes), 0.0, 0.0, meets=True)
+
+
+def _can_resume(instance: Instance, count: Count) -> bool:
+    """Return whether a draining instance can stand in for one that is missing: alone, in its role, up to date."""
+    version = count.deployment.version
+    role = (instance.role == "decode") == (count.role == "decode")
+    return instance.group is None and instance.full and role and (instance.version or version) == version
 
 
 _REPLACED = "its model was replaced in the store"

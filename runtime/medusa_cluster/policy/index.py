@@ -17,6 +17,7 @@ class Catalog:
         self.by_url: dict[str, Deployment] = {}
         for deployment in deployments.values():
             self.by_url.setdefault(deployment.url, deployment)
+        self.total_bytes = sum(deployment.size_bytes for deployment in self.by_url.values())
         self.always = [name for name, deployment in deployments.items() if deployment.min > 0]
 
 
@@ -36,6 +37,9 @@ class Index:
         self.arriving: dict[tuple[str, str], Copy] = {}  # (node, URL) → copy that is not complete
         self.pinned_bytes: dict[str, int] = {}  # node → of the parameter pool
         self.slots = 0  # of nodes that are alive
+        self.memory_bytes = 0  # of nodes that are alive, for copies in host memory
+        self.unlimited = 0  # nodes that are alive and keep all copies
+        self.is_short = False  # the memory cannot hold all deployed models
         self.free: dict[str, int] = {}  # node → free slots, if it has any
         self.touched: set[str] | None = None  # URLs whose copies are to be looked at by the pool; None: all
         self.waiting: frozenset[str] = frozenset()  # URLs for which the pool found no node with room
@@ -66,6 +70,9 @@ class Index:
         if self._catalog.deployments != deployments:
             self._catalog = Catalog(dict(deployments))
             self.touched = None
+        short = not self.unlimited and self._catalog.total_bytes > self.memory_bytes
+        if short != self.is_short:
+            self.is_short, self.touched, self.joined = short, None, True
         return self._catalog
 
     def update(self, nodes: Mapping[str, Node], changed: Collection[str] | None = None) -> None:
@@ -110,7 +117,7 @@ class Index:
             self._touch(last, node)
         if not alike or not (instances or _run_the_same(last, node)):
             self._mark(last, node)
-        if copies and alike:
+        if copies and alike and last.memory_bytes == node.memory_bytes:
             self._forget_instances(last)
             self._add_instances(node)
         else:
@@ -140,6 +147,8 @@ class Index:
         if node.state == "alive":
             self.pinned_bytes[node.name] = pinned
             self.slots += node.slots
+            self.memory_bytes += node.memory_bytes
+            self.unlimited += not node.memory_bytes
         self._add_instances(node)
 
     def _add_instances(self, node: Node) -> None:
@@ -163,6 +172,8 @@ class Index:
         if node.state == "alive":
             del self.pinned_bytes[node.name]
             self.slots -= node.slots
+            self.memory_bytes -= node.memory_bytes
+            self.unlimited -= not node.memory_bytes
         self._forget_instances(node)
 
     def _forget_instances(self, node: Node) -> None:

@@ -84,7 +84,7 @@ class Placement:
 
     def _offer(self, name: str) -> Server:
         node = self.nodes[name]
-        space = float(room(node)) if node.memory_bytes else math.inf
+        space = float(room(node, self.by_url)) if node.memory_bytes else math.inf
         server = self._offers[name] = Server(name, self.bytes_per_s(name), node.load_bytes_per_s, space)
         return server
 
@@ -110,7 +110,7 @@ class Placement:
         """Return a node where the start is slow, or makes others slow: better than none."""
         for name in self._candidates():
             node = self.nodes[name]
-            space = room(node) if node.memory_bytes else math.inf
+            space = room(node, self.by_url) if node.memory_bytes else math.inf
             if space >= deployment.size_bytes and self._can_run(name, deployment):
                 return name
         return self._for_the_pool(deployment)

@@ -1,8 +1,9 @@
 """The global parameter pool: the cluster holds at least one complete copy of each deployed model in host memory.
 
 BlitzScale §5.3. A copy of the pool is pinned; all others are the nodes' caches, from which the least recently used ones
-go first. A copy of an older version is no copy. Where the deployed models are more than the cluster's memory holds, an
-instance that finds no other room takes that of pinned copies which nobody uses: their models start from the store.
+go first. A copy of an older version is no copy. Where the deployed models are more than the cluster's memory holds,
+nothing is pinned: all memory is a cache, in which what was used last stays, and the other models start from the store.
+Only free memory is filled then.
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ def restore(
         if url not in by_url:
             continue
         deployment = by_url[url]
+        if index.is_short:
+            held = index.holders.get(url, {})
+            changes += [Pin(name, url, pinned=False) for name, copy in held.items() if copy.pinned]
+            if urls is None and not held:
+                missing.append(deployment)
+            continue
         pinned = [
             name
             for name, copy in index.holders.get(url, {}).items()
@@ -67,9 +74,9 @@ def restore(
             else:
                 missing.append(deployment)
     changes += _outdated(index, nodes, by_url, looked_at)
-    fetches = spread(index, nodes, missing)
+    fetches = spread(index, nodes, missing, evicts=not index.is_short)
     waiting = frozenset(deployment.url for deployment in missing if deployment.url not in fetches)
-    if urls is None and not fetches and not changes:
+    if urls is None and not fetches and not changes and not index.is_short:
         for url, name in _rebalance(index, nodes, by_url).items():
             if name in index.holders[url]:
                 changes.append(Pin(name, url))
@@ -78,11 +85,13 @@ def restore(
     return Restoration(fetches, tuple(changes), waiting)
 
 
-def spread(index: Index, nodes: Mapping[str, Node], deployments: Iterable[Deployment]) -> dict[str, str]:
+def spread(
+    index: Index, nodes: Mapping[str, Node], deployments: Iterable[Deployment], *, evicts: bool = True
+) -> dict[str, str]:
     """Choose a node for each model: the largest model first, each to the node that the pool fills least.
 
     A node with a link twice as fast takes twice as much: from it, the others have a copy sooner.
-    A model that fits nowhere is left out.
+    A model that fits nowhere is left out. ``evicts``: caches may go; else only free memory counts.
     """
     wanted = sorted(deployments, key=lambda deployment: (-deployment.size_bytes, deployment.url))
     if not wanted:
@@ -101,7 +110,7 @@ def spread(index: Index, nodes: Mapping[str, Node], deployments: Iterable[Deploy
             entry = heapq.heappop(heap)
             _, name, pinned = entry
             if name not in rooms:
-                rooms[name] = room(nodes[name])
+                rooms[name] = room(nodes[name]) if evicts else nodes[name].free_bytes
             if rooms[name] >= deployment.size_bytes:
                 chosen[deployment.url] = name
                 rooms[name] -= deployment.size_bytes
@@ -140,9 +149,15 @@ def evict(
     return drops if free >= needed_bytes else None
 
 
-def room(node: Node) -> int:
-    """Return the bytes that are free or would be after evicting caches."""
-    return node.free_bytes + sum(copy.total_bytes for copy in node.copies if not copy.pinned and copy.is_complete)
+def room(node: Node, by_url: Mapping[str, Deployment] | None = None) -> int:
+    """Return the bytes that are free or would be after evicting caches; with ``by_url`` not those that are in use."""
+    in_use = _in_use(node) if by_url is not None else ()
+    caches = (copy for copy in node.copies if not copy.pinned and copy.is_complete)
+    return node.free_bytes + sum(
+        copy.total_bytes
+        for copy in caches
+        if not in_use or by_url is None or copy.url not in by_url or by_url[copy.url].name not in in_use
+    )
 
 
 def _filled(node: Node, pinned: int) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .state import Deployment, Load
@@ -133,16 +133,19 @@ def shares(demands: Mapping[str, int], deployments: Mapping[str, Deployment], sl
     return given
 
 
-def prescaled_decoders(prefill: int, prefill_wanted: int, decode: int, decode_wanted: int) -> int:
-    """Return how many decode instances to have when prefill instances are added: in step with them (BlitzScale §5.4).
-
-    ``decode``: those that the load needs now; counted by those that are there, each step would add to the last one's.
+def prescaled(load: Load, prefill: int, prefill_wanted: int) -> Load:
+    """Return a load as decode instances will have it once prefill has grown (BlitzScale §5.4).
 
     The requests that make prefill grow arrive at the decode instances a moment later, so those need not wait to see it.
+    What these run grows at most in step with prefill, and by no more than what waits.
     """
-    if prefill_wanted <= prefill or prefill == 0:
-        return max(decode_wanted, 1 if prefill_wanted else 0)
-    return max(decode_wanted, math.ceil(decode * prefill_wanted / prefill))
+    decoding = replace(load, waiting=0, tokens_per_s=0.0)
+    if prefill_wanted <= prefill or not prefill:
+        return decoding
+    if not load.running:
+        return replace(decoding, running=load.waiting)
+    growth = min(1 + load.waiting / load.running, prefill_wanted / prefill)
+    return replace(decoding, running=round(load.running * growth), kv_use=load.kv_use * growth)
 
 
 def _kept(load: Load, now_s: float, bounds: Bounds) -> int:

@@ -209,6 +209,15 @@ class StopInstance:
 
 
 @dataclass(frozen=True, slots=True)
+class ResumeInstance:
+    """Let an instance that finishes its requests before it ends go on instead, and take new ones."""
+
+    id: str
+    node: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeRole:
     """Turn a prefill instance into a decode instance, or the reverse."""
 
@@ -251,4 +260,16 @@ class GiveBack:
     back: bool = True
 
 
-Decision = Fetch | Drop | Pin | StartInstance | StopInstance | ChangeRole | Consolidate | Pace | RequestNodes | GiveBack
+Decision = (
+    Fetch
+    | Drop
+    | Pin
+    | StartInstance
+    | StopInstance
+    | ResumeInstance
+    | ChangeRole
+    | Consolidate
+    | Pace
+    | RequestNodes
+    | GiveBack
+)

@@ -13,6 +13,7 @@ from ..policy.state import (
     Drop,
     Fetch,
     Pin,
+    ResumeInstance,
     StartInstance,
     StopInstance,
 )
@@ -47,6 +48,8 @@ class Execution:
             instance = self.instances.get(decision.id)
             if instance is not None:
                 self._stop(instance)
+        elif isinstance(decision, ResumeInstance):
+            self._resume(decision.id)
         elif isinstance(decision, Consolidate):
             self._consolidate(decision)
         elif isinstance(decision, Drop):
@@ -135,9 +138,9 @@ class Execution:
         copy.sources = ()
         copy.used_at_s = self._env.now
         self.touch(node)
-        for call in copy.then:
+        then, copy.then = copy.then, []
+        for call in then:
             call()
-        copy.then.clear()
         self._sim.wake()
 
     def _drop(self, node: SimNode, url: str) -> None:
@@ -342,14 +345,14 @@ class Execution:
         if copy is None or copy.complete:
             done(worker)
             return
-        if copy.flow is not None:  # another group's worker on this node has asked for the rest
-            copy.then.append(lambda: done(worker))
+        # Noted at the copy, as another fetch may take this one's place: an instance's, or another group's worker's.
+        copy.then.append(lambda: self._complete(worker, done))
+        if copy.flow is not None:
             return
 
         def arrived() -> None:
             copy.layers = None
             self._arrived(worker.node, copy)
-            done(worker)
 
         self._flow(worker.node, copy, copy.total - copy.base, arrived)
         self.touch(worker.node)
@@ -399,6 +402,15 @@ class Execution:
         server.pull = None
         self._decode_held(model)
         self.freed(server)
+
+    def _resume(self, instance_id: str) -> None:
+        """Let an instance that drains take requests again."""
+        instance = self.instances.get(instance_id)
+        if instance is None or instance.state != "draining" or instance.server is None or not instance.server.running:
+            return
+        self._set(instance, "ready")
+        self._sim.outcome.resumed += 1
+        self._open(self._sim.models[instance.model], instance, instance.server)
 
     def _end_soon(self, instance: SimInstance) -> None:
         delay_s = self._sim.fleet.models[instance.model].on(instance.node.machine.device).stages.end_s

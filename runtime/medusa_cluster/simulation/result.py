@@ -23,6 +23,7 @@ class Outcome:
     device_s: float = 0.0  # devices × seconds
     seconds: float = 0.0
     cold_starts: int = 0
+    resumed: int = 0  # instances that were to end, and went on
     fetches: int = 0  # of weights, from other nodes
     relieved: int = 0  # starts that relieved another instance
     moved_bytes: float = 0.0

@@ -264,7 +264,7 @@ class Simulation:
             waiting = len(model.queue)
             tokens = model.window_tokens / self._window_s
             if model.model.shared_queue:
-                tokens, waiting = float(model.queued_tokens), 0
+                tokens = float(model.queued_tokens)
             self._loads[name] = Load(
                 waiting=waiting,
                 running=model.running,

@@ -30,6 +30,8 @@ class StandInNode:
         self.starts: asyncio.Event | None = None  # a start waits for it
         self.answers: asyncio.Event | None = None  # a status waits for it
         self.asked = False  # and one does
+        self.busy: set[str] = set()  # instances that run requests: they do not end, but may be resumed
+        self.resumed = asyncio.Event()
         self.refuses: str | None = None  # why no instance starts
         self.state = "alive"
         self.store_is_away = False
@@ -117,8 +119,20 @@ class StandInNode:
         return {"port": 1}
 
     async def stop(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request["id"] in self.busy:
+            self.resumed.clear()
+            self.instances[request["id"]]["state"] = "draining"
+            await self.resumed.wait()
+            return {"ended": False}
         self.instances.pop(request["id"], None)
-        return {}
+        return {"ended": True}
+
+    async def resume(self, request: dict[str, Any]) -> dict[str, Any]:
+        resumed = request["id"] in self.busy
+        if resumed:
+            self.instances[request["id"]]["state"] = "ready"
+            self.resumed.set()
+        return {"resumed": resumed}
 
 
 class Net:

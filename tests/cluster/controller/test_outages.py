@@ -97,6 +97,27 @@ def test_an_instance_whose_stop_did_not_reach_its_node_is_known_again(run: Run) 
     run(scenario, "a")
 
 
+def test_an_instance_that_drains_goes_on_when_the_load_needs_it_again(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await ask(cluster, "deploy", name="m", url=MODEL, min=1)
+        await until(lambda: [item for item in cluster.instances.values() if item.state == "ready" and item.confirmed])
+        (known,) = cluster.instances.values()
+        node = net.nodes[known.node]
+        node.busy.add(known.id)
+        node.instances[known.id]["running"] = 1
+        await until(lambda: known.running == 1)
+        cluster.execution.begin(StopInstance(known.id, known.node, 30.0))
+        assert known.state == "draining"
+        await until(lambda: known.state == "ready" and not cluster.execution.busy_with(known.id))
+        assert cluster.instances == {known.id: known}
+        assert [call["op"] for call in node.calls].count("start") == 1
+        node.busy.clear()
+        cluster.execution.begin(StopInstance(known.id, known.node, 30.0))
+        await until(lambda: known.id not in cluster.instances)
+
+    run(scenario, "a")
+
+
 def test_an_instance_that_is_ended_before_its_node_was_told_is_not_started(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         dropped = asyncio.Event()

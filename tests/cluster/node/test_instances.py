@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from medusa_cluster.deployment import Deployment
-from medusa_cluster.node.instances import Instances
+from medusa_cluster.node.instances import Instances, RunningInstance
+from medusa_cluster.node.processes.child import Child
 from medusa_cluster.node.settings import NodeServerSettings
 from medusa_runtime.errors import ConfigError, InstanceError
 
@@ -46,5 +47,47 @@ def test_text_that_no_process_can_be_given_is_refused(tmp_path: Path, text: str)
         with pytest.raises(InstanceError, match="could not start"):
             await instances.start("i", deployment)
         assert [one.state for one in instances.all()] == ["failed"]
+
+    asyncio.run(scenario())
+
+
+def running_alone(instances: Instances) -> RunningInstance:
+    """Add an instance that listens and runs a request; its process is one that sleeps."""
+    listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    listening.set_result(1)
+    instance = RunningInstance("i", Deployment("m", "http://s/m"), "s", listening, "ready", running=1)
+    instance.child = Child(["sleep", "60"], {}, Path("/dev/null"), lambda line: None)
+    instances.add(instance)
+    return instance
+
+
+def test_an_instance_that_drains_may_go_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        instances = Instances(settings_in(tmp_path))
+        instance = running_alone(instances)
+        stops = [asyncio.create_task(instances.stop("i", 30.0)) for _ in range(2)]  # an order may be repeated
+        await asyncio.sleep(0.1)
+        assert instance.state == "draining"
+        assert instances.resume("i")
+        assert instances.resume("i")
+        assert await asyncio.gather(*stops) == [False, False]
+        assert instances.get("i") is instance
+        assert instance.state == "ready"
+        instance.running = 0
+        assert await instances.stop("i", 30.0)
+        assert instances.get("i") is None
+
+    asyncio.run(scenario())
+
+
+def test_an_instance_whose_process_is_being_ended_does_not_go_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        instances = Instances(settings_in(tmp_path))
+        running_alone(instances)
+        stop = asyncio.create_task(instances.stop("i", 0.0))
+        await asyncio.sleep(0)
+        assert not instances.resume("i")
+        assert await stop
+        assert not instances.resume("i")
 
     asyncio.run(scenario())

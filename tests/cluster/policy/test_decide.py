@@ -25,6 +25,7 @@ from medusa_cluster.policy.state import (
     Node,
     Pace,
     RequestNodes,
+    ResumeInstance,
     StartInstance,
     StopInstance,
 )
@@ -251,6 +252,32 @@ def test_where_memory_is_less_than_the_models_each_starts_in_the_place_of_one_th
         assert all(node.free_bytes >= 0 for node in cluster.nodes.values())
     settled = cluster.run(5)
     assert not settled  # nothing is fetched for the pool in the place of other models
+
+
+def test_where_memory_is_less_than_the_models_the_pool_pins_nothing() -> None:
+    deployed = [model(name) for name in "abcdef"]
+    cluster = ClusterModel(nodes(2, memory=250 * MB), deployed, Options(Bounds(keep_alive_s=1.0)))
+    cluster.run(10)
+    assert not any(copy.pinned for node in cluster.nodes.values() for copy in node.copies)
+    cluster.nodes |= {node.name: node for node in nodes(4, memory=250 * MB) if node.name not in cluster.nodes}
+    cluster.run(10)
+    assert sum(copy.pinned for node in cluster.nodes.values() for copy in node.copies) == 6
+
+
+def test_an_instance_that_drains_goes_on_before_another_one_starts() -> None:
+    cluster = ClusterModel(nodes(3), [model(min=1)])
+    cluster.run(3)
+    (instance,) = cluster.instances("m")
+    node = cluster.nodes[instance.node]
+    cluster.nodes[node.name] = replace(node, instances=(replace(instance, state="draining", running=2),))
+    cluster.load("m", running=2)
+    decisions = cluster.tick()
+    assert of(ResumeInstance, decisions) == [ResumeInstance(instance.id, node.name, "the load needs it again")]
+    assert not of(StartInstance, decisions)
+    cluster.nodes[node.name] = replace(node, instances=(replace(instance, state="draining"),))  # it is gone at once
+    decisions = cluster.tick()
+    assert not of(ResumeInstance, decisions)
+    assert len(of(StartInstance, decisions)) == 1
 
 
 def test_a_model_that_serves_keeps_its_copy_from_one_that_waits() -> None:

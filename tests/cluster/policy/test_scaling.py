@@ -6,7 +6,7 @@ from math import inf
 
 from hypothesis import given
 from hypothesis import strategies as st
-from medusa_cluster.policy.scaling import Bounds, Monitor, need, prescaled_decoders, shares, wanted
+from medusa_cluster.policy.scaling import Bounds, Monitor, need, prescaled, shares, wanted
 from medusa_cluster.policy.state import Deployment, Load
 
 BOUNDS = Bounds()
@@ -134,8 +134,10 @@ def test_shares_use_all_slots_and_never_more(wishes: dict[str, tuple[int, int]],
     assert all(0 <= given_[name] <= demands[name] for name in demands)
 
 
-def test_decoders_grow_with_prefill() -> None:
-    assert prescaled_decoders(2, 4, 3, 3) == 6
-    assert prescaled_decoders(2, 2, 3, 3) == 3
-    assert prescaled_decoders(0, 2, 0, 0) == 1
-    assert prescaled_decoders(2, 0, 1, 0) == 0
+def test_the_load_of_decoders_grows_with_prefill_by_what_waits() -> None:
+    load = Load(waiting=60, running=20, tokens_per_s=9.0, kv_use=0.2)
+    assert prescaled(load, 2, 4) == Load(running=40, kv_use=0.4)  # in step with prefill
+    assert prescaled(load, 1, 8) == Load(running=80, kv_use=0.8)  # by all that waits
+    assert prescaled(load, 2, 2) == prescaled(load, 2, 0) == Load(running=20, kv_use=0.2)
+    assert prescaled(load, 0, 2) == Load(running=20, kv_use=0.2)
+    assert prescaled(Load(waiting=9), 1, 2) == Load(running=9)

@@ -99,6 +99,10 @@ class NodeActor:
     async def stop(self, id: str, drain_s: float) -> dict[str, Any]:
         return await self._pass_on({"op": "stop", "id": id, "drain_s": drain_s})
 
+    @_group("control")
+    async def resume(self, id: str) -> dict[str, Any]:
+        return await self._pass_on({"op": "resume", "id": id})
+
     async def pid(self) -> int:
         return os.getpid()
 
