@@ -124,7 +124,7 @@ class Fields:
 
     def error(self, name: str, expected: str, found: Any) -> ConfigError:
         """The error for a key whose value is not as expected."""
-        shown = "nothing" if found is _MISSING else _shortened(found)
+        shown = "nothing" if found is _MISSING else shortened(found)
         return ConfigError(f"{self.where}: expected {name} to be {expected}, found {shown}")
 
     def _value(self, names: tuple[str, ...], default: Any) -> Any:
@@ -134,7 +134,7 @@ class Fields:
         return _MISSING if default is None else default
 
 
-def _shortened(value: Any) -> str:
+def shortened(value: Any) -> str:
     """A value in words for a message: its file may hold megabytes, or a number of too many digits to be written."""
     try:
         text = repr(value[: _MOST_SHOWN + 1] if isinstance(value, str | list) else value)
