@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import stat
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -114,13 +113,12 @@ def flag(body: Body, name: str) -> bool:
 def close_all(descriptors: Iterable[int]) -> None:
     """Close descriptors, untrusted ones too: without waiting until a socket has sent what is left (SO_LINGER)."""
     for descriptor in descriptors:
-        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            with suppress(OSError):
-                untrusted = socket.socket(fileno=descriptor)  # no duplicate: there may be no room for one
-                try:
-                    untrusted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
-                finally:
-                    untrusted.detach()
+        with suppress(OSError):  # it is none; to ask for its status could ask a caller's own file system
+            untrusted = socket.socket(fileno=descriptor)  # no duplicate: there may be no room for one
+            try:
+                untrusted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            finally:
+                untrusted.detach()
         os.close(descriptor)
 
 
