@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -45,4 +46,23 @@ def test_a_folder_that_hangs_stops_no_agent(start_node: Start, tmp_path: Path) -
                     assert other.status()["pid"] == node.process.pid
                     threading.Event().wait(0.5)
         threading.Thread(target=os.close, args=(folder,), daemon=True).start()
+    assert node.stop() == 0
+
+
+def test_a_file_that_hangs_at_its_end_stops_no_agent(start_node: Start, tmp_path: Path) -> None:
+    """It once left an agent that nobody could kill (state D)."""
+    node = start_node()
+    with HangingFiles(tmp_path) as files:
+        file = os.open(tmp_path / "file", os.O_RDONLY)
+        files.hang()
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as connection:
+            connection.connect(node.socket)
+            send(connection, "hello", {"version": 1}, [file])
+            send(connection, "region", {"url": str(tmp_path)}, [file])
+            with closing(node.client()) as other:
+                for _ in range(10):
+                    assert other.status()["pid"] == node.process.pid
+                    threading.Event().wait(0.5)
+    with contextlib.suppress(OSError):
+        os.close(file)
     assert node.stop() == 0
