@@ -143,7 +143,7 @@ def share_cores() -> None:
 
 def name_process(name: str) -> None:
     """Set the name that ps, top and /proc/PID/comm show for this process (15 bytes are kept)."""
-    with open("/proc/self/comm", "w") as comm:
+    with suppress(OSError), open("/proc/self/comm", "w") as comm:  # it may have no descriptor left, and need none
         comm.write(name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 
 from .errors import LimitError
@@ -44,6 +45,15 @@ def make_room_for_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     if wanted < LEAST_FILES:
         raise _too_few_files()
+
+
+def check_files() -> None:
+    """Raise LimitError where this process can open no further file, which some calls report as something else."""
+    try:
+        os.close(os.open("/", os.O_PATH | os.O_CLOEXEC))
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE) and (limit := as_limit_error(error)):
+            raise limit from None
 
 
 def most_files() -> int:

@@ -23,7 +23,7 @@ from medusa_runtime.limits import cpu_count, memory_available_bytes, memory_limi
 from medusa_runtime.resource_limits import LEAST_FILES
 
 from .flags import add_model, given_model
-from .progress import size
+from .progress import printable, size
 
 if TYPE_CHECKING:
     from medusa_runtime.checkpoint.reader import Checkpoint
@@ -63,8 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     failed = False
     for finding in examine(settings):
         failed |= finding.level == "fail"
-        advice = f"\n{'':23}→ {finding.advice}" if finding.advice else ""
-        print(f"{finding.level:5} {finding.name:16} {finding.found}{advice}", flush=True)
+        advice = f"\n{'':23}→ {printable(finding.advice)}" if finding.advice else ""
+        print(f"{finding.level:5} {finding.name:16} {printable(finding.found)}{advice}", flush=True)
     return int(failed)
 
 

@@ -105,8 +105,9 @@ def send_blocks(cache: KvCache, layers: LayerRange, channel: Channel, group: int
                 if type(number) is not int or not 0 <= number < pool.shape[2]:
                     raise EngineError(f"expected the number of a block below {pool.shape[2]}, found {number!r}")
                 block = pool[:, :, number].contiguous()
+                channel.wait_room()  # a leader that stands still takes none
                 channel.send(Message(Kind.BLOCK, group, stage=rank, rows=number, body=buffer_of(block)))
-    except MedusaError:
+    except (MedusaError, TypeError):
         channel.close()
 
 

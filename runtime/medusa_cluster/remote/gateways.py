@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
+import math
 import socket
 import ssl
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from medusa_runtime.config import Settings
@@ -23,8 +27,15 @@ from medusa_runtime.errors import (
 )
 from medusa_runtime.process import hang_up
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer as Buffer
+
 _CONNECT_S = 5.0
 _SILENT_S = 60.0  # a gateway sends a comment into a silent stream every ten seconds
+# The head of an answer may take minutes, as for a cold model. A silent gateway is asked meanwhile whether it lives.
+_LOOK_S = 2.0
+_PROBE_S = 2.0
+_MOST_FAILURES = 3  # probes in a row
 # Probes of the kernel notice a gateway whose machine is gone; a silent stream alone says nothing.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
@@ -46,6 +57,7 @@ class Gateways:
 
     def __init__(self, addresses: Sequence[Address], token: str | None) -> None:
         self._addresses = list(addresses)
+        self._pulses = {address: _Pulse(address) for address in addresses}
         self._headers = {"Content-Type": "application/json"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -69,41 +81,97 @@ class Gateways:
                 for option, value in _KEEPALIVE:
                     connection.sock.setsockopt(socket.IPPROTO_TCP, option, value)
                 connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                connection.sock.settimeout(None)
+                connection.sock.settimeout(_SILENT_S)  # one that stands still takes no large body
                 connection.request("POST", path, data, self._headers)
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 reasons.append(f"{address.url}: {error or type(error).__name__}")
-                others = [other for other in self._addresses if other != address]
-                self._addresses = [*others, address]  # the others first, from now on; several threads come here
+                self._put_last(address)
                 continue
-            return Exchange(connection)
+            return Exchange(connection, lambda address=address: self._check(address))  # type: ignore[misc]
         raise UnreachableError(f"no gateway of the cluster can be reached ({'; '.join(reasons)})")
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Send a request and return its answer's JSON. Raises what ``Exchange.begin`` does, and UnreachableError."""
-        exchange = self.post(path, body)
+        """Send a request and return its answer's JSON. Raises what ``Exchange.begin`` does, and UnreachableError.
+
+        If a gateway stands still, the next one gets the request: it has to be one that may run twice.
+        """
+        left = len(self._addresses)
+        while True:
+            left -= 1
+            exchange = self.post(path, body)
+            try:
+                return json.loads(exchange.begin().read())
+            except StandstillError as error:
+                if not left:
+                    raise UnreachableError(str(error)) from None
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                raise UnreachableError(f"the gateway's answer broke off ({error or type(error).__name__})") from None
+            finally:
+                exchange.close()
+
+    def _check(self, address: Address) -> None:
+        """Raise StandstillError when a gateway, asked again and again, has not said that it lives."""
+        if not self._pulses[address].beats():
+            self._put_last(address)
+            raise StandstillError(f"the gateway at {address.url} takes requests and answers none; it may hang")
+
+    def _put_last(self, address: Address) -> None:
+        """Try the others first from now on. Several threads come here."""
+        self._addresses = [*(other for other in self._addresses if other != address), address]
+
+
+class StandstillError(OSError):
+    """A gateway's process does not run, though the kernel still takes connections for it."""
+
+
+class _Pulse:
+    """Whether a gateway says that it lives. All requests that wait for it share the probes."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._lock = threading.Lock()
+        self._probed_at = 0.0
+        self._failures = 0
+
+    def beats(self) -> bool:
+        """Probe it, unless that has just been done. False after several failures in a row."""
+        with self._lock:
+            if time.monotonic() - self._probed_at > _LOOK_S / 2:
+                self._failures = 0 if self._answers() else self._failures + 1
+                self._probed_at = time.monotonic()
+            return self._failures < _MOST_FAILURES
+
+    def _answers(self) -> bool:
+        connection = _connection(self._address, _PROBE_S)
         try:
-            return json.loads(exchange.begin().read())
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise UnreachableError(f"the gateway's answer broke off ({error or type(error).__name__})") from None
+            connection.request("GET", "/livez")
+            return connection.getresponse().status < 500
+        except (OSError, http.client.HTTPException):
+            return False
         finally:
-            exchange.close()
+            connection.close()
 
 
 class Exchange:
     """One request at a gateway. ``abort`` may be called by any thread."""
 
-    def __init__(self, connection: http.client.HTTPConnection) -> None:
+    def __init__(self, connection: http.client.HTTPConnection, check: Callable[[], None]) -> None:
         self._connection = connection
         self._socket = connection.sock
+        self._socket.settimeout(_LOOK_S)
+        self._reader = _Reader(self._socket, check)
 
     def begin(self) -> http.client.HTTPResponse:
-        """Wait for the answer's head. Raises the MedusaError that an error's answer means, OSError, HTTPException."""
-        response = self._connection.getresponse()
+        """Wait for the answer's head. Raises the MedusaError that an error's answer means, OSError, HTTPException.
+
+        While nothing comes, StandstillError is raised when the gateway stands still.
+        """
+        response = http.client.HTTPResponse(cast("socket.socket", self._reader), method="POST")
+        response.begin()
         if response.status != 200:
             raise _as_error(response.status, response.headers.get("Retry-After"), response.read())
-        self._socket.settimeout(_SILENT_S)
+        self._reader.most_silent_s = _SILENT_S
         return response
 
     def abort(self) -> None:
@@ -111,6 +179,32 @@ class Exchange:
 
     def close(self) -> None:
         self._connection.close()
+
+
+class _Reader(io.RawIOBase):
+    """What comes from a gateway. ``check`` is called now and then while nothing does."""
+
+    def __init__(self, connection: socket.socket, check: Callable[[], None]) -> None:
+        self._connection = connection
+        self._check = check
+        self.most_silent_s = math.inf
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        """Be to ``http.client`` what a socket is."""
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer) -> int:
+        silent_since = time.monotonic()
+        while True:
+            try:
+                return self._connection.recv_into(buffer)
+            except TimeoutError:
+                if time.monotonic() - silent_since > self.most_silent_s:
+                    raise
+            self._check()
 
 
 def error_of(value: Any) -> MedusaError:
@@ -153,11 +247,11 @@ def _address(url: str) -> Address:
     return Address(tls, parts.hostname, port or (443 if tls else 80))
 
 
-def _connection(address: Address) -> http.client.HTTPConnection:
+def _connection(address: Address, timeout_s: float = _CONNECT_S) -> http.client.HTTPConnection:
     if address.tls:
         context = ssl.create_default_context()
-        return http.client.HTTPSConnection(address.host, address.port, timeout=_CONNECT_S, context=context)
-    return http.client.HTTPConnection(address.host, address.port, timeout=_CONNECT_S)
+        return http.client.HTTPSConnection(address.host, address.port, timeout=timeout_s, context=context)
+    return http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
 
 
 def _token(path: str | None) -> str | None:

@@ -14,6 +14,7 @@ from ..errors import TooLargeError
 from ..region.chunks import chunk_bytes_for
 from ..region.layout import State
 from ..region.plan import RegionPlan
+from ..resource_limits import check_files
 from ..storage.framing import PEER_CHUNK_BYTES
 from .load_priority import Load
 from .schedule import Schedule
@@ -246,6 +247,7 @@ def check_memory(total_bytes: int, region_bytes: int, limit_mb: int | None) -> N
 
     needed = region_bytes + _SPARE_BYTES
     if region_bytes and needed > (available := memory_available_bytes()):
+        check_files()  # without a further one, nothing is known of the memory
         raise TooLargeError(
             f"the weights need {_mb(needed)} of memory, but only {_mb(available)} are available; "
             "expected a smaller checkpoint or a larger container"

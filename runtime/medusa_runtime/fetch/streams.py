@@ -16,6 +16,7 @@ from ..checkpoint.index import WeightIndex
 from ..errors import CorruptError, MedusaError, StorageError
 from ..limits import cpu_count
 from ..region.writer import RegionWriter
+from ..resource_limits import as_limit_error
 from ..storage.base import Store
 from ..storage.framing import checksum_function
 from .arrival import Arrival
@@ -438,7 +439,7 @@ class Streams:
 
 
 def as_medusa(error: BaseException) -> MedusaError:
-    """Return a MedusaError as it is, and for any other error a StorageError that can be passed to other processes."""
+    """Return a MedusaError as it is, and for any other error one that can be passed to other processes."""
     if isinstance(error, MedusaError):
         return error
-    return StorageError(f"the fetch failed: {type(error).__name__}: {error}")
+    return as_limit_error(error) or StorageError(f"the fetch failed: {type(error).__name__}: {error}")

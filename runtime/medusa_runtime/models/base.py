@@ -40,6 +40,9 @@ class Attention(Protocol):
         ...
 
 
+MOST_LAYERS = 10_000  # the skeleton of a million takes minutes
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """What an engine must know about a model; each family adds what its layers need.
@@ -85,7 +88,7 @@ class ModelConfig:
         kv_heads = kv_heads or fields.count("num_key_value_heads", default=heads)
         if heads % kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of the {heads} attention heads", kv_heads)
-        layers = fields.count("num_hidden_layers", "n_layer")
+        layers = fields.count("num_hidden_layers", "n_layer", most=MOST_LAYERS)
         return {
             "architecture": architecture,
             "vocab_size": fields.count("vocab_size"),

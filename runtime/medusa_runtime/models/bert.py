@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medusa_runtime.errors import ModelError
+from medusa_runtime.models.base import MOST_LAYERS
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.layers.activation import ACTIVATIONS
 from medusa_runtime.models.registry import ENCODERS
@@ -49,7 +50,7 @@ class BertConfig:
         return cls(
             vocab_size=fields.count("vocab_size"),
             hidden_size=hidden,
-            num_layers=fields.count("num_hidden_layers"),
+            num_layers=fields.count("num_hidden_layers", most=MOST_LAYERS),
             num_heads=heads,
             intermediate_size=fields.count("intermediate_size"),
             max_positions=fields.count("max_position_embeddings", default=512),

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 QUANTIZED = ("quantization_config", "compression_config")  # the key is one of these
 ReadFile = Callable[[str], bytes | None]
 _MISSING = object()
+_MOST = (1 << 31) - 1  # of what a model counts
+_MOST_NUMBER = 1e30
+_MOST_SHOWN = 100  # characters of a wrong value
 
 
 def read_json(read: ReadFile, name: str) -> Any:
@@ -53,11 +56,13 @@ class Fields:
         """The value of the first of these keys that is present, or None."""
         return next((self.raw[name] for name in names if self.raw.get(name) is not None), None)
 
-    def count(self, *names: str, default: int | None = None) -> int:
+    def count(self, *names: str, default: int | None = None, most: int = _MOST) -> int:
         """A positive integer. Raises ConfigError if it is absent and has no default, or is something else."""
         value = self._value(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(names[0], "a positive integer", value)
+        if value > most:
+            raise self.error(names[0], f"at most {most}", value)
         return value
 
     def index(self, *names: str, default: int) -> int:
@@ -68,10 +73,18 @@ class Fields:
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
+        """A finite number of 0 or more."""
         value = self._value(names, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(names[0], "a number", value)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST_NUMBER:
+            raise self.error(names[0], "a number of 0 or more", value)
         return float(value)
+
+    def positive(self, *names: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self.number(*names, default=default)
+        if not value:
+            raise self.error(names[0], "a number above 0", self._value(names, default))
+        return value
 
     def flag(self, *names: str, default: bool) -> bool:
         value = self._value(names, default)
@@ -111,7 +124,7 @@ class Fields:
 
     def error(self, name: str, expected: str, found: Any) -> ConfigError:
         """The error for a key whose value is not as expected."""
-        shown = "nothing" if found is _MISSING else repr(found)
+        shown = "nothing" if found is _MISSING else shortened(found)
         return ConfigError(f"{self.where}: expected {name} to be {expected}, found {shown}")
 
     def _value(self, names: tuple[str, ...], default: Any) -> Any:
@@ -119,3 +132,12 @@ class Fields:
         if value is not None:
             return value
         return _MISSING if default is None else default
+
+
+def shortened(value: Any) -> str:
+    """A value in words for a message: its file may hold megabytes, or a number of too many digits to be written."""
+    try:
+        text = repr(value[: _MOST_SHOWN + 1] if isinstance(value, str | list) else value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.errors import ModelError
-from medusa_runtime.models.fields import Fields
+from medusa_runtime.models.fields import Fields, shortened
 
 if TYPE_CHECKING:
     from medusa_runtime.models.base import DecoderModel, ModelConfig
@@ -68,7 +68,7 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
 def unsupported(architecture: str, reason: str = "transformers has no such class") -> ModelError:
     """The error for an architecture that the torch engine does not run."""
     return ModelError(
-        f"the torch engine does not know the architecture {architecture}, and {reason}; expected one of "
+        f"the torch engine does not know the architecture {architecture[:100]}, and {reason}; expected one of "
         f"{', '.join(ARCHITECTURES)}, one that transformers knows, or --engine vllm"
     )
 
@@ -85,6 +85,6 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
     if not isinstance(named, list) or not named or not all(isinstance(name, str) for name in named):
         raise ModelError(
             f"config.json: expected architectures to be a list of names such as [{next(iter(ARCHITECTURES))!r}], "
-            f"found {named!r}"
+            f"found {shortened(named)}"
         )
     return str(next((name for name in named if name in ARCHITECTURES), named[0]))

@@ -13,7 +13,7 @@ from ..errors import MedusaError, NodeError
 from ..liveness import Verdict, Watch
 from ..process import ReportPipe, fork
 from ..region.pages import unmap_memfds
-from ..resource_limits import as_limit_error
+from ..resource_limits import as_limit_error, most_files
 from ..timeline import Timeline
 from .messages import pair
 
@@ -60,15 +60,25 @@ def close_others(*keep: int) -> None:
     A connection's end is seen only when nobody holds it any more, and a region's memory is free when nobody maps it.
     Python objects that own the descriptors must stay referenced: they would close the numbers a second time.
     """
-    unmap_memfds({os.fstat(descriptor).st_ino for descriptor in keep})
     kept = {0, 1, 2, *keep}
-    for name in os.listdir("/proc/self/fd"):
-        descriptor = int(name)
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:  # it takes a descriptor, too, and none is left
+        any(_close(number) for number in range(most_files()) if number not in kept)
+        names = os.listdir("/proc/self/fd")
+    for descriptor in map(int, names):
         if descriptor not in kept:
-            try:
-                os.close(descriptor)
-            except OSError:
-                pass  # the one that listed them
+            _close(descriptor)
+    unmap_memfds({os.fstat(descriptor).st_ino for descriptor in keep})  # it opens a file
+
+
+def _close(descriptor: int) -> bool:
+    """Close a descriptor; False where there is none, as the one by which they were listed."""
+    try:
+        os.close(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 class HungChildren:

@@ -20,16 +20,20 @@ import os
 import socket
 import stat
 import struct
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from ..errors import NodeError
+from ..errors import NodeError, NodeRefusedError
+from ..region.seals import seals_of
+from .callers.file_status import file_status
 
 VERSION = 1
 LARGEST_BYTES = 1 << 16
 MOST_DESCRIPTORS = 8  # from a client
 MOST_OF_OURS = 250  # between the agent and its children; the kernel takes 253 (unix(7))
+_MOST_THREADS = 64
 _NO_LINGER = struct.pack("ii", 0, 0)
 
 Body = dict[str, Any]
@@ -43,7 +47,7 @@ class Message(NamedTuple):
     descriptors: list[int]
 
     def close(self) -> None:
-        close_all(self.descriptors)
+        discard(self.descriptors)
         self.descriptors.clear()
 
 
@@ -68,12 +72,12 @@ def receive(connection: socket.socket, most: int = MOST_DESCRIPTORS) -> Message 
     except (ConnectionError, BrokenPipeError):
         return None
     if not data:
-        close_all(descriptors)
+        discard(descriptors)
         return None
     try:
         return _parse(data, descriptors, flags, most)
     except BaseException:
-        close_all(descriptors)
+        discard(descriptors)
         raise
 
 
@@ -114,13 +118,41 @@ def flag(body: Body, name: str) -> bool:
 def close_all(descriptors: Iterable[int]) -> None:
     """Close descriptors, untrusted ones too: without waiting until a socket has sent what is left (SO_LINGER)."""
     for descriptor in descriptors:
-        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            with suppress(OSError):
-                untrusted = socket.socket(fileno=descriptor)  # no duplicate: there may be no room for one
-                try:
-                    untrusted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
-                finally:
-                    untrusted.detach()
+        with suppress(OSError):  # it is none; to ask for its status could ask a caller's own file system
+            untrusted = socket.socket(fileno=descriptor)  # no duplicate: there may be no room for one
+            try:
+                untrusted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            finally:
+                untrusted.detach()
+        os.close(descriptor)
+
+
+def discard(descriptors: Iterable[int]) -> None:
+    """Close what was received. A file on a file system of the sender's own (FUSE) is closed when that likes.
+
+    Its process asks the file system (FLUSH), and cannot even be killed until there is an answer. So a thread does it,
+    which no other message of a caller needs: folders, sockets, pipes and shared memory are closed by the kernel alone.
+    """
+    for descriptor in descriptors:
+        if not _may_hang(descriptor):
+            close_all([descriptor])
+        elif threading.active_count() < _MOST_THREADS:
+            with suppress(RuntimeError):  # no room for a thread: it stays open
+                threading.Thread(target=_close, args=(descriptor,), name="discard", daemon=True).start()
+
+
+def _may_hang(descriptor: int) -> bool:
+    try:
+        if not stat.S_ISREG(file_status(descriptor).mode):
+            return False
+        seals_of(descriptor)
+    except (NodeRefusedError, OSError):
+        return True
+    return False
+
+
+def _close(descriptor: int) -> None:
+    with suppress(OSError):
         os.close(descriptor)
 
 

@@ -25,6 +25,8 @@ from .regions.model_key import model_key
 from .services import Services
 
 _MB = 1 << 20
+# Of a message with descriptors, and of opening these; the caller would wait for ever.
+_NO_ROOM = (errno.ETOOMANYREFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _LEAST_KV_MB, _MOST_KV_MB = 16, 2048  # for an engine whose function names no size
 
 
@@ -158,7 +160,7 @@ class Session:
             self.answer("region", {"complete": held.complete}, tuple(descriptors))
             self._was_given = True
         except OSError as error:
-            if error.errno != errno.ETOOMANYREFS:
+            if error.errno not in _NO_ROOM:
                 raise
             raise cannot("send a region to a function", error) from None
         finally:

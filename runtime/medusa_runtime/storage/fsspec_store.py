@@ -115,8 +115,11 @@ class FsspecStore:
             raise self._translated(key, error) from None
         if info.get("type") == "directory":
             raise ObjectNotFoundError(f"{self.name(key)}: expected an object, found a folder")
+        size = info.get("size")
+        if not isinstance(size, int) or size < 0:  # None from a server that sends no length
+            raise StorageError(f"{self.name(key)}: the store does not say how many bytes it has; expected a size")
         version = next((str(info[name]) for name in _VERSION_KEYS if info.get(name)), None)
-        return ObjectInfo(int(info["size"]), version or size_as_version(int(info["size"])))
+        return ObjectInfo(size, version or size_as_version(size))
 
     def _check(self, key: str, version: str | None) -> ObjectInfo:
         # fsspec has no conditional reads; comparing versions before and after is the next best.

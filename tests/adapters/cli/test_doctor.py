@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -70,6 +72,19 @@ def test_a_missing_package_comes_with_its_installation(monkeypatch: pytest.Monke
     assert "pip install 'medusa-runtime[s3]'" in found["boto3"].found
     (torch,) = doctor._torch()
     assert (torch.level, torch.found) == ("fail", "not installed")
+
+
+def test_the_author_of_a_checkpoint_changes_no_terminal(tmp_path: Path) -> None:
+    shutil.copytree(Path(__file__).parents[3] / "examples/pydoc-lm", tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["\x1b]0;owned\x07" * 10_000]}))
+    found = subprocess.run(
+        [sys.executable, "-c", QUICK, "doctor", "--port", "0", str(tmp_path)],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    (line,) = [line for line in found.stdout.splitlines() if "does not know the architecture" in line]
+    assert line.isprintable()
+    assert len(line) < 500
 
 
 def test_a_model_that_cannot_be_read(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,35 @@ def test_the_other_gateway_is_used_when_one_ends(
     gateway.kill()
     status, answer = function.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 4})
     assert status == 200, answer
+
+
+@pytest.mark.parametrize(("route", "most"), [("/tokenize", {}), ("/v1/completions", {"max_tokens": 4})])
+def test_the_other_gateway_is_used_when_one_stands_still(
+    start_function: Start, start_gateway: Start, gateway: GatewayProcess, route: str, most: dict[str, int]
+) -> None:
+    second = start_gateway()
+    function = start_function(url=f"{gateway.url},{second.url}")
+    os.kill(gateway.process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    status, answer = function.post(route, {"model": NAME, "prompt": PROMPT} | most)
+    assert status == 200, answer
+    assert time.monotonic() - began < 25
+    began = time.monotonic()
+    assert function.post(route, {"model": NAME, "prompt": PROMPT} | most)[0] == 200
+    assert time.monotonic() - began < 2, "the one that stood still is tried last"
+
+
+def test_a_gateway_that_stands_still_ends_its_requests_by_an_error(
+    start_function: Start, gateway: GatewayProcess
+) -> None:
+    function = start_function()
+    os.kill(gateway.process.pid, signal.SIGSTOP)
+    status, answer = function.post("/tokenize", {"model": NAME, "prompt": PROMPT})
+    assert (status, answer["error"]["message"]) == (
+        503, f"the gateway at {gateway.url} takes requests and answers none; it may hang"
+    )  # fmt: skip
+    os.kill(gateway.process.pid, signal.SIGCONT)
+    assert function.post("/tokenize", {"model": NAME, "prompt": PROMPT})[0] == 200
 
 
 def test_an_instance_that_is_killed_is_not_noticed_by_the_function(

@@ -15,6 +15,7 @@ import pytest
 import torch
 from fuzzing import fuzz
 from hypothesis import strategies as st
+from medusa_cluster.group.gathering import send_blocks
 from medusa_cluster.group.identity import disagreement
 from medusa_cluster.group.live.handover import HandoverReader, prompts_of
 from medusa_cluster.group.steps import StepReader, ending, forbid, sampled_of
@@ -25,6 +26,7 @@ from medusa_runtime.engine import frames
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.engine.torch.kv_cache import KvCache, KvShape
 from medusa_runtime.errors import MedusaError
+from medusa_runtime.models.layer_range import LayerRange
 from medusa_runtime.storage.peer_access import PeerAccess
 
 GROUP, TOKEN = 7, "the group's secret"
@@ -151,6 +153,43 @@ def test_a_greeting_that_was_recorded_or_changed_opens_nothing(door: Door) -> No
     assert door.let_in.empty()
 
 
+def test_a_partner_fills_no_memory_by_what_it_was_not_offered() -> None:
+    cache = KvCache(KvShape(2, 1, 4, torch.float32), 4)
+    reader = HandoverReader({7: [3, 2]}.get)
+    block = Message(Kind.BLOCK, GROUP, 7, 1, 1, 4, 1, bytearray(16))
+    with pytest.raises(MedusaError, match="expected a batch that was offered, found number 8"):
+        reader.take(block._replace(step=8), cache)
+    with pytest.raises(MedusaError, match="expected a batch that was offered, found number 8"):
+        reader.take(packed(Kind.HANDOVER, GROUP, {"parts": [1], "lengths": [3]}, step=8), cache)
+    for _ in range(4):  # two layers of two prompts
+        assert reader.take(block, cache) is None
+    with pytest.raises(MedusaError, match="expected the keys and values of 5 tokens in a batch, found more"):
+        reader.take(block, cache)
+    large = Message(Kind.BLOCK, GROUP, 7, 1, 1, 81, 1, bytearray(324))
+    with pytest.raises(MedusaError, match="expected the keys and values of 5 tokens in a batch, found more"):
+        HandoverReader({7: [3, 2]}.get).take(large, cache)
+
+
+def test_a_peer_that_takes_no_blocks_is_made_no_further_ones(door: Door) -> None:
+    """It asks for the same block ten thousand times, and reads nothing: 10 GB, if each of them waited in memory."""
+    member = connect(
+        f"127.0.0.1:{door.listener.port}", group=GROUP, access=PeerAccess(TOKEN), rank=1, purpose="blocks",
+        deadline=time.monotonic() + 60,
+    )  # fmt: skip
+    channel = door.let_in.get(timeout=60).channel
+    cache = KvCache(KvShape(4, 8, 512, torch.float32), 4)
+    sending = threading.Thread(target=send_blocks, args=(cache, LayerRange(0, 4, 4), channel, GROUP, 0), daemon=True)
+    sending.start()
+    member.send(packed(Kind.FETCH, GROUP, {"blocks": [0] * 10_000}))
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:
+        assert channel.sent_bytes < 64 << 20
+        time.sleep(0.01)
+    member.close()
+    sending.join(60)
+    assert not sending.is_alive()
+
+
 def test_fuzzed_messages_end_in_one_error() -> None:
     """Whatever a worker that has the token sends: each reader takes it, or refuses it with an EngineError."""
     cache = KvCache(KvShape(2, 1, 4, torch.float32), 4)
@@ -196,7 +235,7 @@ def test_fuzzed_messages_end_in_one_error() -> None:
             assert 0 <= one.token < 8
 
     def _handover(message: Message) -> None:
-        reader = HandoverReader()
+        reader = HandoverReader(lambda number: [2] if number == 1 else None)
         reader.take(seeds[5], cache)
         reader.take(seeds[6], cache)
         reader.take(message, cache)

@@ -79,6 +79,9 @@ def test_an_unknown_architecture_lists_the_known_ones() -> None:
     assert "--engine vllm" in str(caught.value)
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1}
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
@@ -97,6 +100,20 @@ def test_an_unknown_architecture_lists_the_known_ones() -> None:
         (QWEN | {"max_window_layers": "x"}, ConfigError, "max_window_layers to be an integer of 0 or more, found 'x'"),
         (QWEN | {"layer_types": 5}, ConfigError, "layer_types to be a list of names, found 5"),
         (QWEN | {"layer_types": [{}] * 4}, ConfigError, "layer_types to be a list of names"),
+        ({"num_hidden_layers": 10**9}, ConfigError, "num_hidden_layers to be at most 10000, found 1000000000"),
+        ({"intermediate_size": 2**62}, ConfigError, "intermediate_size to be at most 2147483647"),
+        ({"vocab_size": 10**5000}, ConfigError, "found a number of thousands of digits"),
+        ({"hidden_act": "x" * 10**6}, ConfigError, "found 'x{99}…$"),
+        ({"rms_norm_eps": float("nan")}, ConfigError, "rms_norm_eps to be a number of 0 or more, found nan"),
+        ({"rms_norm_eps": -1e-6}, ConfigError, "rms_norm_eps to be a number of 0 or more"),
+        ({"rms_norm_eps": 10**400}, ConfigError, "rms_norm_eps to be a number of 0 or more"),
+        ({"rope_theta": float("inf")}, ConfigError, "rope_theta to be a number of 0 or more, found inf"),
+        ({"rope_theta": 0}, ConfigError, "rope_theta to be a number above 0, found 0"),
+        ({"partial_rotary_factor": -4}, ConfigError, "partial_rotary_factor to be a number"),
+        ({"partial_rotary_factor": 0.01}, ConfigError, "partial_rotary_factor to be a part of 16"),
+        ({"partial_rotary_factor": 2}, ConfigError, "partial_rotary_factor to be a part of 16"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ConfigError, "factor to be a number above 0"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1}}, ConfigError, "more than the low_freq_factor of 1"),
     ],
 )
 def test_bad_values_are_named(changes: dict[str, Any], error: type[Exception], said: str) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,18 @@ def test_a_fetch_for_which_there_is_no_room_leaves_nothing_behind(start_node: St
                     client.region(url)
         node.until(lambda: open_files(node) == before)
         assert client.status()["callers"] == {f"user {os.getuid()}": {"connections": 1}}
+        client.region(url).close()
+
+
+@pytest.mark.parametrize("more", range(10))
+def test_whatever_room_a_fetch_has_its_caller_is_told_soon(start_node: Start, put_model: Put, more: int) -> None:
+    """Where it lacks one is another place each time: in the agent, the prefetcher's start, its fetch, or the answer."""
+    node = start_node()
+    url = put_model("m")
+    with closing(node.client()) as client:
+        client.status()
+        with room_for(node.process.pid, more), suppress(LimitError):
+            client.region(url, within_s=10).close()
         client.region(url).close()
 
 

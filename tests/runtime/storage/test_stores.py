@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from medusa_runtime.errors import (
@@ -53,6 +54,14 @@ def test_missing_and_changed(store: Store) -> None:
         store.stat("nothing")
     with pytest.raises(ObjectChangedError), memoryview(bytearray(10)) as view:
         store.read_into("w", 0, view, "another version")
+
+
+@pytest.mark.parametrize("size", [None, -1, "9"])
+def test_an_object_of_unknown_size_is_one_error(size: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    monkeypatch.setattr(type(memory), "info", lambda *_: {"type": "file", "size": size, "ETag": "x"})
+    with pytest.raises(StorageError, match="does not say how many bytes it has"):
+        open_store("memory://stores-test").stat("w")
 
 
 def test_versions_that_are_only_a_size_are_not_mixed(store: Store) -> None:

@@ -24,7 +24,7 @@ from medusa_runtime.storage.base import redacted
 from ...bench.coldstart.contestants import Medusa, Question
 from ..flags import add_model, given_model
 from ..leftovers import Leftovers
-from ..progress import note, size
+from ..progress import note, printable, size
 
 if TYPE_CHECKING:
     from medusa_runtime.region.reader import Region
@@ -212,7 +212,7 @@ def _tell(made: Made) -> None:
     if made.left_out is None:
         print(f"  {made.kind:14} {size(made.size_bytes):>10}  {made.took_s:6.2f} s")
     else:
-        print(f"  {made.kind:14} left out: {made.left_out}")
+        print(f"  {made.kind:14} left out: {printable(made.left_out)}")
     sys.stdout.flush()
 
 

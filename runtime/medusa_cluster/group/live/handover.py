@@ -9,11 +9,12 @@ values of the layers that it has passed, and runs the rest. No batch waits for a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from medusa_runtime.engine.serving.sequence import Sequence, Span
-from medusa_runtime.engine.torch.kv_cache import BLOCK_TOKENS, KvCache
+from medusa_runtime.engine.torch.kv_cache import BLOCK_TOKENS, KvCache, KvShape
 from medusa_runtime.errors import EngineError
 from torch import Tensor
 
@@ -93,17 +94,25 @@ def send_handover(
 
 
 class HandoverReader:
-    """Puts the messages of handovers together; keys and values of several batches may come in turn."""
+    """Puts the messages of handovers together; keys and values of several batches may come in turn.
 
-    def __init__(self) -> None:
+    ``lengths`` returns the tokens of each prompt of an offered batch, and None for every other number. So no more is
+    kept than was offered, whatever comes.
+    """
+
+    def __init__(self, lengths: Callable[[int], list[int] | None]) -> None:
+        self._lengths = lengths
         self._heads: dict[int, dict[str, Any]] = {}
         self._blocks: dict[int, list[Tensor]] = {}
 
     def take(self, message: Message, cache: KvCache) -> Handover | None:
         """Take the next message; the handover when it is complete. EngineError for what does not belong there."""
         number = message.step
+        lengths = self._lengths(number)
+        if lengths is None:
+            raise EngineError(f"expected a batch that was offered, found number {number}")
         if message.kind is Kind.BLOCK:
-            self._blocks.setdefault(number, []).append(message.tensor())
+            self._keep(number, message.tensor(), lengths, cache.shape)
             return None
         if message.kind is Kind.HANDOVER:
             head = message.values()
@@ -116,6 +125,14 @@ class HandoverReader:
             return _put_together(message, head, blocks, cache)
         except (OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise EngineError(f"a batch that was handed over could not be read: {error}") from None
+
+    def _keep(self, number: int, block: Tensor, lengths: list[int], shape: KvShape) -> None:
+        blocks = self._blocks.setdefault(number, [])
+        kept = sum(one.numel() for one in blocks) + block.numel()
+        most = shape.layers * 2 * sum(lengths) * shape.kv_heads * shape.head_dim
+        if len(blocks) == shape.layers * len(lengths) or kept > most:
+            raise EngineError(f"expected the keys and values of {sum(lengths)} tokens in a batch, found more")
+        blocks.append(block)
 
 
 def _put_together(message: Message, head: dict[str, Any], blocks: list[Tensor], cache: KvCache) -> Handover:

@@ -38,13 +38,19 @@ class _Pair:
         self.beats = beats
         self.offered: dict[int, Batch] = {}
         self.arrived: deque[Handover] = deque()
-        self.pulled = False  # a pull has not been answered yet
+        self.pulled = False  # a pull has not been answered yet, or its answer is still in our inbox
+        self.due = False  # a handover may come; the listening thread takes this back
         self.leaving = False  # it gets nothing more
 
     @property
     def tokens(self) -> int:
         """How many tokens it has been offered and has not handed over."""
         return sum(span.stop for batch in self.offered.values() for span in batch.spans)
+
+    def lengths(self, number: int) -> list[int] | None:
+        """Return the tokens of each prompt of a batch that it was offered; from any thread."""
+        batch = self.offered.get(number)
+        return None if batch is None else [span.stop for span in batch.spans]
 
 
 class Source(TorchEngine):
@@ -113,7 +119,7 @@ class Source(TorchEngine):
 
     def _listen(self, pair: _Pair) -> None:
         error: MedusaError = EngineError("its connection broke")
-        reader = HandoverReader()
+        reader = HandoverReader(pair.lengths)
         try:
             while (message := pair.channel.receive()) is not None:
                 if message.kind is Kind.BEAT:
@@ -121,6 +127,9 @@ class Source(TorchEngine):
                 elif message.kind is Kind.ERROR:
                     raise error_of(message)
                 elif (handover := reader.take(message, self._cache)) is not None:
+                    if not pair.due:
+                        raise EngineError("it handed over a batch without having been asked")
+                    pair.due = False
                     self._inbox.post(lambda handover=handover: self._take(pair, handover))  # type: ignore[misc]
         except MedusaError as found:
             error = found
@@ -156,7 +165,7 @@ class Source(TorchEngine):
     def _look_at(self, pair: _Pair) -> None:
         """Pull the partner's next batch, or part with it."""
         if pair.offered and not pair.pulled and not pair.arrived:
-            pair.pulled = True
+            pair.pulled = pair.due = True
             self._send(pair, Message(Kind.PULL, self.plan.number))
         elif pair.leaving and not pair.offered:
             self._part_with(pair)

@@ -36,6 +36,7 @@ _GREETING_S = 5.0  # for all of a handshake
 _MOST_STRANGERS = 64  # connections that have not shown yet that they may talk here; then the oldest one is closed
 _PAUSE_S = 0.05  # where no connection can be taken, as this process has no descriptors left
 _PIECE_BYTES = 64 << 10
+_MOST_WAITING_BYTES = 8 << 20  # of what can be made again when there is room
 _MOST_PIECES = 64  # for one system call; the kernel takes 1024
 _PRIORITY, _TOS = 6, 0xB8  # the highest without privileges; expedited forwarding (RFC 3246)
 _SO_MAX_PACING_RATE = 47
@@ -52,6 +53,9 @@ class Channel(Protocol):
 
     def receive(self) -> Message | None:
         """Wait for the next message; None when the peer has closed, or the channel is broken."""
+
+    def wait_room(self) -> None:
+        """Wait while much of what was sent has not left. EngineError when the channel is broken."""
 
     def pace(self, bytes_per_s: float | None) -> None:
         """Send at most so fast from now on."""
@@ -145,12 +149,14 @@ class TcpChannel:
                 with self._changed:
                     self._broken = True
                     self._waiting.clear()
+                    self._changed.notify_all()
                 return
             with self._changed:
                 if self._waiting:
                     self._waiting[0] = piece[len(part) :]
                     if not len(self._waiting[0]):
                         self._waiting.popleft()
+                        self._changed.notify_all()
 
     def receive(self) -> Message | None:
         return self._receive(LARGEST_BYTES)
@@ -199,6 +205,13 @@ class TcpChannel:
             self.heard = time.monotonic()
             view = view[received:]
         return taken
+
+    def wait_room(self) -> None:
+        with self._changed:
+            while sum(map(len, self._waiting)) > _MOST_WAITING_BYTES and not self._broken and not self._closed:
+                self._changed.wait()
+            if self._broken or self._closed:
+                raise EngineError("the connection to another worker of the group is broken")
 
     def pace(self, bytes_per_s: float | None) -> None:
         rate = _UNLIMITED if bytes_per_s is None else max(int(bytes_per_s), 1)

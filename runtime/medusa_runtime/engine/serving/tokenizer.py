@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ...errors import ContextLengthError, CorruptError, MedusaError, RequestError
@@ -53,7 +55,9 @@ class Tokenizer:
             raise RequestError(
                 f"prompt: this checkpoint has no tokenizer.json, so text cannot be used; {_HINT}", "prompt"
             )
-        encoding = self._loaded().encode(_without_surrogates(text), add_special_tokens=add_special_tokens)
+        tokenizer = self._loaded()
+        with _panics_as_errors():
+            encoding = tokenizer.encode(_without_surrogates(text), add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
@@ -63,7 +67,9 @@ class Tokenizer:
             raise RequestError(
                 f"prompt: this checkpoint has no tokenizer.json, so text cannot be used; {_HINT}", "prompt"
             )
-        encoding = self._loaded().encode(_without_surrogates(first), _without_surrogates(second))
+        tokenizer = self._loaded()
+        with _panics_as_errors():
+            encoding = tokenizer.encode(_without_surrogates(first), _without_surrogates(second))
         return list(encoding.ids), list(encoding.type_ids)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
@@ -71,7 +77,9 @@ class Tokenizer:
             raise RequestError(
                 f"token_ids: this checkpoint has no tokenizer.json, so they have no text; {_HINT}", "token_ids"
             )
-        text: str = self._loaded().decode(token_ids, skip_special_tokens=skip_special_tokens)
+        tokenizer = self._loaded()
+        with _panics_as_errors():
+            text: str = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def _loaded(self) -> Any:
@@ -86,7 +94,7 @@ class Tokenizer:
 
         assert self._data is not None
         try:
-            with self._timeline.stage("tokenizer", bytes=len(self._data)):
+            with self._timeline.stage("tokenizer", bytes=len(self._data)), _panics_as_errors():
                 parsed = Parsed.from_buffer(self._data)
                 # A file may ask for padding or truncation of training batches; neither is wanted of a prompt.
                 parsed.no_padding()
@@ -96,6 +104,17 @@ class Tokenizer:
         else:
             self._tokenizer = parsed
         self._data = None
+
+
+@contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """Raise RequestError for a panic of the package, as where its regular expressions give up. It is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RequestError(f"this model's tokenizer failed at this text: {error!s:.200}", "prompt") from None
 
 
 def _without_surrogates(text: str) -> str:

@@ -67,23 +67,36 @@ class RopeConfig:
         original = Fields({"original_max_position_embeddings": original}, rope.where).count(
             "original_max_position_embeddings", default=max_positions
         )
-        factor = rope.number(
+        factor = rope.positive(
             "factor", default=None if kind in ("linear", "dynamic", "llama3") else max_positions / original
         )
+        low = rope.positive("low_freq_factor", default=None if kind == "llama3" else 1.0)
+        high = rope.positive("high_freq_factor", default=None if kind == "llama3" else 4.0)
+        if kind == "llama3" and high <= low:
+            raise rope.error("high_freq_factor", f"more than the low_freq_factor of {low:g}", high)
         return cls(
             kind=kind,
-            size=int(head_dim * rope.number("partial_rotary_factor", default=1.0)),
-            theta=rope.number("rope_theta", default=10000.0),
+            size=_rotated(rope, head_dim),
+            theta=rope.positive("rope_theta", default=10000.0),
             factor=factor,
             max_positions=max_positions,
             original_max_positions=original,
-            low_freq_factor=rope.number("low_freq_factor", default=None if kind == "llama3" else 1.0),
-            high_freq_factor=rope.number("high_freq_factor", default=None if kind == "llama3" else 4.0),
-            beta_fast=rope.number("beta_fast", default=32.0),
-            beta_slow=rope.number("beta_slow", default=1.0),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            beta_fast=rope.positive("beta_fast", default=32.0),
+            beta_slow=rope.positive("beta_slow", default=1.0),
             truncate=rope.flag("truncate", default=True),
             attention_factor=_attention_factor(rope, factor) if kind == "yarn" else 1.0,
         )
+
+
+def _rotated(rope: Fields, head_dim: int) -> int:
+    """How many values of each head are rotated, in pairs."""
+    part = rope.positive("partial_rotary_factor", default=1.0)
+    size = int(head_dim * part)
+    if not 2 <= size <= head_dim or size % 2:
+        raise rope.error("partial_rotary_factor", f"a part of {head_dim} that is an even number", part)
+    return size
 
 
 class Rope:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ...errors import ConfigError, ModelError
 from ...imports.lean_transformers import import_from_transformers
-from ..base import ModelConfig, dtype_in
+from ..base import MOST_LAYERS, ModelConfig, dtype_in
 from ..fields import QUANTIZED, Fields
 from .catalog import Known, known
 
@@ -33,6 +33,8 @@ class TransformersConfig(ModelConfig):
         fields = Fields(raw)
         config = own_config(found, raw)
         heads, hidden = config.num_attention_heads, config.hidden_size
+        if config.num_hidden_layers > MOST_LAYERS:
+            raise fields.error("num_hidden_layers", f"at most {MOST_LAYERS}", config.num_hidden_layers)
         return cls(
             architecture=found.name,
             vocab_size=config.vocab_size,

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ...errors import NodeRefusedError
 from ...process import die_with_parent
 from ...storage.base import scheme_of
+from .file_status import file_status
 
 _CAPABILITY_VERSION = 0x20080522  # capset(2), version 3
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
@@ -45,9 +46,9 @@ class Folder(NamedTuple):
         if self.identity is None:
             return key
         uid, gid, groups, confined = self.identity
-        status = os.fstat(self.fd)
+        status = file_status(self.fd)
         rights = f"{uid}:{gid}:{','.join(map(str, groups))}:{int(confined)}"
-        return f"{key}\0{rights}\0{status.st_dev}:{status.st_ino}"
+        return f"{key}\0{rights}\0{status.device}:{status.number}"
 
 
 def folder_of(key: str, descriptors: list[int]) -> int:
@@ -56,7 +57,7 @@ def folder_of(key: str, descriptors: list[int]) -> int:
     for descriptor in descriptors[:1]:
         # O_PATH opens also what its opener may not read.
         readable = not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH
-        if readable and stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        if readable and stat.S_ISDIR(file_status(descriptor).mode):
             return os.dup(descriptor)
     raise NodeRefusedError(
         f"{key}: expected the checkpoint's folder, opened for reading by the caller; found nothing that can be read"

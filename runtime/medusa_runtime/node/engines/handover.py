@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from dataclasses import asdict, fields
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from ...config import Settings
 from ...errors import NodeError
 from ...region.seals import seals_of
+from ..callers.file_status import file_status
 
 # What does not concern an engine, secrets, and whose code is run, which the agent decides.
 _PRIVATE = {"token", "handler", "host", "port", "platform", "node_socket", "trust_state", "trust_key"}
@@ -39,7 +39,7 @@ def check_given(descriptors: list[int]) -> None:
     listener, timeline, reports, lease = descriptors
     expected = ((listener, stat.S_ISSOCK, "socket"), (reports, stat.S_ISFIFO, "pipe"), (lease, stat.S_ISSOCK, "socket"))
     for descriptor, is_kind, kind in expected:
-        if not is_kind(os.fstat(descriptor).st_mode):
+        if not is_kind(file_status(descriptor).mode):
             raise NodeError(f"expected a {kind} among the descriptors for an engine process, found something else")
     try:
         seals_of(timeline)

@@ -213,37 +213,50 @@ def _fill(
     timeline: Timeline,
     writer: RegionWriter,
 ) -> int:
+    from ...fetch.streams import as_medusa
+
+    try:
+        _fetch(held, settings, policy, cluster, channel, timeline, writer)
+    except Exception as error:  # noqa: BLE001  it stands in the region, where the agent finds it
+        writer.fail(as_medusa(error))
+        return 1
+    return 0
+
+
+def _fetch(
+    held: HeldRegion,
+    settings: Settings,
+    policy: Policy,
+    cluster: Cluster | None,
+    channel: socket.socket,
+    timeline: Timeline,
+    writer: RegionWriter,
+) -> None:
     folder = held.folder
     _limit_memory()
     from ...fetch.prefetcher import prefetch
-    from ...fetch.streams import as_medusa
     from ...state.restore import Restoration
 
     in_cluster = cluster is not None and folder is None
     # It is not known yet which functions will use it.
     restoring = Restoration(settings, timeline, engines=engine_names(), for_peers=in_cluster)
     writer.demand.listen(held.demand_fd, paced=cluster is not None or settings.layers is not None)
-    try:
-        store = open_store_of(held.key, policy) if folder is None else _open_folder(held.key, folder)
-        held.heartbeats.keep("prefetcher")  # a thread; by now this process has the rights that it will have
-        sources = _open_sources(cluster, held.key, store, channel) if cluster is not None and in_cluster else None
-        prefetch(
-            held.region,
-            held.key,
-            settings=settings,
-            timeline=timeline,
-            writer=writer,
-            keeper=_Agent(channel, store if isinstance(store, LocalStore) else None),
-            restoring=restoring,
-            store=store,
-            sources=sources,
-        )
-        if sources is not None:
-            report_sources(channel, sources)
-    except Exception as error:  # noqa: BLE001  it stands in the region, where the agent finds it
-        writer.fail(as_medusa(error))
-        return 1
-    return 0
+    store = open_store_of(held.key, policy) if folder is None else _open_folder(held.key, folder)
+    held.heartbeats.keep("prefetcher")  # a thread; by now this process has the rights that it will have
+    sources = _open_sources(cluster, held.key, store, channel) if cluster is not None and in_cluster else None
+    prefetch(
+        held.region,
+        held.key,
+        settings=settings,
+        timeline=timeline,
+        writer=writer,
+        keeper=_Agent(channel, store if isinstance(store, LocalStore) else None),
+        restoring=restoring,
+        store=store,
+        sources=sources,
+    )
+    if sources is not None:
+        report_sources(channel, sources)
 
 
 def _open_sources(cluster: Cluster, key: str, origin: Store, channel: socket.socket) -> SourcesStore:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from ...resource_limits import check_files
 from .endpoint import Endpoint
 from .fields import FieldError, Head, chunk_size, framing, keeps_open, parse_head
 
@@ -374,6 +375,7 @@ def _connect(
         host: str | bytes = reached.host.encode() if reached.host.isascii() else reached.host
         connection = socket.create_connection((host, reached.port), timeout_s)  # type: ignore[arg-type]
     except OSError as error:
+        check_files()  # no store is asked again for want of them, and without any a name cannot be looked up
         through = f"the proxy of {proxy.variable}, {reached.authority}: " if proxy else ""
         raise WireError(f"{through}{_reason(error)}", refused=True) from None
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

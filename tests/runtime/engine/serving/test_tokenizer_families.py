@@ -89,3 +89,14 @@ def test_without_a_tokenizer_json_the_message_says_what_to_do() -> None:
     ours = Tokenizer(None, Timeline.create("test"))
     with pytest.raises(RequestError, match=r"token ids.*tokenizer\.json"):
         ours.encode("hello", add_special_tokens=True)
+
+
+def test_a_text_at_which_the_tokenizer_panics_ends_its_own_request() -> None:
+    """A panic is no Exception: one ended the engine's process, with all requests under way."""
+    parsed = Parsed(models.BPE({"a": 0, "b": 1}, []))
+    parsed.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    ours = Tokenizer(parsed.to_str().encode(), Timeline.create("test"))
+    for _ in range(2):
+        with pytest.raises(RequestError, match="this model's tokenizer failed at this text"):
+            ours.encode("a" * 40 + "b", add_special_tokens=False)
+        assert ours.encode("ab", add_special_tokens=False) == [0, 1]
