@@ -191,7 +191,7 @@ def _meant(service: Service) -> str:
 
     known = sorted({rule.rule for rule in current_app.url_map.iter_rules() if _is_models(service, rule.rule)})
     close = get_close_matches(request.path, known, n=1, cutoff=0.8)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"did you mean {close[0]}?" if close else "GET /openapi.json lists those that there are"
 
 
 def _http_error(service: Service, error: HTTPException) -> ApiError:
@@ -201,7 +201,7 @@ def _http_error(service: Service, error: HTTPException) -> ApiError:
     if status == 413:
         return ApiError(413, f"the body is larger than {service.settings.max_body_mb} MB", code="body_too_large")
     if status == 404:
-        return ApiError(404, f"there is no route {request.method} {request.path}{_meant(service)}", code="not_found")
+        return ApiError(404, f"there is no route {request.method} {request.path}; {_meant(service)}", code="not_found")
     if status == 405:
         allowed = keep.get("Allow", "another method")
         return ApiError(405, f"{request.path} takes {allowed}, not {request.method}", code="bad_method", headers=keep)
