@@ -12,6 +12,7 @@ import pytest
 
 Serve = Callable[..., Any]
 TEXT = {"Content-Type": "text/plain"}
+LOG = "the log has the details under request id"
 
 
 def events(data: bytes) -> list[str]:
@@ -164,10 +165,23 @@ def test_results(results: Any, what: str, status: int, body: Any, kind: str | No
         assert found[2]["location"] == "/there"
 
 
+def test_numbers_that_json_cannot_express_are_named(results: Any) -> None:
+    for what, found in (("nan", "NaN in result['scores'][1]['a']"), ("infinity", "-Infinity in result[0]")):
+        status, answer, headers = results.request("GET", f"/?what={what}")
+        assert (status, answer["error"]) == (500, f"internal error; {LOG} {headers['x-request-id']}")
+        assert f"ValueError: the function returned {found}, which JSON cannot express" in results.output()
+    first, error, done = events(results.request("GET", "/?what=stream")[1])
+    assert (first, done) == ("1.5", "[DONE]")
+    assert json.loads(error)["error"].startswith("internal error")
+    assert "Infinity in result['loss']" in results.output()
+
+
 def test_errors_of_user_code(serve: Serve) -> None:
     served = serve(handler="failing/handler.py:handle")
     status, answer, headers = served.request("POST", "/", b"gone", TEXT)
     assert (status, answer, headers["x-why"]) == (410, {"error": "it is gone"}, "test")
+    for path in ("/tokenize", "/classify"):  # its own, where there is no model
+        assert served.request("POST", path, b"gone", TEXT)[1] == {"error": "it is gone"}
     status, answer, headers = served.request("POST", "/", b"", TEXT)
     assert status == 500
     assert headers["x-request-id"] in answer["error"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -109,12 +111,35 @@ def _body(result: Any) -> tuple[bytes, str]:
 
 
 def to_json(result: Any) -> str:
-    """Return a result as JSON text. Raises TypeError for one that JSON cannot express."""
+    """Return a result as JSON text. Raises TypeError or ValueError for one that JSON cannot express."""
     if hasattr(result, "model_dump_json"):
         return str(result.model_dump_json())
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
         result = dataclasses.asdict(result)
-    return flask.json.dumps(result, default=_plain)
+    try:
+        return flask.json.dumps(result, default=_plain, allow_nan=False)
+    except ValueError:
+        if (found := _not_finite(result, "result")) is None:
+            raise
+        raise ValueError(
+            f"the function returned {found}, which JSON cannot express (RFC 8259, section 6); expected finite numbers, "
+            "None or text"
+        ) from None
+
+
+def _not_finite(value: Any, place: str) -> str | None:
+    """Return the first number in a result that is not finite, with its place."""
+    if value is None or isinstance(value, str | int):
+        return None
+    if isinstance(value, float):
+        return None if math.isfinite(value) else f"{json.dumps(value)} in {place}"
+    if isinstance(value, Mapping):
+        inside = ((each, f"{place}[{key!r}]") for key, each in value.items())
+    elif isinstance(value, list | tuple):
+        inside = ((each, f"{place}[{number}]") for number, each in enumerate(value))
+    else:
+        return _not_finite(_plain(value), place)
+    return next((found for each, where in inside if (found := _not_finite(each, where)) is not None), None)
 
 
 def _plain(value: Any) -> Any:

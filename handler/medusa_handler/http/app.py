@@ -171,24 +171,27 @@ def _error(service: Service, error: Exception) -> Response:
         logger.error("request %s failed\n%s", g.request_id, user_traceback(error, folder))
         known = internal_error(g.request_id)
     body = known.body()
-    if service.function is not None and not (_MODEL in request.blueprints or _is_ours(request.path)):
+    if service.function is not None and not (_MODEL in request.blueprints or _is_models(service, request.path)):
         body = {"error": known.message}
         if isinstance(error, InvalidBodyError):
             body["fields"] = error.fields
     return Response(compact(body), known.status, known.headers, content_type="application/json")
 
 
-def _is_ours(path: str) -> bool:
-    return path.startswith("/v1/") or path in ("/tokenize", "/detokenize")
+def _is_models(service: Service, path: str) -> bool:
+    """Whether a path is one of a model's routes. Without a model, the other names are the function's own."""
+    return path.startswith("/v1/") or (
+        service.engine is not None and path in ("/tokenize", "/detokenize", "/classify", "/rerank", "/v2/rerank")
+    )
 
 
-def _meant() -> str:
+def _meant(service: Service) -> str:
     """The route that a client probably meant, such as one whose base URL lacks /v1."""
     from difflib import get_close_matches
 
-    known = sorted({rule.rule for rule in current_app.url_map.iter_rules() if _is_ours(rule.rule)})
+    known = sorted({rule.rule for rule in current_app.url_map.iter_rules() if _is_models(service, rule.rule)})
     close = get_close_matches(request.path, known, n=1, cutoff=0.8)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"did you mean {close[0]}?" if close else "GET /openapi.json lists those that there are"
 
 
 def _http_error(service: Service, error: HTTPException) -> ApiError:
@@ -198,7 +201,7 @@ def _http_error(service: Service, error: HTTPException) -> ApiError:
     if status == 413:
         return ApiError(413, f"the body is larger than {service.settings.max_body_mb} MB", code="body_too_large")
     if status == 404:
-        return ApiError(404, f"there is no route {request.method} {request.path}{_meant()}", code="not_found")
+        return ApiError(404, f"there is no route {request.method} {request.path}; {_meant(service)}", code="not_found")
     if status == 405:
         allowed = keep.get("Allow", "another method")
         return ApiError(405, f"{request.path} takes {allowed}, not {request.method}", code="bad_method", headers=keep)

@@ -93,22 +93,46 @@ def _tokens(vocab_size: int | None, least: int = 1) -> dict[str, Any]:
     return {"type": "array", "minItems": least, "items": token}
 
 
-def _embeddings(vocab_size: int | None) -> dict[str, Any]:
-    one = {"anyOf": [_INPUT, _tokens(vocab_size)]}
-    several = {"type": "array", "minItems": 1, "maxItems": 2048, "items": one}
+def _pooled(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    """A body for a model that reads whole texts."""
     return {
         "type": "object",
-        "required": ["input"],
+        "required": list(required),
         "properties": {
-            "input": {"anyOf": [*one["anyOf"], several]},
+            **required,
             "model": _or_null({"type": "string"}),
-            "encoding_format": {"enum": ["float", "base64", None]},
-            "dimensions": _or_null(_COUNT),
             "truncate_prompt_tokens": _or_null({"anyOf": [{"const": -1}, _COUNT]}),
             "user": _ANY,
+            **optional,
         },
         "additionalProperties": False,
     }
+
+
+def _inputs(vocab_size: int | None) -> dict[str, Any]:
+    one = {"anyOf": [_INPUT, _tokens(vocab_size)]}
+    return {"anyOf": [*one["anyOf"], {"type": "array", "minItems": 1, "maxItems": 2048, "items": one}]}
+
+
+def _embeddings(vocab_size: int | None) -> dict[str, Any]:
+    own = {"encoding_format": {"enum": ["float", "base64", None]}, "dimensions": _or_null(_COUNT)}
+    return _pooled({"input": _inputs(vocab_size)}, **own)
+
+
+def _labels(vocab_size: int | None) -> dict[str, Any]:
+    documents = {"type": "array", "minItems": 1, "maxItems": 2048, "items": _INPUT}
+    order = _pooled({"query": _INPUT, "documents": documents}, top_n=_or_null({"type": "integer", "minimum": 0}))
+    ranking = dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), order)
+    return {"/classify": _pooled({"input": _inputs(vocab_size)}), **ranking}
+
+
+_SUMMARIES = {
+    "/v1/completions": "A completion",
+    "/v1/chat/completions": "A chat",
+    "/v1/embeddings": "Vectors",
+    "/classify": "The labels of texts",
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "Documents by how well they fit a query"),
+}
 
 
 def describe(service: Service, probes: Mapping[str, str]) -> dict[str, Any]:
@@ -144,7 +168,7 @@ def _bodies(service: Service) -> dict[str, dict[str, Any]]:
     writes = {"/v1/completions": _COMPLETION, "/v1/chat/completions": _CHAT}
     if info is None:
         return writes | embeds
-    return embeds if info.architecture == "encoder" else writes
+    return {"encoder": embeds, "classifier": _labels(vocab_size)}.get(info.architecture, writes)
 
 
 def _model_paths(service: Service) -> dict[str, Any]:
@@ -157,10 +181,9 @@ def _model_paths(service: Service) -> dict[str, Any]:
         "/tokenize": {"post": _call("Text to token ids", _object("prompt", {"type": "string"}), "application/json")},
         "/detokenize": {"post": _call("Token ids to text", _object("tokens", tokens), "application/json")},
     }
-    summaries = {"/v1/completions": "A completion", "/v1/chat/completions": "A chat", "/v1/embeddings": "Vectors"}
     for path, schema in _bodies(service).items():
-        kinds = ["application/json", "text/event-stream"][: 1 if path == "/v1/embeddings" else 2]
-        described[path] = {"post": _call(summaries[path], schema, *kinds)}
+        kinds = ["application/json", "text/event-stream"][: 2 if "stream" in schema["properties"] else 1]
+        described[path] = {"post": _call(_SUMMARIES[path], schema, *kinds)}
     return described
 
 

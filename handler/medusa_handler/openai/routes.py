@@ -7,7 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flask import Blueprint, Response, jsonify, request
+from medusa_runtime.errors import RequestError
 
+from ..faults import ApiError
 from ..http.app import ModelRoutes
 from ..http.body import json_object
 from .adapters import adapter_models, load_adapter, model_entry, unload_adapter
@@ -127,4 +129,8 @@ def _detokenize(service: Service, body: Body) -> Response:
     fields.check_fields(body, fields.DETOKENIZE)
     check_model(service, body)
     tokens = parameters.token_ids(body.get("tokens"), "tokens")
-    return jsonify({"prompt": service.engine.detokenize(list(tokens))})
+    try:
+        return jsonify({"prompt": service.engine.detokenize(list(tokens))})
+    except RequestError as error:
+        message = str(error).replace("token_ids: ", "tokens: ", 1)  # the engine's name of the field
+        raise ApiError(400, message, param="tokens", code="invalid_value") from None

@@ -217,7 +217,7 @@ class _Connection:
         method, request_id = frame["method"], frame.get("id", "")
         try:
             if not hasattr(self._engine, method):
-                raise self._lacking(method)  # noqa: TRY301 answered below
+                raise self._lacking(method, frame["arguments"])  # noqa: TRY301 answered below
             value = getattr(self._engine, method)(**frame["arguments"])
             self.send({"type": "result", "id": request_id, "value": value})
         except MedusaError as error:
@@ -227,12 +227,14 @@ class _Connection:
                 logger.exception("a call of %s failed", method)
             self._refuse(request_id, RequestError(f"a call of {method} could not be read: {error}"))
 
-    def _lacking(self, method: str) -> RequestError:
+    def _lacking(self, method: str, arguments: dict[str, Any]) -> RequestError:
         if method.endswith("_adapter"):
             return RequestError("adapters need a model that continues text, and --engine torch", "model")
+        wanted = "embeddings expected an encoder such as BERT"
+        if arguments.get("classify"):
+            wanted = "/classify and /rerank expected a sequence classifier"
         return RequestError(
-            f"the {self._engine.info.engine} engine continues text; for embeddings expected an encoder such as BERT as "
-            "--model, with --engine torch"
+            f"the {self._engine.info.engine} engine continues text; for {wanted} as --model, with --engine torch"
         )
 
     def _add_long(self, request: GenerateRequest) -> None:

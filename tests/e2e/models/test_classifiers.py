@@ -112,3 +112,6 @@ def test_a_classifier_answers_its_routes(tmp_path: Path, start: Callable[..., An
     assert classified["data"][1]["probs"] == pytest.approx(expected(model, tmp_path, TEXTS[1]).tolist(), rel=1e-4)
     assert post("/v1/embeddings", {"input": "a"})[0] == 400
     assert post("/rerank", {"query": "a"})[0] == 400
+    described = json.loads(instance.exchange("GET", "/openapi.json").body)["paths"]
+    assert {"/classify", "/rerank", "/v1/rerank", "/v2/rerank"} <= set(described)
+    assert not {"/v1/completions", "/v1/embeddings"} & set(described)

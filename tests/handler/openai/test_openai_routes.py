@@ -416,7 +416,8 @@ def test_a_route_that_was_probably_meant_is_named(served: Any) -> None:
     for path in ("/chat/completions", "/v1/chat/completion"):
         status, answer, _ = served.request("POST", path, {"messages": []})
         assert (status, answer["error"]["message"].split("; ")[1]) == (404, "did you mean /v1/chat/completions?")
-    assert served.request("POST", "/elsewhere", {})[1]["error"]["message"] == "there is no route POST /elsewhere"
+    message = served.request("POST", "/elsewhere", {})[1]["error"]["message"]
+    assert message == "there is no route POST /elsewhere; GET /openapi.json lists those that there are"
 
 
 def test_the_root_is_a_completion(served: Any) -> None:

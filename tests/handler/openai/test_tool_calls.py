@@ -92,6 +92,8 @@ CASES = [
     *((lambda: Llama3(NAMES), *case) for case in LLAMA),
     (Forced, '[{"name": "time", "parameters": {}}, {"name": "weather", "parameters": {"city": "x"}}]', "",
      [("time", "{}"), ("weather", '{"city": "x"}')]),
+    (Forced, '[{"name": "time", "parameters": {}}, {"na', "", [("time", "{}")]),
+    (Forced, '[{"name": "ti', "", []),
     (lambda: Named("weather"), '{"city": "x"}', "", [("weather", '{"city": "x"}')]),
 ]  # fmt: skip
 

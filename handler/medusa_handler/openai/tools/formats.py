@@ -312,7 +312,7 @@ class Llama3(_Parser):
 
 
 class Forced(_Parser):
-    """A list of calls that structured outputs have made certain."""
+    """A list of calls that structured outputs have made certain: nothing of it is content, even where it is cut."""
 
     def __init__(self, new_id: Callable[[], str] = _call_id) -> None:
         super().__init__()
@@ -323,6 +323,9 @@ class Forced(_Parser):
             self.begin()
             assert self._scanner is not None
             self._scanner.feed(character)
+
+    def refuse(self, raw: str) -> None:
+        """Drop the beginning of a call that ``max_tokens`` cut before its name."""
 
 
 class Named:
