@@ -1,7 +1,7 @@
-"""The weight index of a state bundle: tensors in the order a forward used them, and a checksum for each chunk.
+"""The weight index in a state bundle: tensors in the order in which a forward used them, and each chunk's checksum.
 
-A zlib-compressed JSON object: ``{"index": …, "chunk_bytes": n, "checksums": {algorithm: base64 of little-endian
-64-bit words, one a chunk}}``. Several algorithms are recorded, and a reader takes the fastest that it has.
+It is a zlib-compressed JSON object: ``{"index": …, "chunk_bytes": n, "checksums": {algorithm: base64 of little-endian
+64-bit words, one for each chunk}}``. Several algorithms are recorded, and a reader uses the fastest that it has.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from ..errors import CorruptError, StateError
 from ..region.chunks import Chunks, chunk_bytes_for
 from ..region.reader import Region
 
-_MOST_BYTES = 64 << 20  # of the JSON: half a million tensors
+_MOST_BYTES = 64 << 20  # the largest JSON, which is enough for half a million tensors
 _MOST_DIRECTORY_BYTES = 64 << 20
-_MOST_DIMENSIONS = 64  # PyTorch's
+_MOST_DIMENSIONS = 64  # torch's own limit
 _MOST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedIndex:
-    """``versions``: what the store called each shard when the checksums were computed. ``directories``: of each PyTorch
-    file where its directory begins, and that directory's sha256."""
+    """A recorded index with checksums.
+
+    ``checksums`` has a value for each chunk, by algorithm. ``directories`` has, for each PyTorch file, the byte at
+    which its directory begins and the SHA-256 of that directory.
+    """
 
     index: WeightIndex
     chunk_bytes: int
@@ -43,7 +46,7 @@ class RecordedIndex:
     directories: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def archive(self, name: str) -> KnownArchive | None:
-        """Return what an index of a PyTorch file would find."""
+        """Return the recorded index of a PyTorch file; None if there is none."""
         if name not in self.directories:
             return None
         number, shard = next((n, shard) for n, shard in enumerate(self.index.shards) if shard.name == name)
@@ -56,7 +59,7 @@ class RecordedIndex:
         return [shard.version for shard in self.index.shards]
 
     def verifier(self, index: WeightIndex) -> Checksums | None:
-        """Return what verifies a fetch of ``index``, which has the same layout; None when nothing was recorded."""
+        """Return the checksums for a fetch of ``index``, which has the same layout; None if none can be used here."""
         algorithm = next(
             (name for name in ALGORITHMS if name in self.checksums and checksum_function(name) is not None), None
         )
@@ -77,7 +80,7 @@ class RecordedIndex:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RecordedIndex:
-        """Parse an index. Raises StateError for any other content, and for tensors that cannot lie where it says."""
+        """Parse an index. Raises StateError for any other content, and for tensors that cannot be where it says."""
         try:
             document = json.loads(_decompressed(data))
             checksums = {}
@@ -104,7 +107,7 @@ def _decompressed(data: bytes) -> bytes:
 
 
 def _place(place: Any, size_bytes: int) -> tuple[int, str]:
-    """The place of a file's directory, and its digest."""
+    """Check the start of a file's directory and its digest, and return them. Raises ValueError or TypeError."""
     start, digest = place
     if not size_bytes - _MOST_DIRECTORY_BYTES <= _count(start) <= size_bytes or not isinstance(digest, str):
         raise ValueError("a directory that is not at the end of its file")
@@ -118,9 +121,9 @@ def _count(value: Any) -> int:
 
 
 def _check(index: WeightIndex) -> None:
-    """Raise ValueError or TypeError unless each tensor lies in its shard, in as many bytes as it takes.
+    """Raise an error unless each tensor lies in its shard, and has as many bytes as its shape takes.
 
-    The bundle may be anybody's: a tensor that reaches beyond its file would be read from another's memory.
+    The bundle is not trusted: a tensor that reaches beyond its file would be read from other memory.
     """
     for shard in index.shards:
         if not isinstance(shard.name, str) or not isinstance(shard.version, str | None) or shard.path is not None:
@@ -143,9 +146,9 @@ def _check(index: WeightIndex) -> None:
 
 
 def record(region: Region, order: Sequence[str] | None) -> RecordedIndex:
-    """Make the index of a filled region, in a recorded order if there is one.
+    """Make the index of a filled region, with the chunks' checksums by each algorithm that is installed here.
 
-    It has the chunks' checksums by all algorithms there are here.
+    ``order`` is the recorded execution order, if there is one.
     """
     index = region.wait_index()
     if order is not None:
