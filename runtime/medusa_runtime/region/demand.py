@@ -136,7 +136,7 @@ class DemandRings:
         found = []
         for ring in self._rings():
             hints = sorted(word & ~_HINT for word in ring if word & _HINT)
-            found += [chunk for word in hints if (chunk := (word & _FIRST_MASK) - 1) < count]
+            found += [chunk for word in hints if 0 <= (chunk := (word & _FIRST_MASK) - 1) < count]
         return found
 
     def _rings(self) -> list[list[int]]:
