@@ -37,7 +37,7 @@ class HeldAdapter(NamedTuple):
     def failed(self) -> bool:
         """Whether the region will never be complete: its fetch has failed, or the agent that fetched it has ended."""
         state = self.region.progress().state
-        if state == "done" or self.lease is None or not select.select([self.lease], [], [], 0)[0]:
+        if state == "done" or self.lease is None or not _is_readable(self.lease):
             return state == "failed"
         return self.lease.lost() is not None
 
@@ -132,6 +132,12 @@ class _Keeper:
     def laid_out(self, writer: RegionWriter) -> None:
         writer.seal_early()
         self.sealed.set()
+
+
+def _is_readable(connection: NodeClient) -> bool:
+    poll = select.poll()  # not select(2), which takes no descriptor above 1023
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _check_size(size_bytes: int, settings: Settings) -> None:
