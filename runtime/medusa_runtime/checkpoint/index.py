@@ -162,13 +162,15 @@ def _fits(shards: Sequence[Shard], tensors: Sequence[TensorEntry]) -> bool:
 
     Raises KeyError, TypeError or ValueError for some of those that do not.
     """
-    texts = chain.from_iterable((shard.name, shard.version or "", shard.path or "") for shard in shards)
+    texts = chain.from_iterable((shard.name, shard.version, shard.path) for shard in shards)
     numbers = [number for shard in shards for number in (shard.size_bytes, shard.data_start, shard.offset)]
     for entry in tensors:
         numbers += entry[:3]
         numbers += entry.shape
         numbers += entry.strides or ()
-    if not set(map(type, texts)) <= {str} or not set(map(type, numbers)) <= {int}:
+    if not set(map(type, texts)) <= {str, type(None)} or any(shard.name is None for shard in shards):
+        return False
+    if not set(map(type, numbers)) <= {int}:
         return False
     if numbers and not 0 <= min(numbers) <= max(numbers) < 1 << 63:
         return False
