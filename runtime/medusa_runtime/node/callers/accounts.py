@@ -32,7 +32,7 @@ class Accounts:
 
         ``what`` is "connections", "fetches", "engines" or "memory_bytes".
         """
-        had = self._had[caller.account][what]
+        had = self.has(caller.account, what)
         if not caller.trusted:
             if had + amount > (limit := self._limit(what)):
                 raise NodeRefusedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ from typing import NamedTuple
 _CREDENTIALS = struct.Struct("iII")
 _GROUPS = struct.Struct("I")
 _SO_PEERGROUPS, _SO_PEERPIDFD = 59, 77  # socket(7); the second since Linux 6.5
+_REAPED = (errno.EINVAL, errno.ESRCH, errno.ENODATA)  # how kernels refuse a descriptor of a process that is gone
 _MOST_GROUPS_BYTES = 1024  # what Python's getsockopt returns at most
 
 
@@ -98,8 +100,8 @@ def _lives(connection: socket.socket) -> bool:
     """Return whether the process that connected still exists. If not, another process may have its number by now."""
     try:
         packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
-    except OSError:
-        return True  # an older kernel, where the number has to be trusted
+    except OSError as error:
+        return error.errno not in _REAPED  # an older kernel, where the number has to be trusted
     pidfd = int.from_bytes(packed, "little")
     try:
         signal.pidfd_send_signal(pidfd, 0)
