@@ -221,10 +221,10 @@ class RegionKeeper:
     def keep(self, key: str, descriptor: int, caller: Caller) -> HeldRegion:
         """Take back a region that an earlier agent made. Raises NodeError for any other region."""
         self._records.check(key, descriptor)
+        self._check_models(key, caller)
         held = self.regions.get(key)
         if held is not None:
             return held
-        self._check_models(key, caller)
         held = HeldRegion(key, descriptor)
         try:
             held.sealed = held.complete
