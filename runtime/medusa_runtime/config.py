@@ -248,7 +248,8 @@ def _public_key(text: str) -> str:
         else:
             with open(text, encoding="ascii") as file:
                 lines = file.read(4096).split("-----")  # around BEGIN, the key in lines of base64, and END
-            der = base64.b64decode("".join(lines[2].split()), validate=True) if "BEGIN PUBLIC KEY" in lines else b""
+            whole = len(lines) > 2 and "BEGIN PUBLIC KEY" in lines
+            der = base64.b64decode("".join(lines[2].split()), validate=True) if whole else b""
             raw = der.removeprefix(_DER_PREFIX) if der.startswith(_DER_PREFIX) else b""
     except OSError as error:
         raise ValueError(f"{_KEY_FORM}; {text}: {error.strerror}") from None
