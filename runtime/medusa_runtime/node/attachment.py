@@ -74,7 +74,11 @@ class Attachment:
         """Let a pre-warmed process serve on ``listener``. Return False if the instance must start one of its own."""
         if self._client is None:
             return False
-        mine, theirs = pair()
+        try:
+            mine, theirs = pair()
+        except OSError as error:
+            self._report(error)
+            return False
         try:
             descriptors = (listener.fileno(), timeline.fd, reports.write_fd, theirs.fileno())
             pid = self._client.engine(self._settings.engine, settings_to_body(self._settings), descriptors)
