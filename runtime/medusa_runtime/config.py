@@ -284,7 +284,7 @@ def _lora_modules(value: str) -> str:
 class OneOf:
     """A parser that accepts one of a few words.
 
-    Each argument is a word, or a function that returns words. The function is called only when a value is parsed.
+    Each argument is a word, or a function that returns words, which is called each time they are needed.
     """
 
     def __init__(self, *accepted: str | Callable[[], tuple[str, ...]]) -> None:
