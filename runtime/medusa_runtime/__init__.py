@@ -1,4 +1,4 @@
-"""The cold start: fetch, load, run. Knows nothing of HTTP, platforms or user code."""
+"""The cold start on one machine: fetch, load, run. It knows nothing of HTTP servers, platforms or user code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from . import registry
 
 __version__ = "0.1.0"
 
-# The engine of this package. Others register theirs above it: see ``registry``.
+# The engine of this package. Packages above it register theirs in the same way: see ``registry``.
 registry.register(
     registry.EngineKind(
         "torch",

@@ -1,6 +1,7 @@
-"""Settings of an instance: frozen, and read from the environment in one place.
+"""The settings of an instance. They are frozen, and read from the environment in one place.
 
-Precedence: flag, environment, default. ``auto`` is resolved once, into a new object.
+A flag takes precedence over the environment, and the environment over the default. ``auto`` is resolved once, into a
+new object.
 """
 
 from __future__ import annotations
@@ -97,7 +98,11 @@ class Settings:
 
 
 class Option(NamedTuple):
-    """A setting: how its text is parsed, its help, and its environment variable if that has a name of its own."""
+    """A flag and environment variable of one setting.
+
+    ``parse`` turns its text into the value, and raises ValueError with the accepted form. ``own_variable`` is the name
+    of the environment variable where it is not ``MEDUSA_`` and the name of the field.
+    """
 
     field: str
     parse: Callable[[str], Any]
@@ -114,7 +119,7 @@ class Option(NamedTuple):
 
     @property
     def form(self) -> str:
-        """What stands for its value in a line of help: the accepted values, or its unit."""
+        """The placeholder for the value in a line of help: the accepted values, or the field's last word."""
         if isinstance(self.parse, OneOf):
             return "{" + ",".join(self.parse.accepted) + "}"
         return self.field.removesuffix("_bytes").rpartition("_")[2].upper()
@@ -153,7 +158,7 @@ def _port(value: str) -> int:
 
 
 def layer_range(value: str) -> str:
-    """START:STOP in its one form. Raises ValueError with what is accepted."""
+    """Return a range of layers, START:STOP, without leading zeros. Raises ValueError with the accepted form."""
     match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", value)
     if match is None or int(match[1]) >= int(match[2]):
         raise ValueError("START:STOP with START below STOP, such as 0:8")
@@ -185,7 +190,7 @@ def _token(value: str) -> str:
 
 
 def _origins(value: str) -> str:
-    """``*``, or origins as browsers send them: scheme, host and port."""
+    """Check ``*``, or origins as browsers send them: scheme, host and port."""
     parts = [part.strip() for part in value.split(",")]
     if parts != ["*"] and not all(re.fullmatch(r"https?://[^/\s,*]+/?", part) for part in parts):
         raise ValueError("* or origins such as https://app.example, with commas between them")
@@ -193,7 +198,10 @@ def _origins(value: str) -> str:
 
 
 def trust_prefixes(value: str) -> str:
-    """Check URL prefixes, separated by commas, as ``--trust-state`` takes them."""
+    """Check the folders and URL prefixes of ``--trust-state``, separated by commas.
+
+    Returns them without spaces. Raises ValueError with the accepted form.
+    """
     parts = [part.strip() for part in value.split(",") if part.strip()]
     if not parts or not all(map(_is_prefix, parts)):
         raise ValueError(
@@ -214,7 +222,10 @@ def _is_prefix(text: str) -> bool:
 
 
 def trust_keys(value: str) -> str:
-    """Read public keys, separated by commas: ``ed25519:<base64>``, or the path of a PEM file."""
+    """Read public keys, separated by commas: each is ``ed25519:<base64>``, or the path of a PEM file.
+
+    Returns all of them as ``ed25519:<base64>``. Raises ValueError with the accepted form.
+    """
     parts = [part.strip() for part in value.split(",") if part.strip()]
     if not parts:
         raise ValueError(_KEY_FORM)
@@ -223,12 +234,12 @@ def trust_keys(value: str) -> str:
 
 _KEY_FORM = "ed25519:<base64 of 32 bytes>, as materialize --sign prints it, or a PEM file of such a public key"
 _KEY_BYTES = 32
-# The bytes in front of the key (RFC 8410): SubjectPublicKeyInfo { id-Ed25519 } BIT STRING.
+# The bytes in front of the key in DER (RFC 8410): SubjectPublicKeyInfo { id-Ed25519 } BIT STRING.
 _DER_PREFIX = bytes.fromhex("302a300506032b6570032100")
 
 
 def _public_key(text: str) -> str:
-    # Not with the cryptography package: a start without a signed bundle must not pay for its import.
+    # Parsed by hand: a start without a signed bundle must not pay for an import of the cryptography package.
     import base64
 
     try:
@@ -237,7 +248,8 @@ def _public_key(text: str) -> str:
         else:
             with open(text, encoding="ascii") as file:
                 lines = file.read(4096).split("-----")  # around BEGIN, the key in lines of base64, and END
-            der = base64.b64decode("".join(lines[2].split()), validate=True) if "BEGIN PUBLIC KEY" in lines else b""
+            whole = len(lines) > 2 and "BEGIN PUBLIC KEY" in lines
+            der = base64.b64decode("".join(lines[2].split()), validate=True) if whole else b""
             raw = der.removeprefix(_DER_PREFIX) if der.startswith(_DER_PREFIX) else b""
     except OSError as error:
         raise ValueError(f"{_KEY_FORM}; {text}: {error.strerror}") from None
@@ -249,7 +261,7 @@ def _public_key(text: str) -> str:
 
 
 def lora_modules(value: str | None) -> dict[str, str]:
-    """The adapters' URLs by name, as ``--lora-modules`` has them. Raises ValueError with what is accepted."""
+    """Parse ``--lora-modules`` into the adapters' URLs, by name. Raises ValueError with the accepted form."""
     found: dict[str, str] = {}
     for part in filter(None, (value or "").split(",")):
         name, separator, url = (text.strip() for text in part.partition("="))
@@ -260,7 +272,7 @@ def lora_modules(value: str | None) -> dict[str, str]:
 
 
 def adapters(settings: Settings) -> dict[str, str]:
-    """The URLs of the torch engine's adapters, by name. Raises ValueError with what is accepted."""
+    """Return the URLs of the torch engine's adapters, by name. Raises ValueError with the accepted form."""
     return lora_modules(settings.lora_modules)
 
 
@@ -270,7 +282,10 @@ def _lora_modules(value: str) -> str:
 
 
 class OneOf:
-    """Parses one of a few words: those given, or those that a given function returns when it is called."""
+    """A parser that accepts one of a few words.
+
+    Each argument is a word, or a function that returns words, which is called each time they are needed.
+    """
 
     def __init__(self, *accepted: str | Callable[[], tuple[str, ...]]) -> None:
         self._accepted = accepted
@@ -386,12 +401,15 @@ OPTIONS = (
 )
 
 
-# What Python says of a text that is no number, or one of thousands of digits.
+# How Python's own messages begin for a text that is no number, or one of thousands of digits.
 _NO_NUMBER = ("invalid literal", "could not convert", "Exceeds the limit")
 
 
 def parse_option(option: Option, text: str, source: str) -> Any:
-    """The value of one option. Raises ConfigError, which names its source, the value, and the accepted form."""
+    """Parse the value of one option. Raises ConfigError, which names the source, the value, and the accepted form.
+
+    ``source`` is the flag or the variable that held the text.
+    """
     try:
         return option.parse(text)
     except ValueError as error:
@@ -400,7 +418,10 @@ def parse_option(option: Option, text: str, source: str) -> Any:
 
 
 def read_options(options: Iterable[Option], environ: Mapping[str, str], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that are given: by flags that are not None (parsed, or text), or else by the environment."""
+    """Return the given values by field: from flags that are not None, or else from the environment.
+
+    A flag's value may be a text, which is parsed, or a parsed value. Raises ConfigError for a bad value.
+    """
     values = {}
     for option in options:
         given, source = flags.get(option.field), option.flag
@@ -412,7 +433,7 @@ def read_options(options: Iterable[Option], environ: Mapping[str, str], flags: M
 
 
 def from_env(environ: Mapping[str, str], **flags: Any) -> Settings:
-    """Settings from flags, and from the environment below them."""
+    """Read the settings from flags and, where a flag is None, from the environment. Raises ConfigError."""
     return Settings(**read_options(OPTIONS, environ, flags))
 
 
@@ -432,7 +453,7 @@ def require_torch_for_adapters(settings: Settings) -> None:
 
 
 def misspelt(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Variables that look like a misspelt setting, each with the setting that was probably meant."""
+    """Yield each variable that looks like a misspelt setting, and the name that was probably meant."""
     known = {option.variable for option in OPTIONS}
     for variable in sorted(environ):
         if variable in known or not variable.startswith("MEDUSA_") or variable.startswith("MEDUSA_NODE_"):
@@ -448,7 +469,7 @@ def misspelt(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def to_env(settings: Settings) -> dict[str, str]:
-    """The variables from which ``from_env`` reads these settings, for an instance that another one starts."""
+    """Return the variables from which ``from_env`` reads these settings, for an instance that another one starts."""
     default = Settings()
     return {
         option.variable: str(value)

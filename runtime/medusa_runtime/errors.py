@@ -117,7 +117,7 @@ class EngineError(MedusaError):
 
 
 class RequestError(EngineError):
-    """``param`` is the field at fault, where there is one."""
+    """A request that the engine cannot serve. ``param`` is the field at fault, where there is one."""
 
     code = "Engine.BadRequest"
 
@@ -195,14 +195,14 @@ class HandlerLoadError(HandlerError):
 
 
 def shown(value: Any) -> str:
-    """A value that came from outside, as its sender wrote it (JSON) and not too long, for a message."""
-    import json  # not every process that can fail has it
+    """Return a value that came from outside as JSON, cut where it is long, for a message."""
+    import json  # here, because a process that does not fail need not import it
 
     if value is None:
         return "nothing"
     text = ""
     try:
-        # Piece by piece: YAML's aliases make a value of a few hundred bytes one whose text has gigabytes.
+        # Piece by piece: with YAML's aliases, a value of a few hundred bytes can have gigabytes of text.
         for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
             text += piece
             if len(text) > _MOST_SHOWN:
@@ -213,19 +213,22 @@ def shown(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Text that came from outside, for a message: not too long, and without the surrogates that JSON may carry."""
+    """Return text that came from outside for a message: cut where it is long, and with JSON's surrogates escaped."""
     text = text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 1] + "…"
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def json_kind(value: Any) -> str:
-    """What JSON calls a value."""
+    """Return the name that JSON has for a value's type."""
     kinds = ((type(None), "null"), (bool, "true or false"), (str, "a string"), (list, "an array"), (dict, "an object"))
     return next((name for kind, name in kinds if isinstance(value, kind)), "a number")
 
 
 def from_code(code: str, message: str) -> MedusaError:
-    """The error with this code, for one that comes from another process; the base error for an unknown code."""
+    """Make the error with this code again after it came from another process.
+
+    Returns the base error, with the code in its message, for an unknown code.
+    """
     pending: list[type[MedusaError]] = [MedusaError]
     while pending:
         kind = pending.pop()

@@ -1,6 +1,6 @@
-"""The CPUs and the memory that this container may use, from its cgroup (v1 and v2) and affinity, not the host's.
+"""The CPUs and the memory that this container may use: not the host's, but those of its cgroup (v1 or v2) and affinity.
 
-All files are read below one root folder, so that tests can pass a tree of their own.
+All files are read below ``root``, so that tests can pass a tree of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ _RECENT_S = 5.0
 
 
 class _Mount(NamedTuple):
-    """A mounted cgroup hierarchy: which part of it, where, and its controllers (None: all, it is v2)."""
+    """A mounted cgroup hierarchy.
+
+    ``top`` is the group that is mounted, as a path in the hierarchy, and ``point`` the folder where it is mounted.
+    ``controllers`` is None for v2, where one hierarchy has all of them.
+    """
 
     top: str
     point: Path
@@ -28,7 +32,7 @@ class _Mount(NamedTuple):
 
 
 def cpu_count(root: Path = _ROOT) -> int:
-    """The CPUs to use: those this process may run on, at most the container's quota rounded up, and at least 1."""
+    """Return how many CPUs to use: those this process may run on, at most the container's quota rounded up."""
     count = len(os.sched_getaffinity(0))
     for folder in _groups(root, "cpu"):
         quota = _cpu_quota(folder)
@@ -38,13 +42,13 @@ def cpu_count(root: Path = _ROOT) -> int:
 
 
 def memory_limit_bytes(root: Path = _ROOT) -> int | None:
-    """The smallest memory limit of this container and the groups around it; None when nothing limits it."""
+    """Return the smallest memory limit of this container and the groups around it; None when nothing limits it."""
     limits = [limit for folder in _groups(root, "memory") if (limit := _memory_limit(folder)) is not None]
     return min(limits, default=None)
 
 
 def memory_available_bytes(root: Path = _ROOT) -> int:
-    """Bytes that can still be allocated: the least of what the host has and what each limit leaves.
+    """Return how many bytes can still be allocated: the least of what the host has and what each limit leaves.
 
     Inactive file cache counts as free, as in Kubernetes' working set: the kernel drops it before a limit kills a
     process. Shared memory does not count as free: it can only be swapped.
@@ -64,8 +68,9 @@ def memory_available_bytes(root: Path = _ROOT) -> int:
 class OutOfMemory:
     """Finds out whether a process was killed because this container's memory limit was reached.
 
-    The kernel counts such kills and names nobody, so a process that SIGKILL has ended within five seconds of one counts
-    as killed by it. Call ``look`` now and then, so that older kills are known to be old.
+    The kernel counts such kills but does not say which process each one hit. So a process that SIGKILL has ended within
+    five seconds of such a kill counts as killed for that reason. Call ``look`` now and then, so that older kills are
+    known to be old.
     """
 
     def __init__(self, root: Path = _ROOT) -> None:
@@ -76,7 +81,7 @@ class OutOfMemory:
         self._last_s = -_RECENT_S  # when a kill was found last
 
     def look(self) -> bool:
-        """Note how many such kills there have been; whether there are new ones. At the first call all are old."""
+        """Count the kills so far, and return whether there are new ones. In the first call, all count as old."""
         count = self._kills()
         new = self._seen is not None and count > self._seen
         self._seen = count
@@ -89,7 +94,7 @@ class OutOfMemory:
         return "memory ran out" + (f", the limit is {limit / 1e9:.2f} GB" if limit else "")
 
     def how(self, status: int) -> str:
-        """Say how a process ended, from its exit status or minus the number of the signal that killed it."""
+        """Describe how a process ended. ``status`` is its exit status, or minus the number of the signal."""
         if status >= 0:
             return f"exit status {status}"
         how = f"killed by {signal_name(-status)}"
@@ -100,7 +105,7 @@ class OutOfMemory:
         return f"{how}: {self.words()}" if recent else how
 
     def _kills(self) -> int:
-        """The kernel's count for this process's own group; 0 where it keeps none."""
+        """Return the kernel's count for this process's own group; 0 where the kernel keeps none."""
         if not self._searched:
             self._searched = True
             files = (folder / name for folder in _groups(self._root, "memory") for name in _COUNTERS)
@@ -109,7 +114,7 @@ class OutOfMemory:
 
 
 def signal_name(number: int) -> str:
-    """A signal's name; ``signal 40`` for one of the real-time signals, most of which have none."""
+    """Return a signal's name; ``signal 40`` for a real-time signal, most of which have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -117,12 +122,12 @@ def signal_name(number: int) -> str:
 
 
 def peak_bytes() -> int:
-    """The most memory this process has had resident, shared pages included."""
+    """Return the most memory that this process has had resident, shared pages included."""
     return (_field(Path("/proc/self/status"), "VmHWM:") or 0) * 1024
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's group under one controller, from its own up to the topmost that is visible."""
+    """Yield the folders of this process's groups under one controller, from its own up to the topmost visible one."""
     mounts = _mounts(root)
     for line in _lines(root / "proc/self/cgroup"):
         _, names, path = line.split(":", 2)
@@ -160,7 +165,7 @@ def _mounts(root: Path) -> list[_Mount]:
 
 
 def _cpu_quota(folder: Path) -> float | None:
-    """CPUs of this group's quota; None without one."""
+    """Return this group's quota in CPUs; None without one."""
     words = next(_lines(folder / "cpu.max"), "").split()
     if len(words) == 2 and words[0] != "max":
         return int(words[0]) / int(words[1])
@@ -169,7 +174,7 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def _memory_limit(folder: Path) -> int | None:
-    """This group's limit. In v1 its statistics also include the limits of the groups above, visible or not."""
+    """Return this group's limit. In v1, its statistics include the limits of the groups above, visible or not."""
     found = (
         _number(folder / "memory.max"),
         _number(folder / "memory.limit_in_bytes"),
@@ -198,9 +203,9 @@ def _number(path: Path) -> int | None:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The lines of a file; none when it is missing or may not be read."""
+    """Yield the lines of a file that are not empty; none when it is missing or may not be read."""
     try:
-        # A mount's path may have any bytes, and only \n ends a line.
+        # Not ``splitlines``: a mount's path may have any bytes, and only \n ends a line.
         yield from filter(None, path.read_text(errors="surrogateescape").split("\n"))
     except OSError:
         return

@@ -7,8 +7,8 @@ interpreter's lock. So a silent process is judged by /proc as well. It counts as
 - the kernel has stopped it (SIGSTOP or job control; not a debugger) for STOPPED_S, or
 - for SILENT_S it gave no heartbeat, used no CPU time and had no thread that wants a CPU: a deadlock.
 
-Time is counted from look to look, and each look counts for a second at most. So neither a suspended machine nor a
-paused container, which stop the watcher too, make anyone look hung.
+Time is counted from look to look, and each look counts for a second at most. A suspended machine or a paused container
+stops the watcher too, so it makes no process look hung.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from enum import Enum
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.5  # between two looks, and between two heartbeats
+LOOK_S = 0.5  # the time between two looks, and between two heartbeats
 STOPPED_S = 1.5
 SUSPECT_SILENT_S, SILENT_S = 10.0, 60.0
 _LONGEST_LOOK_S = 1.0
@@ -34,13 +34,16 @@ _ROW = 4  # words
 
 
 class Heartbeats:
-    """One page that the processes of an instance share. Made before they are forked; every store is one word."""
+    """One page that the processes of an instance share, with a row for each role.
+
+    It is made before the processes are forked. Each write stores one word, so no lock is needed.
+    """
 
     def __init__(self) -> None:
         self._words = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("Q")
 
     def enter(self, role: str) -> None:
-        """Become the process of this role. Counts as a restart when another process had it before."""
+        """Make the calling process the one of this role. It counts as a restart if another process had the role."""
         row = ROLES.index(role) * _ROW
         if self._words[row + _PID] not in (0, os.getpid()):
             self._words[row + _RESTARTS] += 1
@@ -52,7 +55,7 @@ class Heartbeats:
         self._words[ROLES.index(role) * _ROW + _BEAT_NS] = time.monotonic_ns()
 
     def keep(self, role: str) -> None:
-        """Enter this process and beat from a thread of its own, until the process ends or enters again."""
+        """Enter the calling process, and beat in a thread until the process ends or another one enters this role."""
         self.enter(role)
         threading.Thread(target=self._keep, args=(role, os.getpid()), name="heartbeat", daemon=True).start()
 
@@ -62,29 +65,29 @@ class Heartbeats:
             time.sleep(LOOK_S)
 
     def leave(self, role: str) -> None:
-        """The process of this role has ended as it should: nobody watches it any more."""
+        """Note that the process of this role has ended as it should, so that it is no longer watched."""
         self._words[ROLES.index(role) * _ROW + _PID] = 0
 
     def pid(self, role: str) -> int:
-        """The process of this role; 0 while there is none in this instance."""
+        """Return the id of this role's process; 0 while there is none in this instance."""
         return self._words[ROLES.index(role) * _ROW + _PID]
 
     def beat_ns(self, role: str) -> int:
         return self._words[ROLES.index(role) * _ROW + _BEAT_NS]
 
     def age_s(self, role: str) -> float:
-        """Seconds since the last heartbeat."""
+        """Return the seconds since the last heartbeat."""
         return max(time.monotonic_ns() - self.beat_ns(role), 0) / 1e9
 
     def restarts(self, role: str) -> int:
         return self._words[ROLES.index(role) * _ROW + _RESTARTS]
 
     def mark_hung(self, role: str, hung: bool) -> None:
-        """Let probes name this process, or stop naming it."""
+        """Note whether the process of this role fails to run at present. Probes name such processes."""
         self._words[ROLES.index(role) * _ROW + _HUNG] = hung
 
     def hung(self) -> list[str]:
-        """The roles whose processes do not run at present."""
+        """Return the roles whose processes do not run at present."""
         return [role for number, role in enumerate(ROLES) if self._words[number * _ROW + _HUNG]]
 
 
@@ -97,7 +100,8 @@ class Verdict(Enum):
 class Watch:
     """Judges one process, a look at a time.
 
-    ``parent`` guards against a process id that another process got meanwhile; 0: any, and it is never killed.
+    ``beat_ns`` returns the time of its last heartbeat. ``parent`` is the id of its parent: a process with another
+    parent has only got the same id later. With 0, any parent is accepted, and ``kill`` does nothing.
     """
 
     def __init__(self, pid: int, parent: int, beat_ns: Callable[[], int]) -> None:
@@ -139,7 +143,7 @@ class Watch:
         return Verdict.SUSPECT if self._stopped_looks > 1 else Verdict.ALIVE
 
     def kill(self) -> None:
-        """SIGKILL, unless it has ended already."""
+        """Kill the process (SIGKILL), unless it has already ended."""
         stat = _stat(self.pid)
         if stat is not None and int(stat[1]) == self._parent:
             os.kill(self.pid, signal.SIGKILL)
@@ -154,7 +158,10 @@ class Watchdog:
         self._next = 0.0
 
     def look(self, role: str, pid: int, parent: int) -> None:
-        """Call about every LOOK_S for each role, with the process that has it now; 0 for none."""
+        """Judge the process of a role. Call it about every LOOK_S for each role.
+
+        ``pid`` is the process that has the role now, or 0 for none. ``parent`` is as in ``Watch``.
+        """
         watch = self._watches.get(role)
         if watch is None or watch.pid != pid:
             if pid:
@@ -171,7 +178,7 @@ class Watchdog:
             watch.kill()
 
     def due(self) -> bool:
-        """Whether LOOK_S have passed since this was last true."""
+        """Return whether about LOOK_S have passed since this method last returned True."""
         now = time.monotonic()
         if now < self._next:
             return False
@@ -180,18 +187,18 @@ class Watchdog:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process has been stopped (SIGSTOP), and so does nothing; false of one that only waits."""
+    """Return whether a process has been stopped by a signal (SIGSTOP). One that only waits has not."""
     stat = _stat(pid)
     return stat is not None and stat[0] == b"T"
 
 
 def _stat(pid: int) -> list[bytes] | None:
-    """The fields of /proc/PID/stat behind the name, state first; None when it cannot be read."""
+    """Return the fields of /proc/PID/stat behind the process's name, state first; None when it cannot be read."""
     return _fields(f"/proc/{pid}/stat")
 
 
 def _wants_cpu(pid: int) -> bool:
-    """Return whether any of its threads is running or waits for a CPU."""
+    """Return whether any thread of the process is running or waits for a CPU."""
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
     except OSError:

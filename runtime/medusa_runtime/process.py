@@ -1,4 +1,4 @@
-"""Child processes: forked, ended with their parent, and able to report why they failed; connections they share."""
+"""Child processes: forking them, ending them with their parent, and reporting why they failed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ReportPipe:
 
     @classmethod
     def of(cls, write_fd: int) -> ReportPipe:
-        """Return the writing end alone, as it was passed from another process."""
+        """Return a pipe for sending alone, from a writing end that another process has passed on."""
         pipe = cls.__new__(cls)
         pipe.read_fd, pipe.write_fd = -1, write_fd
         return pipe
@@ -75,16 +75,16 @@ class ReportPipe:
 def fork(name: str, body: Callable[[Timeline], int], *, timeline: Timeline, reports: ReportPipe) -> int:
     """Run ``body`` in a forked child and return the child's pid. The child's exit status is what ``body`` returns.
 
-    ``body`` is given the timeline under the child's name, in which the fork itself is the first stage.
+    ``body`` gets the timeline under the child's name, in which the fork itself is the first stage.
 
-    The child dies with its parent and is in a process group of its own, so that Ctrl-C in a terminal reaches the
-    supervisor alone. A MedusaError that ``body`` raises is reported and ends the child with status 1. The parent must
-    have a single thread.
+    The child dies with its parent. It has a process group of its own, so that Ctrl-C in a terminal reaches the
+    supervisor alone. An error of ``body`` is reported: a MedusaError ends the child with status 1, and any other
+    exception with status 70. The parent must have a single thread.
     """
     parent, start_ns = os.getpid(), time.monotonic_ns()
     sys.stdout.flush()
     sys.stderr.flush()
-    # A signal that came before the child has its own handlers would run the parent's, and be lost.
+    # A signal that arrives before the child has its own handlers would run the parent's handlers, and be lost.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         pid = os.fork()
@@ -131,11 +131,11 @@ def _child(name: str, body: Callable[[], int], reports: ReportPipe, parent: int)
 
 
 def share_cores() -> None:
-    """Let OpenMP's threads, in processes that are forked from here on, wait asleep after some microseconds awake.
+    """Let OpenMP's threads sleep when they have waited for some microseconds, in processes that are forked from now on.
 
-    By themselves they spin for milliseconds (libgomp), which is best where nobody else wants the cores. Here an HTTP
-    server, a fetch and other containers do, and a thread that spins keeps the one it waits for from its core. What the
-    user has set stays.
+    By default they spin for milliseconds (libgomp), which is best where nothing else needs the cores. Here an HTTP
+    server, a fetch and other containers do, and a spinning thread may take the core from the thread it waits for. A
+    variable that the user has set stays as it is.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = str(_SPINS)
@@ -148,21 +148,21 @@ def name_process(name: str) -> None:
 
 
 def end_first() -> None:
-    """Let the kernel end this process before others, where the machine or the container runs out of memory."""
+    """Ask the kernel to kill this process before others when the machine or the container runs out of memory."""
     try:
         with open("/proc/self/oom_score_adj", "w") as score:
             score.write("900")
     except OSError:
-        pass  # a kernel or a sandbox without it
+        pass  # this kernel or sandbox has no such file
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants that lose theirs (prctl(2), PR_SET_CHILD_SUBREAPER)."""
+    """Become the parent of descendants whose own parent ends (prctl(2), PR_SET_CHILD_SUBREAPER)."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def children() -> set[int]:
-    """The process ids of our children; none where the kernel does not list them."""
+    """Return the process ids of this process's children; none where the kernel does not list them."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return set(map(int, file.read().split()))
@@ -171,9 +171,10 @@ def children() -> set[int]:
 
 
 def kill_children(but: Iterable[int] = ()) -> bool:
-    """Kill our children but these, and return whether there were any. Call it until there are none: theirs become ours.
+    """Kill this process's children except those in ``but``, and return whether there were any to kill.
 
-    Call ``adopt_orphans`` before there are any.
+    Call it again until it returns False: the children of a killed process become this one's, if ``adopt_orphans`` was
+    called before they were started.
     """
     pids = children().difference(but)
     for pid in pids:
@@ -184,17 +185,20 @@ def kill_children(but: Iterable[int] = ()) -> bool:
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Ask the kernel for this signal when the parent ends (prctl(2), PR_SET_PDEATHSIG)."""
+    """Ask the kernel to send this process a signal when its parent ends (prctl(2), PR_SET_PDEATHSIG).
+
+    ``parent`` is the parent's id. If the parent has ended already, this process exits with status 1.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # it ended before the call
         os._exit(1)
 
 
 def terminate(process: subprocess.Popen[Any], within_s: float) -> int:
-    """End a process by SIGTERM, or by SIGKILL if it has not ended ``within_s``. Returns its status."""
+    """End a process by SIGTERM, or by SIGKILL if it is still there after ``within_s`` seconds. Returns its status."""
     from subprocess import TimeoutExpired
 
-    process.terminate()  # nothing is sent to one that has ended
+    process.terminate()  # does nothing if the process has ended
     try:
         return process.wait(within_s)
     except TimeoutExpired:
@@ -203,8 +207,8 @@ def terminate(process: subprocess.Popen[Any], within_s: float) -> int:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """End a connection in all threads and processes that have it, and wake those that wait in it."""
+    """End a connection for all threads and processes that have it, and wake those that wait for it."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # it has ended already
+        pass  # it has already ended

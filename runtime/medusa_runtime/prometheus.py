@@ -13,7 +13,10 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Histogram:
-    """Observations in buckets."""
+    """A histogram: counts of observed values, in buckets. Thread-safe.
+
+    ``text`` is the help line, and ``bounds`` are the upper bounds of the buckets, in ascending order.
+    """
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...], labels: Labels = ()) -> None:
         self.name = name
@@ -34,7 +37,7 @@ class Histogram:
         return sum(self._counts)
 
     def lines(self, *others: Histogram) -> Iterable[str]:
-        """All of this one's lines, and those of ``others`` of this name, which have other labels."""
+        """Yield all lines of this histogram, and those of ``others``: of the same name, with other labels."""
         yield from _head(self.name, "histogram", self.text)
         for histogram in (self, *others):
             yield from histogram._samples()
@@ -51,7 +54,7 @@ class Histogram:
 
 
 def gauge(name: str, text: str, *samples: tuple[Labels, float]) -> Iterable[str]:
-    """The lines of a gauge, or of a counter where the name ends with ``_total``."""
+    """Yield the lines of a gauge, or of a counter if the name ends with ``_total``."""
     yield from _head(name, "counter" if name.endswith("_total") else "gauge", text)
     for labels, value in samples:
         yield _sample(name, value, labels)
@@ -65,7 +68,7 @@ def _sample(name: str, value: float, labels: Labels = ()) -> str:
 
 
 def escape(text: str) -> str:
-    """A label's value as the format wants it."""
+    """Escape a label's value."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

@@ -1,7 +1,7 @@
 """The engines that ``--engine`` can name. Each package with an engine registers it here.
 
-Importing ``medusa_runtime`` registers the torch engine, importing ``medusa_vllm`` vLLM's. An engine's parts are named
-as ``module:function`` and imported when they are called, so registering imports nothing.
+Importing ``medusa_runtime`` registers the torch engine, and importing ``medusa_vllm`` registers vLLM's. An engine's
+parts are named as ``module:function`` and imported only when they are called, so registering imports nothing.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ NO_ENGINE = "none"  # the handler builds its own module
 class EngineKind(NamedTuple):
     """One value of ``--engine``, and where its parts are.
 
+    Parts that are code are named as ``module:function``; the signature below is the function's.
+
     open: ``(region, settings, timeline) -> Engine``.
-    preimport: ``(settings, region | None) -> None``; imports what ``open`` will need, in a process that will only fork,
-        so it touches no device. ``region`` is None in a process that waits for its model.
-    distributions: the version of the first one that is installed decides whether a state bundle still fits.
-    artifacts: the kinds of artifacts that its start uses, beside the weight index.
-    profile: ``(region, settings) -> (order, KV plan)``, run in the process that materializes.
-    captures: for a kind of artifact, ``(model, settings, folder) -> Path | None``. Other files that it leaves in the
+    preimport: ``(settings, region | None) -> None``. Imports what ``open`` will need. It runs in a process that only
+        forks, so it must not touch a device. ``region`` is None in a process that waits for its model.
+    distributions: names of Python packages. The version of the first one that is installed is part of the state key.
+    artifacts: the kinds of artifacts that a start uses, beside the weight index.
+    profile: ``(region, settings) -> (order, KV plan)``. It runs in the process that materializes.
+    captures: for each kind of artifact, ``(model, settings, folder) -> Path | None``. Other files that it leaves in the
         folder become artifacts, too, if they are named after a kind.
-    graph_capture: a module that captures CUDA graphs, run as a process.
-    owns_gpu_context: the engine process creates the GPU's context itself, before it imports.
-    compiles_on_cpu: a bundle's compiled code is of use without a GPU.
-    warmed_as: the engine whose idle processes on a node can become this one; they import what it needs besides.
-    fetch: ``(region, settings, timeline) -> None``, for an engine that has its weights elsewhere; fills the region with
-        the checkpoint's small files, in place of the prefetcher. ``--model`` is then no checkpoint but a name.
+    graph_capture: the name of a module that captures CUDA graphs. It runs as a process.
+    owns_gpu_context: whether the engine process creates the GPU's context itself, before it imports.
+    compiles_on_cpu: whether a bundle's compiled code is of use without a GPU.
+    warmed_as: the engine whose idle processes on a node can become this one, by importing the rest of what it needs.
+    fetch: ``(region, settings, timeline) -> None``, for an engine whose weights are elsewhere. Fills the region with
+        the checkpoint's small files, in place of the prefetcher. ``--model`` is then a name instead of a checkpoint.
     http: ``(settings) -> bool``, for an engine with an HTTP server of its own (``open_http``), which gets the requests
-        that our routes do not cover. True where our routes may answer what they cover. Raises ConfigError.
-    adapters: ``(settings) -> dict[str, str]``, the URLs of the adapters that the settings name, by the names that
-        requests give. Raises ConfigError or ValueError.
+        that our routes do not cover. Returns whether our routes may answer those that they do. Raises ConfigError.
+    adapters: ``(settings) -> dict[str, str]``. Returns the URLs of the adapters in the settings, by the names that
+        requests use for them. Raises ConfigError or ValueError.
     """
 
     name: str
@@ -58,17 +60,17 @@ _KINDS: dict[str, EngineKind] = {}
 
 
 def register(kind: EngineKind) -> None:
-    """Make ``--engine kind.name`` known. Registering a name again replaces the engine."""
+    """Make an engine known to ``--engine``. Registering a name again replaces the engine."""
     _KINDS[kind.name] = kind
 
 
 def engine_names() -> tuple[str, ...]:
-    """The names of the registered engines, in the order of their registration."""
+    """Return the names of the registered engines, in the order of their registration."""
     return tuple(_KINDS)
 
 
 def engine_kind(name: str) -> EngineKind:
-    """The engine of this name. Raises ConfigError, which lists the registered ones, for another name."""
+    """Return the engine of this name. Raises ConfigError, which lists the registered names, for an unknown one."""
     if name not in _KINDS:
         raise ConfigError(f"expected one of the engines {', '.join(_KINDS)}, found {name!r}")
     return _KINDS[name]
@@ -80,12 +82,12 @@ def is_remote(name: str) -> bool:
 
 
 def engines_using(artifact: str) -> tuple[str, ...]:
-    """The registered engines whose starts use this kind of artifact."""
+    """Return the names of the registered engines whose starts use this kind of artifact."""
     return tuple(kind.name for kind in _KINDS.values() if artifact in kind.artifacts)
 
 
 def imported(target: str) -> Callable[..., Any]:
-    """Import what ``module:name`` names. Raises ImportError and AttributeError."""
+    """Import and return what ``module:name`` refers to. Raises ImportError or AttributeError."""
     module, _, name = target.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found

@@ -1,4 +1,4 @@
-"""Limits of this process: the system's errors about them in words, and as many open files as are allowed."""
+"""The limits of this process: the system's errors about them in words, and raising the limit of open files."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import resource
 
 from .errors import LimitError
 
-# The busiest process of a start has about thirty descriptors, and one more for each client.
+# The busiest process of a start has about thirty open descriptors, and one more for each client.
 LEAST_FILES = 64
 _MOST_FILES = 65536
 
 
 def as_limit_error(error: BaseException) -> LimitError | None:
-    """The limit that ``error`` is about, and how to raise it; None when it is about something else."""
+    """Return an error that says which limit ``error`` is about and how to raise it; None for any other error."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EMFILE:
         return _too_few_files()
@@ -38,7 +38,7 @@ def as_limit_error(error: BaseException) -> LimitError | None:
 
 
 def make_room_for_files() -> None:
-    """Raise the limit of open files as far as allowed: each client is one. Raises LimitError when it stays too low."""
+    """Raise the limit of open files as far as allowed, since each client needs one. LimitError if it stays too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -57,7 +57,7 @@ def check_files() -> None:
 
 
 def most_files() -> int:
-    """The number of files that this process may have open."""
+    """Return how many files this process may have open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
 

@@ -1,7 +1,7 @@
 """The timeline: what each process of a cold start did, and when.
 
 It is an append-only memfd that every process of an instance inherits. A finished stage is one JSON line, written with a
-single ``write`` (the kernel serializes appends). Times are of CLOCK_MONOTONIC, which all processes share.
+single ``write`` (the kernel serializes appends). Times are those of CLOCK_MONOTONIC, which all processes share.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST_BYTES = 1 << 20  # thousands of stages; a start has fewer than a thousand
 
 
 class Stage(NamedTuple):
-    """One stage of a start: times are CLOCK_MONOTONIC nanoseconds; a mark has ``start_ns == end_ns``."""
+    """One stage of a start, in nanoseconds of CLOCK_MONOTONIC. A mark has ``start_ns == end_ns``."""
 
     name: str
     process: str
@@ -28,7 +28,7 @@ class Stage(NamedTuple):
 
 
 class Timeline:
-    """Appends stages under one process name; ``fd`` may be inherited or passed to another process."""
+    """Appends stages under the name of one process. ``fd`` may be inherited by or passed to another process."""
 
     def __init__(self, fd: int, process: str) -> None:
         self.fd = fd
@@ -36,19 +36,19 @@ class Timeline:
 
     @classmethod
     def create(cls, process: str) -> Timeline:
-        """A new, empty timeline."""
+        """Create an empty timeline."""
         fd = os.memfd_create("medusa-timeline", os.MFD_CLOEXEC)
         # The kernel does not lock a memfd's file position: without O_APPEND, processes would overwrite each other.
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
         return cls(fd, process)
 
     def named(self, process: str) -> Timeline:
-        """The same timeline, written to under another process name."""
+        """Return the same timeline, written to under another process's name."""
         return Timeline(self.fd, process)
 
     @contextmanager
     def stage(self, name: str, **detail: Any) -> Iterator[dict[str, Any]]:
-        """Record the body as one stage, even if it raises, with what it puts into the yielded dict."""
+        """Record the body as one stage, also if it raises. The body may add details to the yielded dict."""
         start = time.monotonic_ns()
         try:
             yield detail
@@ -61,20 +61,20 @@ class Timeline:
         self.record(name, now, now, **detail)
 
     def record(self, name: str, start_ns: int, end_ns: int, **detail: Any) -> None:
-        """Append one stage that has ended, unless there are too many: adapters that come and go make more and more."""
+        """Append a stage that has ended, unless the timeline is full: adapters that come and go add more and more."""
         if os.fstat(self.fd).st_size >= _MOST_BYTES:
             return
         line = json.dumps([name, self.process, start_ns, end_ns, detail], separators=(",", ":")) + "\n"
         os.write(self.fd, line.encode())
 
     def stages(self) -> list[Stage]:
-        """All stages recorded so far, by start time."""
+        """Return all stages recorded so far, sorted by start time."""
         data = os.pread(self.fd, os.fstat(self.fd).st_size, 0)
         return sorted((Stage(*json.loads(line)) for line in data.splitlines()), key=lambda stage: stage.start_ns)
 
 
 def process_start_ns() -> int:
-    """CLOCK_MONOTONIC time at which this process was created (the kernel counts it in ticks of 10 ms)."""
+    """Return the time of CLOCK_MONOTONIC at which this process was created, to about 10 ms (the kernel's tick)."""
     with open("/proc/self/stat", "rb") as stat:
         ticks = int(stat.read().rpartition(b")")[2].split()[19])
     booted = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()

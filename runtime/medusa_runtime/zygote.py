@@ -1,9 +1,11 @@
-"""The process that does an engine's heavy imports once, and from which engines are forked.
+"""The zygote: the process that does an engine's heavy imports once, and from which engines are forked.
 
-It only imports: after torch has used OpenMP, or anything has touched CUDA, a fork hangs or breaks the child.
+It does nothing but import. After torch has used OpenMP, or anything has touched CUDA, a fork would hang or break the
+child.
 
-On a GPU the first engine is forked before the imports: it makes the device's context and imports at the same time
-(ParaServe §5), which a zygote may not. The zygote imports when that engine is ready, for the one that replaces it.
+On a GPU, the first engine is forked before the imports. It creates the device's context while it imports (ParaServe
+§5), which the zygote itself must not do. The zygote imports once that engine is ready, for an engine that may have to
+replace it.
 """
 
 from __future__ import annotations
@@ -39,11 +41,11 @@ EngineClass = Callable[[Region, Settings, Timeline], Any]
 
 _MOST_QUICK_CRASHES = 3
 _QUICK_S = 10.0
-RESTART = 75  # the exit status with which an engine asks, once, for another one (EX_TEMPFAIL of sysexits.h)
+RESTART = 75  # the exit status with which an engine asks to be replaced, once (EX_TEMPFAIL of sysexits.h)
 
 
 class Zygote:
-    """Imports what the engine needs, then keeps one engine forked from itself running."""
+    """Imports what the engine needs, then keeps one forked engine running."""
 
     def __init__(
         self,
@@ -64,7 +66,10 @@ class Zygote:
         self._out_of_memory = OutOfMemory()
 
     def run(self) -> int:
-        """Run engines until one ends by itself; a crashed engine (killed by a signal) is replaced."""
+        """Run engines until one ends by itself, and return its exit status. An engine killed by a signal is replaced.
+
+        Raises EngineError after three crashes in a row that came early, and if the engine cannot be imported.
+        """
         self._heartbeats.enter("zygote")
         gc.disable()  # nothing that is imported becomes garbage
         self._settings = replace(self._settings, device=choose(self._settings.device, os.environ))
@@ -97,7 +102,10 @@ class Zygote:
             logger.error("the engine process was %s; forking a new one", how)
 
     def _wait(self, pid: int) -> int:
-        """Wait for a child's end and return its status. It beats by itself: a process that forks has no threads."""
+        """Wait for a child's end, send heartbeats meanwhile, and return the status of ``waitpid``.
+
+        There is no thread for the heartbeats, because a process that forks must have a single one.
+        """
         try:
             ended = os.pidfd_open(pid)
         except OSError:  # a sandbox without pidfd_open(2)
@@ -118,13 +126,16 @@ class Zygote:
         return self._settings.device == "cuda" and engine_kind(self._settings.engine).owns_gpu_context
 
     def _fork_ahead(self) -> tuple[int, int]:
-        """Fork the first engine from a process that has imported nothing; returns when it is ready or has ended."""
+        """Fork the first engine before anything is imported, and return when it is ready or has ended."""
         pid, ready = self._fork(self._import_engine)
         self._beat_until(ready)
         return pid, ready
 
     def _fork(self, load: Callable[[Timeline], EngineClass]) -> tuple[int, int]:
-        """Fork an engine; return its pid, and a pipe that has a byte once it is ready, and ends with it."""
+        """Fork an engine and return its pid and a pipe.
+
+        A byte comes through the pipe once the engine is ready, and the pipe ends when the engine does.
+        """
         ready, announce = os.pipe2(os.O_CLOEXEC)
 
         def body(timeline: Timeline) -> int:
@@ -148,13 +159,13 @@ class Zygote:
     def _serve(
         self, load: Callable[[Timeline], EngineClass], timeline: Timeline, on_ready: Callable[[], object]
     ) -> int:
-        """Run the engine process, from its first moment."""
+        """Run the whole life of the engine process, and return its exit status."""
         self._heartbeats.keep("engine")
         context = DeviceContext(timeline=timeline) if self._on_gpu else None
         engine_class = load(timeline)
         gc.enable()
         if context is not None:
-            context.wait()  # its error names the GPU that cannot be used; torch's would not
+            context.wait()  # this error names the GPU that cannot be used; torch's would not
         return run_engine(
             lambda: engine_class(self._region, self._settings, timeline),
             self._listener,
@@ -172,8 +183,8 @@ _MEANINGS = {
 
 
 def _said_anything(pipe: int) -> bool:
-    """Return whether a byte was written into a pipe whose writer has ended. Closes the pipe."""
-    os.set_blocking(pipe, False)  # what the writer has forked may still hold its end
+    """Return whether a byte was written into a pipe whose writer has ended, and close the pipe."""
+    os.set_blocking(pipe, False)  # a process that the writer has forked may still hold the other end
     try:
         return bool(os.read(pipe, 1))
     except BlockingIOError:
@@ -183,7 +194,10 @@ def _said_anything(pipe: int) -> bool:
 
 
 def load_engine_class(settings: Settings, region: Region | None = None) -> EngineClass:
-    """Import what this engine needs, and what the region's model needs where that is known; never touches CUDA."""
+    """Import what an engine needs and return the function that opens it. Never touches CUDA.
+
+    With a ``region``, also import what its model needs.
+    """
     kind = engine_kind(settings.engine)
     imported(kind.preimport)(settings, region)
     return imported(kind.open)
@@ -197,7 +211,11 @@ def run_engine(
     reports: ReportPipe,
     on_ready: Callable[[], object] | None = None,
 ) -> int:
-    """Serve on ``listener`` with the engine that ``make`` makes, until SIGTERM; what breaks it is reported."""
+    """Serve on ``listener`` with the engine that ``make`` returns, until SIGTERM. Returns the exit status, 0.
+
+    ``on_ready`` is called, from another thread, once the engine is ready. If it cannot become ready, the error is sent
+    to ``reports`` and this function returns.
+    """
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     engine = make()

@@ -1,1 +1,1 @@
-"""Checkpoint formats: which tensors a checkpoint has and where their bytes lie."""
+"""Checkpoint formats: which tensors a checkpoint has, and where their bytes are."""

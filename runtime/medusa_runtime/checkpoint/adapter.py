@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al., 2021) as PEFT writes them: which file holds one, and what its adapter_config.json says."""
+"""LoRA adapters (Hu et al., 2021) in PEFT's format: where the weights are, and what adapter_config.json says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ..storage.base import scheme_of
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
-# What changes the adapted layers, or more than them, in a way that is not supported, and how to say so.
+# Fields of PEFT that are not supported, because they change the adapted layers in another way or change more than them.
+# Each has the words for it in a message.
 _REFUSED = {
     "use_dora": "DoRA",
     "modules_to_save": "whole modules beside the matrices",
@@ -34,14 +35,19 @@ _REFUSED = {
     "monteclora_config": "MonteCLoRA",
     "velora_config": "VeLoRA",
 }
-# With the others that PEFT knows, it has changed the base's weights when the training began.
+# With PEFT's other values, the base model's weights were changed when the training began.
 _INITIAL_VALUES = (None, True, False, "gaussian", "eva", "orthogonal")
 _MOST_PATTERNS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """An adapter's ranks and scales. ``targets`` are the modules' names where they are listed, and not a pattern."""
+    """The ranks and scales of an adapter.
+
+    ``ranks`` and ``alphas`` hold exceptions from ``rank`` and ``alpha``, by the name of a module or the end of it. With
+    ``by_root``, products are scaled by the root of the rank (rank-stabilized LoRA). ``targets`` lists the adapted
+    modules; it is empty where they are given as a pattern. ``base`` is the base model's name or path, if it is known.
+    """
 
     rank: int
     alpha: float
@@ -53,7 +59,10 @@ class AdapterConfig:
 
     @classmethod
     def read(cls, text: bytes | None) -> Self:
-        """Read an adapter_config.json. Raises CorruptError, and MismatchError for what is not supported."""
+        """Parse an adapter_config.json; None if there is none.
+
+        Raises CorruptError for a broken file, and MismatchError for a missing one or an adapter that is not supported.
+        """
         if text is None:
             raise MismatchError(f"expected {ADAPTER_CONFIG} beside the adapter's weights, found none")
         try:
@@ -83,19 +92,19 @@ class AdapterConfig:
         )
 
     def rank_of(self, module: str) -> int:
-        """The rank of the matrices of a module, such as ``model.layers.0.self_attn.q_proj``."""
+        """Return the rank of a module's matrices. A module is named as in ``model.layers.0.self_attn.q_proj``."""
         return int(_value(self.ranks, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """Return what the product of the matrices of a module is multiplied by."""
+        """Return the factor for the product of a module's matrices."""
         rank = self.rank_of(module)
         return _value(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.by_root else rank)
 
 
 def adapter_urls(url: str) -> tuple[str, ...]:
-    """Return the files that may hold the adapter at ``url``, a folder or a file: the first one that exists does.
+    """Return the URLs of the files that may hold the adapter at ``url``, which is a folder or a file.
 
-    Raises ConfigError for what is no URL.
+    The first one that exists holds it. Raises ConfigError for a malformed URL.
     """
     scheme = scheme_of(url)
     try:
@@ -136,7 +145,7 @@ def _pattern(raw: Mapping[str, Any], name: str) -> Mapping[str, float]:
     if not isinstance(found, dict) or len(found) > _MOST_PATTERNS:
         raise _wrong(name, "an object of modules and numbers", found)
     for key, value in found.items():
-        # PEFT takes regular expressions. Those of a stranger's file may take for ever, and names are what is written.
+        # PEFT accepts regular expressions. In an untrusted file they could take for ever, and most files have names.
         if not re.fullmatch(r"\^?[\w.-]+", key):
             raise _wrong(name, "names of modules", key)
         _positive(name, value)

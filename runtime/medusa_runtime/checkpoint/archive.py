@@ -1,9 +1,9 @@
-"""PyTorch's zip checkpoints (``torch.save``), indexed without torch and without running what is in the pickle.
+"""An index of PyTorch's zip checkpoints (``torch.save``), made without torch and without running the pickle.
 
 A ``.pt``, ``.pth`` or ``.bin`` file is a zip archive of uncompressed records: ``data.pkl`` describes the tensors, and
-``data/<key>`` is each storage's bytes. Only names of tensors' types are looked up while the pickle is read, so nothing
-in it can run: the semantics of ``torch.load(weights_only=True)``, and stricter. The file is not trusted: its directory
-and its pickle have a largest size, and every tensor's bytes lie within the file.
+``data/<key>`` holds the bytes of a storage. Only the names of tensors' types are looked up while the pickle is read, so
+nothing in it can run. This is what ``torch.load(weights_only=True)`` does, but stricter. The file is not trusted: its
+directory and its pickle have a largest size, and every tensor's bytes must lie within the file.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .tensor_pickle import Description, read_pickle
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _LOCAL_MAGIC = b"PK\x03\x04"
 _MOST_PICKLE_BYTES = 16 << 20
-_MOST_READ_BYTES = 16 << 20  # at a time: a directory of 100,000 records, and more
-_MOST_NOTE_BYTES = 64  # of byteorder and .storage_alignment
+_MOST_READ_BYTES = 16 << 20  # at a time; enough for a directory of more than 100,000 records
+_MOST_NOTE_BYTES = 64  # the largest size of the records byteorder and .storage_alignment
 _TAIL_BYTES = 256 << 10
 
 Read = Callable[[int, int], bytes]  # bytes [start, stop) of the file
 
 
 def read_archive(name: str, size_bytes: int, head: bytes, read: Read) -> dict[str, TensorEntry]:
-    """Return the archive's tensors by name, as of shard 0; their bytes are counted from the start of the file.
+    """Return the archive's tensors by name. Their shard is 0, and their bytes are counted from the start of the file.
 
-    ``head`` is the file's first bytes. CorruptError says what the file is when it is no such archive; errors of
-    ``read`` pass through.
+    ``name`` is the file's name for messages, and ``head`` its first bytes. Raises CorruptError, which says what the
+    file is if it is not such an archive. Errors of ``read`` pass through.
     """
     if not head.startswith(_LOCAL_MAGIC):
         raise CorruptError(f"{name}: {_what(head)}; {_AGAIN}")
@@ -60,7 +60,7 @@ def read_archive(name: str, size_bytes: int, head: bytes, read: Read) -> dict[st
     return found
 
 
-# What zipfile raises for a broken archive: its checks are many, but not for all that can be written there.
+# What zipfile raises for a broken archive. Its own checks do not cover every broken file.
 _NOT_A_ZIP = (zipfile.BadZipFile, struct.error, ValueError, EOFError, OverflowError, RuntimeError)
 _SAVE = "save it again"
 
@@ -71,7 +71,7 @@ def _truncated(name: str, error: Exception) -> CorruptError:
 
 
 def _records(name: str, archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    """The records by their names inside the archive's folder."""
+    """Return the records by their names inside the archive's folder."""
     records: dict[str, zipfile.ZipInfo] = {}
     for info in archive.infolist():
         if info.compress_type != zipfile.ZIP_STORED:
@@ -101,7 +101,7 @@ def _note(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
 
 
 def directory_start(size_bytes: int, read: Read) -> int:
-    """Return where the archive's directory begins, which ends the file: it holds a checksum of each record."""
+    """Return the byte at which the directory begins. It reaches to the file's end and has a checksum of each record."""
     with zipfile.ZipFile(_File(size_bytes, read)) as archive:
         return archive.start_dir
 
@@ -137,10 +137,10 @@ def _alignment(name: str, archive: zipfile.ZipFile, records: dict[str, zipfile.Z
 
 
 def _starts(name: str, infos: dict[str, zipfile.ZipInfo], read: Read, alignment: int) -> dict[str, int]:
-    """Return where each record's bytes start: behind its local header, which is padded so that they are aligned.
+    """Return the byte at which each record's content starts: behind its local header, which is padded for alignment.
 
-    Computed as PyTorch's own ``get_record_offset_no_read`` does. The first and the last are compared with the file;
-    where another tool has packed the archive, every local header is read.
+    The starts are computed like those of PyTorch's ``get_record_offset_no_read``, and the first and the last one are
+    compared with the file. If they differ, because another tool has packed the archive, every local header is read.
     """
     guesses = {key: _padded(info, alignment) for key, info in infos.items()}
     ordered = sorted(infos, key=lambda key: infos[key].header_offset)
@@ -168,7 +168,7 @@ def _recorded_start(name: str, info: zipfile.ZipInfo, read: Read) -> int:
 
 
 class _File(io.RawIOBase):
-    """The file as zipfile wants it: it reads the directory at the end, and a few records. The end is read once."""
+    """A file object for zipfile, which reads the directory at the end and a few records. The end is fetched once."""
 
     def __init__(self, size_bytes: int, read: Read) -> None:
         self._size = size_bytes

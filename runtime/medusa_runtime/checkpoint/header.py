@@ -1,8 +1,9 @@
-"""The header of a safetensors file, read and checked.
+"""Parse and check the header of a safetensors file.
 
-Source: the safetensors format (https://github.com/huggingface/safetensors): eight bytes little-endian length, JSON,
-then the data section, which the tensors cover without overlap or gap. The file is not trusted: checking a header takes
-time linear in its length (sorting aside), and messages quote only the beginning of what it says.
+Source: the safetensors format (https://github.com/huggingface/safetensors). A file has a length in eight bytes
+(little-endian), JSON of that length, and the data section, which the tensors cover without overlap or gap. The file is
+not trusted: checking a header takes time linear in its length (sorting aside), and messages quote only the beginning of
+a value.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from ..errors import CorruptError
 
 MAX_HEADER_BYTES = 100_000_000
 PREFIX_BYTES = 8
-MOST_DIMENSIONS = 64  # torch's own limit; without one the product of a long shape takes hours
+MOST_DIMENSIONS = 64  # torch's own limit; without one, the product of a long shape could take hours
 _MOST = 1 << 63
-_SHOWN = 160  # characters in a message
+_SHOWN = 160  # the most characters of a value in a message
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
@@ -29,7 +30,7 @@ DTYPE_BITS = {
 
 
 class HeaderEntry(NamedTuple):
-    """One tensor: bytes [start, stop) of the data section, the dtype's safetensors name, the shape."""
+    """One tensor: its bytes [start, stop) in the data section, its dtype as safetensors names it, and its shape."""
 
     start: int
     stop: int
@@ -38,7 +39,10 @@ class HeaderEntry(NamedTuple):
 
 
 def header_bytes(name: str, prefix: bytes, file_bytes: int) -> int:
-    """Return the bytes in front of the data section, from the file's first eight bytes. CorruptError if impossible."""
+    """Return how many bytes precede the data section, given the file's first eight bytes (``prefix``) and its size.
+
+    Raises CorruptError if this cannot be a safetensors file.
+    """
     if file_bytes < PREFIX_BYTES or len(prefix) < PREFIX_BYTES:
         raise CorruptError(f"{name}: expected a safetensors file, found {file_bytes} bytes; fetch or save it again")
     if prefix.startswith(b"version "):
@@ -57,9 +61,10 @@ def header_bytes(name: str, prefix: bytes, file_bytes: int) -> int:
 
 
 def parse_header(name: str, text: bytes, data_bytes: int) -> dict[str, HeaderEntry]:
-    """Return the tensors by name, in file order. ``text`` is the JSON, ``data_bytes`` the length of what follows it.
+    """Return the tensors by name, in the order of the file.
 
-    Raises CorruptError with one message that names the file, the tensor, what was expected and what was found.
+    ``text`` is the JSON, and ``data_bytes`` the length of the data section. Raises CorruptError, which names the file
+    and the tensor.
     """
     entries = sorted(
         ((tensor, _entry(name, tensor, raw)) for tensor, raw in _objects(name, text).items()),
@@ -98,7 +103,7 @@ def _objects(name: str, text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text.decode(), object_pairs_hook=unique)
         if b"\\u" in text:
-            "".join(header).encode()  # half of a character is a name that cannot be written down again
+            "".join(header).encode()  # fails for a name with half of a surrogate pair, which cannot be encoded again
     except (ValueError, RecursionError) as error:
         what = (
             str(error)[:100] if isinstance(error, json.JSONDecodeError) else "not UTF-8, too deep or too long a number"
@@ -144,7 +149,7 @@ def _is_count(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return a value of a file for a message: the beginning of its repr."""
+    """Return the beginning of a value's repr, for a message about an untrusted file."""
     if isinstance(value, list):
         value = value[:8]
     text = repr(value[:_SHOWN] if isinstance(value, str) else value)

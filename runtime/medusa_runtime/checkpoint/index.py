@@ -1,4 +1,4 @@
-"""The weight index: where each tensor of a checkpoint lies, and in which order a forward pass needs them."""
+"""The weight index: where each tensor of a checkpoint is, and in which order a forward pass needs them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ _FORMAT = 1
 
 
 class Shard(NamedTuple):
-    """One safetensors file. ``offset``: where its data section starts in the region's data area (0 for local files).
+    """One file of weights.
 
-    ``version`` is the store's (an ETag or the like). ``path`` names a file on this machine that is mapped in place.
+    ``data_start`` is the byte at which its data section starts, and ``version`` the store's version (such as an ETag).
+    ``path`` is set for a file on this machine, which is mapped in place. For other files, ``offset`` is where the data
+    section starts in the region's data area.
     """
 
     name: str
@@ -34,9 +36,9 @@ class Shard(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """One tensor: the bytes [start, stop) of a shard's data section; ``dtype`` is the safetensors name.
+    """One tensor: the bytes [start, stop) of the data section of a shard, which is given by its number.
 
-    ``strides`` (in elements) are given only where the elements do not lie one behind the other.
+    ``dtype`` is safetensors' name for it. ``strides``, in elements, are given only for tensors that are not contiguous.
     """
 
     shard: int
@@ -48,10 +50,11 @@ class TensorEntry(NamedTuple):
 
 
 class WeightIndex:
-    """All tensors of a checkpoint; ``order`` is their execution order (ParaServe §5.1, Cicada §3).
+    """All tensors of a checkpoint, and their execution order (ParaServe §5.1, Cicada §3).
 
-    The order is ``recorded`` when a forward pass has shown it. Otherwise it was read from the tensors' names, and a
-    reader that has constructed the module knows better.
+    ``recorded`` says that the order was observed in a forward pass. Otherwise it is derived from the tensors' names,
+    and a reader that has constructed the module may know a better one. Raises CorruptError for an order that does not
+    name each tensor once.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class WeightIndex:
         self.shards = tuple(shards)
         self.tensors = dict(tensors)
         if order is None:
-            from .order import execution_order  # not for the processes that get the index from a region
+            from .order import execution_order  # here, because not needed where the index comes from a region
 
             order = execution_order(self.tensors)
         self.order = tuple(order)
@@ -77,9 +80,10 @@ class WeightIndex:
     def from_headers(
         cls, shards: Sequence[Shard], headers: Sequence[Mapping[str, HeaderEntry] | Mapping[str, TensorEntry]]
     ) -> WeightIndex:
-        """Make the index of these shards; they are placed in the region one behind the other, each on a page.
+        """Make the index of these shards, given the tensors of each one.
 
-        CorruptError when two shards hold a tensor of the same name.
+        The shards are placed in the region one after the other, each at the start of a page. Raises CorruptError if two
+        shards hold a tensor of the same name.
         """
         tensors: dict[str, TensorEntry] = {}
         placed: list[Shard] = []
@@ -99,19 +103,19 @@ class WeightIndex:
         return cls(placed, tensors)
 
     def reordered(self, order: Sequence[str]) -> WeightIndex:
-        """Return the index in a recorded order, as far as that names its tensors; the others come last."""
+        """Return the index in a recorded order. Names of other tensors are ignored; tensors not in it come last."""
         first = dict.fromkeys(name for name in order if name in self.tensors)
         rest = [name for name in self.order if name not in first]
         return WeightIndex(self.shards, self.tensors, [*first, *rest], recorded=True)
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all tensors."""
+        """The size of all data sections."""
         return sum(shard.data_bytes for shard in self.shards)
 
     @property
     def region_bytes(self) -> int:
-        """The bytes of the region's data area: none for local files."""
+        """The size of the region's data area, to which local files do not count."""
         return max((shard.offset + shard.data_bytes for shard in self.shards if shard.path is None), default=0)
 
     def to_json(self) -> bytes:
@@ -125,7 +129,7 @@ class WeightIndex:
 
     @classmethod
     def from_json(cls, text: bytes | str) -> WeightIndex:
-        """Read what ``to_json`` wrote. CorruptError when it is none, or names bytes out of bounds."""
+        """Read what ``to_json`` wrote. Raises CorruptError for anything else, and for bytes out of bounds."""
         try:
             document: dict[str, Any] = json.loads(text)
             if document["format"] != _FORMAT:
@@ -154,17 +158,19 @@ def _entry(
 
 
 def _fits(shards: Sequence[Shard], tensors: Sequence[TensorEntry]) -> bool:
-    """Return whether these are shards and tensors, and each tensor lies in its shard.
+    """Return whether all fields have the right types, and each tensor lies in its shard.
 
-    May raise TypeError or ValueError.
+    Raises KeyError, TypeError or ValueError for some of those that do not.
     """
-    texts = chain.from_iterable((shard.name, shard.version or "", shard.path or "") for shard in shards)
+    texts = chain.from_iterable((shard.name, shard.version, shard.path) for shard in shards)
     numbers = [number for shard in shards for number in (shard.size_bytes, shard.data_start, shard.offset)]
     for entry in tensors:
         numbers += entry[:3]
         numbers += entry.shape
         numbers += entry.strides or ()
-    if not set(map(type, texts)) <= {str} or not set(map(type, numbers)) <= {int}:
+    if not set(map(type, texts)) <= {str, type(None)} or any(shard.name is None for shard in shards):
+        return False
+    if not set(map(type, numbers)) <= {int}:
         return False
     if numbers and not 0 <= min(numbers) <= max(numbers) < 1 << 63:
         return False

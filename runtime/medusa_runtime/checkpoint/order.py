@@ -1,4 +1,4 @@
-"""The order in which a forward pass touches tensors, read from their names."""
+"""The order in which a forward pass uses tensors, derived from their names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _HEAD = re.compile(r"(?:^|\.)(?:lm_head|output|head|score|classifier|embed_out|f
 _INNER = re.compile(r"^(?:(?:layers?|blocks?|units?|resnets|downsamplers|upsamplers|convs?)\.)?([0-9]+)\.")
 _FINAL = re.compile(r"(?:^|\.)(?:(?:final\w*|ln_f|ln_out|norm|norm_f|\w*layer_?norm|project_out)\w*)(?:\.|$)")
 
-_LONGEST = 256  # characters; on longer names, which no model has, the patterns would take too long
+_LONGEST = 256  # characters; no model has longer names, on which the patterns would take too long
 
 _EMBED_RANK, _LAYER_RANK, _FINAL_RANK, _HEAD_RANK = range(4)
-_Rank = tuple[int, int, tuple[str | int, ...], int, int]  # kind, decoder, stage's name, its layer, the layer inside
+# The kind (as above), whether it is in a decoder, the stage's name, the layer in the stage, the layer inside that one.
+_Rank = tuple[int, int, tuple[str | int, ...], int, int]
 
 
 class _Placed(Protocol):
@@ -31,12 +32,12 @@ class _Placed(Protocol):
 
 
 def execution_order(tensors: Mapping[str, _Placed]) -> list[str]:
-    """Embeddings, layers by stage and number, final norm, head. A recorded order (``trace.py``) is better.
+    """Sort tensors by name: embeddings, layers by stage and number, final norm, head.
 
-    Inside a layer the file's order is kept, so that ranges stay long. A name without a number follows what stands in
-    front of it in the file.
+    Inside a layer, the order of the file is kept, so that ranges stay long. A tensor whose name says nothing follows
+    the one before it in the file. A recorded order (``trace.py``) is better.
     """
-    # A file sorted by the size of its elements begins anew with each type.
+    # By dtype, because some files are sorted by it: they contain the whole model's order once for each dtype.
     last: dict[str, _Rank] = {}
     ranks: list[tuple[_Rank, str]] = []
     for name in sorted(tensors, key=lambda name: (tensors[name].shard, tensors[name].start)):
@@ -48,7 +49,7 @@ def execution_order(tensors: Mapping[str, _Placed]) -> list[str]:
 
 
 def layer_numbers(order: Sequence[str]) -> dict[str, int]:
-    """The number of the layer that each tensor belongs to, for those that belong to one."""
+    """Return the number of the layer that each tensor belongs to, for those that belong to one."""
     return _numbers({name: _rank(name) for name in order})
 
 
@@ -57,11 +58,11 @@ def _numbers(ranks: Mapping[str, _Rank | None]) -> dict[str, int]:
 
 
 def layers_first(order: Sequence[str], start: int, stop: int) -> tuple[list[str], list[str]]:
-    """An execution order in two parts: what a worker for the layers [start, stop) needs, and everything else.
+    """Split an execution order in two: what a worker for the layers [start, stop) needs, and everything else.
 
-    That includes what comes before the first layer where ``start`` is 0, and what comes behind the last layer where
-    ``stop`` is beyond it; for a model whose head has no tensor of its own, its embedding then, too. The two parts, one
-    behind the other, are an order that gives the same parts: a region of a worker has its tensors so.
+    A worker with ``start`` 0 also needs what comes before the first layer. A worker with the last layer also needs what
+    comes after it, and the embedding if the model's head has no tensor of its own. A worker's region has its tensors in
+    the order of the two parts, one after the other; splitting that order gives the same parts again.
     """
     ranks = {name: _rank(name) for name in order}
     numbers = _numbers(ranks)
@@ -96,7 +97,7 @@ def _rank(name: str) -> _Rank | None:
         inner = _INNER.match(name[layer.end() :])
         # ResNet's layer1.0 … layer4.2, a U-Net's down_blocks.0.resnets.1; encoders come before decoders.
         is_decoder = "decoder" in stage and "model.decoder" not in stage
-        # Texts and numbers take turns.
+        # Every second item is a number, so that stage 10 comes after stage 9.
         words = tuple(int(word) if at % 2 else word for at, word in enumerate(re.split(r"([0-9]+)", stage)))
         return _LAYER_RANK, int(is_decoder), words, int(layer[1] or layer[2]), int(inner[1]) if inner else 0
     for pattern, rank in ((_HEAD, _HEAD_RANK), (_EMBEDDING, _EMBED_RANK), (_FINAL, _FINAL_RANK)):

@@ -1,10 +1,10 @@
-"""A reader of pickles for untrusted files: it makes plain values, and calls what its owner allows.
+"""A pickle reader for untrusted files. It makes plain values, and calls only functions that its caller allows.
 
-Source: the opcodes in Python's ``pickletools``, those of them that ``torch.save`` writes (protocols 2 to 5).
-Python's own unpickler cannot be made safe by choosing what it may import: it hashes tuples in tuples, which takes
-exponential time or overflows the stack, and its BUILD opcode sets attributes on whatever is allowed. Here keys are
-texts or numbers, BUILD changes nothing, and no container is ever hashed, compared or printed, so time and memory are
-linear in the pickle's length.
+Source: the opcodes in Python's ``pickletools`` that ``torch.save`` writes (protocols 2 to 5). Python's own unpickler
+cannot be made safe by limiting what it may import: it hashes nested tuples, which takes exponential time or overflows
+the stack, and its BUILD opcode sets attributes on any object that is allowed. Here keys are texts or numbers, BUILD
+changes nothing, and no container is ever hashed, compared or printed. So time and memory are linear in the pickle's
+length.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-_MOST_STEPS = 2_000_000  # about 10 opcodes a tensor, and one for each element of a list beside them
+_MOST_STEPS = 2_000_000  # a tensor takes about 10 opcodes, and each element of a list beside them takes one
 _UINT2, _UINT4, _UINT8 = (struct.Struct(f"<{code}").unpack_from for code in "HIQ")
 _INT4, _FLOAT8 = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
 
 
 class PickleError(Exception):
-    """The pickle is broken, or holds what is not read here."""
+    """The pickle is broken, or holds something that this reader does not support."""
 
 
 class Name:
-    """The value of a pickle's reference to a module's name: a function that may be called, or a plain value."""
+    """What stands for a global name in a pickle. ``target`` is a function that may be called, or a plain value."""
 
     __slots__ = ("target",)
 
@@ -32,14 +32,14 @@ class Name:
 
 
 class Table(dict[str, Any]):
-    """A dict of the pickle; an OrderedDict is one, too."""
+    """A dict or an OrderedDict in the pickle."""
 
 
 class PickleReader:
-    """Reads one pickle. ``find`` gives the Name for a module and a name, ``load`` the value of a persistent id.
+    """Reads one pickle. ``find`` returns the Name for a module and a name, and ``load`` the value of a persistent id.
 
-    What they raise passes through. The values are None, bool, int, float, str, bytes, tuple, list, Table, and what
-    ``load`` and the functions of Names return.
+    Their errors pass through. A value is None, a bool, int, float, str, bytes, tuple, list or Table, or what ``load``
+    or the function of a Name returns.
     """
 
     def __init__(self, data: bytes, find: Callable[[str, str], Name], load: Callable[[Any], Any]) -> None:
@@ -52,7 +52,7 @@ class PickleReader:
         self._memo: dict[int, Any] = {}
 
     def read(self) -> Any:
-        """Return the pickle's value. PickleError when there is none."""
+        """Return the pickle's value. Raises PickleError."""
         steps = _STEPS
         try:
             for _ in range(_MOST_STEPS):
@@ -129,7 +129,7 @@ class PickleReader:
         self._push(function.target(*arguments))
 
     def _build(self) -> None:
-        """Leave the object as it is: what torch says there of a state dict is not about its tensors."""
+        """Drop the attributes, and leave the object as it is: those that torch gives a state dict are not tensors."""
         self._pop()
         self._stack[-1]
 
@@ -145,7 +145,7 @@ class PickleReader:
         self._stack[-1].extend(values)
 
     def _set(self, pairs: list[Any]) -> None:
-        """Add items to a Table. Other keys than texts and numbers are left out: tensors have no such names."""
+        """Add items to a Table. Keys that are neither texts nor numbers are left out: no tensor has such a name."""
         table = self._stack[-1]
         if not isinstance(table, Table) or len(pairs) % 2:
             raise PickleError("an item of something that is not a dict")
@@ -153,7 +153,7 @@ class PickleReader:
             if isinstance(key, str):
                 table[key] = value
             elif type(key) is int and -(1 << 63) <= key < 1 << 63:
-                table[str(key)] = value  # numbers as keys could be chosen to have the same hash
+                table[str(key)] = value  # as text, because a file could choose numbers with the same hash
 
     def _put(self, index: int) -> None:
         self._memo[index] = self._stack[-1]
@@ -164,7 +164,7 @@ _Step = Callable[[PickleReader], None]
 
 
 def _steps() -> dict[int, _Step]:
-    """The opcodes. Private members are this module's own."""
+    """Return the function for each opcode."""
     r = PickleReader
     push = r._push
     return {

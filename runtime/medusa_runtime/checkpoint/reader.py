@@ -1,6 +1,6 @@
-"""A checkpoint's index and small files, which are read before its weights.
+"""Read a checkpoint's index and small files, before its weights.
 
-What an index.json or a modules.json names is not trusted: names stay inside the folder, and lists are limited.
+The names in an index.json or a modules.json are not trusted: they must stay inside the folder, and lists are limited.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .header import PREFIX_BYTES, HeaderEntry, header_bytes, parse_header, shown
 from .index import Shard, TensorEntry, WeightIndex
 
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
-ARCHIVE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")  # of what archive.py reads
+ARCHIVE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")  # of the files that archive.py reads
 ARCHIVE, ARCHIVES = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DIFFUSION, DIFFUSIONS = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"
 MODULES, SENTENCES = "modules.json", "sentence_bert_config.json"  # of sentence-transformers
@@ -41,18 +41,18 @@ SMALL_FILES = (
     "processor_config.json",
     MODULES,
 )
-# Requested together with the header. The others are rare: a record of the checkpoint may show which of them exist.
+# Requested together with the header. The others are rare, and a record of the checkpoint may say which of them exist.
 _FIRST_FILES = SMALL_FILES[:5]
-_GUESS_BYTES = 256 << 10  # holds the header of most checkpoints
+_GUESS_BYTES = 256 << 10  # enough for the header of most checkpoints
 _MOST_SMALL_BYTES = 64 << 20
 _MOST_SHARDS, _MOST_MODULES = 10_000, 64
-_MOST_DIRECTORY_BYTES = 16 << 20  # of a PyTorch file
+_MOST_DIRECTORY_BYTES = 16 << 20  # the largest directory of a PyTorch file that is read to check a record
 _THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An indexed checkpoint; ``files`` are those of its small files that exist."""
+    """An indexed checkpoint. ``files`` holds the small files that exist, by name."""
 
     store: Store
     index: WeightIndex
@@ -61,7 +61,10 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class KnownArchive:
-    """The recorded index of a PyTorch file. It is valid if the bytes from ``start`` on have this digest (sha256)."""
+    """The recorded index of a PyTorch file.
+
+    It is valid if the file still has this size, and its bytes from ``start`` on have this digest (SHA-256).
+    """
 
     size_bytes: int
     start: int
@@ -76,21 +79,21 @@ class Known(Protocol):
         """Start reading the record; ``store`` is the checkpoint's."""
 
     def files(self) -> Collection[str] | None:
-        """Wait for the record, and return the small files that the checkpoint had; None when nothing is known."""
+        """Wait for the record, and return the names of the checkpoint's small files; None if nothing is known."""
 
     def archive(self, name: str) -> KnownArchive | None:
-        """Return the recorded index of a PyTorch file; the file's own takes several reads, one after another."""
+        """Return the recorded index of a PyTorch file, or None. Without it, several reads must follow each other."""
 
     def confirms(self, index: WeightIndex, files: Mapping[str, bytes]) -> bool:
         """Return whether the record describes this checkpoint."""
 
 
 def open_checkpoint(url: str, known: Known | None = None, store: Store | None = None) -> Checkpoint:
-    """Index the checkpoint in a folder, or the one safetensors or PyTorch file, that ``url`` names.
+    """Index the checkpoint at ``url``, which is a folder, or a single safetensors or PyTorch file.
 
-    All requests are made at once, the weights' header first. Small files that ``known`` says do not exist are left out.
-    ``store``: the folder's store, if it is open already; it is closed when this fails. Raises the store's errors, and
-    CorruptError.
+    All requests are made at once, the weights' header first. Small files that do not exist according to ``known`` are
+    not requested. ``store`` is the folder's store, if it is already open; it is closed if this function fails. Raises
+    the store's errors, and CorruptError.
     """
     folder, name = split(url)
     store = store or open_store(folder)
@@ -156,14 +159,14 @@ class _Reader:
         return Checkpoint(self._store, index, files | self._of_modules(files.get(MODULES)) | names)
 
     def _alone(self, name: str) -> WeightIndex:
-        """Index the only file of a checkpoint."""
+        """Index a checkpoint that is a single file."""
         shard, entries = self._archive(name) if name.endswith(ARCHIVE_SUFFIXES) else self._header(name)
         return WeightIndex.from_headers([shard], [entries])
 
     def _index(
         self, single: Future[tuple[Shard, _Entries]], sharded: Future[bytes | None] | None
     ) -> tuple[WeightIndex, dict[str, bytes]]:
-        """Index the single file, or else the shards, like transformers; also return the shards' index.json."""
+        """Index the single file, or else the shards, as transformers does. Also return the shards' index.json."""
         try:
             shard, entries = single.result()
         except (ObjectNotFoundError, ForbiddenError) as error:
@@ -176,7 +179,7 @@ class _Reader:
         return WeightIndex.from_headers([shard], [entries]), {}
 
     def _otherwise(self, missing: Exception) -> tuple[WeightIndex, dict[str, bytes]]:
-        """Index what torch.save, diffusers or PEFT has written, one file or shards."""
+        """Index one file or several shards that torch.save, diffusers or PEFT has written."""
         for single, read, several in ((ARCHIVE, self._archive, ARCHIVES), (DIFFUSION, self._header, DIFFUSIONS)):
             try:
                 shard, entries = read(single)
@@ -197,7 +200,7 @@ class _Reader:
         )
 
     def _other_names(self) -> str:
-        """Say what a local folder has instead; stores are not listed."""
+        """Return, for a message, what a local folder has instead. Remote stores are not listed."""
         from ..storage.local import LocalStore
 
         folder = self._store.local_path("") if type(self._store) is LocalStore else None
@@ -230,7 +233,7 @@ class _Reader:
         return index
 
     def _of_modules(self, text: bytes | None) -> dict[str, bytes]:
-        """Read the files that modules.json names; only checkpoints of sentence-transformers have one."""
+        """Read the files that modules.json names. Only checkpoints of sentence-transformers have one."""
         if text is None:
             return {}
         names = [SENTENCES, *modules_configs(text)]
@@ -259,7 +262,7 @@ class _Reader:
         def read(start: int, stop: int) -> bytes:
             return self._store.read(name, start, stop, info.version)[0]
 
-        from .archive import read_archive  # most checkpoints have none
+        from .archive import read_archive  # here, because most checkpoints need no such import
 
         return self._shard(name, info), read_archive(name, info.size, head, read)
 
@@ -268,7 +271,7 @@ class _Reader:
         return Shard(name, info.size, data_start, info.version, str(path) if path else None)
 
     def _small(self, name: str) -> bytes | None:
-        """Read a small file; None where there is none. Some stores answer 403 for an object that does not exist."""
+        """Read a small file; None if there is none. Some stores answer 403 for an object that does not exist."""
         try:
             return read_whole(self._store.read, name)
         except (ObjectNotFoundError, ForbiddenError):
@@ -280,7 +283,7 @@ def _present(files: Mapping[str, bytes | None]) -> dict[str, bytes]:
 
 
 def _digest(data: bytes) -> str:
-    import hashlib  # 4 ms, and only for what is known beforehand
+    import hashlib  # 4 ms, and only needed if there is a record
 
     return hashlib.sha256(data).hexdigest()
 
@@ -298,7 +301,10 @@ def read_whole(read: Callable[[str, int, int, str | None], tuple[bytes, ObjectIn
 
 
 def weight_map(what: str, text: bytes) -> dict[str, str]:
-    """Return the shard of each tensor in ``what``, an index.json. CorruptError when a name leaves the folder."""
+    """Return the shard of each tensor from the text of an index.json, which is called ``what`` in messages.
+
+    Raises CorruptError for a malformed file, and for a name that leads out of the folder.
+    """
     try:
         wanted = json.loads(text)["weight_map"]
         items = list(wanted.items())
@@ -317,7 +323,7 @@ def weight_map(what: str, text: bytes) -> dict[str, str]:
 
 
 def modules_configs(text: bytes) -> list[str]:
-    """Return the files that a modules.json refers to."""
+    """Return the names of the files that a modules.json refers to, or none if it cannot be read."""
     try:
         paths = [module["path"] for module in json.loads(text)]
         return [module_config(path) for path in paths[:_MOST_MODULES] if path]
@@ -326,7 +332,7 @@ def modules_configs(text: bytes) -> list[str]:
 
 
 def module_config(path: str) -> str:
-    """Return the name of a module's file. CorruptError when it leaves the folder."""
+    """Return the name of a module's config.json. Raises CorruptError if it leads out of the folder."""
     _check_inside(MODULES, path)
     return f"{path}/config.json"
 

@@ -1,6 +1,6 @@
 """The descriptions of tensors in a PyTorch checkpoint's pickle. Nothing in the pickle can run.
 
-Source: the names that ``torch/_weights_only_unpickler.py`` lets through; here they are replaced by inert ones, and
+Source: the names that ``torch/_weights_only_unpickler.py`` allows. Here they are replaced by harmless functions, and
 ``pickle_reader.py`` reads the pickle itself.
 """
 
@@ -25,12 +25,12 @@ _STORAGES = {
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
     "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64", "UntypedStorage": "uint8",
 }  # fmt: skip
-_MOST_LEVELS = 4  # of mappings around the state dict
+_MOST_LEVELS = 4  # of nested mappings, the state dict among them
 _STATE_KEYS = ("state_dict", "model_state_dict", "model", "module", "weights")
 
 
 class Storage(NamedTuple):
-    """One record of the archive, as the pickle names it."""
+    """A storage, that is, one record of the archive, as the pickle describes it."""
 
     key: str
     dtype: str
@@ -42,7 +42,7 @@ class Storage(NamedTuple):
 
 
 class Description(NamedTuple):
-    """A tensor as the pickle describes it; ``offset`` and ``strides`` are in elements."""
+    """A tensor as the pickle describes it. ``offset`` and ``strides`` are in elements."""
 
     storage: Storage
     torch_dtype: str
@@ -60,7 +60,7 @@ class Description(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """The number of elements from the first to the last one, in memory."""
+        """The number of elements that the tensor spans in memory, from its first to its last."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -76,11 +76,11 @@ class Description(NamedTuple):
 
 
 class _ForbiddenError(Exception):
-    """The pickle names something else than tensors and what holds them."""
+    """The pickle names something that is neither a tensor nor a container for tensors."""
 
 
 class _UnknownError(Exception):
-    """The pickle names a tensor of a kind that is not read here."""
+    """The pickle names a kind of tensor that is not supported."""
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Description:
@@ -94,7 +94,7 @@ def _tensor_v3(
 
 
 def _described(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> Description:
-    """Check what the pickle says of a tensor. Nothing of it is printed: it may be of any kind and size."""
+    """Check the pickle's description of a tensor. Errors do not quote its values, which may be of any type and size."""
     if not isinstance(storage, Storage) or dtype not in _DTYPES:
         raise PickleError("a tensor without a storage, or of an unknown type")
     shape, strides = _sizes(size), _sizes(stride)
@@ -122,7 +122,7 @@ def _ignored(*_: Any) -> None:
 
 
 def _from_type(rebuild: Any, _kind: Any, arguments: Any, _state: Any) -> Any:
-    """A tensor of a subclass: the plain tensor in it."""
+    """Rebuild a tensor of a subclass as the plain tensor that it holds."""
     function = rebuild.target if isinstance(rebuild, Name) else None
     if function not in (_tensor, _tensor_v3, _first) or not isinstance(arguments, tuple):
         raise PickleError("a tensor of a class whose own tensor is missing")
@@ -159,7 +159,7 @@ def _find(module: str, name: str) -> Name:
 
 
 def _storage(identity: Any) -> Storage:
-    """The record that a tensor lies in, from the pickle's persistent id."""
+    """Return the storage that a persistent id of the pickle describes."""
     if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
         raise PickleError("a reference to something else than a storage")
     _, dtype, key, _, elements = identity
@@ -171,7 +171,10 @@ def _storage(identity: Any) -> Storage:
 
 
 def read_pickle(name: str, text: bytes) -> dict[str, Description]:
-    """The state dict's tensors by name. CorruptError for code in the pickle, and for a file without tensors."""
+    """Return the state dict's tensors by name, given the text of the pickle.
+
+    Raises CorruptError for code in the pickle, and for a file without tensors. It calls the file ``name``.
+    """
     try:
         found = PickleReader(text, _find, _storage).read()
     except _ForbiddenError as error:
@@ -194,7 +197,7 @@ def read_pickle(name: str, text: bytes) -> dict[str, Description]:
 
 
 def _state_dict(found: Any, levels: int) -> dict[str, Description]:
-    """The mapping with tensors: the whole, or what training scripts put under ``state_dict``."""
+    """Return the tensors of a mapping, or of one nested in it under a usual key such as ``state_dict``."""
     if not isinstance(found, dict) or not levels:
         return {}
     tensors = {key: value for key, value in found.items() if isinstance(value, Description)}

@@ -1,1 +1,1 @@
-"""The GPU before torch is imported: whether there is one, its driver, and its context."""
+"""What is known about the GPU before torch is imported: whether there is one, its driver, and its context."""

@@ -1,4 +1,4 @@
-"""Chooses CPU or GPU from files alone, so that a process which must not touch CUDA can call it."""
+"""Choose between CPU and GPU by looking at files only, so that a process that must not touch CUDA can do it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from ..errors import DeviceError
 
 _ROOT = Path("/")
-_NODES = ("dev/nvidiactl", "dev/dxg")  # NVIDIA's driver; WSL's
+_NODES = ("dev/nvidiactl", "dev/dxg")  # of NVIDIA's driver, and of WSL
 _HIDDEN = ("", "-1", "NoDevFiles")
 
 
 def choose(asked: str, environ: Mapping[str, str], *, root: Path = _ROOT, torch: Path | None = None) -> str:
-    """Return ``cpu`` or ``cuda`` for what was asked: ``auto``, ``cpu`` or ``cuda``.
+    """Return ``cpu`` or ``cuda``. ``asked`` is ``auto``, ``cpu`` or ``cuda``.
 
-    Raises DeviceError when ``cuda`` is asked for and cannot be used.
+    Raises DeviceError if ``cuda`` is asked for and cannot be used. ``torch`` is the folder of torch's package.
     """
     if asked == "cpu":
         return "cpu"
@@ -30,7 +30,7 @@ def choose(asked: str, environ: Mapping[str, str], *, root: Path = _ROOT, torch:
 
 
 def obstacle(environ: Mapping[str, str], root: Path = _ROOT, torch: Path | None = None) -> str | None:
-    """Why no GPU can be used here, with what to do; None when one can."""
+    """Return why no GPU can be used here, and what to do; None if one can be used."""
     if not any((root / node).exists() for node in _NODES):
         return "expected a GPU's device files (/dev/nvidiactl), found none; give the container a GPU"
     if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in _HIDDEN:
@@ -45,7 +45,7 @@ def _installed_torch() -> Path | None:
 
 
 def _cuda_of(torch: Path | None) -> str | None:
-    """The CUDA version that a torch was built for, from its version.py: importing torch would take a second."""
+    """Return the CUDA version that torch was built for. It is read from version.py, as an import takes a second."""
     try:
         text = (torch / "version.py").read_text() if torch is not None else ""
     except OSError:

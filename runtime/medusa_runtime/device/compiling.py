@@ -1,4 +1,4 @@
-"""Compiles small C files of this package where they are needed, which is only offline."""
+"""Compile small C files of this package when they are needed, which is only offline."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from ..errors import DeviceError
 
 @contextmanager
 def compiled(source: Path) -> Iterator[Path]:
-    """The shared library of a C file. It is deleted at the end of this context, and stays loaded where it was loaded.
+    """Compile a C file, and yield the path of the shared library.
 
-    Raises DeviceError when it cannot be compiled (``$CC``, by default ``cc``).
+    The file is deleted at the end of the context, but a library that was loaded stays loaded. Raises DeviceError if it
+    cannot be compiled (with ``$CC``, by default ``cc``).
     """
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, source.with_suffix(".so").name)

@@ -1,7 +1,7 @@
-"""Makes the device's context while Python imports (ParaServe §5: CUDA context initialization is prioritized).
+"""Create the GPU's context while Python imports (ParaServe §5: CUDA context initialization is prioritized).
 
-Creating a context takes a quarter of a second and more, most of it without using the CPU. torch works in the device's
-*primary* context, so retaining that one first does torch's work for it.
+This takes at least a quarter of a second, most of it without using the CPU. torch works in the device's *primary*
+context, so it finds that one ready.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .driver import LIBRARY, Driver
 
 
 class DeviceInfo(NamedTuple):
-    """A device and its context."""
+    """A GPU's name and memory, and its context."""
 
     name: str
     total_bytes: int
@@ -24,9 +24,9 @@ class DeviceInfo(NamedTuple):
 
 
 class DeviceContext:
-    """Retains the primary context of one device, in a thread that construction starts.
+    """The primary context of one GPU. The constructor starts a thread that retains it.
 
-    Never construct it in a process that forks afterwards: a context does not survive a fork.
+    Never make one in a process that forks afterwards: a context does not survive a fork.
     """
 
     def __init__(self, ordinal: int = 0, *, library: str = LIBRARY, timeline: Timeline | None = None) -> None:
@@ -49,7 +49,7 @@ class DeviceContext:
         return self._info
 
     def close(self) -> None:
-        """Release the context, which its last user destroys. May be called twice."""
+        """Release the context. It is destroyed when its last user has released it. May be called twice."""
         self._thread.join()
         if self._info is not None and self._driver is not None:
             self._driver.call("cuDevicePrimaryCtxRelease_v2", self._device)

@@ -1,8 +1,9 @@
-"""Records the kernel images that the driver loads, through CUPTI; offline only.
+"""Record the kernel images that the driver loads, by means of CUPTI. This is done offline only.
 
-CUPTI reports every module, whoever loads it: torch, cuBLAS, triton, code that is compiled at run time. For cubins that
-are loaded on their own (triton's, cuBLAS' generated ones) it also reports the handle, which tells kernels of one name
-apart. Start the recorder before anything runs on the device, because modules that were loaded earlier are not reported.
+CUPTI reports every module, whether torch, cuBLAS or triton loads it, or code that is compiled at run time. For cubins
+that are loaded on their own (such as triton's, and those that cuBLAS generates), it also reports the handle, which
+distinguishes kernels of the same name. Start the recorder before anything runs on the device, because modules that were
+loaded earlier are not reported.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ _NAMES = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")
 
 
 class _Module(ctypes.Structure):
-    """CUpti_ModuleResourceData."""
+    """CUPTI's structure ``CUpti_ModuleResourceData``."""
 
     _fields_ = (("number", ctypes.c_uint32), ("size", ctypes.c_size_t), ("image", ctypes.c_void_p))
 
 
 class _Resource(ctypes.Structure):
-    """CUpti_ResourceData."""
+    """CUPTI's structure ``CUpti_ResourceData``."""
 
     _fields_ = (("context", ctypes.c_void_p), ("handle", ctypes.c_void_p), ("described", ctypes.POINTER(_Module)))
 
 
 class ModuleRecorder:
-    """Collects each loaded image once in ``images``, while it is open.
+    """Collects each image that is loaded while it is open, once, in ``images``.
 
-    ``handles``: CUmodule or CUlibrary → the sha256 of the image that was loaded as it, in hexadecimal.
-    A process can have one subscriber, so no profiler can run beside it. ``error`` says why nothing is recorded where
-    there is no CUPTI, or it refuses; kernels are then found by triggering.
+    ``handles`` maps a CUmodule or CUlibrary to the SHA-256 of its image, in hexadecimal. A process can have only one
+    subscriber of CUPTI, so no profiler can run beside the recorder. If there is no CUPTI, or it refuses, ``error`` says
+    why nothing is recorded; kernels are then found by triggering.
     """
 
     def __init__(self, library: str | None = None) -> None:
@@ -54,7 +55,8 @@ class ModuleRecorder:
         self._taken = 0
         self._native = _compiled()
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(_Resource))
-        # Kept, because CUPTI calls it until the end. Without a compiler it is Python's, which works in a single thread.
+        # Kept alive, because CUPTI calls it until the end. Without a C compiler it is a function in Python, which works
+        # only in a single thread.
         self._callback = kind(self._loaded) if self._native is None else self._native.medusa_module_loaded
         self.error: DeviceError | None = None
         try:
@@ -84,11 +86,11 @@ class ModuleRecorder:
         ):
             digest = self._add(ctypes.string_at(at, size.value))
             if handle.value:
-                self._handles[handle.value] = digest.hex()  # a handle may have been used before: the last one counts
+                self._handles[handle.value] = digest.hex()  # a handle may be used again: its last image counts
             self._taken += 1
 
     def close(self) -> None:
-        """May be called twice."""
+        """Stop recording. May be called twice."""
         subscriber, self._subscriber = self._subscriber, ctypes.c_void_p()
         if subscriber:
             self._call("cuptiUnsubscribe", subscriber)
@@ -100,7 +102,7 @@ class ModuleRecorder:
         self.close()
 
     def _loaded(self, user: Any, domain: int, number: int, resource: Any) -> None:
-        """Called by CUPTI in the thread that loads: copy the image, and call nothing of CUDA or torch."""
+        """Copy an image. CUPTI calls this in the thread that loads it, so it must not call CUDA or torch."""
         module = resource.contents.described
         if module and module.contents.image and module.contents.size:
             self._add(ctypes.string_at(module.contents.image, module.contents.size))
@@ -120,7 +122,7 @@ class ModuleRecorder:
 
 
 def _compiled() -> ctypes.CDLL | None:
-    """The callback in C, compiled now; None where there is no compiler."""
+    """Compile the callback in C, and return its library; None without a compiler."""
     try:
         with compiled(_SOURCE) as library:
             native = ctypes.CDLL(str(library))
@@ -143,7 +145,7 @@ def _load(library: str | None) -> ctypes.CDLL:
 
 
 def _installed() -> Iterator[Path]:
-    """CUPTI in the packages that torch installs: nvidia/cu13/lib, nvidia/cuda_cupti/lib."""
+    """Yield the paths of CUPTI in the packages that torch depends on: nvidia/cu13/lib, nvidia/cuda_cupti/lib."""
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations or () if spec is not None else ():
         yield from sorted(Path(folder).glob("*/lib/libcupti.so*"))

@@ -1,4 +1,4 @@
-"""The CUDA driver through ctypes, for what must not wait until torch is imported."""
+"""The CUDA driver, called with ctypes by code that must not wait until torch is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Driver:
     """A loaded driver library. Its calls release the interpreter's lock, so they overlap with imports."""
 
     def __init__(self, file: str = LIBRARY) -> None:
-        """Load the library without initializing it. Raises DeviceError where there is no driver."""
+        """Load the library without initializing it. Raises DeviceError if there is no driver."""
         self.file = file
         try:
             self._functions = ctypes.CDLL(file)

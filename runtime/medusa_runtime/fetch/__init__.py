@@ -1,1 +1,1 @@
-"""Fetching a checkpoint from an object store into a region."""
+"""Fetch a checkpoint from an object store into a region."""

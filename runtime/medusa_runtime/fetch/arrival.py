@@ -1,8 +1,8 @@
-"""The bytes of one request on their way into the region.
+"""Write the bytes of one request into the region.
 
-Two requests may be under way for a range, and a chunk that readers have must not change any more: the slower answer may
-be another one than that which was verified. So the second request keeps its bytes to itself until it has overtaken the
-first one, and then goes on alone.
+Two requests may be under way for the same range: a first one and a hedge. A published chunk must not change any more,
+and the slower answer may differ from the one that was verified. So the hedge writes nothing into the region until it
+has overtaken the first request. Then it continues alone.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from .in_flight import InFlightRange, OvertakenError, Span
 
 
 class Arrival:
-    """Writes what a request for ``span`` brings, from ``begun`` bytes behind its start, and has whole chunks published.
+    """Writes the bytes of a request for ``span``, and publishes whole chunks.
 
-    ``publish(chunk, first, end)`` verifies and publishes the bytes [first, end) of the span. ``take_over()`` returns
-    when nobody else writes to the span any more.
+    The request starts ``begun`` bytes behind the start of the span. ``publish(chunk, first, end)`` verifies and
+    publishes a chunk, the bytes [first, end) of the span. ``take_over()`` returns when no other request writes to the
+    span any more.
     """
 
     def __init__(
@@ -42,15 +43,15 @@ class Arrival:
 
     @property
     def complete(self) -> bool:
-        """Every chunk was published, here or by another request."""
+        """Whether every chunk has been published, here or by another request."""
         return self.published == self._span.length
 
     def write(self, data: memoryview) -> None:
-        """Write the next bytes, where that is this request's to do. OvertakenError when another one goes on with it."""
+        """Write the next bytes, unless the first request is ahead. OvertakenError if another request has taken over."""
         flight = self._flight
         if flight.late is not None and not flight.alone:
             if self.size_bytes - self.filled - len(data) >= flight.late.left_bytes:
-                return  # the first request is farther
+                return  # the first request is ahead
             self._take_over()
             flight.alone = True
         with flight.writing:
@@ -60,7 +61,7 @@ class Arrival:
             if flight.late is None:
                 self._writer.write(self._span.first, at, data)
                 return
-            while data:  # a first request has published some of it
+            while data:  # chunk by chunk, since the first request has published some of them
                 number, inside = divmod(at, self._chunk_bytes)
                 piece = data[: self._chunk_bytes - inside]
                 if not self._writer.present(self._span.first + number):
@@ -68,7 +69,7 @@ class Arrival:
                 data, at = data[len(piece) :], at + len(piece)
 
     def publish(self, *, prepare: bool) -> None:
-        """Publish the chunks that are complete. ``prepare``: make the pages of the next one."""
+        """Publish the chunks that are complete. With ``prepare``, also allocate the pages of the next one."""
         flight = self._flight
         if flight.late is not None and not flight.alone:
             return

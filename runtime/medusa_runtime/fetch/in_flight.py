@@ -1,4 +1,4 @@
-"""The ranges that are being fetched, and which of them are later than their peers (Cicada §3.5, Algorithm 1)."""
+"""The ranges that are being fetched, and which of them are late (Cicada §3.5, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import NamedTuple
 
-_SLACK = 2.0  # a range may take this many times what ranges take on average
+_SLACK = 2.0  # a range may take this many times as long as the average, plus a constant
 _SLACK_S = 0.25
-_SLACK_FIRST = 4.0  # the same for a range without a first byte, compared with the others' first bytes
+_SLACK_FIRST = 4.0  # the same for the first byte, compared with other ranges' first bytes
 _SLACK_FIRST_S = 0.05
-_SLACK_LAST = 1.5  # the same when nothing else is left to fetch, so that a second request takes nobody's bandwidth
+_SLACK_LAST = 1.5  # the same once nothing else is left to fetch, so that a hedge takes no bandwidth from others
 _SLACK_LAST_S = 0.02
 _WEIGHT = 0.3  # the share of the newest range in the measured rate
-# How long a range should take. Ranges in flight arrive together, and not in the order in which they are needed, so they
-# should be short; but each of them waits for its answer to begin, so they should not be too short.
+# How long a range should take: this long, or this many times the time until an answer begins. Ranges in flight arrive
+# together, and not in the order in which they are needed, so they should be short. But each of them waits for its
+# answer to begin, so they should not be too short.
 _RANGE_S, _ANSWERS = 0.1, 8
 _FIRST_BYTES = 2 << 20  # the size of a range before any rate is known
-_BURST_S = 0.05  # bytes that come in less time say nothing about the link: they were on their way, or saved up
+_BURST_S = 0.05  # bytes that come in less time say nothing about the link: they were already on their way, or buffered
 _LOOK_S = 0.01
-_OVERTAKERS = 2  # an answer is late when this many ranges that were begun later have been answered
-_DOUBLED = 4  # one in this many ranges may have a second request at a time
+_OVERTAKERS = 2  # an answer is late if this many ranges that were begun later have been answered
+_DOUBLED = 4  # one in this many ranges may have a second request at the same time
 
 
 class Span(NamedTuple):
@@ -47,10 +48,11 @@ class OvertakenError(Exception):
 
 @dataclass(eq=False)
 class InFlightRange:
-    """One range on its way. ``size_bytes`` is all of it, ``done_bytes`` what has come.
+    """One request for a range. Of its ``size_bytes``, ``done_bytes`` have come.
 
-    ``late``: the first request, where this is a second one; ``alone``: this one has taken the range over from it.
-    ``writing`` is held while the region is changed, and an ``overtaken`` request changes it no more.
+    If this is a hedge (a second request for a late range), ``late`` is the first request. ``alone`` says that the hedge
+    has taken over from it. ``writing`` is held while the region is changed; an ``overtaken`` request does not change it
+    any more.
     """
 
     span: Span
@@ -60,12 +62,12 @@ class InFlightRange:
     done_bytes: int = 0
     hedged: bool = False  # a second request was made for the same range
     is_hedge: bool = False  # this is such a second request
-    awaited: bool = False  # by a forward
-    held: bool = False
-    first_s: float | None = None  # until its first bytes came
+    awaited: bool = False  # a forward waits for it
+    held: bool = False  # it was paused, so its time says nothing about the link
+    first_s: float | None = None  # how long the first bytes took
     late: InFlightRange | None = None
     alone: bool = False
-    direct: bool = True  # the store itself writes into the region
+    direct: bool = True  # the store writes straight into the region
     overtaken: bool = False
     writing: threading.Lock = field(default_factory=threading.Lock)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -81,27 +83,27 @@ class InFlightRange:
         self.done_bytes = done_bytes
 
     def pause(self, seconds: float) -> None:
-        """Count a pause in favour of another range; it does not make this one late."""
+        """Do not count this time, in which the range was paused in favour of another one."""
         self.held = True
         self.began += seconds
 
     def rate(self, now: float) -> float:
-        """Bytes a second until now."""
+        """Return the bytes a second so far."""
         return self.done_bytes / max(now - self.began, 1e-6)
 
 
 class InFlightRanges:
-    """All ranges in flight. The rate, and how long an answer may take, are measured as ranges come in."""
+    """All ranges in flight. They are also measured, to know the usual rate and the usual time to a first byte."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._flying: list[InFlightRange] = []
         self._bytes_per_s: float | None = None
         self._first_s: float | None = None
-        self._least_s = math.inf  # the shortest time until an answer began: the store's own, without queueing
+        self._least_s = math.inf  # the shortest time until an answer began: the store's latency, without queueing
         self._began = 0.0
         self._done_bytes = 0  # of ranges that have ended
-        self._answered: list[float] = []  # when the newest _OVERTAKERS of the answered ones began
+        self._answered: list[float] = []  # when the newest _OVERTAKERS of the answered ranges were begun
 
     def begin(self, span: Span, size_bytes: int, *, is_hedge: bool = False) -> InFlightRange:
         flight = InFlightRange(span, size_bytes, is_hedge=is_hedge)
@@ -111,7 +113,7 @@ class InFlightRanges:
         return flight
 
     def end(self, flight: InFlightRange) -> bool:
-        """End a range, and return whether nobody else is fetching it."""
+        """End a request, and return whether no other one is fetching any of its range."""
         with self._lock:
             self._flying.remove(flight)
             flight.ended.set()
@@ -127,16 +129,16 @@ class InFlightRanges:
             return not any(flight.span.overlaps(other.span) for other in self._flying)
 
     def take_over(self, late: InFlightRange, interrupt: Callable[[int], None], over: Callable[[], bool]) -> None:
-        """Have a range's first request end, and wait for that, as its store may be writing into the region right now.
+        """End a range's first request, and wait until its store can no longer be writing into the region.
 
-        OvertakenError when the fetch is ``over`` before that.
+        Raises OvertakenError if the fetch is ``over`` before that.
         """
         if late.late is not None:
             self.take_over(late.late, interrupt, over)
         with late.writing:
             late.overtaken = True
         while not late.ended.is_set():
-            with self._lock:  # it begins no other range meanwhile
+            with self._lock:  # so that the thread cannot begin another range before it is interrupted
                 if late in self._flying:
                     interrupt(late.thread)
             if not late.direct or late.ended.wait(_LOOK_S):
@@ -145,8 +147,8 @@ class InFlightRanges:
                 raise OvertakenError
 
     def interrupt(self, there: Callable[[Span], bool], interrupt: Callable[[int], None]) -> None:
-        """Interrupt the threads whose ranges have come by another request."""
-        with self._lock:  # none of them begins another range meanwhile
+        """Interrupt the threads whose ranges another request has brought."""
+        with self._lock:  # so that no thread can begin another range before it is interrupted
             for flight in self._flying:
                 if (flight.hedged or flight.is_hedge) and there(flight.span):
                     interrupt(flight.thread)
@@ -157,13 +159,13 @@ class InFlightRanges:
 
     @property
     def average_bytes_per_s(self) -> float | None:
-        """Bytes a second since the first range was begun; None before anything has come."""
+        """The bytes a second since the first range was begun; None before anything has come."""
         with self._lock:
             done_bytes = self._done_bytes + sum(flight.done_bytes for flight in self._flying)
             return done_bytes / max(time.monotonic() - self._began, _BURST_S) if done_bytes else None
 
     def most_bytes(self, takers: int, largest: int) -> int:
-        """Return how many bytes a range may have for one of ``takers`` connections to receive it soon."""
+        """Return the size of a range that one of ``takers`` connections receives soon, at most ``largest`` bytes."""
         now = time.monotonic()
         with self._lock:
             done_bytes = self._done_bytes + sum(flight.done_bytes for flight in self._flying)
@@ -171,12 +173,12 @@ class InFlightRanges:
             seconds = max(_RANGE_S, _ANSWERS * self._least_s) if self._least_s < math.inf else _RANGE_S
         if not done_bytes:
             return min(_FIRST_BYTES, largest)
-        # The fetch may have been held up by others.
+        # The present rate may be higher than the average, if the fetch was held up by others.
         rate = max(present, done_bytes / max(now - self._began, _BURST_S))
         return min(int(rate * seconds / takers), largest)
 
     def room(self, *, ending: bool = False) -> int:
-        """Return how many more ranges may be requested a second time: each takes bandwidth from the first requests."""
+        """Return how many more ranges may be hedged. Each hedge takes bandwidth from the first requests."""
         with self._lock:
             if ending:
                 return len(self._flying)
@@ -184,18 +186,18 @@ class InFlightRanges:
             return max(max((len(self._flying) - seconds) // _DOUBLED, 1) - seconds, 0)
 
     def late(self, *, ending: bool = False) -> list[InFlightRange]:
-        """Return the ranges without a second request that should be complete by now, compared with the others.
+        """Return the ranges without a hedge that are late, compared with the others.
 
-        ``ending``: no range is left that has not been begun.
+        ``ending`` says that every range has been begun.
 
-        A link that all ranges share slows them all at once, more so with every connection that is opened. So a range is
-        compared with its present peers, and not only with earlier ranges.
+        A link that all ranges share slows all of them down, the more so with each new connection. So a range is
+        compared with those that are now in flight, and not only with earlier ones.
         """
         now = time.monotonic()
         with self._lock:
             flying, rate, first_s = list(self._flying), self._bytes_per_s, self._first_s
             answered = (*self._answered, *(flight.began for flight in flying if flight.first_s is not None))
-        # Where hardly any later request was answered, the link or the store is slow, and not a single answer.
+        # If hardly any later request was answered, it is not this answer that is slow, but the link or the store.
         overtaken = math.inf if ending else min(nlargest(_OVERTAKERS, (*answered, *[-math.inf] * _OVERTAKERS)))
         rates = sorted((flight.rate(now), id(flight)) for flight in flying if flight.done_bytes)
         places = {flight: place for place, (_, flight) in enumerate(rates)}
@@ -210,7 +212,7 @@ class InFlightRanges:
 
 
 def _median_without(rates: list[tuple[float, int]], place: int | None) -> float | None:
-    """The (upper) median of sorted rates, the one at ``place`` left out."""
+    """Return the (upper) median of sorted rates, without the one at ``place``."""
     count = len(rates) - (place is not None)
     if not count:
         return None
@@ -223,7 +225,7 @@ def _averaged(old: float | None, new: float) -> float:
 
 
 def _patience_s(flight: InFlightRange, rate: float, first_s: float | None, ending: bool) -> float:
-    """Return how long a range may take. One whose answer has not even begun is known to be late much earlier."""
+    """Return how long a range may take before it is late. If not even its first byte has come, that is much shorter."""
     whole_s = _SLACK * flight.size_bytes / rate + _SLACK_S
     if flight.first_s is not None or first_s is None:
         return whole_s

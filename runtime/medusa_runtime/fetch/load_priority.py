@@ -1,7 +1,7 @@
-"""Loads that run on one machine at the same time: background ones give way to interactive ones.
+"""The priority of loads on the same machine: background loads give way to interactive ones.
 
-An interactive load holds a read lock while it lasts, on a file that all of them have: this one. The kernel drops the
-lock when its holder ends, however it ends, and asking for it changes nothing.
+An interactive load holds a read lock on a file that all of them can open: this source file. The kernel drops the lock
+when its holder ends, however it ends. Others can see whether it is held without taking it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..region.lock import is_locked, lock, unlock
 
 
 class Load:
-    """One load of this process. While an interactive one lasts, others see it."""
+    """One load of this process. Other processes see whether an interactive one is under way."""
 
     def __init__(self, priority: str) -> None:
         self.background = True
@@ -27,7 +27,7 @@ class Load:
         try:
             lock(self._fd, shared=True)
         except OSError:
-            pass  # a file system without locks: everybody has the same priority
+            pass  # a file system without locks: all loads have the same priority
 
     def demote(self) -> None:
         """Count as a background load from now on."""

@@ -1,4 +1,4 @@
-"""Shards that are files on this machine: pulled into the page cache in execution order, mapped by their readers."""
+"""Pull shards that are local files into the page cache, in execution order. Readers map them in place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .schedule import Schedule
 
 
 class _File:
-    """An open shard and its mapping, which the kernel is asked to fill."""
+    """An open shard and its mapping."""
 
     def __init__(self, shard: Shard, store: LocalStore) -> None:
         self._shard = shard
@@ -30,7 +30,7 @@ class _File:
             raise
 
     def check(self) -> None:
-        """ObjectChangedError when the name means another file to the store, or this one was written to."""
+        """Raise ObjectChangedError if the file was replaced or written to after it was indexed."""
         try:
             found = self._store.stat(self._shard.name).version
             same = found == self._shard.version == file_version(os.fstat(self._fd))
@@ -46,7 +46,7 @@ class _File:
         try:
             self._map.madvise(MADV_POPULATE_READ, page, size + begin - page)
         except OSError as error:
-            if error.errno == errno.EINVAL:  # Linux before 5.14: begun, not awaited
+            if error.errno == errno.EINVAL:  # before Linux 5.14, reading can be started but not awaited
                 os.posix_fadvise(self._fd, begin, size, os.POSIX_FADV_WILLNEED)
                 return
             self.check()

@@ -1,4 +1,4 @@
-"""A checkpoint as a peer offers it: nothing of it is read from the object store, which only confirms the versions."""
+"""Open a checkpoint that a peer offers. The object store only confirms the versions; nothing is read from it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ..storage.framing import is_bundled, is_shared
 from ..storage.peer import Offer
 from ..storage.sources import SourcesStore
 
-_MOST_CHUNKS = 1 << 20  # the table of a larger region is no sensible one
+_MOST_CHUNKS = 1 << 20  # no sensible region has more
 
 
 class Offered(NamedTuple):
-    """A checkpoint, and how the peers' regions are cut into chunks."""
+    """A checkpoint, and the size of the chunks in the peers' regions."""
 
     checkpoint: Checkpoint
     chunk_bytes: int
 
 
 def open_offered(sources: SourcesStore, known: Known | None) -> Offered | None:
-    """Return the checkpoint of the first peer whose version the object store does not deny; None if there is none.
+    """Return the checkpoint of the first peer whose version the object store does not contradict; None without one.
 
-    ``known`` begins to read meanwhile what it knows of the checkpoint.
+    ``known`` starts to read its record of the checkpoint meanwhile.
     """
     begun = False
     with closing(sources.offers()) as offers:
@@ -51,7 +51,11 @@ def open_offered(sources: SourcesStore, known: Known | None) -> Offered | None:
 
 
 def _checked(offer: Offer) -> WeightIndex:
-    """Return the index. CorruptError unless it is laid out as we would: a peer must not name files of this machine."""
+    """Return the offered index.
+
+    Raises CorruptError unless its shards are placed as this node would place them, so that a peer can name neither
+    files of this machine nor bytes out of bounds.
+    """
     index = WeightIndex.from_json(offer.index_text)
     placed = WeightIndex.from_headers(
         [shard._replace(offset=0, path=None) for shard in index.shards], [{}] * len(index.shards)

@@ -1,4 +1,7 @@
-"""Fills a region with a checkpoint, in the order in which a forward pass needs it. Never imports torch."""
+"""The prefetcher: fills a region with a checkpoint, in the order in which a forward pass needs it.
+
+It never imports torch.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What the prefetcher itself needs beside the region: connections, headers, the interpreter.
+# The memory that the prefetcher itself needs beside the region: for connections, headers and the interpreter.
 _SPARE_BYTES = 64 << 20
-# Each node of a chain is a chunk later than the one before it, and each chunk costs both some CPU time.
+# Small chunks keep a chain short, since each node is one chunk later than the one before it. But each chunk costs both
+# nodes some CPU time, so there are not more than this many.
 _MOST_PEER_CHUNKS = 1024
-# Imports that run beside a fetch go first: they need one core, and the first token waits for them as well.
+# The niceness of a fetch beside imports, which go first: they need one core, and the first token waits for them, too.
 BESIDE_IMPORTS = 10
 
 
@@ -43,16 +47,19 @@ class Keeper(Protocol):
     """The owner of regions that several functions share: the node agent."""
 
     def admit(self, region_bytes: int) -> None:
-        """Ask for memory before it is taken. Raises TooLargeError when there is no room for so much."""
+        """Grant this much memory before it is allocated. Raises TooLargeError if there is no room for it."""
 
     def laid_out(self, writer: RegionWriter) -> None:
-        """Learn that the region is laid out: readers may come from here on."""
+        """Called when the region is laid out. From now on, it can be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A checkpoint with what a state bundle knows of it: the index in its recorded order, the chunks' checksums,
-    files for the engine, and the sizes of those that come later."""
+    """What a state bundle knows about a checkpoint.
+
+    This is the index in its recorded order, the chunks' checksums, files for the engine, and the sizes of late files in
+    bytes.
+    """
 
     index: WeightIndex
     checksums: Checksums | None
@@ -64,13 +71,13 @@ class Restoring(Known, Protocol):
     """A state bundle in use: ``state.restore.Restoration``."""
 
     def restore(self, checkpoint: Checkpoint) -> Restored:
-        """Return what is valid here. Never raises for what is wrong with the bundle."""
+        """Return the parts of the bundle that are valid here. Never raises because of a bad bundle."""
 
     def start(self, writer: RegionWriter) -> None:
-        """Begin to fill in the late files of a laid-out region; does not wait."""
+        """Start to fetch the late files into a laid-out region. Does not wait."""
 
     def finish(self) -> None:
-        """Wait for them, or until it is known that they will not come."""
+        """Wait until each late file is there, or will certainly not come."""
 
     def close(self) -> None: ...
 
@@ -92,14 +99,16 @@ def prefetch(
 ) -> None:
     """Fetch the checkpoint at ``url`` into ``region`` and seal it. Returns when everything is there.
 
-    Continues what a killed prefetcher has begun. Any error is left in the region for its readers, and raised.
-    ``writer`` is the region's, when the caller has taken it to reserve memory ahead of time.
-    ``order`` is a recorded execution order (``trace.py``); without it the names show it.
-    ``nice`` is BESIDE_IMPORTS where this machine does something else that the first token waits for.
-    ``keeper`` is asked for the memory, and called when the region can be read.
-    ``restoring`` brings what a state bundle knows of the checkpoint.
-    ``store`` is the checkpoint's, when the caller has opened it; it is closed here. ``sources`` is that store, where
-    peers may have the checkpoint; then the region is for peers, too.
+    If a killed prefetcher has begun to fill the region, this continues its work. Any error is stored in the region for
+    its readers, and raised.
+
+    ``writer`` is the region's, if the caller already has it, to reserve memory ahead of time.
+    ``order`` is a recorded execution order (``trace.py``); without it, the order is derived from the tensors' names.
+    ``nice`` is added to the threads' niceness: BESIDE_IMPORTS if the first token also waits for imports here.
+    ``keeper`` grants the memory, and is called when the region can be read.
+    ``restoring`` brings what a state bundle knows about the checkpoint.
+    ``store`` is the checkpoint's, if the caller has opened it; it is closed here. ``sources`` is the store where peers
+    may have the checkpoint; the region is then laid out for peers, too.
     """
     writer = writer or region.writer()
     try:
@@ -141,7 +150,7 @@ def prefetch(
 
 @dataclass(frozen=True, slots=True)
 class FetchOptions:
-    """The options of one fetch, as ``prefetch`` was given them."""
+    """The options of one fetch, most of which are arguments of ``prefetch``."""
 
     settings: Settings
     timeline: Timeline
@@ -150,10 +159,13 @@ class FetchOptions:
     restoring: Restoring | None
     load: Load
     sources: SourcesStore | None = None
-    offered_chunk_bytes: int | None = None  # of the peers' regions
+    offered_chunk_bytes: int | None = None  # the chunk size of the peers' regions
 
     def peer_chunk_bytes(self, restored: Restored) -> int | None:
-        """Return the size of the region's chunks, if peers read it: that of the peers, or of recorded checksums."""
+        """Return the chunk size of a region for peers: that of their regions, or of the recorded checksums.
+
+        None means that no peers read this region.
+        """
         if self.sources is None or not restored.index.region_bytes:
             return None
         if self.offered_chunk_bytes is not None:
@@ -167,7 +179,10 @@ class FetchOptions:
 def _admitted(
     writer: RegionWriter, restored: Restored, files: Mapping[str, bytes], options: FetchOptions
 ) -> Mapping[str, int]:
-    """Return the late files for which there is room beside the weights: all or none. TooLargeError without room."""
+    """Return the sizes of the late files if there is room for them beside the weights, or else nothing.
+
+    Raises TooLargeError if there is no room for the weights.
+    """
     index = restored.index
     for late in (restored.late, {}):
         region_bytes = index.region_bytes + sum(late.values())
@@ -204,7 +219,8 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, opti
             restoring.start(writer)
         if checksums and not checksums.fits(writer.chunks.chunk_bytes, writer.chunks.count):
             checksums = None
-        if options.sources is not None:  # with recorded checksums, a chunk is published only after they were looked at
+        if options.sources is not None:
+            # With recorded checksums, compiled code must not publish chunks, since it does not check these.
             options.sources.laid_out(writer.chunks.chunk_bytes, None if checksums else writer.landing)
         if index.region_bytes:
             urgent = {chunk for name in own for chunk in writer.chunks.of_tensor(name)}
@@ -229,14 +245,14 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, opti
             warm(writer, index, checksums, checkpoint.store)
         if restoring is not None:
             restoring.finish()
-        # A function that builds its module itself is the only reader, and may give memory back.
+        # A function that builds its module itself is the only reader, and may free memory.
         writer.finish(seal=settings.engine != "none")
 
 
 def check_memory(total_bytes: int, region_bytes: int, limit_mb: int | None) -> None:
-    """Raise TooLargeError when the weights exceed the limit that was set, or a region would not fit into what is free.
+    """Raise TooLargeError if the weights exceed the user's limit, or the region would not fit into free memory.
 
-    Local files are mapped, and the kernel may drop their pages again: they are only held against the limit.
+    Local files are mapped, and the kernel may drop their pages again, so they only count towards the limit.
     """
     if limit_mb is not None and total_bytes > limit_mb * 10**6:
         raise TooLargeError(

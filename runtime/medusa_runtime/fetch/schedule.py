@@ -1,4 +1,4 @@
-"""Which range is fetched next."""
+"""The schedule of a fetch: which range comes next."""
 
 from __future__ import annotations
 
@@ -11,34 +11,36 @@ from .in_flight import InFlightRange, InFlightRanges, Span
 from .load_priority import Load, interactive_load
 
 _LARGEST_SPAN_BYTES = 8 << 20
-_LARGEST_WHOLE_BYTES = 64 << 20  # of the first range, which may be given back; a peer sends no more with one answer
-# Where a reader gives memory back as it copies, a fetch is at most this far in front of it.
+_LARGEST_WHOLE_BYTES = 64 << 20  # of the first range, which may be given back; a peer's answer is not longer
+# If a reader frees memory as it copies, the fetch is at most this far ahead of it.
 _UNRELEASED_BYTES = 256 << 20
 _YIELD_S = 0.005
-_PACED_YIELD_S = 0.02  # many connections wait, and one of them is to go on
-_LATE_S = 0.1  # how much of a paced fetch's delay is made up for
+_PACED_YIELD_S = 0.02  # longer, because many connections wait, and only one of them may go on
+_LATE_S = 0.1  # how much delay a paced fetch may make up for
 
 
 class Schedule:
     """Hands out the chunks that are missing. Thread-safe.
 
-    What a forward waits for comes first, then what readers would like next (a module's construction order, where no
+    What a forward waits for comes first, then what readers have hinted at (in a module's construction order, if no
     execution order was recorded), then the rest in the index's order.
-    While interactive loads are under way on this machine, a background load fetches one range at a time. It becomes an
-    interactive one as soon as somebody waits for all of it. Readers may set the share of the link for what nobody waits
-    for: it then comes chunk by chunk over one connection, so that other traffic waits for one chunk at most.
+
+    While interactive loads are under way on this machine, a background load fetches one range at a time. It becomes
+    interactive as soon as a reader waits for all of it. Readers may set a pace, a share of the link, for chunks that no
+    reader waits for. These then come one by one over a single connection, so that other traffic waits for one chunk at
+    most.
     """
 
     def __init__(self, writer: RegionWriter, load: Load | None = None, urgent: Collection[int] = ()) -> None:
-        """``urgent``: the chunks after which the load goes on in the background; without any, it stays as it is."""
+        """``urgent`` are chunks that come first. After them, the load goes on in the background."""
         self._writer = writer
         self._chunks = writer.chunks
         self._pending = writer.pending()
         self._load = load
         self._urgent = frozenset(urgent)
-        self.large = Span(0, 0)  # the range that may be given back
-        self._most_bytes = _LARGEST_SPAN_BYTES if urgent else _LARGEST_WHOLE_BYTES  # of such a range
-        self._taken = bytearray(b"\1" * self._chunks.count)  # also what is there already, or no tensor's
+        self.large = Span(0, 0)  # the large range that was handed out, which may be given back
+        self._most_bytes = _LARGEST_SPAN_BYTES if urgent else _LARGEST_WHOLE_BYTES  # the size of the next whole range
+        self._taken = bytearray(b"\1" * self._chunks.count)  # 1 also for chunks that are there, or hold no tensor
         for chunk in self._pending:
             self._taken[chunk] = 0
         self._next = 0
@@ -54,21 +56,23 @@ class Schedule:
 
     @property
     def complete(self) -> bool:
-        """Every chunk is there."""
+        """Whether every chunk is there."""
         return self._writer.complete
 
     @property
     def left_bytes(self) -> int:
-        """How many bytes have not been handed out yet; a short last chunk counts in full."""
+        """The number of bytes that have not been handed out yet. A short last chunk counts in full."""
         return (len(self._pending) - self._next) * self._chunks.chunk_bytes
 
     def take(self, takers: int, *, whole: bool = False) -> Span | None:
-        """The next range: up to 8 MiB, and less when few bytes are left for ``takers`` connections, or come slowly.
+        """Return the next range; None when there is none left.
 
-        ``whole``: for ranges that come one after the other, of which each costs both ends CPU time. The first one has
-        up to 64 MiB, and is given back when it ``gives_way``; the others have 8 MiB.
+        It has up to 8 MiB, and less if few bytes are left for ``takers`` connections, or if they come slowly.
 
-        Waits while a load that is more important has the right of way, or memory must be given back first.
+        ``whole`` is for ranges that come one after the other, each of which costs both ends CPU time. The first of them
+        has up to 64 MiB, and is given back if it ``gives_way``. The others have 8 MiB.
+
+        Waits while a more important load has the right of way, or memory must be freed first.
         """
         while True:
             pause_s = _YIELD_S
@@ -88,9 +92,10 @@ class Schedule:
             time.sleep(pause_s)
 
     def gives_way(self, *, alone: bool) -> bool:
-        """Return whether the rest of the large range is to be given back.
+        """Return whether the rest of the large range should be given back.
 
-        It is when it is not ``alone`` on the link any more, something else comes first, or readers set a pace.
+        This is so if it is no longer ``alone`` on the link, if something else should come first, or if readers have set
+        a pace.
         """
         span, present = self.large, self._writer.present
         missing = [chunk for chunk in span.chunks if not present(chunk)]
@@ -105,7 +110,7 @@ class Schedule:
             return paced or not alone or not comes_soon
 
     def give_back(self, span: Span) -> None:
-        """Hand out again what has not come of a range."""
+        """Hand out again the chunks of a range that have not come."""
         with self._lock:
             for chunk in span.chunks:
                 self._taken[chunk] = self._writer.present(chunk)
@@ -115,7 +120,7 @@ class Schedule:
     def _leaves_room(self, asked: int | None, wanted: Collection[int]) -> bool:
         """Return whether to wait because urgent chunks are under way, from which any other would take bandwidth.
 
-        When the last of them has come, the load goes on in the background.
+        After the last urgent chunk, the load is demoted to a background one.
         """
         chunk = self._pending[self._next] if asked is None else asked
         if not self._urgent or chunk in self._urgent or asked in wanted:
@@ -126,7 +131,7 @@ class Schedule:
         return bool(self._urgent)
 
     def _share(self, asked: int | None, wanted: Collection[int]) -> float:
-        """The share of the link that the next range may have. All of it for what somebody waits for, or hints at."""
+        """Return the share of the link that the next range may have: 1 if a reader waits for it or has hinted at it."""
         first = self._pending[self._next] if asked is None else asked
         share = 1.0 if first in self._urgent or asked is not None else self._writer.demand.share
         if share == 1.0 and not wanted:
@@ -158,7 +163,7 @@ class Schedule:
         return interactive_load()
 
     def _take(self, asked: int | None, takers: int) -> Span:
-        """Take a range; ``takers``: 0 for a whole one."""
+        """Take a range from the chunk ``asked`` on, or else the next one. ``takers`` is 0 for a whole range."""
         first = self._pending[self._next] if asked is None else asked
         most = (_LARGEST_SPAN_BYTES if takers else self._whole_bytes(first)) // self._chunks.chunk_bytes
         if takers:
@@ -180,7 +185,7 @@ class Schedule:
             self._next += 1
 
     def _whole_bytes(self, first: int) -> int:
-        """The most bytes of a range that has the link for itself; the large one is in order."""
+        """Return the most bytes of a whole range. Only a range in order can be the large one."""
         return self._most_bytes if first == self._pending[self._next] else _LARGEST_SPAN_BYTES
 
     def _follows(self, first: int, count: int, *, in_order: bool) -> bool:
@@ -193,17 +198,18 @@ class Schedule:
         return not in_order or (position < len(self._pending) and self._pending[position] == chunk)
 
     def wanted(self) -> list[int]:
-        """The chunks that forwards wait for and that are not there."""
+        """Return the chunks that forwards wait for and that are not there."""
         demanded = dict.fromkeys(
             chunk for run in self._writer.demanded() for chunk in run if chunk < self._chunks.count
         )
         return [chunk for chunk in demanded if not self._writer.present(chunk)]
 
     def late(self, *, patient: bool = False) -> list[InFlightRange]:
-        """The ranges that are late and may be requested a second time now, those that a forward waits for first.
+        """Return the late ranges that may be hedged now, first those that a forward waits for.
 
-        Where no forward waits, only those of which nothing has come: a second request takes no bandwidth from a first.
-        When nothing else is left to fetch, every range counts as waited for. ``patient``: it has no less time then.
+        A range that no forward waits for is hedged only if nothing of it has come, so that the hedge takes no bandwidth
+        from the first request. When nothing else is left to fetch, every range counts as waited for, and is late
+        earlier; with ``patient``, neither is so.
         """
         ending = self.exhausted and not patient
         late = self.flights.late(ending=ending)
@@ -216,6 +222,6 @@ class Schedule:
         return late[: self.flights.room(ending=ending)] if late else []
 
     def stop(self) -> None:
-        """Hand out no more ranges; every connection ends after the one in hand."""
+        """Hand out no more ranges. Every connection ends after its present one."""
         with self._lock:
             self._stopped = True

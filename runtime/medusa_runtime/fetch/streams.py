@@ -1,4 +1,4 @@
-"""The connections of one fetch: as many as make it faster, each of which fetches ranges into the region."""
+"""The connections of one fetch, each of which fetches ranges into the region. There are as many as make it faster."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ logger = logging.getLogger(__name__)
 
 # Numbers of connections: at first as many as this machine's CPUs can feed, then as many as help with slow stores.
 _FEWEST, _FIRST, _SECOND, _MOST = 2, 4, 16, 32
-_FAST_BYTES_PER_S = 300e6  # a connection as quick as this is limited by CPUs, not by the store
+_FAST_BYTES_PER_S = 300e6  # a connection as fast as this is limited by the CPUs, not by the store
 _LOOK_S = 0.005
-_WINDOW_S = 0.03
-_SAMPLE_BYTES, _LONGEST_WINDOW_S = 1 << 20, 0.5  # less says nothing: slow links bring what they have saved up at once
-_LATER_WINDOW_S = 0.1  # after more connections were opened: only a loss would have to be undone
+_WINDOW_S = 0.03  # how long to measure at first
+# Measure until this much has come, or for this long: less says nothing, because slow links deliver in bursts.
+_SAMPLE_BYTES, _LONGEST_WINDOW_S = 1 << 20, 0.5
+_LATER_WINDOW_S = 0.1  # how long to measure after more connections were opened; then there is no hurry
 _BUSY = 0.7  # threads that run, or wait to run, for a larger share of all CPUs' time are limited by the CPUs
-_GAIN = 1.2  # what more connections must bring for still more to be opened
-_LOSS = 1.05  # what they must bring at least to be kept
-_CHUNK_S = 0.5  # more connections than can bring a chunk in this time are kept only where they help
-_HEARD_S = 1.0  # within which a connection that was opened should have brought something
-_SOON_S = 1.0  # a fetch that ends within this time is not worth more connections than the second step
-_HOLD_S = 2.0  # how long other ranges are suspended at most for one that is late; less than any store's patience
-_SILENT_S = 1.0  # before a store that sends one copy for many nodes is asked for a range again
-_END_S = 0.2  # for connections to end when everything is there; one that hangs is left behind
-_SCRATCH_BYTES = 256 << 10  # stays in a core's cache between the receiving and the writing
+_GAIN = 1.2  # the factor by which more connections must speed up the fetch for still more to be opened
+_LOSS = 1.05  # the factor by which they must speed it up to be kept
+_CHUNK_S = 0.5  # connections that each need longer than this for a chunk are kept only if they help
+_HEARD_S = 1.0  # how long to wait for a new connection to bring something before measuring
+_SOON_S = 1.0  # a fetch that ends within this time is not worth the largest number of connections
+_HOLD_S = 2.0  # the longest time for which other ranges are suspended for a late one; less than any store's patience
+_SILENT_S = 1.0  # how long to wait before a hedge, if the store sends one copy for many nodes
+_END_S = 0.2  # how long to wait for connections to end when everything is there; one that hangs is left behind
+_SCRATCH_BYTES = 256 << 10  # small enough to stay in a core's cache between receiving and writing
 
 
 class Mismatch(Exception):
@@ -53,24 +54,25 @@ class Mismatch(Exception):
 
 
 class _GivenBack(Exception):
-    """The rest of a range is fetched later: something else comes first."""
+    """The rest of a range is to be fetched later, because something else comes first."""
 
 
 class Peers(Protocol):
-    """What a store of several machines decides by itself: ``storage.sources.SourcesStore``."""
+    """What a store with several sources decides by itself (``storage.sources.SourcesStore``)."""
 
     @property
     def connections(self) -> int | None:
-        """How many connections to have; None: measure. With a number, the store itself sees to late answers."""
+        """How many connections to have, or None to measure. With a number, the store itself deals with late answers."""
 
     def checksum(self, key: str, start: int) -> int | None:
-        """Return the checksum with which the chunk at ``start`` came, if it came with one."""
+        """Return the checksum that came with the chunk at ``start``, or None."""
 
 
 class Streams:
-    """Fetches all ranges of a schedule. ``fixed`` is a number of connections; None measures and adapts.
+    """Fetches all ranges of a schedule.
 
-    ``nice`` is added to the threads' niceness. ``peers``: the store, where it is one of several machines.
+    ``fixed`` is the number of connections; None measures and adapts it. ``nice`` is added to the threads' niceness.
+    ``peers`` is the store, if it is one with several sources.
     """
 
     def __init__(
@@ -95,22 +97,22 @@ class Streams:
         self._checksums = checksums
         self._nice = nice
         self._threads: list[threading.Thread] = []
-        self._wanted = 0  # connections that take ranges; those above it end
-        self._received = 0  # a sum of all connections; counted under the lock
+        self._wanted = 0  # how many connections take ranges; those with a higher number end
+        self._received = 0  # bytes of all connections; changed under the lock
         self._heard: set[int] = set()  # the threads that have received something
         self._lock = threading.Lock()
         self._local = threading.local()
         self._error: BaseException | None = None
         self._changed = threading.Event()
-        self._over = threading.Event()  # the fetch is, and nobody should sleep on
+        self._over = threading.Event()  # set when the fetch is over, so that no thread sleeps on
         self._working = 0
-        self._late: InFlightRange | None = None  # for which other ranges are suspended
+        self._late: InFlightRange | None = None  # the hedge for which other ranges are suspended
         self._late_until = 0.0
         self.hedges = 0
 
     @property
     def connections(self) -> int:
-        """The number of connections that were opened, without those of second requests."""
+        """The number of connections that were opened, without those of hedges."""
         return len(self._threads) - self.hedges
 
     def run(self) -> None:
@@ -120,7 +122,7 @@ class Streams:
         try:
             if few:
                 self._run_peers(self._fixed or few)
-            if not few or self._alive():  # the object store is all that is left
+            if not few or self._alive():  # only the object store is left
                 self._grow(self._fixed or min(max(cpu_count(), _FEWEST), _FIRST))
                 monitor.start()
                 if self._fixed is None:
@@ -133,16 +135,16 @@ class Streams:
             self._over.set()
             deadline = time.monotonic() + _END_S if self._writer.complete else None
             for thread in chain((monitor,), self._threads):  # the monitor first: it may be about to start another
-                # A stalled one ends with its own timeout, or with the process.
+                # A stalled thread ends with its own timeout, or with the process.
                 if thread.ident is not None:
                     thread.join(2.0 if deadline is None else max(deadline - time.monotonic(), 0.0))
         if self._error is not None and not self._writer.complete:
             raise self._error
 
     def _run_peers(self, connections: int) -> None:
-        """Fetch for as long as there are peers: over one connection, and over all as soon as something has come.
+        """Fetch as long as there are peers: over one connection, and over all once something has come.
 
-        In a chain many machines begin at the same time, and what the first chunk does not need can wait.
+        In a chain, many machines begin at the same time, and whatever the first chunk does not need can wait.
         """
         self._grow(1)
         while self._alive() and self._few():
@@ -155,7 +157,7 @@ class Streams:
         return self._writer.chunks.chunk_bytes
 
     def _few(self) -> int | None:
-        """The number of connections that peers want."""
+        """Return the number of connections that peers should be read with, or None without peers."""
         return None if self._peers is None else self._peers.connections
 
     def _watch(self) -> None:
@@ -168,7 +170,7 @@ class Streams:
             self._over.wait(_LOOK_S)
 
     def _late_ranges(self) -> list[InFlightRange]:
-        """Ranges to request a second time; in a cluster not those that only flow slowly: its store sends one copy."""
+        """Return the ranges to hedge. In a cluster, not those that are only slow: its store sends one copy for all."""
         if self._few():
             return []
         if self._peers is None:
@@ -189,9 +191,9 @@ class Streams:
             self._fetch(Span(missing[0], stop - missing[0]), late)
 
     def _begun_bytes(self, chunk: int, late: InFlightRange) -> int:
-        """Return how many bytes of its first missing chunk a late range has brought: a second request begins there.
+        """Return how many bytes of its first missing chunk a late range has brought. Its hedge begins behind them.
 
-        Peers send whole chunks, each behind its checksum.
+        With peers, it is 0: they send whole chunks, each with its checksum.
         """
         chunks = self._writer.chunks
         if self._peers is not None or not late.span.first <= chunk < late.span.first + late.span.length:
@@ -200,7 +202,7 @@ class Streams:
         return begun if 0 < begun < chunks.size(chunk) else 0
 
     def _hold(self, flight: InFlightRange) -> None:
-        """Suspend this range while another one, which a forward waits for, is late."""
+        """Suspend this range while a late one, which a forward waits for, is being hedged."""
         late = self._late
         if late is None or flight.is_hedge:
             return
@@ -229,10 +231,11 @@ class Streams:
         thread.start()
 
     def _adapt(self) -> None:
-        """Open more connections while the store, not this machine, limits each and the last ones made the fetch faster.
+        """Open more connections while the store, not this machine, is the limit and the last ones sped up the fetch.
 
-        Connections that only took CPU time from the others end. Those that share a link stay: they hide late answers.
-        But where the link is so slow that a chunk would take each of them long, the layers that come next would wait.
+        Connections that only took CPU time from the others end. Those that share a link stay, because they hide late
+        answers. But if the link is so slow that each of them would need long for a chunk, they end, too: the layers
+        that come next would have to wait for them.
         """
         before, fewer, window_s = 0.0, self._wanted, _WINDOW_S
         for count in (_SECOND, _MOST, None):
@@ -243,7 +246,7 @@ class Streams:
             if rate is None:
                 return
             busy = (self._busy_s() - busy_s) / (time.monotonic() - begin)
-            short = busy > _BUSY * min(self._wanted, cpu_count())  # of CPU time; the connections could bring more
+            short = busy > _BUSY * min(self._wanted, cpu_count())  # CPU time is short; the connections could bring more
             crowded = rate / self._wanted * _CHUNK_S < self._chunk_bytes
             if (short and rate < before * _LOSS) or (crowded and rate < before * _GAIN):
                 self._wanted = fewer
@@ -255,19 +258,19 @@ class Streams:
             self._grow(count)
 
     def _busy_s(self) -> float:
-        """Sum the seconds for which the connections' threads have run or waited for a CPU."""
+        """Return the sum of the seconds for which the connections' threads have run or waited for a CPU."""
         total_ns = 0
         for thread in self._threads:
             try:
                 with open(f"/proc/self/task/{thread.native_id}/schedstat") as stat:
                     ran, waited, _ = stat.read().split()
             except (OSError, ValueError):
-                continue  # it has ended, or this kernel does not count
+                continue  # the thread has ended, or this kernel does not count
             total_ns += int(ran) + int(waited)
         return total_ns / 1e9
 
     def _measure(self, window_s: float) -> float | None:
-        """Measure bytes a second over all connections once each is up to speed; None when the fetch is over."""
+        """Measure the bytes a second of all connections, once each is up to speed. None if the fetch is over."""
         deadline = time.monotonic() + _HEARD_S
         while len(self._heard) < self._wanted and time.monotonic() < deadline:  # handshakes and slow start
             if not self._pause():
@@ -306,7 +309,7 @@ class Streams:
             self._changed.set()
 
     def _fetch(self, span: Span, late: InFlightRange | None = None) -> None:
-        """Fetch one range, unless another request for it is faster. ``late``: the first request, if this is not it."""
+        """Fetch one range, unless another request for it is faster. For a hedge, ``late`` is the first request."""
         chunks = self._writer.chunks
         size_bytes = chunks.place(span.first + span.length - 1).stop - chunks.place(span.first).start
         flights, failure, given_back = self._schedule.flights, None, False
@@ -331,7 +334,7 @@ class Streams:
             flights.interrupt(self._there, self._store.interrupt)
 
     def _fetch_right(self, span: Span, flight: InFlightRange, begun: int) -> None:
-        """Fetch one range; a chunk with a wrong checksum is fetched once more, and the second time it is an error."""
+        """Fetch one range. A chunk with a wrong checksum is fetched once more; the second time it is an error."""
         again: int | None = None
         while True:
             try:
@@ -356,7 +359,7 @@ class Streams:
                 span = Span(wrong.chunk, span.first + span.length - wrong.chunk)
 
     def _fetch_once(self, span: Span, flight: InFlightRange, begun: int) -> None:
-        """Fetch a range, of which another request has brought the first ``begun`` bytes into the region."""
+        """Fetch a range. Another request has already brought its first ``begun`` bytes into the region."""
         chunks = self._writer.chunks
         place = chunks.place(span.first)
         shard = self._index.shards[place.shard]
@@ -402,13 +405,16 @@ class Streams:
                 self._store.read_into(shard.name, start + begun, own, shard.version, keep, left)
 
     def _is_direct(self, flight: InFlightRange) -> bool:
-        """Return whether the store may write into the region: only if it stops when another request takes over."""
+        """Return whether the store may write straight into the region.
+
+        It must stop soon if another request takes over.
+        """
         if not self._store.interrupts:
             return False
         return not self._store.refills or (self._writer.direct and not flight.is_hedge)
 
     def _take_over(self, late: InFlightRange | None) -> None:
-        """End the first request for a range, and let the second one go on. OvertakenError at the fetch's end."""
+        """End the first request for a range, so that its hedge can go on. OvertakenError if the fetch is over."""
         assert late is not None
         self._schedule.flights.take_over(late, self._store.interrupt, self._over.is_set)
 
@@ -423,7 +429,7 @@ class Streams:
         flight.advance(flight.size_bytes - arrival.size_bytes + filled)
 
     def _publish(self, chunk: int, key: str, start: int, data: memoryview) -> None:
-        """Publish a chunk, the bytes from ``start`` on of a shard."""
+        """Publish a chunk: the bytes of the shard ``key`` from ``start`` on."""
         checksum = None
         if self._checksum is not None:
             checksum = None if self._peers is None else self._peers.checksum(key, start)
@@ -431,7 +437,7 @@ class Streams:
         self._writer.publish(chunk, checksum)
 
     def _scratch(self) -> memoryview:
-        """This thread's buffer for what is received and then written to the region."""
+        """Return this thread's buffer for bytes that are received and then written to the region."""
         if not hasattr(self._local, "scratch"):
             self._local.scratch = memoryview(bytearray(_SCRATCH_BYTES))
         scratch: memoryview = self._local.scratch
@@ -439,7 +445,7 @@ class Streams:
 
 
 def as_medusa(error: BaseException) -> MedusaError:
-    """Return a MedusaError as it is, and for any other error one that can be passed to other processes."""
+    """Return a MedusaError unchanged, and for any other error one that can be sent to other processes."""
     if isinstance(error, MedusaError):
         return error
     return as_limit_error(error) or StorageError(f"the fetch failed: {type(error).__name__}: {error}")

@@ -1,1 +1,1 @@
-"""Imports of other people's packages: in one thread at a time, and only as far as they are used."""
+"""Imports of third-party packages: in one thread at a time, and only the parts that are used."""

@@ -1,13 +1,13 @@
-"""Lazy modules: imported now, and executed when something looks up a name in them.
+"""Lazy modules: they are imported now, and executed when something looks up a name in them.
 
 ``importlib.util.LazyLoader`` executes a module at any access, even when a second import statement looks at its
-``__spec__``. A module here is executed when a name is looked up that it does not have yet, when its names are listed,
-and before a name is set in it. While its package is imported it may hold *stand-ins*: a few names that importers bind
-early and use late, or never.
+``__spec__``. Here, a module is executed when a name is looked up that it does not have yet, when its names are listed,
+and before a name is set in it. While its package is imported, it may hold *stand-ins*: objects in place of a few names
+that importers bind early and use late, or never.
 
-A package with import cycles cannot be executed from any end. So while the package is being imported, a lookup executes
-one module. Afterwards, the first lookup that fails executes all pending modules, in the order of their imports, unless
-the module is known to be ``independent``.
+A package with import cycles can only be executed in the order of its imports. While the package is being imported, a
+lookup executes one module. Afterwards, the first lookup that fails executes all pending modules, in the order of their
+imports, unless the module is known to be ``independent``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ else:  # importlib.abc takes 5 ms: it imports shutil and tempfile for the reader
 
 logger = logging.getLogger(__name__)
 _STATE = "__medusa_lazy__"
-_FRAMES = 1000  # Python's default limit: what an import finds at the start of a program
+_FRAMES = 1000  # Python's default recursion limit, so that there is as much room as at the start of a program
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _MEANINGFUL_DUNDERS = {"__all__", "__version__"}
 _lock = ImportLock()  # one for all modules: executing one executes others, in any order
@@ -46,7 +46,7 @@ namespace_of: Callable[[ModuleType], dict[str, Any]] = vars(ModuleType)["__dict_
 
 
 class LazyModule(ModuleType):
-    """A module that is executed at the first missing name; an ordinary one once its ``LazyFinder`` has completed."""
+    """A module that is executed when a missing name is looked up. Once its ``LazyFinder`` completes, it is ordinary."""
 
     def __getattr__(self, name: str) -> Any:
         names = namespace_of(self)
@@ -64,11 +64,11 @@ class LazyModule(ModuleType):
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Executing the module later would undo what is set now. The import of a child sets a name, too: that one may.
+        # Execute first: a later execution would undo what is set now. Only an import, which sets a child, need not.
         by_user = not name.startswith("__") and not isinstance(value, ModuleType)
         if by_user and _is_incomplete(self) and not namespace_of(self)[_STATE].executed:
             execute_for_names(self)
-        ModuleType.__setattr__(self, name, value)  # by now it may be an ordinary module
+        ModuleType.__setattr__(self, name, value)  # not super(): by now, this may be an ordinary module
 
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]  # dir() uses it, too
@@ -118,7 +118,7 @@ def execute(module: ModuleType) -> None:
 
 
 class StandIn:
-    """Takes the place of an object that an importer binds; the real one is looked up at each use."""
+    """An object that importers bind in place of the real one, which is looked up at each use."""
 
     def __init__(self, resolve: Callable[[], Any]) -> None:
         self._resolve = resolve
@@ -133,17 +133,17 @@ class StandIn:
 
     @classmethod
     def of(cls, module: str, name: str) -> StandIn:
-        """The stand-in for ``name`` in ``module``, which is executed at the first use."""
+        """Return the stand-in for ``name`` in ``module``, which is executed at the first use."""
 
         def resolve() -> Any:
             owner = importlib.import_module(module)
-            execute_for_names(owner)  # which replaces this stand-in there
+            execute_for_names(owner)  # this replaces the stand-in in its own module
             return getattr(owner, name)
 
         return cls(resolve)
 
     def real(self) -> Any:
-        """The object itself."""
+        """Return the real object."""
         return self._resolve()
 
 
@@ -165,7 +165,7 @@ class _LazyLoader(Loader):
         self.prerequisites = prerequisites
         self.on_executed = on_executed
         self.names = names
-        self.late: dict[str, StandIn] = {}  # its stand-ins, once others must not find them
+        self.late: dict[str, StandIn] = {}  # the module's stand-ins, once they are hidden from other code
         self.running = False
         self.executed = executed
 
@@ -178,7 +178,7 @@ class _LazyLoader(Loader):
 
 
 class _Root(Loader):
-    """The loader of the package itself, which is executed at once."""
+    """The loader of the package itself, whose own code is executed at once."""
 
     def __init__(self, finder: LazyFinder, loader: Any) -> None:
         self.finder = finder
@@ -195,7 +195,10 @@ class _Root(Loader):
 
 
 class _Undecided(Loader):
-    """Lets the finder decide when the module is created: it may wait for threads that want the lock of find_spec."""
+    """Lets the finder decide how to load a module when it is created, and not in ``find_spec``.
+
+    The decision may wait for threads that need the lock that is held in ``find_spec``.
+    """
 
     def __init__(self, finder: LazyFinder, loader: Any) -> None:
         self.finder = finder
@@ -209,7 +212,7 @@ class _Undecided(Loader):
 
 
 class _Loaded(Loader):
-    """For a module that was imported on the way to its own import."""
+    """The loader of a module that something else has imported while its own import was under way."""
 
     def __init__(self, spec: ModuleSpec | None) -> None:
         self.spec = spec
@@ -219,14 +222,14 @@ class _Loaded(Loader):
 
 
 class LazyPolicy(NamedTuple):
-    """Which modules are lazy, and what is executed for a lookup.
+    """Which modules are lazy, and which are executed for a lookup.
 
-    packages: their modules are lazy, but for those in ``eager``; or single modules, by their whole names.
-    whole: packages whose children are not lazy; the first child that is imported executes the package.
-    independent: modules that, with all modules below them, can be executed without the other pending ones.
-    absent: names (``module.name``) that are looked up in vain; they execute nothing.
-    prerequisites: for some modules, those to execute first, in place of the parent.
-    on_executed: for some modules, what is called when they have been executed.
+    packages: packages whose modules are lazy, except those in ``eager``; or the full names of single modules.
+    whole: packages whose children are not lazy. The first child that is imported executes the package.
+    independent: modules that can be executed, with all modules below them, without the other pending ones.
+    absent: names (``module.name``) that code looks up although they never exist; such a lookup executes nothing.
+    prerequisites: for some modules, the modules to execute first, instead of their parent.
+    on_executed: for some modules, a function to call when they have been executed.
     """
 
     packages: tuple[str, ...]
@@ -241,9 +244,9 @@ class LazyPolicy(NamedTuple):
 class StandIns(NamedTuple):
     """Names that lazy modules have before they are executed, by module.
 
-    importing: only while the package is imported.
-    lasting: until the module is executed.
-    bound_by: modules that are executed by the import and bind stand-ins; these are taken back at its end.
+    importing: names that exist only while the package is imported.
+    lasting: names that exist until the module is executed.
+    bound_by: modules that the import executes and that bind stand-ins. These are taken back at its end.
     """
 
     importing: Mapping[str, Mapping[str, Any]] = _NOTHING
@@ -252,12 +255,12 @@ class StandIns(NamedTuple):
 
 
 class LazyHooks(NamedTuple):
-    """What a ``LazyFinder`` calls.
+    """Functions that a ``LazyFinder`` calls.
 
-    why_not: given the package's file, a reason to import the package plainly, or None.
-    importing: the context in which the package is imported.
-    completing: the context in which all pending modules are executed.
-    on_complete: called at the end of that.
+    why_not: given the package's file, returns a reason to import the package plainly, or None.
+    importing: returns the context in which the package is imported.
+    completing: returns the context in which all pending modules are executed.
+    on_complete: is called at the end of that context.
     """
 
     why_not: Callable[[Path], str | None] = lambda _: None
@@ -270,7 +273,7 @@ _NO_STAND_INS, _NO_HOOKS = StandIns(), LazyHooks()
 
 
 class LazyFinder(MetaPathFinder):
-    """Once installed, makes the next import of ``package`` a lazy one, as its policy says."""
+    """A finder that makes the next import of ``package`` lazy, as the policy says, once it is installed."""
 
     def __init__(
         self,
@@ -283,21 +286,21 @@ class LazyFinder(MetaPathFinder):
         self._package = package
         self._stand_ins = stand_ins
         self._hooks = hooks
-        self._names: list[str] = []  # of the lazy modules, in the order of their first import
+        self._names: list[str] = []  # the names of the lazy modules, in the order of their first import
         self._began = False
-        self._busy = True  # not imported yet, or completing: modules are executed one by one
+        self._busy = True  # while the package is imported or completed, when modules are executed one by one
 
     @property
     def ready(self) -> bool:
-        """Whether the package has been imported, and is not being completed."""
+        """Whether the package has been imported, and is not being completed right now."""
         return not self._busy
 
     def install(self) -> None:
-        """Take effect. Call it before the package is imported."""
+        """Put this finder in front of all others. Call it before the package is imported."""
         sys.meta_path.insert(0, self)
 
     def run(self, module: ModuleType) -> None:
-        """Execute the package itself; the modules that it imports are lazy."""
+        """Execute the package itself. The modules that it imports are lazy."""
         with _lock.held(), self._hooks.importing():
             self._began = True
             module.__loader__.exec_module(module)  # type: ignore[union-attr]
@@ -308,7 +311,7 @@ class LazyFinder(MetaPathFinder):
             self._busy = False
 
     def _take_stand_ins_back(self) -> None:
-        """Remove stand-ins from where code outside the package would take them for the real objects."""
+        """Remove stand-ins where code outside the package would take them for the real objects."""
         for name, names in self._stand_ins.importing.items():
             for key in names if name in sys.modules else ():
                 namespace_of(sys.modules[name]).pop(key, None)
@@ -330,7 +333,7 @@ class LazyFinder(MetaPathFinder):
             if self not in sys.meta_path or self._busy:
                 return
             limit = sys.getrecursionlimit()
-            sys.setrecursionlimit(limit + _FRAMES)  # the caller may have used up its own; half an import is none
+            sys.setrecursionlimit(limit + _FRAMES)  # the caller may be deep, and an import must not fail half-way
             try:
                 self._execute_pending()
             finally:
@@ -352,7 +355,7 @@ class LazyFinder(MetaPathFinder):
             self._hooks.on_complete()
 
     def pending(self) -> Iterator[ModuleType]:
-        """The modules that have not been executed, in the order of their first import."""
+        """Yield the modules that have not been executed, in the order of their first import."""
         for name in self._names:
             module = sys.modules.get(name)
             lazy: _LazyLoader | None = namespace_of(module).get(_STATE) if module is not None else None
@@ -377,15 +380,15 @@ class LazyFinder(MetaPathFinder):
         return spec
 
     def create(self, spec: ModuleSpec, real: Any) -> ModuleType | None:
-        """The module of ``spec``: one that its ``real`` loader executes at once, or a lazy one."""
+        """Create the module of ``spec``: a lazy one, or one that its ``real`` loader executes at once (None)."""
         package, _, below = spec.name.partition(".")
-        with _lock.held():  # if another thread completes, that is done first
+        with _lock.held():  # if another thread is completing the package, wait for that
             if (
                 self not in sys.meta_path
                 or spec.name in self.policy.eager
                 or (self.ready and self.must_complete(spec.name))
             ):
-                self.complete()  # a plain import would have: else this may be the wrong end of a cycle
+                self.complete()  # as a plain import has; otherwise this could enter a cycle at the wrong module
             elif below and package in self.policy.whole:
                 execute(sys.modules[package])
             else:
@@ -407,7 +410,7 @@ class LazyFinder(MetaPathFinder):
             return None
         spec = self._real_spec(name, path, target)
         if spec is None or spec.origin is None:
-            return None  # the import that follows raises a better error
+            return None  # the plain import that follows raises a better error
         if reason := self._hooks.why_not(Path(spec.origin)):
             logger.info("importing %s plainly: %s", name, reason)
             sys.meta_path.remove(self)

@@ -1,9 +1,9 @@
 """The lean import of torch: without the parts that inference never uses, such as compilers, tracers and numpy.
 
-About three quarters of the Python that ``import torch`` executes serves ``torch.compile``, ``torch.export``,
-TorchScript and training. Here those modules are lazy (``lazy_modules.py``): executed when a name is looked up in them;
-``complete`` executes them all. The lists below were found by experiment. They hold for the versions of torch in
-``TESTED`` on the Pythons in ``TESTED_PYTHONS``; anywhere else torch is imported plainly.
+About three quarters of the Python code that ``import torch`` executes serves ``torch.compile``, ``torch.export``,
+TorchScript and training. Here those modules are lazy (``lazy_modules.py``): they are executed when a name is looked up
+in them, and ``complete`` executes all of them. The lists below were found by experiment. They hold for the versions of
+torch in ``TESTED`` on the Pythons in ``TESTED_PYTHONS``. Elsewhere, torch is imported plainly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .uncollected import uncollected
 logger = logging.getLogger(__name__)
 
 TESTED = ("2.13.", "2.15.")
-# These ask for something that torch does while it is imported, and that a lean import would put off.
+# These variables ask for something that torch does while it is imported, and that a lean import would put off.
 _PLAIN_IF_SET = ("TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_TRACE", "TORCH_CUDA_SANITIZER", "TORCH_COMPILE_DEBUG")
 # Modules that replace themselves in sys.modules, or that are imported for what they register.
 _EAGER = frozenset(
@@ -81,9 +81,11 @@ _active: _LeanImport | None = None
 def import_torch(*, numpy: bool = True) -> ModuleType:
     """Import ``torch``, leanly where that is known to work. Call it before anything else imports torch.
 
-    Eager inference (tensors, ``torch.nn``, its functions, sampling, threads) works as after a plain import; everything
-    else is executed at its first use. Without ``numpy``, torch believes for the whole process that there is none. It
-    would import numpy, which takes a tenth of a second, for the first tensor that is made of a buffer or a list.
+    Eager inference (tensors, ``torch.nn``, its functions, sampling, threads) works as after a plain import. Everything
+    else is executed at its first use.
+
+    With ``numpy=False``, torch finds no numpy in this process. Otherwise it would import numpy, which takes a tenth of
+    a second, for the first tensor that is made from a buffer or a list.
     """
     if "torch" in sys.modules:
         logger.info("torch is used as it is: it was imported before the engine's import of it")
@@ -96,15 +98,18 @@ def import_torch(*, numpy: bool = True) -> ModuleType:
 
 
 def make_import_lean(why_plain: Callable[[Path], str | None]) -> None:
-    """Make the first import of torch lean, wherever it happens, unless ``why_plain`` then gives a reason not to."""
+    """Make the first import of torch lean, wherever it happens, unless ``why_plain`` then returns a reason not to.
+
+    ``why_plain`` is given the path of torch's __init__.py.
+    """
     if "torch" not in sys.modules:
         _LeanImport(why_plain).install()
 
 
 def make_handlers_import_lean(how: str) -> None:
-    """Make the first import of torch in a handler lean; ``how`` is the setting ``--torch-import``.
+    """Make the first import of torch in a handler lean. ``how`` is the setting ``--torch-import``.
 
-    With ``auto`` a torch that is built for GPUs is imported plainly, with ``lean`` it is not.
+    With ``auto``, a torch that is built for GPUs is imported plainly. With ``lean``, it is imported leanly, too.
     """
     if "torch" not in sys.modules:
         _LeanImport(
@@ -120,12 +125,12 @@ def complete() -> None:
 
 
 def is_lean() -> bool:
-    """Return whether torch was imported leanly, and is not complete yet."""
+    """Return whether torch was imported leanly, and some of its modules are still pending."""
     return _active is not None and _active.pending
 
 
 def _why_plain(file: Path) -> str | None:
-    """The reason to import torch plainly, or None; ``file`` is torch's __init__.py."""
+    """Return a reason to import torch plainly, or None. ``file`` is torch's __init__.py."""
     python = sys.version_info[:2]
     if sys.implementation.name != "cpython" or python not in TESTED_PYTHONS:
         tested = ", ".join(f"{major}.{minor}" for major, minor in TESTED_PYTHONS)
@@ -140,9 +145,9 @@ def _why_plain(file: Path) -> str | None:
 
 
 def _extended() -> str | None:
-    """The reason to import torch plainly that an installed package gives by extending it, or None."""
+    """Return, if an installed package extends torch, that reason to import it plainly, or None."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
-        from importlib.metadata import entry_points  # reads those of every installed package, as torch does
+        from importlib.metadata import entry_points  # slow: like torch, it reads those of every installed package
 
         for entry in entry_points(group="torch.backends"):
             return f"{entry.value} extends it"
@@ -156,7 +161,7 @@ def _built_for_gpu(file: Path) -> str | None:
 
 
 def _version(path: Path) -> str:
-    """``__version__`` in a version.py, read without importing it, as importing it means importing its package."""
+    """Read ``__version__`` from a version.py. An import of it would import its whole package."""
     try:
         found = re.search(r"^__version__ = ['\"]([^'\"]+)", path.read_text(), re.MULTILINE)
     except OSError:
@@ -203,17 +208,17 @@ class _LeanImport:
 
     @contextlib.contextmanager
     def _importing(self) -> Iterator[None]:
-        global _active  # as there is one torch in a process
+        global _active  # there is one torch in a process
         _active = self
         autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
-        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else it reads every installed package's entry points
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # or torch would read every installed package's entry points
         flags = sys.getdlopenflags()
-        sys.setdlopenflags(flags & ~os.RTLD_NOW | os.RTLD_LAZY)  # 43,000 functions, of which few are ever called
+        sys.setdlopenflags(flags & ~os.RTLD_NOW | os.RTLD_LAZY)  # bind lazily: few of 43,000 functions are ever called
         try:
-            with uncollected():  # a hundred thousand objects that all stay
+            with uncollected():  # the import makes a hundred thousand objects, which all stay
                 yield
                 torch: Any = sys.modules["torch"]
-                # As torch._prims.rng_prims does at the end of a plain import; without it there is no torch.Generator.
+                # torch._prims.rng_prims does this at the end of a plain import; torch.Generator does not work without.
                 base = sys.modules.get("torch._custom_class_base") or torch._opaque_base  # renamed in 2.15
                 torch._C._set_generator_metaclass(base.OpaqueBaseMeta)
                 self._then(torch)
@@ -230,20 +235,20 @@ class _LeanImport:
         }
         names["torch._logging"] = {"_init_logs": lambda: None}
         names["torch.distributed.rpc"] = {"is_available": lambda: False}
-        # torch calls it since 2.15; _register_process_groups does so when that module has been executed.
+        # torch has called this since 2.15. _register_process_groups calls the real one once that module is executed.
         names["torch.distributed.distributed_c10d"] = {"_register_process_group_opaque_type": lambda: None}
         names["torch.library"] = {"Library": self._library}
         return names
 
     def _lasting(self) -> dict[str, dict[str, Any]]:
-        """Names that eager inference, and the modules that it imports late, look up."""
+        """Return names that eager inference, or a module that it imports late, looks up."""
         return {
             "torch.fx.operator_schemas": {"_SCHEMA_TO_SIGNATURE_CACHE": {}},
             "torch.jit": {"_builtins": _Builtins(self._builtins)},
             "torch.nested": {"nested_tensor": StandIn.of("torch.nested", "nested_tensor")},
             "torch.compiler": {name: _query(name) for name in ("is_compiling", "is_dynamo_compiling")},
             "torch.fx.experimental.sym_node": {"DynamicInt": _DynamicInt},
-            "numpy": {"__version__": _numpy_version()},  # torch._C reads it, to warn of a bug in one version
+            "numpy": {"__version__": _numpy_version()},  # torch._C reads it, to warn about a bug in one version
         }
 
     def _library(self, *args: Any) -> StandIn:
@@ -277,14 +282,14 @@ class _LeanImport:
         """Do what a plain import does beyond executing modules."""
         self._replace_stand_ins()
         if device := sys.modules.get("torch.utils._device"):
-            device._device_constructors.cache_clear()  # it holds some of them
+            device._device_constructors.cache_clear()  # it may hold stand-ins
         register = importlib.import_module("torch.jit._builtins")._register_builtin
         for function, name in self._builtins:
             register(function, name)
         importlib.import_module("torch._logging")._init_logs()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
-            # torch._native does it at its end; here it was executed before its operators, so there was none.
+            # torch._native does this at its end. Here it was executed before its operators were there.
             importlib.import_module("torch._native.registry")._register_all_overrides()
 
     def _replace_stand_ins(self) -> None:
@@ -298,11 +303,11 @@ class _LeanImport:
 
 
 def _share_with_processes(torch: Any) -> None:
-    """Have tensors that are sent to another process shared with it, as after an import of torch.multiprocessing."""
+    """Share tensors that are sent to another process with it, as after an import of torch.multiprocessing."""
     reducers = importlib.import_module("multiprocessing.reduction").ForkingPickler
 
     def share(value: Any) -> Any:
-        complete()  # which registers the real ones
+        complete()  # this registers the real reducers
         return reducers._extra_reducers[type(value)](value)
 
     for kind in {*torch._storage_classes, *torch._tensor_classes, torch.Tensor, torch.nn.Parameter}:
@@ -310,8 +315,8 @@ def _share_with_processes(torch: Any) -> None:
 
 
 class _DynamicIntType(type):
-    # torch._C asks for each size and dimension that it parses, a thousand times in a step of a model. Nothing can be an
-    # instance before sym_node is executed, so until then the answer comes from C, which never runs Python's code.
+    # torch._C does this check for each size and dimension that it parses, a thousand times in a step of a model. Before
+    # sym_node is executed, nothing can be an instance. So until then a function in C answers, without any Python code.
     __instancecheck__: Any = ().__contains__
 
     def __call__(cls, *args: Any) -> Any:
@@ -328,11 +333,11 @@ def _look_for_dynamic_ints() -> None:
 
 
 class _DynamicInt(metaclass=_DynamicIntType):
-    """A stand-in for sym_node's class, which torch._C looks up once, at the first size it parses, and keeps."""
+    """A stand-in for sym_node's class. torch._C looks it up once, for the first size that it parses, and keeps it."""
 
 
 def _query(name: str) -> Callable[[], bool]:
-    """Stand in for the function of that name in torch.compiler: nothing is compiled until the real one says so."""
+    """Return a stand-in for the function of this name in torch.compiler, which returns False until that is executed."""
 
     def query() -> bool:
         import torch
@@ -346,7 +351,7 @@ def _query(name: str) -> Callable[[], bool]:
 
 
 class _Builtins:
-    """A stand-in for torch.jit._builtins that keeps operators' TorchScript names until TorchScript is imported."""
+    """A stand-in for torch.jit._builtins, which collects operators' TorchScript names until TorchScript is imported."""
 
     def __init__(self, kept: list[tuple[Any, str]]) -> None:
         self._kept = kept
@@ -356,14 +361,14 @@ class _Builtins:
 
 
 def _hide_numpy(torch: Any) -> None:
-    """Make torch._C look for numpy, which it does once, while an import of numpy fails."""
+    """Make torch._C look for numpy, which it does only once, while an import of numpy fails."""
     module = sys.modules.get("numpy")
     if module is not None and type(module) is not LazyModule:
-        return  # executed already
-    vars(sys)["modules"]["numpy"] = None  # what makes an import of it fail
+        return  # it has already been executed
+    vars(sys)["modules"]["numpy"] = None  # this makes an import of it fail
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns that there is none, which is what we want
+            warnings.simplefilter("ignore")  # torch warns that there is no numpy, which is what we want
             torch.tensor([0.0])
     finally:
         if module is None:
@@ -388,7 +393,7 @@ def _register_process_groups() -> None:
 
 
 def _define_rrefs() -> None:
-    """TorchScript's view of remote references, which torch._jit_internal defines at import where there is rpc."""
+    """Define what torch._jit_internal defines at import where rpc is available: TorchScript's remote references."""
     rpc = sys.modules["torch.distributed.rpc"]
     if not rpc.is_available():
         return

@@ -1,9 +1,9 @@
-"""The lean import of transformers: a model's module without what only downloads, training and other modalities need.
+"""The lean import of transformers: a model's module, without the parts for downloads, training and other modalities.
 
-``import transformers`` scans its folders, and a model's module imports, among others, torch's compiler, its distributed
-tensors, SciPy and a client of the hub, for nothing that a forward pass runs. Here the package itself is not executed,
-and modules that are only named at import have placeholders in their place. The lists were found by experiment. They
-hold for the versions in ``TESTED``; another version is imported plainly.
+``import transformers`` scans its folders, and a model's module imports many things that no forward pass runs, such as
+torch's compiler and distributed tensors, SciPy, and a client of the hub. Here the package itself is not executed, and
+placeholders replace modules whose names are only bound at import. The lists were found by experiment. They hold for the
+versions in ``TESTED``; any other version is imported plainly.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def _never(*_: Any, **__: Any) -> bool:
 
 
 class GenerationMixin:
-    """Stands in for the class of this name, whose loop is not ours; that a model has it is seen by its name."""
+    """Stands in for transformers' class, whose generation loop is not used. Its name shows that a model generates."""
 
 
 class _GenerationConfig:
-    """Stands in for GenerationConfig, whose defaults a model's config is compared with."""
+    """Stands in for GenerationConfig, with whose defaults a model's config is compared."""
 
     @classmethod
     def from_model_config(cls, _: Any) -> None:
-        """Nothing: requests say how tokens are chosen."""
+        """Return None, because requests say how tokens are chosen."""
 
     @staticmethod
     def _get_default_generation_params() -> dict[str, Any]:
@@ -61,19 +61,19 @@ class _NotDistributed:
     """Stands in for DistributedMixin."""
 
     def init_parallel_plans(self) -> None:
-        """There are none."""
+        """Do nothing: there are no such plans."""
 
 
 class _NoHub:
-    """Stands in for PushToHubMixin, whose method others copy."""
+    """Stands in for PushToHubMixin, whose method other classes copy."""
 
     def push_to_hub(self) -> None:
-        """Nothing is uploaded here."""
+        """Do nothing."""
 
 
-# Packages that are not executed; only what is imported from inside them is.
+# Packages that are not executed themselves; modules inside them are.
 _BARE = frozenset({_NAME, "transformers.models"})
-# Modules with all below them that are replaced, and the names in them that are used.
+# Modules that are replaced, together with all below them, and the names in them that are used.
 _PLACEHOLDERS: dict[str, dict[str, Any]] = {
     "transformers.data": {},
     "transformers.dependency_versions_check": {},
@@ -117,21 +117,21 @@ _PLACEHOLDERS: dict[str, dict[str, Any]] = {
     "torch.utils.checkpoint": {},
 }
 
-# Functions that are called at import, with what only a compiler, or experts' fast path, uses later.
+# Functions that are called at import to register something for a compiler, or for a fast path of experts.
 _REGISTERING = {
     "torch.compiler": ("allow_in_graph", "disable"),
     "torch.library": ("custom_op", "register_autograd", "register_fake"),
 }
-# Of these placeholders everything below is real that is not replaced itself.
+# Placeholders below which modules are real, unless they are replaced themselves.
 _REAL_BELOW = frozenset({"huggingface_hub"})
 
 _lock = threading.RLock()
 
 
 def import_from_transformers(module: str) -> ModuleType:
-    """Import a module of transformers, leanly if torch is lean and its version a tested one. Raises ImportError.
+    """Import a module of transformers: leanly, if torch was imported leanly and this version was tested.
 
-    Once it was imported plainly, or failed leanly, it stays plain for this process.
+    Once an import was plain, or a lean one has failed, all imports in this process are plain. Raises ImportError.
     """
     with _lock:
         if _is_plain() or not (
@@ -141,14 +141,14 @@ def import_from_transformers(module: str) -> ModuleType:
         try:
             with _lean():
                 return importlib.import_module(module)
-        except Exception:  # whatever a placeholder caused
+        except Exception:  # a placeholder may cause any error
             logger.warning("importing transformers plainly: %s fails with the lean import", module, exc_info=True)
             forget()
             return importlib.import_module(module)
 
 
 def forget() -> None:
-    """Drop what was imported leanly, so that the next import is a plain one."""
+    """Drop everything that was imported leanly, so that the next import is plain."""
     for name in [name for name in list(sys.modules) if name.partition(".")[0] == _NAME]:
         del sys.modules[name]
     importlib.import_module(_NAME)
@@ -156,7 +156,10 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def without_scripts() -> Iterator[None]:
-    """Make a module's buffer that is not saved not execute torch.jit, to be told that the module is not of its kind."""
+    """Keep torch.jit from being executed when a module registers a buffer that is not saved.
+
+    torch then only checks that the module is not a ScriptModule, for which an empty class of that name will do.
+    """
     namespace = namespace_of(sys.modules["torch.jit"])
     absent = "ScriptModule" not in namespace and is_lean()
     if absent:
@@ -169,7 +172,7 @@ def without_scripts() -> Iterator[None]:
 
 
 def _is_plain() -> bool:
-    """Return whether transformers has been imported, and not by us."""
+    """Return whether transformers has been imported plainly."""
     found = sys.modules.get(_NAME)
     return found is not None and not isinstance(found, _Bare)
 
@@ -186,7 +189,7 @@ class _Bare(ModuleType):
 
 
 class _Placeholder(ModuleType):
-    """A module of which any name can be imported; each is an empty class, unless it has a value."""
+    """A module from which any name can be imported. A name is an empty class, unless it was given a value."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -210,7 +213,7 @@ class _Finder(MetaPathFinder, Loader):
         return _placeholder(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: it has all that it will have."""
+        """Do nothing: a placeholder is complete when it is created."""
 
 
 def _replacement(name: str) -> dict[str, Any] | None:
@@ -230,7 +233,7 @@ def _placeholder(name: str) -> _Placeholder:
 
 @contextlib.contextmanager
 def _lean() -> Iterator[None]:
-    """Import leanly in this context. Behind it torch is itself again; placeholders for transformers stay."""
+    """Import leanly in this context. At its end, torch is as before; placeholders for parts of transformers remain."""
     _make_bare()
     finder = _Finder()
     sys.meta_path.insert(0, finder)
@@ -258,7 +261,7 @@ def _lean() -> Iterator[None]:
 
 
 def _simplify() -> None:
-    """Replace what transformers does for torch's compiler and tracer, which would execute them."""
+    """Replace the parts of transformers that would execute torch's compiler and tracer."""
     generic: Any = importlib.import_module("transformers.utils.generic")
     generic._register_model_output_pytree_node = lambda _: None
     questions: Any = importlib.import_module("transformers.utils.import_utils")

@@ -1,8 +1,8 @@
-"""A lock for code that imports modules, which may be taken inside and outside of Python's own import locks."""
+"""A lock for code that imports modules. It may be taken inside and outside of Python's own import locks."""
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401  it registers fork hooks, which must not happen while a fork waits in ours
+import concurrent.futures.thread  # noqa: F401  it registers fork hooks, which must not happen while a fork waits here
 import importlib._bootstrap
 import os
 import threading
@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-TESTED_PYTHONS = ((3, 11), (3, 12), (3, 13))  # with this lock, and so with the lean imports
+TESTED_PYTHONS = ((3, 11), (3, 12), (3, 13))  # the versions with which this lock, and so the lean imports, were tested
 _POLL_S = 0.05
 _bootstrap: Any = importlib._bootstrap
 
 
 class ImportLock:
-    """A re-entrant lock that is also granted to a thread for whose import its holder waits.
+    """A re-entrant lock that is also granted to a thread for whose import the lock's holder waits.
 
-    A thread that imports a module may want this lock while its holder waits for that very module; without the rule
-    neither would go on. The holder stands still until the import is over, so the two never run at once. A fork waits
-    for the lock, so that a child never inherits it from a thread that the child does not have.
+    A thread that imports a module may need this lock while its holder waits for that very module. Without this rule,
+    neither could go on. The holder stands still until the import is over, so the two never run at the same time. A fork
+    waits for the lock, so that no child inherits it from a thread that the child does not have.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class ImportLock:
                 return True
             if thread not in seen:
                 seen.add(thread)
-                # A lock; since Python 3.12 a list of locks. This holds for TESTED_PYTHONS.
+                # A private table of Python: by thread, a lock or, since Python 3.12, a list of locks.
                 waited = _bootstrap._blocking_on.get(thread)
                 threads += [
                     lock.owner for lock in (waited if isinstance(waited, list) else [waited]) if lock is not None

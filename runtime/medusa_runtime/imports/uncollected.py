@@ -1,4 +1,4 @@
-"""Imports without the garbage collector, which finds nothing among modules that stay."""
+"""Import modules without the garbage collector, which would find nothing among objects that all stay."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep the collector off in this context, in all threads of the process."""
+    """Keep the garbage collector off in this context, in all threads of the process."""
     collecting = gc.isenabled()
     gc.disable()
     try:

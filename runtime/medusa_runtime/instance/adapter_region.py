@@ -1,4 +1,4 @@
-"""A LoRA adapter's region for the function process: the node agent's, or one that a thread of this process fills."""
+"""Get a LoRA adapter's region for the function process: from the node agent, or filled by a thread of this process."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _MB = 10**6
 
 
 class HeldAdapter(NamedTuple):
-    """An adapter's region, whose index has arrived, and for the agent's the connection that makes the agent keep it.
+    """An adapter's region. Its index is there, while the rest may still be fetched.
 
-    The rest of it may still be fetched.
+    ``lease`` is the connection for as long as which the agent keeps the region; None for a region of this process.
     """
 
     region: Region
@@ -35,9 +35,9 @@ class HeldAdapter(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether it will never be complete, because its fetch has failed or the agent that fetched it has ended."""
+        """Whether the region will never be complete: its fetch has failed, or the agent that fetched it has ended."""
         state = self.region.progress().state
-        if state == "done" or self.lease is None or not select.select([self.lease], [], [], 0)[0]:
+        if state == "done" or self.lease is None or not _is_readable(self.lease):
             return state == "failed"
         return self.lease.lost() is not None
 
@@ -48,9 +48,9 @@ class HeldAdapter(NamedTuple):
 
 
 def open_adapter(url: str, settings: Settings, timeline: Timeline) -> HeldAdapter:
-    """Begin to fetch the adapter in a folder or file; returns when its index is there.
+    """Start to fetch the adapter at ``url``, a folder or a file, and return when its index is there.
 
-    Raises the store's errors, CorruptError, and TooLargeError for one of more than ``--max-lora-mb``.
+    Raises the store's errors, CorruptError, or TooLargeError if it has more than ``--max-lora-mb``.
     """
     *first, last = adapter_urls(url)
     for candidate in first:
@@ -80,7 +80,7 @@ def _open(url: str, settings: Settings, timeline: Timeline) -> HeldAdapter:
 
 
 def _from_agent(url: str, settings: Settings) -> HeldAdapter | None:
-    """Ask the agent for the region; None when it refuses. Raises the error of the store that the agent has met."""
+    """Ask the agent for the region; None if it refuses. Raises the store's error if the agent could not fetch it."""
     from ..node.client import NodeClient
 
     try:
@@ -96,7 +96,7 @@ def _from_agent(url: str, settings: Settings) -> HeldAdapter | None:
 
 
 def _fetched(url: str, settings: Settings, timeline: Timeline) -> Region:
-    """A region that a thread fills; returns when it is sealed, or its fetch has failed."""
+    """Make a region that a thread fills, and return it when it is sealed, or its fetch has failed."""
     region, keeper = Region.create(), _Keeper(settings)
     threading.Thread(
         target=_fetch, args=(region, url, settings, timeline, keeper), name="adapter-fetch", daemon=True
@@ -112,7 +112,7 @@ def _fetch(region: Region, url: str, settings: Settings, timeline: Timeline, kee
     try:
         prefetch(region, url, settings=own, timeline=timeline.named("adapter"), keeper=keeper)
     except MedusaError:
-        pass  # it stands in the region, where all who wait for the adapter find it
+        pass  # the error is stored in the region, where everything that waits for the adapter finds it
     except Exception:
         logger.exception("an adapter could not be fetched")
     finally:
@@ -132,6 +132,12 @@ class _Keeper:
     def laid_out(self, writer: RegionWriter) -> None:
         writer.seal_early()
         self.sealed.set()
+
+
+def _is_readable(connection: NodeClient) -> bool:
+    poll = select.poll()  # not select(2), which takes no descriptor above 1023
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _check_size(size_bytes: int, settings: Settings) -> None:

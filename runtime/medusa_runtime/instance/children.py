@@ -1,4 +1,4 @@
-"""The child processes of an instance: forked by name, reaped, and ended with everything they have started."""
+"""The child processes of an instance: forked by name, reaped, and ended with all processes they have started."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from ..limits import OutOfMemory
 from ..process import ReportPipe, fork
 from ..timeline import Timeline
 
-_END_S = 2.0  # for processes to end after SIGTERM
+_END_S = 2.0  # how long processes have to end after SIGTERM
 
 
 class Ended(NamedTuple):
-    """A child that has ended. ``status``: its exit status, or minus the number of the signal; ``how``: in words."""
+    """A child that has ended.
+
+    ``status`` is its exit status, or minus the number of the signal that ended it. ``how`` says the same in words.
+    """
 
     name: str
     status: int
@@ -34,7 +37,7 @@ class Children:
         self.out_of_memory = OutOfMemory()
 
     def fork(self, name: str, body: Callable[[Timeline], int]) -> None:
-        """Run ``body`` in a child; its result is the child's exit status."""
+        """Run ``body`` in a child. What it returns is the child's exit status."""
         self._names[fork(name, body, timeline=self._timeline, reports=self._reports)] = name
 
     def pid(self, name: str) -> int:
@@ -44,11 +47,11 @@ class Children:
     def stop(self, name: str) -> None:
         """Send SIGTERM to a child, if there is one of this name. Safe in a signal handler."""
         if pid := self.pid(name):
-            with suppress(ProcessLookupError):  # the signal came while its end was being noted
+            with suppress(ProcessLookupError):  # the child has just ended, and is about to be reaped
                 os.kill(pid, signal.SIGTERM)
 
     def kill(self, name: str) -> bool:
-        """Kill a child with its own children, and return whether there was one."""
+        """Kill a child together with its own children, and return whether there was one of this name."""
         pid = self.pid(name)
         if pid:
             _signal_group(pid, signal.SIGKILL)
@@ -69,7 +72,7 @@ class Children:
         return ended
 
     def _reap_orphans(self) -> None:
-        """Reap, as a container's init, what has lost its parent."""
+        """Reap orphans, as a container's init process must."""
         try:
             while (orphan := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if orphan.si_pid in self._names:
@@ -79,7 +82,7 @@ class Children:
             pass
 
     def close(self) -> None:
-        """End all of them, at first with SIGTERM, and wait for them."""
+        """End all children, first with SIGTERM and then with SIGKILL, and wait for them."""
         for pid in self._names:
             _signal_group(pid, signal.SIGTERM)
         deadline = time.monotonic() + _END_S

@@ -1,4 +1,4 @@
-"""The listening sockets of an instance: the function's address, and the engine's private socket."""
+"""The listening sockets of an instance: one on the function's address, and the engine's private one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bind(settings: Settings) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))
         listener.listen(2048)
-    except (OSError, TypeError, ValueError) as error:  # the last two: text that cannot be a name of a machine
+    except (OSError, TypeError, ValueError) as error:  # the last two are for text that cannot be a host's name
         if listener is not None:
             listener.close()
         why = error.strerror if isinstance(error, OSError) else error
@@ -36,18 +36,18 @@ def bind(settings: Settings) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return the URL by which this machine reaches the function."""
+    """Return the URL at which the function can be reached from this machine."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def private_listener() -> tuple[socket.socket, str]:
-    """Open the engine's socket; return it with the path by which this process and its forks connect to it.
+    """Open the engine's socket, and return it with the path by which this process and its forks can connect to it.
 
-    Its name is removed at once: nobody else can connect, and a killed instance leaves nothing behind. Descriptors
-    lead to it through /proc, as they do past the 107 bytes that the path of a Unix socket may have.
-    Raises ConfigError when no folder is writable.
+    The socket's name is removed at once, so no other process can connect, and a killed instance leaves nothing behind.
+    The paths lead through descriptors in /proc. So they stay below the 107 bytes that the path of a Unix socket may
+    have, and need no name. Raises ConfigError if no folder is writable.
     """
     folder = _private_folder()
     try:
@@ -69,7 +69,7 @@ def private_listener() -> tuple[socket.socket, str]:
 
 
 def _private_folder() -> str:
-    """Make a new folder. The tempfile module would not take one on a full disk, where a socket still has room."""
+    """Make a new folder. The tempfile module would refuse a full disk, on which there is still room for a socket."""
     failures = []
     for place in filter(None, (os.environ.get("TMPDIR"), "/tmp", "/var/tmp")):
         folder = os.path.join(place, f"medusa-{os.urandom(8).hex()}")

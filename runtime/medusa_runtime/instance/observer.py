@@ -1,4 +1,4 @@
-"""Following a start from the supervisor: what a terminal shows until the first token."""
+"""Follow a start from the supervisor: the events that a terminal shows until the first token."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ..timeline import Stage, Timeline
 
 
 class Observer(Protocol):
-    """Follows a start, in the supervisor; called a few times a second at most."""
+    """Follows a start. It is called in the supervisor, at most a few times a second."""
 
     def bound(self, url: str) -> None:
-        """The function's address accepts connections."""
+        """Called when the function's address accepts connections."""
 
     def progress(self, progress: Progress) -> None:
-        """The fetch is this far."""
+        """Called with the progress of the fetch."""
 
     def ready(self, stages: list[Stage]) -> None:
-        """The model is loaded, or there is none and the function answers."""
+        """Called when the model is loaded or, without one, when the function answers."""
 
     def first_token(self, stages: list[Stage]) -> None:
-        """The first token has been generated. Nothing is reported after it."""
+        """Called when the first token has been generated. No call follows."""
 
 
 class StartReport:

@@ -1,4 +1,4 @@
-"""The work of the forked processes: the prefetcher fills the region, the zygote imports an engine and forks it."""
+"""What the forked processes do: the prefetcher fills the region, the zygote imports an engine and forks it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .shared import Shared
 
 
 def run_prefetcher(shared: Shared, timeline: Timeline) -> int:
-    """Fetch the model into the region, with what its state bundle knows."""
+    """Fetch the model into the region, with the help of its state bundle. Returns the exit status."""
     shared.listener.close()
     shared.heartbeats.keep("prefetcher")
     if is_remote(shared.settings.engine):
@@ -30,7 +30,10 @@ def run_prefetcher(shared: Shared, timeline: Timeline) -> int:
 
 
 def run_zygote(shared: Shared, timeline: Timeline, *, region_of_node: bool) -> int:
-    """Import what the engine needs and keep one engine running. ``region_of_node``: the region is the node agent's."""
+    """Import what the engine needs, and keep one engine running. Returns the exit status.
+
+    ``region_of_node`` says that the region is the node agent's.
+    """
     shared.listener.close()
     with timeline.stage("import"):
         from ..zygote import Zygote
@@ -50,7 +53,7 @@ def run_zygote(shared: Shared, timeline: Timeline, *, region_of_node: bool) -> i
 
 
 def _attach_code(shared: Shared, timeline: Timeline) -> None:
-    """Attach compiled code and graphs, which an agent does not hand out, for the engines that use any."""
+    """Attach compiled code and graphs to an agent's region, which has none, if the engine uses them."""
     from ..device.choice import choose
 
     settings = shared.settings

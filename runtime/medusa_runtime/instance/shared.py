@@ -1,4 +1,7 @@
-"""The things that an instance's processes share. They exist before the forks, so that none waits for another."""
+"""The things that an instance's processes share.
+
+They are made before the forks, so that no process has to wait for another one to make them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from .listeners import private_listener
 class InstanceHandle:
     """The function process's part of the instance.
 
-    ``region`` is None without a checkpoint, ``engine`` also when the function builds the model itself
+    ``region`` is None without a checkpoint. So is ``engine``, and also if the function builds the model itself
     (``--engine none``).
     """
 
@@ -36,9 +39,10 @@ class InstanceHandle:
 
 
 class Shared:
-    """Timeline, reports, heartbeats, and with a model its region and the engine's socket.
+    """The timeline, the reports, the heartbeats and, with a model, its region and the engine's socket.
 
-    ``region``: set before the first fork that needs it, and replaced when the node agent's will never be complete.
+    ``region`` is set before the first fork that needs it. It is replaced if it is the node agent's and will never be
+    complete.
     """
 
     def __init__(self, settings: Settings, timeline: Timeline, listener: socket.socket) -> None:
@@ -52,7 +56,7 @@ class Shared:
         self._engine: EngineClient | None = None
 
     def open_engine_socket(self) -> None:
-        """Listen for the engine, which accepts when it is up; the function process connects at once."""
+        """Listen for the engine. The function process can connect at once, and the engine accepts when it is up."""
         self.engine_listener, path = private_listener()
         self._engine = EngineClient(path)
 

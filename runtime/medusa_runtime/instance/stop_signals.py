@@ -1,4 +1,4 @@
-"""The signals that end an instance: the first one drains it, a second one ends it at once."""
+"""The signals that end an instance: the first one drains it, and a second one ends it at once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-_AGAIN_S = 0.5  # a signal that comes sooner is the first one: timeout(1) sends it to us and to our group, npm as well
+# A signal that comes sooner after the first one is the same: timeout(1) and npm send it to us and to our process group.
+_AGAIN_S = 0.5
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopSignals:
-    """Handles SIGTERM, SIGINT and SIGHUP. ``wakeup_fd`` becomes readable with every signal, a child's end included."""
+    """Handles SIGTERM, SIGINT and SIGHUP. Each signal, including SIGCHLD, makes ``wakeup_fd`` readable."""
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self._on_first = on_first
@@ -24,7 +25,7 @@ class StopSignals:
     def install(self) -> None:
         signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         for number in _NUMBERS:
-            if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup means it
+            if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup ignores SIGHUP
                 signal.signal(number, self._on_signal)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
@@ -34,7 +35,7 @@ class StopSignals:
         return self._asked_at is not None
 
     def asked_for_s(self) -> float:
-        """Seconds since the first signal; 0 before it."""
+        """Return the seconds since the first signal; 0 before it."""
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
@@ -52,7 +53,7 @@ class StopSignals:
             pass
 
     def ignore(self) -> None:
-        """Ignore further signals: the instance is ending."""
+        """Ignore further signals, because the instance is ending."""
         for number in _NUMBERS:
             signal.signal(number, signal.SIG_IGN)
 

@@ -1,10 +1,10 @@
-"""The supervisor: the one place that orders the stages of a cold start.
+"""The supervisor: the one place that decides the order of a cold start.
 
     supervisor ─fork▶ prefetcher   storage ─fetch▶ region
                ─fork▶ zygote       import torch ─fork▶ engine: region ─load▶ layers ─run▶ tokens
                ─fork▶ function     gunicorn, user code ◀─ requests
 
-On a node with an agent the region and the engine process are taken from it; only the function is forked.
+On a node with an agent, the region and the engine process are the agent's, and only the function process is forked.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MOST_PREFETCHERS = 4  # the first and three that take over from a killed one
-_MOST_QUICK_ENDS, _QUICK_S = 4, 60.0  # of the zygote, which otherwise lives as long as the instance
+_MOST_PREFETCHERS = 4  # the first one, and three that take over from a killed one
+_MOST_QUICK_ENDS, _QUICK_S = 4, 60.0  # of the zygote, which should live as long as the instance
 _KILL_AFTER_S = 5.0
 _OBSERVED_S = 0.1  # between two reports to an observer
 
@@ -48,7 +48,7 @@ Function = Callable[[socket.socket, InstanceHandle, Settings], int]
 
 
 def serve(settings: Settings, function: Function, observer: Observer | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status. Raises the MedusaError that ended the instance."""
+    """Serve until SIGTERM, SIGINT or SIGHUP, and return the exit status. Raises the error that ended the instance."""
     require_handler(settings)
     require_torch_for_adapters(settings)
     make_room_for_files()
@@ -84,7 +84,7 @@ class Instance:
         return self
 
     def start(self, function: Function) -> None:
-        """Make what is shared, then fork: the prefetcher first, since the network takes longest."""
+        """Make the shared things, then fork: the prefetcher first, since the network takes longest."""
         shared, settings = self._shared, self._settings
         shared.heartbeats.enter("supervisor")
         share_cores()
@@ -100,7 +100,7 @@ class Instance:
         if self._signals.asked:  # before there was a function process to signal
             self._children.stop("function")
         self._report.bound(url_of(shared.listener))
-        # Only the function process accepts. When it is gone, connections should be refused, not queued here for ever.
+        # Only the function process accepts. Once it is gone, connections must be refused, and not queue for ever.
         shared.listener.close()
 
     def _take_or_make_region(self) -> None:
@@ -133,7 +133,7 @@ class Instance:
         self._children.fork("zygote", partial(run_zygote, self._shared, region_of_node=of_node))
 
     def supervise(self) -> int:
-        """Run until the function process has ended. Raises what a child reported as fatal."""
+        """Run until the function process has ended, and return the exit status. Raises a child's fatal error."""
         poll = select.poll()
         poll.register(self._signals.wakeup_fd, select.POLLIN)
         poll.register(self._shared.reports.read_fd, select.POLLIN)
@@ -150,7 +150,7 @@ class Instance:
                 return status
 
     def _look(self, readable: set[int], extra: set[int]) -> int | None:
-        """Do what has become due; return the instance's exit status when it has ended."""
+        """React to everything that has happened. Return the exit status if the instance has ended, or else None."""
         listener, node, signals = self._shared.engine_listener, self._node, self._signals
         if listener is not None and listener.fileno() in readable & extra:
             self._take_or_fork_engine()
@@ -183,9 +183,9 @@ class Instance:
         return watched
 
     def _watch(self) -> None:
-        """Kill hung processes; the worker is watched by the function process, its parent.
+        """Kill hung processes, which are then replaced as after a crash.
 
-        They are then replaced as after a crash; for the function process that means the end of the instance.
+        If the function process hangs, that ends the instance. The function process itself watches its worker.
         """
         heartbeats = self._shared.heartbeats
         heartbeats.beat("supervisor")
@@ -198,7 +198,7 @@ class Instance:
         self._watchdog.look("engine", heartbeats.pid("engine") if zygote else 0, zygote)
 
     def _look_at_node(self, node: Attachment, readable: set[int]) -> None:
-        """Replace what the agent has ceased to provide: the instance goes on with processes of its own."""
+        """Replace a region or engine that the agent no longer provides by processes of the instance's own."""
         for loss in node.look(readable):
             if self._signals.asked:
                 continue
@@ -209,7 +209,7 @@ class Instance:
                 self._replace_region(node)
 
     def _replace_region(self, node: Attachment) -> None:
-        """Fetch again what the agent will never complete. The function keeps its region: it reads only small files."""
+        """Fetch a region that the agent will never complete. The function keeps the old one for its small files."""
         node.forget_region()
         self._make_region()
         had_engine = node.let_go_of_engine()
@@ -218,7 +218,7 @@ class Instance:
             self._fork_zygote()
 
     def _replace(self, ended: Ended) -> None:
-        """Replace a child other than the function process. EngineError when it has ended too often."""
+        """Replace a child other than the function process. Raises EngineError if it has ended too often."""
         if ended.name != "prefetcher":
             self._replace_zygote(ended)
         elif ended.status == 0:
@@ -251,9 +251,9 @@ class Instance:
 
 
 def has_agent(settings: Settings) -> bool:
-    """Return whether to use a node agent:
+    """Return whether to use a node agent: its socket is named in the settings, or the default one exists.
 
-    one was named, or the default socket exists. Costs one system call at most.
+    This costs at most one system call.
     """
     if is_remote(settings.engine):
         return False

@@ -1,1 +1,1 @@
-"""The node agent: one process per node that owns regions and pre-warmed engine processes, behind a Unix socket."""
+"""The node agent: a process on each node that owns regions and pre-warmed engine processes, behind a Unix socket."""

@@ -1,11 +1,11 @@
 """The node agent: hands out regions and pre-warmed engine processes over its socket.
 
-One thread and one loop, because it forks. Nothing in it waits: what takes time is a child's work.
+It has a single thread, which runs a loop, because it forks. It never waits: work that takes time is done by children.
 
     function ─region▶ agent ─fork▶ prefetcher     storage ─fetch▶ region, handed out read-only to any number
              ─engine▶ agent ─fork▶ zygote ─fork▶ idle engine ◀─ the function's socket, region, settings
 
-A lease is a connection: the kernel closes it when the function dies, in whatever way.
+A lease is a connection: the kernel closes it when the function ends, however it ends.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
-_LEAST_TICK_S = 0.05  # a tick reads files of the kernel's: after each message it would cost more than the message
+_LEAST_TICK_S = 0.05  # a tick reads files of the kernel; after each message, it would cost more than the message
 
 
 class Agent:
-    """Owns the agent's parts; ``run`` serves until SIGTERM or SIGINT."""
+    """The agent. ``run`` serves until SIGTERM, SIGINT or SIGHUP."""
 
     def __init__(self, settings: NodeSettings) -> None:
-        """Listen. Raises ConfigError when another agent serves this socket, or when it is not available.
+        """Listen on the sockets.
 
-        LimitError when too few files may be open; each function is one.
+        Raises ConfigError if another agent serves one of them, or one is not available. Raises LimitError if too few
+        files may be open, since each function needs one.
         """
         make_room_for_files()
         if settings.gpu_context and (missing := obstacle(os.environ)):
@@ -97,7 +98,7 @@ class Agent:
 
     @property
     def budget_bytes(self) -> int:
-        """The memory that models may take together."""
+        """The memory that all models may take together."""
         return self._services.settings.memory_budget_bytes
 
     def run(self) -> int:
@@ -119,7 +120,7 @@ class Agent:
             self.close()
 
     def _tick(self) -> float:
-        """Do what has become due, and return how many seconds to wait for messages after it."""
+        """Do the periodic work if it is due, and return for how many seconds to wait for messages then."""
         if (early_s := self._tick_at - time.monotonic()) > 0:
             return early_s
         if self._out_of_memory.look():
@@ -144,7 +145,7 @@ class Agent:
         self._stopping = True
 
     def close(self) -> None:
-        """Stop serving. Functions that run go on; fetches and idle processes end."""
+        """Stop serving. Running functions go on, while fetches and idle processes end."""
         self._watchdog.close()
         signal.set_wakeup_fd(-1)
         for listening in self._sockets:
@@ -160,7 +161,7 @@ def _cluster(settings: NodeSettings) -> Cluster | None:
     access = settings.peer_access()
     if access is None or settings.cluster is None:
         return None
-    from .regions.cluster_sources import Cluster  # now, and not in each prefetcher
+    from .regions.cluster_sources import Cluster  # imported here once, instead of in each prefetcher
 
     return Cluster(settings.cluster, access)
 

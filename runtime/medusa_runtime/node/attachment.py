@@ -1,4 +1,4 @@
-"""An instance's share of its node's agent: a region and an engine process, and what happens when it loses either."""
+"""An instance's attachment to its node's agent: a region and an engine process, and what happens if either is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .messages import pair
 logger = logging.getLogger(__name__)
 
 _AGAIN_AFTER_S = 2.0
-_SEALED_WITHIN_S = 5.0  # nobody answers probes meanwhile
+_SEALED_WITHIN_S = 5.0  # short, because no process answers probes meanwhile
 
 
 class Loss(Enum):
@@ -29,7 +29,10 @@ class Loss(Enum):
 
 
 class Attachment:
-    """What one instance has of the agent. The first failure is logged, and then the instance goes on by itself."""
+    """The region and the engine process that one instance has from the agent.
+
+    After a failure, which is logged once, the instance goes on by itself.
+    """
 
     def __init__(self, client: NodeClient, path: str, settings: Settings, timeline: Timeline) -> None:
         self._client: NodeClient | None = client
@@ -43,7 +46,7 @@ class Attachment:
 
     @classmethod
     def attach(cls, settings: Settings, timeline: Timeline) -> Attachment | None:
-        """Get a region whose index and small files can be read; None when there is no agent, or it refuses."""
+        """Get a region whose index and small files can be read; None if there is no agent, or it refuses."""
         path = settings.node_socket or NODE_SOCKET
         assert settings.model is not None
         try:
@@ -68,10 +71,14 @@ class Attachment:
         return attachment
 
     def take_engine(self, listener: socket.socket, timeline: Timeline, reports: ReportPipe) -> bool:
-        """Have a pre-warmed process serve on ``listener``; False when the instance must start one of its own."""
+        """Let a pre-warmed process serve on ``listener``. Return False if the instance must start one of its own."""
         if self._client is None:
             return False
-        mine, theirs = pair()
+        try:
+            mine, theirs = pair()
+        except OSError as error:
+            self._report(error)
+            return False
         try:
             descriptors = (listener.fileno(), timeline.fd, reports.write_fd, theirs.fileno())
             pid = self._client.engine(self._settings.engine, settings_to_body(self._settings), descriptors)
@@ -87,12 +94,12 @@ class Attachment:
 
     @property
     def descriptors(self) -> list[int]:
-        """The descriptors to poll for reading; when one is readable, call ``look``."""
+        """The descriptors to poll for reading. When one is readable, call ``look``."""
         found = [] if self._client is None else [self._client.fileno()]
         return found if self._lease is None else [*found, self._lease.fileno()]
 
     def look(self, readable: set[int]) -> list[Loss]:
-        """Return what was lost since the last look. Also brings the region to an agent that has been started again."""
+        """Return what was lost since the last look. Also bring the region back to an agent that has been restarted."""
         losses = []
         if self._lease is not None and self._lease.fileno() in readable:
             self._lease.close()
@@ -129,7 +136,7 @@ class Attachment:
         except (MedusaError, OSError) as error:
             logger.debug("the node agent takes no region back: %s", error)
             if not isinstance(error, (OSError, NodeAwayError)):
-                self._again_at = float("inf")  # it has its reasons
+                self._again_at = float("inf")  # the agent refuses, and would do so again
             return
         self._client = client
 
@@ -139,16 +146,16 @@ class Attachment:
         self._reported = True
 
     def let_go_of_engine(self) -> bool:
-        """End the engine process that serves this instance; False when it is not the agent's."""
+        """End the agent's engine process that serves this instance. Return False if there is none."""
         had = self._lease is not None
         if self._lease is not None:
-            hang_up(self._lease)  # forked children hold it, too
+            hang_up(self._lease)  # closing it would not be enough, because forked children hold it, too
             self._lease.close()
             self._lease = None
         return had
 
     def forget_region(self) -> None:
-        """Let go of the region, because the instance has another one."""
+        """Forget the region, because the instance has another one."""
         self.region = None
 
     def close(self) -> None:
@@ -159,7 +166,7 @@ class Attachment:
 
 
 def _check_usable(region: Region, settings: Settings) -> None:
-    """NodeError for a region that is not complete where a handler builds its own module: it cannot change regions."""
+    """Raise NodeError for an incomplete region if a handler builds its own module, which cannot change regions."""
     if settings.engine == "none" and region.progress().state != "done":
         region.close()
         raise NodeError("it is still fetching the model; with --engine none expected a complete one")

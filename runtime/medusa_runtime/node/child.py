@@ -1,4 +1,4 @@
-"""A child process of the agent, and the connection with it: when either ends, the kernel reports it to the other."""
+"""The agent's child processes. Each has a connection with the agent, by whose end either sees that the other ended."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..resource_limits import as_limit_error, most_files
 from ..timeline import Timeline
 from .messages import pair
 
-_LOOKS, _LOOK_S = 20, 0.001  # the kernel closes a process's connections a moment before it has ended
+_LOOKS, _LOOK_S = 20, 0.001  # a process's connections are closed a moment before it can be reaped
 
 
 class Child(NamedTuple):
-    """A running child and the agent's end of the connection with it."""
+    """A running child, and the agent's end of the connection with it."""
 
     pid: int
     channel: socket.socket
@@ -32,7 +32,7 @@ def start_child(
 ) -> Child:
     """Fork a child that runs ``body`` with its end of the connection.
 
-    Raises LimitError or NodeError where there is no room for a process. The caller must have a single thread.
+    Raises LimitError or NodeError if no process can be started. The caller must have a single thread.
     """
     try:
         mine, theirs = pair()
@@ -50,15 +50,16 @@ def start_child(
 
 
 def cannot(what: str, error: OSError) -> MedusaError:
-    """The error of an agent that has no room for ``what`` it was about to do."""
+    """Return the error of an agent that cannot do ``what`` because of an OSError: a limit's, or else a NodeError."""
     return as_limit_error(error) or NodeError(f"the node agent cannot {what}: {error.strerror}")
 
 
 def close_others(*keep: int) -> None:
-    """Close, in a forked child, all descriptors but these and the standard streams, and unmap all regions but these.
+    """In a forked child, close all other descriptors except the standard streams, and unmap all other regions.
 
-    A connection's end is seen only when nobody holds it any more, and a region's memory is free when nobody maps it.
-    Python objects that own the descriptors must stay referenced: they would close the numbers a second time.
+    The end of a connection is seen only once no process holds it any more, and a region's memory is free only once no
+    process maps it. Python objects that own the closed descriptors must stay referenced, or they would close the same
+    numbers a second time.
     """
     kept = {0, 1, 2, *keep}
     try:
@@ -82,23 +83,27 @@ def _close(descriptor: int) -> bool:
 
 
 class HungChildren:
-    """Finds those of the agent's processes that hang, by heartbeats and what the kernel says (``liveness.Watch``)."""
+    """Finds the agent's processes that hang, by their heartbeats and what the kernel says (``liveness.Watch``)."""
 
     def __init__(self) -> None:
         self._watches: dict[int, Watch] = {}
 
     def look(self, beats: Mapping[int, Callable[[], int]]) -> dict[int, str]:
-        """Return the processes that hang, with the reason. Call it at least once a second with all of interest.
+        """Return the processes that hang, each with the reason. Call it at least once a second, with all processes.
 
-        ``beats``: each process with what returns the time of its last heartbeat. With ``time.monotonic_ns`` only a
-        stop (SIGSTOP) counts: for a process that has none, because it waits for hours for something to do.
+        ``beats`` maps each process id to a function that returns the time of its last heartbeat. For a process without
+        heartbeats, because it may wait for hours, pass ``time.monotonic_ns``: then it hangs only if it was stopped
+        (SIGSTOP).
         """
         self._watches = {pid: self._watches.get(pid) or Watch(pid, 0, beat_ns) for pid, beat_ns in beats.items()}
         return {pid: watch.reason for pid, watch in self._watches.items() if watch.look() is Verdict.HUNG}
 
 
 def exit_status(child: Child) -> int | None:
-    """The status of a child whose connection has ended, minus the signal's number if one did it; None if it runs."""
+    """Return the exit status of a child whose connection has ended, without reaping it; None if it still runs.
+
+    It is minus the signal's number if a signal has ended it.
+    """
     for _ in range(_LOOKS):
         if (ended := os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
@@ -107,7 +112,7 @@ def exit_status(child: Child) -> int | None:
 
 
 class Ending:
-    """Children that are ending. The agent's loop does not wait for them: one that was killed dies when it has a CPU."""
+    """Children that are about to end. The agent's loop does not wait for them: a killed one needs a CPU to die."""
 
     def __init__(self) -> None:
         self._pids: list[int] = []
@@ -115,7 +120,7 @@ class Ending:
     def kill(self, child: Child) -> None:
         """Kill a child, whatever it is doing."""
         child.channel.close()
-        os.kill(child.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+        os.kill(child.pid, signal.SIGKILL)  # it has not been reaped, so no other process can have its number
         self._pids.append(child.pid)
 
     def add(self, pid: int) -> None:
@@ -123,14 +128,14 @@ class Ending:
         self._pids.append(pid)
 
     def reap(self) -> None:
-        """Collect those that have ended. Call it now and then."""
+        """Reap those that have ended. Call it now and then."""
         self._pids = [pid for pid in self._pids if not os.waitpid(pid, os.WNOHANG)[0]]
 
     def wait(self) -> None:
-        """Collect all of them."""
+        """Wait for all of them, and reap them."""
         for pid in self._pids:
             os.waitpid(pid, 0)
         self._pids.clear()
 
 
-ENDING = Ending()  # of this process
+ENDING = Ending()  # the children of this process

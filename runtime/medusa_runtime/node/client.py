@@ -1,4 +1,4 @@
-"""A function's side of the agent's socket. Imports nothing heavy: a start waits for it."""
+"""A function's side of the agent's socket. It imports nothing heavy, because a start waits for it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .callers.peer import Peer
 from .messages import VERSION, Message, close_all, receive, send
 from .regions.model_key import absolute, model_key, open_folder
 
-# The agent never waits for anything itself. Waits are counted, and not time: where this process is woken late because
-# others have the cores, so is the agent.
+# The agent itself never waits for anything, so its answers are quick. Limits count waits instead of time: if other
+# processes have the cores, so that this one is woken late, the agent is late for the same reason.
 _WAIT_MS = 10
-_PATIENT = 1000
-HURRIED = 20  # with 24 busy loops on two cores, an agent that lived was late for 1 of 200
-_BEAT_MS = 100  # between looks whether it lives, while its store is slow
-_SEALED_WITHIN_S = 60.0  # for a store to send what a checkpoint consists of
+_PATIENT = 1000  # waits
+HURRIED = 20  # waits; with 24 busy loops on two cores, 1 of 200 answers took longer
+_BEAT_MS = 100  # how often to check that the agent lives, while its store is slow
+_SEALED_WITHIN_S = 60.0  # the time limit for a store to send a checkpoint's index
 
 
 class NodeClient:
-    """A connection to this node's agent; the region it was given stays for as long as it is open."""
+    """A connection to this node's agent. It is also the lease on a region: the agent keeps that while it is open."""
 
     def __init__(self, path: str, trusted_user: int | None = None, *, waits: int = _PATIENT) -> None:
-        """Connect. Raises NodeAwayError when there is no agent, NodeRefusedError when it is another user's.
+        """Connect. Raises NodeAwayError if there is no agent, and NodeRefusedError if it belongs to another user.
 
-        The agent decides what the weights are: it must belong to root, this user, or ``trusted_user``.
-        ``waits``: how many times to wait 10 ms for an answer, before NodeAwayError. HURRIED is for those who can do
+        The agent decides what the weights are, so it must belong to root, this user, or ``trusted_user``. ``waits`` is
+        how many times to wait 10 ms for an answer before NodeAwayError is raised. HURRIED is for callers that can do
         without the agent.
         """
         self._waits = waits
@@ -41,7 +41,7 @@ class NodeClient:
         _check_file(path, trusted)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            self._socket.settimeout(waits * _WAIT_MS / 1000)  # of what is sent; connecting never waits
+            self._socket.settimeout(waits * _WAIT_MS / 1000)  # for sending; connecting never waits
             self._socket.connect(path)
             _check_owner(path, Peer.of(self._socket).uid, trusted)
             self._ask("hello", {"version": VERSION})
@@ -66,13 +66,14 @@ class NodeClient:
         layers: str | None = None,
         within_s: float = _SEALED_WITHIN_S,
     ) -> Region:
-        """Return the region of a checkpoint as soon as it can be read. Raises what the agent answers, or NodeError.
+        """Return the region of a checkpoint as soon as it can be read. Raises the agent's error, or NodeError.
 
-        ``within_s``: how long the store may take to send the checkpoint's index.
-        ``pin``: it is never evicted; ``fresh``: it is fetched even if it is there. Both are for the agent's own user.
-        ``background``: nobody waits for it, so its fetch gives way to others.
-        ``layers``: START:STOP, which come first when its fetch begins now, as a worker of a group needs them.
-        ``held``: no fetch begins for it; NodeError when the agent neither holds nor fetches it.
+        ``within_s`` is how long the store may take to send the checkpoint's index.
+        With ``pin``, the model is never evicted. With ``fresh``, it is fetched even if it is there. Only the agent's
+        own user, or root, may use these two.
+        With ``background``, the fetch gives way to others, because no function waits for it.
+        ``layers`` (START:STOP) come first if the fetch begins now, for a worker of a group.
+        With ``held``, no fetch begins: NodeError is raised if the agent neither holds nor fetches the model.
         """
         key = model_key(absolute(url))
         seen = open_folder(key)
@@ -90,7 +91,7 @@ class NodeClient:
             answer = self._ask("hello", {"version": VERSION})
             if answer.kind != "hello":
                 try:
-                    self._next("hello")  # it lives, and its region came first
+                    self._next("hello")  # the region came before the answer to our hello
                 except BaseException:
                     answer.close()
                     raise
@@ -100,26 +101,29 @@ class NodeClient:
         return Region(answer.descriptors[0], demand_fd=answer.descriptors[1], shared=True)
 
     def engine(self, kind: str, settings: dict[str, Any], descriptors: Sequence[int]) -> int:
-        """Have an idle engine process serve this function, and return its pid. NodeError when none is idle."""
+        """Let an idle engine process serve this function, and return its pid. Raises NodeError if none is idle."""
         return int(self._ask("engine", {"kind": kind, "settings": settings}, descriptors).body["pid"])
 
     def keep(self, url: str, region_fd: int) -> None:
-        """Bring an agent the region that one before it made. Raises NodeError when it does not take it."""
+        """Bring an agent a region that an earlier agent made. Raises NodeError if it does not accept it."""
         self._ask("keep", {"url": model_key(absolute(url))}, (region_fd,))
 
     def drop(self, url: str) -> None:
-        """Unpin a model and evict it. NodeError while it is in use."""
+        """Unpin a model and evict it. Raises NodeError while it is in use."""
         self._ask("drop", {"url": model_key(absolute(url))})
 
     def unpin(self, url: str) -> None:
-        """Let a model be evicted when another one needs the room."""
+        """Unpin a model, so that it can be evicted when another one needs the room."""
         self._ask("unpin", {"url": model_key(absolute(url))})
 
     def status(self) -> dict[str, Any]:
         return self._ask("status").body
 
     def lost(self) -> str | None:
-        """Return, when there is something to read, why the region will not be completed; "" when the agent has gone."""
+        """Read a message, and return why the region will not be completed; "" if the agent has gone, or None.
+
+        Call it when there is something to read.
+        """
         try:
             message = receive(self._socket)
         except (OSError, NodeError):
@@ -135,7 +139,7 @@ class NodeClient:
         except OSError as error:
             raise NodeAwayError(f"the node agent went away ({error.strerror})") from None
         answer = self._next(kind)
-        while answer.kind == "hello" and kind != "hello":  # a refusal came before it
+        while answer.kind == "hello" and kind != "hello":  # a late answer to an earlier hello
             answer = self._next(kind)
         return answer
 
@@ -157,7 +161,7 @@ class NodeClient:
         return any(poll.poll(wait_ms) for _ in range(waits))
 
     def close(self) -> None:
-        """End the connection, also where forked children hold it."""
+        """End the connection, even if forked children hold it, too."""
         hang_up(self._socket)
         self._socket.close()
 

@@ -1,4 +1,4 @@
-"""All connections of the agent: accepts them, reads what they send, and ends those that break the protocol."""
+"""The connections of the agent: they are accepted, read, and ended if they break the protocol."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .socket_file import SocketFile
 logger = logging.getLogger(__name__)
 
 _HELLO_WITHIN_S = 10.0
-_LOGGED_EVERY_S = 1.0  # refusals of one connection, and connections that could not be accepted
+_LOGGED_EVERY_S = 1.0  # the least time between log lines about refusals, and about connections that cannot be accepted
 
 
 class Connections:
@@ -31,7 +31,7 @@ class Connections:
         self._logged_at = 0.0
 
     def accept(self, listening: SocketFile) -> None:
-        """Accept one connection on this socket, if its caller may have another one."""
+        """Accept one connection on this socket, unless its caller has too many."""
         try:
             connection, _ = listening.socket.accept()
         except OSError as error:
@@ -39,7 +39,7 @@ class Connections:
                 if (now := time.monotonic()) - self._logged_at > _LOGGED_EVERY_S:
                     self._logged_at = now
                     logger.warning("a connection could not be accepted: %s", error)
-                time.sleep(0.01)  # out of descriptors: the same one would come again at once
+                time.sleep(0.01)  # if there are no descriptors left, the same connection would come again at once
             return
         connection.setblocking(False)
         caller = Caller(Peer.of(connection), listening.path, listening.prefixes)
@@ -58,13 +58,13 @@ class Connections:
         self._loop.watch(connection, partial(self._read, session))
 
     def tick(self) -> None:
-        """End connections that have sent nothing."""
+        """End connections that have not sent a hello in time."""
         now = time.monotonic()
         for session in [one for one in self._sessions if not one.greeted and now - one.since > _HELLO_WITHIN_S]:
             self._end(session)
 
     def lost(self, held: HeldRegion, error: MedusaError) -> None:
-        """Report to those who have been given a region that the rest of it will not come."""
+        """Report to all sessions with this region that the rest of it will not come."""
         for session in [one for one in self._sessions if one.held is held]:
             session.held = None
             try:
@@ -94,7 +94,7 @@ class Connections:
             logger.debug("a connection of %s ends: %s", session.caller.account, error)
             self._end(session)
         except Exception:
-            # A bug of ours, which one caller has met: it must not become the end of all others.
+            # A bug of the agent. It must not end the connections of other callers.
             logger.exception("a message of %s could not be answered; its connection ends", session.caller.account)
             self._count(session, NodeError("the node agent failed to answer"))
             self._end(session)

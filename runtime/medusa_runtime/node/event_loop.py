@@ -1,4 +1,4 @@
-"""The agent's event loop: one thread, which calls back when a channel can be read."""
+"""The agent's event loop, which calls back when a channel can be read. It has no threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Watched = int | socket.socket
 
 
 class EventLoop:
-    """Watches channels for reading. A callback may end its own channel, or another one."""
+    """Watches channels for reading. A callback may unwatch its own channel, or another one."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -22,9 +22,9 @@ class EventLoop:
         self._selector.unregister(channel)
 
     def run_once(self, timeout_s: float) -> None:
-        """Wait for at most ``timeout_s`` and call back for all that can be read."""
+        """Wait for at most ``timeout_s``, and call back for all channels that can be read."""
         for key, _ in self._selector.select(timeout_s):
-            if self._selector.get_map().get(key.fd) is key:  # an earlier one may have ended it
+            if self._selector.get_map().get(key.fd) is key:  # an earlier callback may have unwatched it
                 key.data()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Messages on the agent's sockets: one JSON object each, with descriptors beside it (SCM_RIGHTS). No pickle.
+"""Messages on the agent's sockets. Each is a JSON object, with descriptors beside it (SCM_RIGHTS).
 
-The sockets are SOCK_SEQPACKET: the kernel keeps a message and its descriptors together, and there is no half of one.
+The sockets are of type SOCK_SEQPACKET: the kernel keeps a message whole, and together with its descriptors.
 
     client → agent    hello {version} · region {url, pin, fresh, background, held} +[folder] · keep {url} +[region] ·
                       engine {kind, settings} +[4 descriptors] · drop {url} · status
@@ -32,7 +32,7 @@ from .callers.file_status import file_status
 VERSION = 1
 LARGEST_BYTES = 1 << 16
 MOST_DESCRIPTORS = 8  # from a client
-MOST_OF_OURS = 250  # between the agent and its children; the kernel takes 253 (unix(7))
+MOST_OF_OURS = 250  # between the agent and its children; the kernel allows 253 (unix(7))
 _MOST_THREADS = 64
 _NO_LINGER = struct.pack("ii", 0, 0)
 
@@ -40,7 +40,7 @@ Body = dict[str, Any]
 
 
 class Message(NamedTuple):
-    """A received message. ``descriptors`` belong to its receiver."""
+    """A received message. Its receiver must close the ``descriptors``."""
 
     kind: str
     body: Body
@@ -52,7 +52,7 @@ class Message(NamedTuple):
 
 
 def send(connection: socket.socket, kind: str, body: Body | None = None, descriptors: Sequence[int] = ()) -> None:
-    """Send a message. NodeError when it is too long, OSError when the other side is gone or takes nothing."""
+    """Send a message. Raises NodeError if it is too long, and OSError if the other side is gone or does not read."""
     data = json.dumps({**(body or {}), "type": kind}, separators=(",", ":")).encode()
     if len(data) > LARGEST_BYTES:
         raise NodeError(f"a {kind} message of {len(data)} bytes is too long; expected at most {LARGEST_BYTES}")
@@ -60,12 +60,13 @@ def send(connection: socket.socket, kind: str, body: Body | None = None, descrip
 
 
 def receive(connection: socket.socket, most: int = MOST_DESCRIPTORS) -> Message | None:
-    """Receive a message with at most ``most`` descriptors; None when the other side is gone.
+    """Receive a message with at most ``most`` descriptors; None if the other side is gone.
 
-    Raises NodeError for what is no message of ours.
+    Raises NodeError for a malformed message.
     """
     try:
-        # Room for more than may come: what the kernel closes for want of room, it closes as the sender likes.
+        # Make room for more descriptors than may come: the kernel would close the others itself, and if one is a socket
+        # the sender could make that wait (see ``close_all``).
         data, descriptors, flags, _ = socket.recv_fds(
             connection, LARGEST_BYTES + 1, MOST_OF_OURS + 3, socket.MSG_CMSG_CLOEXEC
         )
@@ -100,7 +101,7 @@ def _parse(data: bytes, descriptors: list[int], flags: int, most: int) -> Messag
 
 
 def text(body: Body, name: str) -> str:
-    """Return a field that must be text. NodeError when it is not."""
+    """Return a field that must be a text. Raises NodeError if it is not, or is empty."""
     value = body.get(name)
     if not isinstance(value, str) or not value or "\0" in value:
         raise NodeError(f"{name}: expected text, found {repr(value)[:80]}")
@@ -108,7 +109,7 @@ def text(body: Body, name: str) -> str:
 
 
 def flag(body: Body, name: str) -> bool:
-    """Return a field that is true or false, or missing and so false. NodeError when it is something else."""
+    """Return a field that must be true or false, or False if it is missing. Raises NodeError for anything else."""
     value = body.get(name, False)
     if not isinstance(value, bool):
         raise NodeError(f"{name}: expected true or false, found {repr(value)[:40]}")
@@ -116,7 +117,7 @@ def flag(body: Body, name: str) -> bool:
 
 
 def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors, untrusted ones too: without waiting until a socket has sent what is left (SO_LINGER)."""
+    """Close descriptors, also untrusted ones: never wait until a socket has sent what is left (SO_LINGER)."""
     for descriptor in descriptors:
         with suppress(OSError):  # it is none; to ask for its status could ask a caller's own file system
             untrusted = socket.socket(fileno=descriptor)  # no duplicate: there may be no room for one
@@ -157,5 +158,5 @@ def _close(descriptor: int) -> None:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Return the two ends of a connection between processes of our own."""
+    """Return the two ends of a connection between the agent's own processes."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

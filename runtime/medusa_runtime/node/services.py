@@ -1,4 +1,4 @@
-"""What the agent offers to its callers: models, engine processes and the rules about both."""
+"""The services of the agent: models, engine processes, and the rules about both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .regions.keeper import RegionKeeper
 from .settings import NodeSettings
 
 _MOST_LISTED = 100  # models in the status
-_LISTED_BYTES = LARGEST_BYTES // 2  # of them; the rest of the message is for everything else
+_LISTED_BYTES = LARGEST_BYTES // 2  # for these models; the rest of the message is for everything else
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Services:
     started_at: float = field(default_factory=time.monotonic)
 
     def status(self, caller: Caller, held: HeldRegion | None) -> dict[str, object]:
-        """Return what the agent reports to a caller: everything if it is trusted, else what concerns it."""
+        """Return the agent's status for a caller: everything if it is trusted, or else what concerns that caller."""
         pool, trusted = self.keeper.regions, caller.trusted
         seen = [one for one in pool if trusted or one is held]
         return {
@@ -53,9 +53,9 @@ class Services:
 
 
 def _listed(regions: Sequence[HeldRegion]) -> list[dict[str, object]]:
-    """The status of as many regions as a message has room for, first those that other nodes need.
+    """Return the status of as many regions as fit into a message: pinned ones, those of stores, and large ones first.
 
-    A caller's many small models must not hide the one that a cluster reads from here.
+    A caller's many small models must not hide a model that other nodes of a cluster read from here.
     """
     needed = sorted(regions, key=lambda held: (held.pinned, bool(scheme_of(held.key)), held.size_bytes), reverse=True)
     found: list[dict[str, object]] = []

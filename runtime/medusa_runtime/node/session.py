@@ -1,4 +1,4 @@
-"""One caller's connection, on the agent's side: its requests, and what it holds."""
+"""The agent's side of one caller's connection: it answers the requests, and notes what the caller holds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .services import Services
 _MB = 1 << 20
 # Of a message with descriptors, and of opening these; the caller would wait for ever.
 _NO_ROOM = (errno.ETOOMANYREFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-_LEAST_KV_MB, _MOST_KV_MB = 16, 2048  # for an engine whose function names no size
+_LEAST_KV_MB, _MOST_KV_MB = 16, 2048  # the bounds of a KV cache for which the function names no size
 
 
 class Session:
@@ -45,7 +45,7 @@ class Session:
         self.logged_at = 0.0
 
     def handle(self, message: Message) -> None:
-        """Answer one message. If it raises MedusaError, the answer is that error (see ``refuse``)."""
+        """Answer one message. If this raises MedusaError, answer with that error (see ``refuse``)."""
         try:
             if message.kind == "hello":
                 self._hello(message)
@@ -115,7 +115,10 @@ class Session:
         self.answer("wait")
 
     def _layers(self, message: Message) -> str | None:
-        """Return which layers come first, if a trusted caller names some."""
+        """Return the layers (START:STOP) that should come first; None if the caller names none.
+
+        Raises NodeRefusedError if the caller is not trusted.
+        """
         if "layers" not in message.body:
             return None
         if not self.caller.trusted:
@@ -126,7 +129,7 @@ class Session:
             raise NodeError(f"layers: expected {error}") from None
 
     def _folder(self, key: str, message: Message) -> Folder | None:
-        """Return a local checkpoint's folder, as the caller has opened it, and the identity to read its files with."""
+        """Return a local checkpoint's folder, which the caller has opened, with the identity to read its files with."""
         if scheme_of(key):
             return None
         fd = folder_of(key, message.descriptors)
@@ -146,12 +149,12 @@ class Session:
         except MedusaError as refusal:
             error = refusal
         except OSError:
-            return  # it has gone; the end of its connection comes next
+            return  # the caller has gone, and the end of its connection will be read next
         self._let_go()
         try:
             self.refuse(error)
         except OSError:
-            pass  # it has gone; the end of its connection comes next
+            pass  # the caller has gone, and the end of its connection will be read next
 
     def _hand_over(self, held: HeldRegion) -> None:
         descriptors = held.descriptors()
@@ -202,7 +205,10 @@ class Session:
         self.answer("engine", {"pid": pid})
 
     def _charge_engine(self, settings: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """Return the settings with a KV cache within what the caller may have, and the bytes that it is charged for."""
+        """Charge the caller for an engine with a KV cache. Return the settings, and the bytes that were charged.
+
+        If the function names no size for the KV cache, the settings get one that the caller may have.
+        """
         accounts, caller = self._services.accounts, self.caller
         if settings.get("group") is not None and not caller.trusted:
             raise NodeRefusedError("expected no group: this process opens no path, and no port, for another user")
@@ -272,9 +278,9 @@ class Session:
 
 
 def _has_unread(connection: socket.socket) -> bool:
-    """Return whether the peer has not read all that was sent to it.
+    """Return whether the peer has not yet read everything that was sent to it.
 
-    Descriptors that nobody has read count to the agent's user, who may have only so many of them (unix(7)).
+    Descriptors on their way to a peer that does not read them count against a limit of the agent's user (unix(7)).
     """
     unread = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
     return int.from_bytes(unread, sys.byteorder) > 0

@@ -1,4 +1,4 @@
-"""Settings of `medusa node`. Each has a flag and an environment variable, in which commas separate a list."""
+"""The settings of `medusa node`. Each has a flag and an environment variable, in which commas separate a list."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from ..storage.peer_access import PeerAccess
 
 _MOST_WARM = 64
-# What comes of a model while the cores are busy with its start. The pages of the rest are made chunk by chunk.
+# As much as arrives of a model while the cores are busy with its start. Pages of the rest are allocated chunk by chunk.
 _READY_BYTES = 64 << 20
-_BUDGET_SHARE = 0.8  # of what this container may have; the rest is for engine processes
-LONGEST_PATH_BYTES = 107  # of a socket, unix(7)
+_BUDGET_SHARE = 0.8  # of this container's memory; the rest is for engine processes
+LONGEST_PATH_BYTES = 107  # of a Unix socket, unix(7)
 _MOST_UID_DIGITS = 10
 _COUNT = re.compile(r"[0-9]{1,9}")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?")
@@ -40,7 +40,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?")
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """A socket to listen on. With ``prefixes`` it is one tenant's, who may have the models below them and no others."""
+    """A socket to listen on. With ``prefixes``, it belongs to a tenant, which may have only the models below them."""
 
     path: str
     prefixes: tuple[str, ...] = ()
@@ -48,9 +48,10 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class CallerLimits:
-    """Limits for one caller at a time: a user, or all who use one tenant's socket. The agent's own user has none.
+    """What one account may have at a time. An account is a user, or all users of a tenant's socket.
 
-    ``memory_bytes``: of models in use and of the engines' KV caches; 0: half of the memory budget.
+    The agent's own user is not limited. ``memory_bytes`` is for models in use and for engines' KV caches; 0 means half
+    of the memory budget.
     """
 
     connections: int = 1024
@@ -62,7 +63,7 @@ class CallerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """A rule that opens the models below a prefix to these users, or to everybody."""
+    """A rule that opens the models below a prefix to these users or, with None, to all users."""
 
     prefix: str
     users: frozenset[int] | None = None
@@ -70,24 +71,24 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """The settings of ``medusa node``. ``memory_budget_bytes`` 0: a share of what this container may have."""
+    """The settings of ``medusa node``. ``memory_budget_bytes`` 0 stands for a share of this container's memory."""
 
     socket: tuple[Listening, ...] = (Listening(NODE_SOCKET),)
     memory_budget_bytes: int = 0
-    ready_memory_bytes: int | None = None  # None: _READY_BYTES in a cluster, else none
-    prewarm: Mapping[str, int] = field(default_factory=dict)  # engine kind → idle processes
-    allow: tuple[Allowed, ...] = ()  # empty: models in stores are for the agent's own user alone
+    ready_memory_bytes: int | None = None  # None: _READY_BYTES in a cluster, or else 0
+    prewarm: Mapping[str, int] = field(default_factory=dict)  # engine kind → number of idle processes
+    allow: tuple[Allowed, ...] = ()  # empty: models in stores are only for the agent's own user
     per_caller: CallerLimits = CallerLimits()
     quota: Mapping[str, int] = field(default_factory=dict)  # prefix → bytes
     pin: tuple[str, ...] = ()
-    look_every_s: float = 60.0  # between checks whether a store's objects were replaced; 0: never
+    look_every_s: float = 60.0  # the time between checks whether a store's objects were replaced; 0: never
     gpu_context: bool = False
     torch_import: str = "auto"
-    trust_state: str | None = None  # as in config.Settings: the bundles whose code idle engines run
+    trust_state: str | None = None  # as in config.Settings, for the code that idle engines run
     trust_key: str | None = None
     connections: int | None = None
     cluster: str | None = None  # the control socket of the node server, which knows the peers that have a model
-    cluster_token: str | None = None  # files: the token, and certificates for mutual TLS
+    cluster_token: str | None = None  # the paths of the token and of the certificates for mutual TLS
     cluster_ca: str | None = None
     cluster_cert: str | None = None
     cluster_key: str | None = None
@@ -100,13 +101,13 @@ class NodeSettings:
 
     @property
     def ready_bytes(self) -> int:
-        """How much memory is made ready for the next model while nothing is fetched."""
+        """How much memory is allocated for the next model while nothing is fetched."""
         if self.ready_memory_bytes is not None:
             return self.ready_memory_bytes
         return 0 if self.cluster is None else _READY_BYTES
 
     def peer_access(self) -> PeerAccess | None:
-        """Read what other nodes of the cluster ask for; None without ``cluster``. Raises ConfigError."""
+        """Read the credentials for other nodes of the cluster; None without ``cluster``. Raises ConfigError."""
         if self.cluster is None:
             return None
         if self.cluster_token is None:
@@ -114,11 +115,11 @@ class NodeSettings:
         from ..storage.framing import checksum_function
         from ..storage.peer_access import PeerAccess
 
-        checksum_function()  # a missing package is named at start
+        checksum_function()  # so that a missing package is reported at start
         return PeerAccess.of(self.cluster_token, self.cluster_ca, self.cluster_cert, self.cluster_key)
 
     def budget_bytes(self) -> int:
-        """The memory that regions may take together."""
+        """Return the memory that all regions may take together."""
         if self.memory_budget_bytes:
             return self.memory_budget_bytes
         limit = memory_limit_bytes()
@@ -137,7 +138,7 @@ def size_bytes(text: str) -> int:
 
 
 def _size_or_none(text: str) -> int:
-    """Read a size, or 0."""
+    """Parse a size, or 0."""
     return 0 if text.strip() == "0" else size_bytes(text)
 
 
@@ -146,7 +147,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _is_prefix(text: str) -> bool:
-    """Return whether a rule may name this: everything, a folder, or a URL with a host or bucket."""
+    """Return whether this is a valid prefix for a rule: ``*``, a folder, or a URL with a host or bucket."""
     return text == "*" or canonical(text) is not None
 
 
@@ -302,12 +303,12 @@ NODE_OPTIONS = (
     Option("cluster_key", _path, "the key of this node's certificate", "MEDUSA_CLUSTER_KEY_FILE"),
     Option("log_level", OneOf(*LOG_LEVELS), "how much to log"),
 )
-# Flags that may be given several times, and what joins them into one text, as the variables have it.
+# Flags that may be given several times, each with the separator that joins its values, as in the variables.
 REPEATED = {"socket": ";", "allow": ",", "quota": ",", "pin": ","}
 
 
 def node_settings(environ: Mapping[str, str], flags: Mapping[str, str | None]) -> NodeSettings:
-    """Read flags, and the environment below them. Raises ConfigError naming source, value and accepted form."""
+    """Read the settings from flags and, where a flag is None, from the environment. Raises ConfigError."""
     settings = NodeSettings(**read_options(NODE_OPTIONS, environ, flags))
     for listening in settings.socket:
         if len(os.fsencode(listening.path)) > LONGEST_PATH_BYTES:

@@ -1,4 +1,4 @@
-"""The agent's listening socket. A path belongs to one agent; what a killed one left there is taken over."""
+"""The agent's listening socket. A path belongs to one agent. The file that a killed agent left there is replaced."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _BACKLOG = 256
 
 
 class SocketFile:
-    """Listens at ``path``, beside a lock file that shows whether an agent lives.
+    """A listening socket at ``path``, beside a lock file that shows whether its agent lives.
 
-    ``prefixes``: the models of the tenant whose socket it is. Raises ConfigError when it cannot listen there.
+    ``prefixes`` are those of the tenant's models, if it is a tenant's socket. Raises ConfigError if it cannot listen
+    there.
     """
 
     def __init__(self, path: str, prefixes: tuple[str, ...] = ()) -> None:
@@ -30,7 +31,7 @@ class SocketFile:
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             self.socket.setblocking(False)
             self.socket.bind(path)
-            os.chmod(path, 0o666)  # who may have what is decided by credentials and by this path; see policy.py
+            os.chmod(path, 0o666)  # any user may connect; credentials and this path decide what it gets, see policy.py
             self.socket.listen(_BACKLOG)
         except OSError as error:
             raise ConfigError(
@@ -39,7 +40,7 @@ class SocketFile:
             ) from None
 
     def _lock(self) -> None:
-        """Take the lock, the process's and not the descriptor's: no child of ours holds it when we are gone."""
+        """Take a lock that belongs to the process, not to the descriptor, so that no child holds it after our end."""
         try:
             fcntl.lockf(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -52,7 +53,7 @@ class SocketFile:
         os.pwrite(self._lock_fd, str(os.getpid()).encode(), 0)
 
     def _remove_stale(self) -> None:
-        """Remove the socket of an agent that was killed: its lock is ours. ConfigError for what is no socket."""
+        """Remove the socket of a killed agent, whose lock we have. Raises ConfigError if it is not a socket."""
         try:
             status = os.lstat(self.path)
         except FileNotFoundError:
@@ -64,7 +65,10 @@ class SocketFile:
         os.unlink(self.path)
 
     def close(self) -> None:
-        """Stop listening. May be called twice. The lock file stays: two agents could hold two files of one name."""
+        """Stop listening. May be called twice.
+
+        The lock file stays. If it were removed, two agents could hold locks on two files of the same name.
+        """
         if self._lock_fd >= 0:
             try:
                 os.unlink(self.path)

@@ -1,4 +1,4 @@
-"""Ends a process whose loop hangs, so that whoever keeps it running starts it again."""
+"""A watchdog that ends a process whose loop hangs, so that a service manager can start it again."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ STATUS = 70  # EX_SOFTWARE of sysexits.h
 
 
 class Watchdog:
-    """Looks now and then whether the loop has come round; the second time that it has not, the process ends.
+    """Checks now and then whether the loop has come round. If it has not for the second time, the process ends.
 
-    One that was stopped (SIGSTOP, a suspended machine) finds one alarm waiting when it goes on, and not two. A look
-    does not count if the process has spent most of the time before it waiting for a CPU: others have the machine.
+    A process that was stopped (by SIGSTOP, or with the machine) finds only one alarm waiting when it goes on. A check
+    does not count if the process has spent most of the time before it waiting for a CPU.
     """
 
     def __init__(self, what: str = "the node agent", every_s: float | None = None) -> None:
-        """``what`` it is, for the log. ``every_s`` is between two looks, 1.5 by default."""
+        """``what`` is the process's name for the log. ``every_s`` is the time between two checks, 1.5 s by default."""
         self._what = what
         self._every_s = every_s or _EVERY_S
         self._missed = 0
         self._waited_s = 0.0
 
     def start(self) -> None:
-        """Begin to watch. Call it in the main thread. Children do not inherit the timer."""
+        """Start to watch. Call it in the main thread. Children do not inherit the timer."""
         self._waited_s = waited_for_cpu_s()
         signal.signal(signal.SIGALRM, self._on_alarm)
         signal.setitimer(signal.ITIMER_REAL, self._every_s, self._every_s)
 
     def beat(self) -> None:
-        """The loop has come round."""
+        """Note that the loop has come round."""
         self._missed = 0
 
     def _on_alarm(self, _: int, frame: FrameType | None) -> None:
@@ -55,10 +55,7 @@ class Watchdog:
 
 
 def waited_for_cpu_s() -> float:
-    """Return how long this process's first thread has been ready to run and had no CPU;
-
-    0 where the kernel does not say.
-    """
+    """Return for how long this process's first thread has been ready to run without a CPU; 0 if that is unknown."""
     try:
         with open("/proc/self/schedstat", "rb") as file:
             return int(file.read().split()[1]) / 1e9

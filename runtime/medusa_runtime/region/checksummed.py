@@ -1,4 +1,7 @@
-"""A region that other machines read: its index, and which chunks are there, each with the checksum it came with."""
+"""A region that other machines read: its index, and which chunks are there, each with the checksum it came with.
+
+The node server uses it to send chunks to peers.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class ChecksummedRegion:
     """A reader's view of a laid-out region with checksums, without its data. It owns ``region``."""
 
     def __init__(self, region: Region, timeout_s: float = 1.0) -> None:
-        """StorageError when the region is not laid out within ``timeout_s``, failed, or has no checksums."""
+        """Raises StorageError if the region is not laid out within ``timeout_s``, has failed, or has no checksums."""
         self._region = region
         try:
             self._open(timeout_s)
@@ -68,7 +71,7 @@ class ChecksummedRegion:
 
     @property
     def received_bytes(self) -> int:
-        """The bytes that have come, those of unfinished chunks and of second requests among them."""
+        """The bytes that have come, including those of unfinished chunks and of hedges (second requests)."""
         return max(int(self._words[Word.RECEIVED_BYTES]), self.fetched_bytes)
 
     @property
@@ -77,24 +80,24 @@ class ChecksummedRegion:
 
     @property
     def times_ns(self) -> tuple[int, int, int]:
-        """When the fetch began, its first chunk was there, and it ended, as ``time.monotonic_ns``; 0: not yet."""
+        """When the fetch began, had its first chunk, and ended, as ``time.monotonic_ns``; 0 for a time to come."""
         return self._words[Word.STARTED_NS], self._words[Word.FIRST_NS], self._words[Word.ENDED_NS]
 
     @property
     def is_filled(self) -> bool:
-        """Whether it is complete, or a prefetcher is at work on it. Costs a system call."""
+        """Whether the region is complete, or a prefetcher is filling it. Costs a system call."""
         state = self.state
         return state == State.DONE or (state == State.INDEXED and is_locked(self._region.fd))
 
     @functools.cached_property
     def offer(self) -> bytes:
-        """The index and the files that peers have, too, in the form in which they are sent."""
+        """The index and the files that are sent to peers with it, in the format of ``framing.pack_index``."""
         names = [name for name in self._region.file_names() if is_shared(name)]
         files = shared_files({name: body for name in names if (body := self._region.file(name, 0.0)) is not None})
         return pack_index(self.index.to_json(), files)
 
     def shard(self, name: str) -> tuple[int, Shard] | None:
-        """Return a shard by its name, with its number."""
+        """Return the number of the shard of this name, and the shard; None if there is none."""
         return self._shards.get(name)
 
     def has(self, chunk: int) -> bool:
@@ -102,17 +105,17 @@ class ChecksummedRegion:
         return bool(self._table[chunk])
 
     def present(self, chunk: int, most: int) -> int:
-        """Return how many chunks are there, one behind the other from ``chunk`` on, of ``most``."""
+        """Return how many chunks from ``chunk`` on are there without a gap, at most ``most``."""
         table = bytes(self._table[chunk : chunk + most])
         missing = table.find(0)
         return len(table) if missing < 0 else missing
 
     def wait_for_more(self, fetched_bytes: int, timeout_s: float) -> None:
-        """Sleep until there is more than these ``fetched_bytes``, or for ``timeout_s``; perhaps less."""
+        """Sleep until the region has more than ``fetched_bytes``, at most for ``timeout_s``. May return early."""
         wait_for_change(self._address + 8 * Word.FETCHED_BYTES, fetched_bytes, timeout_s)
 
     def demand(self, chunk: int) -> None:
-        """Have a chunk fetched before others, because a peer waits for it."""
+        """Ask the prefetcher to fetch a chunk before others, because a peer waits for it."""
         demand(self._region.asking_fd, [chunk])
 
     def checksum(self, chunk: int) -> int:
@@ -120,7 +123,7 @@ class ChecksummedRegion:
         return int(self._sums[chunk])
 
     def sending(self, chunks: range) -> SendingChunks:
-        """Return what ``compiled_chunks`` takes to send neighbouring chunks of one shard."""
+        """Return the argument of ``CompiledChunks.send`` for neighbouring chunks of one shard."""
         places = ChunksAt(
             count=len(chunks),
             bytes=self.chunk_bytes,
@@ -137,7 +140,7 @@ class ChecksummedRegion:
         return int(self._data_offset + self.index.shards[shard].offset + start)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the region and everything that was opened for it. May be called twice."""
         self.file.close()
         for view in (self._words, self._table, self._sums):
             view.release()

@@ -1,4 +1,4 @@
-"""A checkpoint's bytes cut into chunks: the unit of progress, of the region's table and of checksums."""
+"""The chunks of a checkpoint: the units of progress, of the region's table and of checksums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class Place(NamedTuple):
 
 
 def chunk_bytes_for(index: WeightIndex, smallest_bytes: int = _SMALLEST_BYTES, most: int = _MOST) -> int:
-    """1 MiB (a layer of a small model is not much more), more for checkpoints whose table would get long."""
+    """Return the size of a checkpoint's chunks: ``smallest_bytes``, or more if there would be over ``most`` chunks.
+
+    The default is 1 MiB: a layer of a small model is not much larger. The largest size is 8 MiB.
+    """
     size = smallest_bytes
     while size < _LARGEST_BYTES and index.total_bytes > size * most:
         size *= 2
@@ -29,13 +32,13 @@ def chunk_bytes_for(index: WeightIndex, smallest_bytes: int = _SMALLEST_BYTES, m
 
 
 class Chunks:
-    """The chunks of an index, numbered shard by shard; the last one of a shard may be short."""
+    """The chunks of an index, numbered shard by shard. The last chunk of a shard may be shorter than others."""
 
     def __init__(self, index: WeightIndex, chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
         self._index = index
         self._firsts: list[int] = []
-        self._short: dict[int, int] = {}  # the last ones' bytes
+        self._short: dict[int, int] = {}  # the sizes of short chunks
         self.count = 0
         for shard in index.shards:
             self._firsts.append(self.count)
@@ -44,7 +47,7 @@ class Chunks:
                 self._short[self.count - 1] = short
 
     def covering(self, shard: int, start: int, stop: int) -> range:
-        """The chunks that hold bytes [start, stop) of a shard's data section."""
+        """Return the chunks that hold bytes [start, stop) of a shard's data section."""
         if start >= stop:
             return range(0)
         first = self._firsts[shard]
@@ -55,7 +58,7 @@ class Chunks:
         return self.covering(entry.shard, entry.start, entry.stop)
 
     def size(self, chunk: int) -> int:
-        """Its bytes."""
+        """Return the size of a chunk in bytes."""
         return self._short.get(chunk, self.chunk_bytes)
 
     def place(self, chunk: int) -> Place:
@@ -65,7 +68,7 @@ class Chunks:
         return Place(shard, start, start + self.size(chunk))
 
     def order(self) -> list[int]:
-        """All chunks, in the order in which the execution order first needs them."""
+        """Return all chunks that hold tensors, in the order in which the execution order first needs them."""
         seen: dict[int, None] = {}
         for name in self._index.order:
             for chunk in self.of_tensor(name):

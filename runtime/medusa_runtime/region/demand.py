@@ -1,8 +1,11 @@
-"""Requests of readers to the prefetcher, through a region's header: fetch this first, a forward waits for it.
+"""Requests from readers to the prefetcher, through a region's header: which chunks to fetch first.
 
-The header has a ring of words, one for each request. A waiting reader overwrites a word, and repeats that while it
-waits, so a lost request costs milliseconds. A reader maps the region read-only; it writes its word with one aligned
-``pwrite``. Readers that may not write to the region (a node agent's) have a ring in a separate memfd.
+The header has a ring of words, one for each request. A reader that waits overwrites a word, and does so again while it
+waits, so a lost request costs only milliseconds. Readers map the region read-only, so they write their words with an
+aligned ``pwrite``. Readers that may not write to the region (a node agent's) have a ring in a separate memfd.
+
+Word of a demand: the number of chunks (upper 32 bits), and the first chunk plus 1. Word of a hint: the top bit, the
+place in the reader's order, and the chunk plus 1. A pace has a word of its own: when it ends, and the share.
 """
 
 from __future__ import annotations
@@ -23,10 +26,10 @@ if TYPE_CHECKING:
 _FIRST_BITS = 32
 _FIRST_MASK = (1 << _FIRST_BITS) - 1
 _HINT = 1 << 63
-_PROMOTE_WORD = 0  # its index in a ``demand_memory``
-_MOST = RING_WORDS // 2  # what one reader may have in the ring
+_PROMOTE_WORD = 0  # the index of that word in a ``demand_memory``
+_MOST = RING_WORDS // 2  # how many words one reader may write at a time
 _SHARE_BITS = 10
-_WHOLE = 1000  # of the link, in a pace's word; the bits above it are the millisecond in which it ends
+_WHOLE = 1000  # the whole link, in a pace's word; the bits above the share are the millisecond in which it ends
 
 
 def runs(chunks: Iterable[int]) -> list[range]:
@@ -41,8 +44,8 @@ def runs(chunks: Iterable[int]) -> list[range]:
 
 
 def demand_memory() -> int:
-    """Make a memfd with only a ring, for readers that may not write to the region. It cannot be made shorter."""
-    from .seals import seal_size  # only a node agent needs it, and every start imports this module
+    """Make a memfd with only a ring, for readers that may not write to the region. Its size is sealed."""
+    from .seals import seal_size  # here, because only a node agent needs it, and every start imports this module
 
     fd = os.memfd_create("medusa-demand", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, HEADER_BYTES)
@@ -51,24 +54,24 @@ def demand_memory() -> int:
 
 
 def promote(demand_fd: int) -> None:
-    """Report to the prefetcher, through a ``demand_memory``, that a reader waits for the whole region."""
+    """Tell the prefetcher, through a ``demand_memory``, that a reader waits for the whole region."""
     os.pwrite(demand_fd, (1).to_bytes(8, "little"), _PROMOTE_WORD * 8)
 
 
 def demand(fd: int, chunks: Iterable[int]) -> None:
-    """Ask for these chunks. Nothing happens where the region cannot be written to any more."""
+    """Ask for these chunks, because a forward waits for them. Does nothing if the region is sealed against writing."""
     _ask(fd, [(len(run) << _FIRST_BITS) | (run.start + 1) for run in runs(chunks)], 0)
 
 
 def hint(fd: int, chunks: Sequence[int]) -> None:
-    """Name the chunks that a reader will need next, in this order, although no forward waits for them yet."""
+    """Name the chunks that a reader will need next, in this order. No forward waits for them yet."""
     _ask(fd, [_HINT | (place << _FIRST_BITS) | (chunk + 1) for place, chunk in enumerate(chunks)], _MOST)
 
 
 def pace(fd: int, share: float, lease_s: float) -> None:
-    """Have what nobody waits for fetched with this share of the link; 0: not at all. It counts for ``lease_s``.
+    """Limit the fetch of chunks that no reader waits for to a share of the link, from 0 (nothing) to 1 (no limit).
 
-    A reader renews it as long as it wants it, so that one that has ended holds nothing up.
+    The limit ends after ``lease_s`` seconds unless the reader renews it, so a reader that has ended holds nothing up.
     """
     ends_ms = int((time.monotonic() + lease_s) * 1e3)
     word = ends_ms << _SHARE_BITS | round(min(max(share, 0.0), 1.0) * _WHOLE)
@@ -96,9 +99,10 @@ class DemandRings:
         self._paced = True
 
     def listen(self, demand_fd: int, *, paced: bool = True) -> None:
-        """Also heed readers that may not write to the region; ``demand_fd`` is a ``demand_memory``.
+        """Also read the requests in ``demand_fd``, a ``demand_memory`` for readers that may not write to the region.
 
-        ``paced``: they may hold back what nobody waits for; not those of many users, who could do so to one another.
+        ``paced`` says whether their paces count. They should not if several users share the region, since one could
+        hold up the others.
         """
         self._paced = paced
         self._outside = memoryview(mmap.mmap(demand_fd, HEADER_BYTES, prot=mmap.PROT_READ)).cast("Q")
@@ -110,7 +114,7 @@ class DemandRings:
 
     @property
     def share(self) -> float:
-        """The share of the link for what nobody waits for, as readers want it now; 1 without a wish."""
+        """The share of the link for chunks that no reader waits for: the smallest pace of any reader, or 1."""
         now_ms = time.monotonic() * 1e3
         place = PACE_OFFSET // 8
         memories = (self._memory.words, self._outside if self._paced else None)
@@ -119,7 +123,7 @@ class DemandRings:
         return min(shares, default=_WHOLE) / _WHOLE
 
     def demanded(self, count: int) -> list[range]:
-        """Return the runs of chunks that forwards wait for, within the region's ``count``; some may have come since."""
+        """Return runs of chunks that forwards wait for, of the region's ``count`` chunks. Some may be there already."""
         found = []
         for word in chain.from_iterable(self._rings()):
             if word and not word & _HINT:
@@ -128,11 +132,11 @@ class DemandRings:
         return found
 
     def hinted(self, count: int) -> list[int]:
-        """Return the chunks that readers would like next, each reader's in its order."""
+        """Return the chunks that readers have hinted at, of the region's ``count`` chunks, in the readers' order."""
         found = []
         for ring in self._rings():
             hints = sorted(word & ~_HINT for word in ring if word & _HINT)
-            found += [chunk for word in hints if (chunk := (word & _FIRST_MASK) - 1) < count]
+            found += [chunk for word in hints if 0 <= (chunk := (word & _FIRST_MASK) - 1) < count]
         return found
 
     def _rings(self) -> list[list[int]]:

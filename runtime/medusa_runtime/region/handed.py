@@ -1,4 +1,4 @@
-"""A region that another process hands over: its descriptors, and what must hold before its bytes are read."""
+"""Hand a region over to another process: its descriptors, and the checks before its bytes are read there."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .seals import SEAL_SHRINK, seals_of
 
 
 def descriptors_of(region: Region, timeout_s: float | None = None) -> list[int]:
-    """Return new descriptors of a region and of the local files that its shards are, for ``open_handed``.
+    """Return new descriptors of a region, and of its shards that are local files, for ``open_handed``.
 
-    Waits for its index. The files are opened with the rights of this process, not of the one that they are for. Raises
-    what the fetch has failed with, and OSError for a file that cannot be opened.
+    Waits for the region's index. The files are opened with the rights of this process, not of the one that gets them.
+    Raises the error of a fetch that has failed, and OSError for a file that cannot be opened.
     """
     index = region.wait_index(timeout_s)
     found = [os.dup(region.fd)]
@@ -30,10 +30,10 @@ def descriptors_of(region: Region, timeout_s: float | None = None) -> list[int]:
 
 
 def open_handed(descriptors: Sequence[int]) -> Region:
-    """Return the region of these descriptors, which it takes over; if that raises, they are still the caller's.
+    """Return a region that takes over these descriptors. If this function raises, they still belong to the caller.
 
-    A path in its index is never opened: this process may have other rights than the one that wrote it. RequestError for
-    a region whose size can change, and for one without the files of its local shards.
+    Paths in the index are never opened, since this process may have other rights than the one that wrote them. Raises
+    RequestError for a region whose size can change, and for one without the files of its local shards.
     """
     try:
         sealed = bool(seals_of(descriptors[0]) & SEAL_SHRINK)

@@ -1,4 +1,4 @@
-"""Files of a region that come after its index: large artifacts of a state bundle, fetched beside the weights."""
+"""Late files, which a region gets after its index: large artifacts of a state bundle, fetched beside the weights."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from .memory import WriterMemory
 
 
 class LateFiles:
-    """The writer's side of a laid-out region's late files. Their memory is there; one byte in front of each is its
-    state, which readers wait for."""
+    """The writer's side of the late files. The region must be laid out, so their memory is there.
+
+    The byte in front of each file is its state, which readers wait for.
+    """
 
     def __init__(self, memory: WriterMemory) -> None:
         self._memory = memory
@@ -21,7 +23,7 @@ class LateFiles:
         self._places: dict[str, list[int]] = {name: place for name, place in places.items() if len(place) == 3}
 
     def pending(self) -> dict[str, memoryview]:
-        """Return the memory of the files that are neither there nor withheld."""
+        """Return, by name, the memory of the files that are neither published nor withheld yet."""
         data = self._memory.bytes
         return {
             name: data[start : start + length]
@@ -30,7 +32,7 @@ class LateFiles:
         }
 
     def publish(self, name: str) -> None:
-        """Let readers have a file whose bytes are in its memory."""
+        """Let readers have a file, whose bytes must all be in its memory."""
         self._settle(name, Late.PRESENT)
 
     def withhold(self, name: str) -> None:
@@ -38,5 +40,5 @@ class LateFiles:
         self._settle(name, Late.WITHHELD)
 
     def _settle(self, name: str, state: Late) -> None:
-        with self._settling:  # the barrier that puts the bytes in front of the mark on CPUs that reorder stores
+        with self._settling:  # a memory barrier, so that CPUs that reorder stores store the bytes before the state
             self._memory.bytes[self._places[name][2]] = state

@@ -1,7 +1,7 @@
 """The header of a region: its fields and states.
 
-A region starts with one page of header. Its fields are 8-byte words that are stored through a memoryview of words:
-an aligned store is one instruction, so no reader ever sees half of it (struct.pack_into writes byte by byte).
+A region starts with a header of one page. Its fields are 8-byte words, which are stored through a memoryview of words:
+an aligned store is one instruction, so no reader ever sees half of it. (struct.pack_into writes byte by byte.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ ERROR_BYTES = HEADER_BYTES - ERROR_OFFSET
 
 
 class State(IntEnum):
-    """EMPTY → INDEXED (index and files can be read, data arrives) → DONE; FAILED from either."""
+    """The state of a region: EMPTY → INDEXED (index and files can be read, data arrives) → DONE.
+
+    It can become FAILED from EMPTY or INDEXED.
+    """
 
     EMPTY = 0
     INDEXED = 1
@@ -24,7 +27,7 @@ class State(IntEnum):
 
 
 class Late(IntEnum):
-    """The state of a file that comes after the index: not there yet, there, or never to come."""
+    """The state of a late file: PENDING (not there yet), PRESENT, or WITHHELD (will never come)."""
 
     PENDING = 0
     PRESENT = 1
@@ -32,14 +35,14 @@ class Late(IntEnum):
 
 
 class Word(IntEnum):
-    """The header's words. The watermark comes first: contiguous bytes in fetch order (ParaServe §5.1)."""
+    """The header's words, by index. The watermark counts bytes without a gap, in fetch order (ParaServe §5.1)."""
 
     WATERMARK = 0
     STATE = 1
     GENERATION = 2
     TOTAL_BYTES = 3
     FETCHED_BYTES = 4
-    KEPT_BYTES = 5  # what this generation's writer found already there
+    KEPT_BYTES = 5  # the bytes that this generation's writer found already there
     STARTED_NS = 6
     ENDED_NS = 7
     CHUNK_BYTES = 8
@@ -51,18 +54,18 @@ class Word(IntEnum):
     DATA_OFFSET = 14
     REGION_BYTES = 15
     ERROR_BYTES = 16
-    RELEASED_BYTES = 17  # written by a reader that gives memory back as it goes; see release.py
-    CHECKSUMS_OFFSET = 18  # of the chunks' checksums, 8 bytes each, where other machines read the region; else 0
-    INDEX_CHECKSUM = 19  # of the index and the checkpoint's files; see checksummed.py
+    RELEASED_BYTES = 17  # written by a reader that frees memory while it loads; see release.py
+    CHECKSUMS_OFFSET = 18  # where the chunks' checksums are, 8 bytes each; 0 if no other machines read the region
+    INDEX_CHECKSUM = 19  # the checksum of the index and the checkpoint's files; see checksummed.py
     FIRST_NS = 20  # when the first chunk of this generation's writer was published
-    RECEIVED_BYTES = 21  # as FETCHED_BYTES, with those of unfinished chunks: on a slow link these take long
+    RECEIVED_BYTES = 21  # like FETCHED_BYTES, but with unfinished chunks, which take long on a slow link
 
 
 RING_OFFSET, RING_WORDS = 512, 64  # requests of readers; see demand.py
-PACE_OFFSET = RING_OFFSET + 8 * RING_WORDS  # one word: how fast what nobody waits for may come; see demand.py
-TABLE_OFFSET = HEADER_BYTES  # the chunk table, one byte a chunk
+PACE_OFFSET = RING_OFFSET + 8 * RING_WORDS  # one word, the pace of chunks that no reader waits for; see demand.py
+TABLE_OFFSET = HEADER_BYTES  # the chunk table: one byte for each chunk
 
 
 def reopen(fd: int, flags: int) -> int:
-    """Open the same memfd under a new file description, so that its mode and its locks are its own."""
+    """Open the same memfd with a new file description, which has a mode and locks of its own."""
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)

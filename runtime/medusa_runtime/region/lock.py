@@ -1,6 +1,7 @@
-"""Locks on a file that the kernel drops when their holder ends, however it ends.
+"""Locks on a file, which the kernel drops when their holder ends, however it ends.
 
-They are "open file description" locks (fcntl(2)): seen across PID namespaces, and held by a description of its own.
+They are "open file description" locks (fcntl(2)). They work across PID namespaces, and belong to a file description
+instead of a process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _FLOCK = "hhxxxxqqixxxx"
 
 
 def lock(fd: int, *, shared: bool = False) -> bool:
-    """Take the lock of ``fd``'s file, alone or ``shared`` with other sharers; False when another holder prevents it."""
+    """Take the lock on a file, exclusively or ``shared``. Return False if another holder prevents it."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_RDLCK if shared else fcntl.F_WRLCK))
     except (BlockingIOError, PermissionError):
@@ -23,12 +24,12 @@ def lock(fd: int, *, shared: bool = False) -> bool:
 
 
 def unlock(fd: int) -> None:
-    """Give the lock back."""
+    """Release the lock."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK))
 
 
 def is_locked(fd: int) -> bool:
-    """Return whether anybody holds the lock, alone or shared. ``fd`` is a description that does not hold it itself."""
+    """Return whether the lock is held, exclusively or shared, by another file description than that of ``fd``."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK))
     return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
 

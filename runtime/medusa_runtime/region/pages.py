@@ -1,4 +1,7 @@
-"""Asking the kernel for pages ahead of time. Through ctypes, since mmap.madvise keeps the interpreter's lock."""
+"""Ask the kernel to allocate or drop pages of a mapping.
+
+This is done with ctypes because ``mmap.madvise`` holds the interpreter's lock meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import ClassVar
 
 _MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
 _MAP_FIXED = 0x10
-_CODE = b"/memfd:libffi"  # that calls us back
+_CODE = b"/memfd:libffi"  # the code of ctypes' callbacks
 MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 
 
@@ -22,7 +25,7 @@ def _madvise() -> Callable[..., int]:
 
 
 def _advise(address: int, size_bytes: int, advice: int) -> int:
-    """0 or an errno. The interpreter's lock is free meanwhile."""
+    """Call madvise(2) and return 0 or an errno. The interpreter's lock is free meanwhile."""
     begin = address - address % mmap.PAGESIZE
     if _madvise()(begin, size_bytes + address - begin, advice) == 0:
         return 0
@@ -30,22 +33,22 @@ def _advise(address: int, size_bytes: int, advice: int) -> int:
 
 
 def populate_write(address: int, size_bytes: int) -> bool:
-    """Make these pages of a shared mapping exist, writable; False where the kernel cannot (they fault later)."""
+    """Allocate pages of a mapping for writing. Return False if the kernel cannot; then each costs a fault later."""
     return _advise(address, size_bytes, _MADV_POPULATE_WRITE) == 0
 
 
 def prefer_huge(address: int, size_bytes: int) -> None:
-    """Huge pages for a shared mapping, where shmem_enabled says advise; elsewhere this does nothing."""
+    """Ask for huge pages in a shared mapping. This works only where the kernel's shmem_enabled is ``advise``."""
     _advise(address, size_bytes, _MADV_HUGEPAGE)
 
 
 def drop(address: int, size_bytes: int) -> None:
-    """Unmap whole pages; a mapped file keeps its pages."""
+    """Drop whole pages from this process's memory. A mapped file keeps them."""
     _advise(address, size_bytes, _MADV_DONTNEED)
 
 
 class _PyBuffer(ctypes.Structure):
-    """Py_buffer of CPython's stable ABI; only the first field is read."""
+    """``Py_buffer`` of CPython's stable ABI. Only its first field is read."""
 
     _fields_: ClassVar = [
         ("buf", ctypes.c_void_p),
@@ -74,9 +77,10 @@ def address_of(memory: memoryview) -> int:
 
 
 def own_pages() -> None:
-    """Copy the pages that a fork shares with its parent now, and not by a fault at the first write to each.
+    """Copy now the pages that a forked process shares with its parent, instead of by faults at the first writes.
 
-    Mappings of which little exists, as threads' stacks, are left alone. Before Linux 5.14 this does nothing.
+    Mappings of which less than half exists, such as threads' stacks, are left alone. Before Linux 5.14, this does
+    nothing.
     """
     private: list[tuple[int, int]] = []
     with open("/proc/self/smaps", encoding="ascii", errors="replace") as maps:
@@ -92,9 +96,9 @@ def own_pages() -> None:
 
 
 def unmap_memfds(keep: Collection[int]) -> None:
-    """Unmap all memfds, regions above all, but those with these inodes.
+    """Unmap all memfds, which are mostly regions, except those with the inodes in ``keep``.
 
-    Nothing takes their addresses: the objects that think that they own the mappings will unmap them once more.
+    Their addresses stay reserved, because the objects that own the mappings will unmap them once more.
     """
     map_at = ctypes.CDLL(None, use_errno=True).mmap
     map_at.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)

@@ -1,4 +1,4 @@
-"""The layout of a region: header, chunk table, index, small files with their directory, and data."""
+"""The layout of a region: header, chunk table, checksums, index, small files with their directory, and data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ DATA_ALIGN_BYTES = 2 << 20  # a huge page, where the kernel has them for shared 
 
 
 class RegionPlan(NamedTuple):
-    """The layout of a region. ``places``: of each file its offset and length, and of a late one its state's offset."""
+    """The layout of a region, in bytes from its start.
+
+    ``places`` has each file's offset and length and, for a late file, the offset of its state.
+    """
 
     chunks: Chunks
     index_text: bytes
@@ -25,8 +28,8 @@ class RegionPlan(NamedTuple):
     directory_offset: int
     data_offset: int
     size_bytes: int  # of the memfd
-    checksums_offset: int  # 0 without
-    memory_bytes: int  # less than the size: nothing lies between the directory and where the data is aligned to
+    checksums_offset: int  # 0 without checksums
+    memory_bytes: int  # how much memory it will take; less than the size, which includes the gap in front of the data
 
     @classmethod
     def of(
@@ -36,9 +39,10 @@ class RegionPlan(NamedTuple):
         late: Mapping[str, int],
         peer_chunk_bytes: int | None = None,
     ) -> RegionPlan:
-        """Lay a checkpoint out. ``late``: the sizes in bytes of files that come later.
+        """Plan the region of a checkpoint.
 
-        ``peer_chunk_bytes``: with chunks of this size and room for their checksums, for other machines to read.
+        ``late`` has the sizes of late files, in bytes. ``peer_chunk_bytes`` is the chunks' size in a region that other
+        machines read, which has room for checksums.
         """
         chunks = Chunks(index, peer_chunk_bytes or chunk_bytes_for(index))
         text = index.to_json()

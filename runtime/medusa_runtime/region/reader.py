@@ -1,6 +1,7 @@
-"""One checkpoint's bytes in shared memory, with their progress: the reader's side, and what readers and writer share.
+"""A region, that is, one checkpoint's bytes in shared memory, as its readers see it.
 
-Works without /dev/shm and for any user: a region is a memfd that children inherit or that is sent over a socket.
+A region is a memfd, which children inherit, or which is sent over a socket. So it needs no /dev/shm, and works for any
+user.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ if TYPE_CHECKING:
     from .release import Release
     from .writer import RegionWriter
 
-# A supervisor replaces a killed prefetcher within milliseconds; a reader gives it this long before it gives up.
+# How long a reader waits for a new prefetcher. A supervisor replaces a killed one within milliseconds.
 _GRACE_S = 10.0
 _UNMAPPED_BYTES = 64 << 10  # a smaller tensor is not worth a system call
 
 
 class Progress(NamedTuple):
-    """The progress of a fetch. ``state`` is empty, fetching, done or failed; rates are None before they are known."""
+    """The progress of a fetch.
+
+    ``state`` is "empty", "fetching", "done" or "failed". ``mb_per_s`` and ``eta_s``, the seconds that are left, are
+    None before anything has come. ``error`` is the code and message of a failed fetch.
+    """
 
     state: str
     fetched_bytes: int
@@ -44,13 +49,14 @@ class Progress(NamedTuple):
 
 
 class Region:
-    """A reader's view of a region. Each reader maps it read-only; nothing it does can change the weights.
+    """A reader's view of a region. Each reader maps it read-only, so nothing that it does can change the weights.
 
-    ``private``: mapped writable for this reader alone; pages it writes to are copied (for modules of unknown code).
-    ``shared``: it came from the node's agent, which takes regions from anybody, so no code in it is run.
+    With ``private``, the mapping is writable for this reader alone: pages that it writes to are copied. This is for
+    modules of unknown code. ``shared`` means that the region came from the node agent, whose regions may be filled for
+    other users, so that no code in it may be run.
     """
 
-    _chunks: Chunks  # once its index is attached
+    _chunks: Chunks  # set once the index is attached
 
     def __init__(
         self,
@@ -63,7 +69,7 @@ class Region:
     ) -> None:
         """Take over ``fd``, a region's memfd, and ``demand_fd``, the memfd for demands if the region is read-only.
 
-        ``shard_fds``: the open files of local shards, in order; without them, each is opened by its path.
+        ``shard_fds`` are the open files of local shards, in order. Without them, each is opened by its path.
         """
         self.fd = fd
         self._shard_fds = tuple(shard_fds)
@@ -72,7 +78,7 @@ class Region:
         self._flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
         self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if private else 0)
         self._release: Release | None = None
-        self.viewed: set[str] = set()  # tensors that somebody in this process has a view of
+        self.viewed: set[str] = set()  # the tensors of which this process has a view
         self._header: memoryview | None = None
         self._memory: memoryview | None = None
         self._maps: list[mmap.mmap] = []
@@ -84,13 +90,13 @@ class Region:
 
     @classmethod
     def create(cls) -> Region:
-        """Create an empty region. Everything else is the writer's work, later and in another process."""
+        """Create an empty region. A writer fills it later, perhaps in another process."""
         fd = os.memfd_create("medusa-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, HEADER_BYTES)
         return cls(fd)
 
     def writer(self) -> RegionWriter:
-        """Become the writer of this region. StorageError when another process is that already."""
+        """Become the writer of this region. Raises StorageError if another writer is filling it."""
         from .writer import RegionWriter
 
         return RegionWriter(self.fd)
@@ -101,7 +107,7 @@ class Region:
         return self._header.cast("Q")
 
     def _map(self, size_bytes: int) -> memoryview:
-        # Map a read-only description: the mapping cannot be made writable later, and does not prevent F_SEAL_WRITE.
+        # Map a read-only file description: the mapping can then never become writable, and allows F_SEAL_WRITE.
         fd = reopen(self.fd, os.O_RDONLY)
         try:
             flags, protection = self._flags, self._protection
@@ -133,7 +139,10 @@ class Region:
         return True
 
     def wait_index(self, timeout_s: float | None = None) -> WeightIndex:
-        """Wait for the weight index and return it. Raises the prefetcher's error; TimeoutError after ``timeout_s``."""
+        """Wait for the weight index and return it.
+
+        Raises the prefetcher's error, StorageError if it died and none took over, or TimeoutError after ``timeout_s``.
+        """
         waiter = Waiter(timeout_s)
         while True:
             self._raise_failure()
@@ -144,9 +153,9 @@ class Region:
             waiter.pause()
 
     def file(self, name: str, timeout_s: float | None = None) -> bytes | None:
-        """Return a file beside the weights, such as config.json; None when there is none of this name.
+        """Return a file beside the weights, such as config.json; None if there is none of this name.
 
-        Waits for one that comes later than the index (a restored artifact); TimeoutError after ``timeout_s``.
+        Waits for a late file (a restored artifact). Raises like ``wait_index``.
         """
         if name in self._attached:
             return self._attached[name]
@@ -166,29 +175,32 @@ class Region:
         return bytes(self._memory[place[0] : place[0] + place[1]])
 
     def file_names(self) -> tuple[str, ...]:
-        """Return the names of the files in the region, also of those that come later."""
+        """Return the names of the files in the region, including late files."""
         self.wait_index()
         return tuple(self._files)
 
     def code(self, name: str, timeout_s: float | None = None) -> bytes | None:
-        """Return a file that will be executed: only one that was attached here, or that our own prefetcher brought."""
+        """Return a file that will be executed; None if it is not trusted, or missing.
+
+        Trusted files were attached in this process, or fetched by this instance's own prefetcher.
+        """
         if name in self._attached or not self.shared:
             return self.file(name, timeout_s)
         return None
 
     def has_code(self, name: str) -> bool:
-        """Whether ``code`` finds a file of this name, or may find one later; does not wait for it."""
+        """Return, without waiting for the file, whether ``code`` finds it or may find it later."""
         self.wait_index()
         return name in self._attached or (not self.shared and name in self._files)
 
     def attach_file(self, name: str, data: bytes) -> None:
-        """Add a file that this reader alone finds in the region."""
+        """Add a file that only this reader sees in the region."""
         self._attached[name] = data
 
     def shard(self, number: int) -> memoryview:
-        """Return the read-only bytes of a shard's data section; they are valid only after a wait.
+        """Return a view of a shard's data section. Its bytes are valid only after a wait for them.
 
-        ObjectChangedError when a local file is not the one that was indexed.
+        Raises ObjectChangedError if a local file is no longer the one that was indexed.
         """
         index = self.wait_index()
         if number not in self._shards:
@@ -222,13 +234,13 @@ class Region:
     def wait(self, start: int, stop: int, shard: int, timeout_s: float | None = None) -> None:
         """Wait until bytes [start, stop) of a shard's data section are there.
 
-        Raises the prefetcher's error; StorageError when it died and none took over; TimeoutError.
+        Raises the prefetcher's error, StorageError if it died and none took over, or TimeoutError.
         """
         self.wait_index(timeout_s)
         self._wait_chunks(self._chunks.covering(shard, start, stop), timeout_s)
 
     def wait_tensor(self, name: str, timeout_s: float | None = None) -> None:
-        """Wait, like ``wait``, for all bytes of a tensor. WeightsError when released."""
+        """Wait for all bytes of a tensor. Raises like ``wait``, and WeightsError if they were released here."""
         self.wait_index(timeout_s)
         self._check_released(name)
         self._wait_chunks(self._chunks.of_tensor(name), timeout_s)
@@ -243,7 +255,7 @@ class Region:
             waiter.pause()
 
     def has(self, name: str) -> bool:
-        """Return whether a tensor's bytes are all there, without waiting. WeightsError when they were released."""
+        """Return, without waiting, whether all bytes of a tensor are there. WeightsError if they were released here."""
         if not self._attach():
             return False
         self._check_released(name)
@@ -258,13 +270,13 @@ class Region:
 
     @property
     def fetched_bytes(self) -> int:
-        """How many bytes are there, for ``wait_for_more``."""
+        """The number of bytes that are there. Pass it to ``wait_for_more``."""
         return self._words()[Word.FETCHED_BYTES]
 
     def wait_for_more(self, fetched_bytes: int, timeout_s: float) -> None:
-        """Sleep until there is more than these ``fetched_bytes``, or for ``timeout_s``; perhaps less.
+        """Sleep until there are more than ``fetched_bytes``, at most for ``timeout_s``. May return early.
 
-        Raises the prefetcher's error; StorageError when it died and none took over.
+        Raises the prefetcher's error, or StorageError if it died and none took over.
         """
         self._raise_failure()
         self._look_at_writer()
@@ -272,28 +284,28 @@ class Region:
 
     @property
     def asking_fd(self) -> int:
-        """Through which descriptor this reader asks for what should come first; see ``demand``."""
+        """The descriptor through which this reader sends its requests; see ``demand.py``."""
         return self.fd if self.demand_fd < 0 else self.demand_fd
 
     def demand(self, names: Sequence[str]) -> None:
-        """Have these tensors fetched before all others; does not wait."""
+        """Ask for these tensors to be fetched before all others. Does not wait."""
         if names and self._attach():
             missing = [chunk for name in names for chunk in self._chunks.of_tensor(name)]
             demand(self.asking_fd, [chunk for chunk in missing if not self._present(range(chunk, chunk + 1))])
 
     def hint(self, names: Sequence[str]) -> None:
-        """Have these tensors fetched next, in this order, when no forward waits for others; does not wait."""
+        """Ask for these tensors to be fetched next, in this order, if no forward waits for others. Does not wait."""
         if self._attach():
             wanted = dict.fromkeys(chunk for name in names for chunk in self._chunks.of_tensor(name))
             missing = [chunk for chunk in wanted if not self._present(range(chunk, chunk + 1))]
             hint(self.asking_fd, missing)
 
     def pace(self, share: float, lease_s: float) -> None:
-        """Have what nobody waits for fetched with this share of the link, for ``lease_s``; see ``demand.pace``."""
+        """Limit the fetch of what no reader waits for to a share of the link, for ``lease_s``; see ``demand.pace``."""
         pace(self.asking_fd, share, lease_s)
 
     def release(self, name: str) -> None:
-        """Drop the memory of a tensor that nobody will read again, here or in another process."""
+        """Free the memory of a tensor that will not be read again, in this process or another one."""
         if self._release is None:
             from .release import Release
 
@@ -301,10 +313,10 @@ class Region:
         self._release.tensor(name)
 
     def unmap(self, name: str) -> None:
-        """Drop a tensor that has been copied from this process's memory. Reading its bytes again maps them again.
+        """Unmap a tensor that has been copied elsewhere. Reading its bytes again maps them again.
 
-        They stay in the region, or in the page cache. A tensor with a view here (``viewed``) is left alone: in a
-        private mapping, what was written through the view would be lost.
+        The bytes stay in the region, or in the page cache. A tensor with a view in this process (``viewed``) is left
+        alone: in a private mapping, anything written through the view would be lost.
         """
         shard, start, stop, *_ = self.wait_index().tensors[name]
         if name in self.viewed or stop - start < _UNMAPPED_BYTES:
@@ -315,12 +327,12 @@ class Region:
 
     @property
     def released_elsewhere(self) -> bool:
-        """Whether another process has released bytes of the region itself, so that nobody can read them any more."""
+        """Whether another process has released bytes of the region, so that no process can read them any more."""
         held = any(shard.path is None for shard in self.wait_index().shards)
         return held and self._release is None and bool(self._words()[Word.RELEASED_BYTES])
 
     def origin(self, shard: int) -> tuple[int, int]:
-        """Return the offset of a shard's data in its file (the memfd, or a local file), and the file's address here."""
+        """Return where a shard's data starts in its file, the memfd or a local one, and where the file is mapped."""
         view, index = self.shard(shard), self.wait_index()
         base = index.shards[shard].data_start
         if index.shards[shard].path is None:
@@ -329,7 +341,7 @@ class Region:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory the region has taken so far, as ``release`` has seen it, without mapped files."""
+        """The most memory that the region had when ``release`` was called, without mapped files."""
         return self._release.peak_bytes if self._release else os.fstat(self.fd).st_blocks * 512
 
     def _check_released(self, name: str) -> None:
@@ -347,7 +359,7 @@ class Region:
         return from_code(code, message)
 
     def _check_writer(self, waiter: Waiter) -> None:
-        """Raise StorageError when nobody has been filling this region for some time."""
+        """Raise StorageError if no writer has been filling this region for some time."""
         if waiter.slow_look():
             self._look_at_writer()
 
@@ -362,7 +374,7 @@ class Region:
             )
 
     def progress(self) -> Progress:
-        """Return how far the fetch is. Costs microseconds; never waits and never raises."""
+        """Return how far the fetch is. This takes microseconds, and never waits or raises."""
         words = self._words()
         state, fetched, total = words[Word.STATE], words[Word.FETCHED_BYTES], words[Word.TOTAL_BYTES]
         rate = eta = None
@@ -379,14 +391,14 @@ class Region:
         return Progress(("empty", "fetching", "done", "failed")[state], fetched, total, rate, eta, error)
 
     def close(self) -> None:
-        """Let go of the descriptor and of every mapping that nothing points into any more. May be called twice."""
+        """Close the descriptors, and every mapping that is no longer in use. May be called twice."""
         self._header = self._memory = None
         self._shards.clear()
         for memory in self._maps:
             try:
                 memory.close()
             except BufferError:
-                pass  # tensors still point into it; the last of them frees it
+                pass  # tensors still point into it, and the last of them frees it
         self._maps.clear()
         if self.fd >= 0:
             os.close(self.fd)

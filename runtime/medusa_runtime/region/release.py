@@ -1,4 +1,4 @@
-"""Giving memory of a region back, layer by layer, while it is being filled and read (Cicada §3.3)."""
+"""Free a region's memory layer by layer, while it is still being filled and read (Cicada §3.3)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 
 
 class Release:
-    """The parts of a region that its reader has released. Only for a region that nobody else reads.
+    """The parts of a region that its reader has released. This is only for a region with a single reader.
 
-    Pages of the memfd are freed for all processes; of a local file they are unmapped here and left to the page cache.
+    Pages of the memfd are freed for all processes. Pages of a local file are only unmapped in this process, and remain
+    in the page cache.
     """
 
     def __init__(self, fd: int, index: WeightIndex, origin: Callable[[int], tuple[int, int]]) -> None:
-        """``fd``: the region's memfd; ``origin``: ``Region.origin``."""
+        """``fd`` is the region's memfd, and ``origin`` its method ``Region.origin``."""
         self._fd = fd
         self._index = index
         self._origin = origin
@@ -32,7 +33,7 @@ class Release:
         self._bytes = 0
 
     def tensor(self, name: str) -> None:
-        """Release one tensor; a page goes with the last tensor on it."""
+        """Release one tensor. A page is freed with the last tensor on it."""
         shard, start, stop, *_ = self._index.tensors[name]
         self.names.add(name)
         self.peak_bytes = max(self.peak_bytes, os.fstat(self._fd).st_blocks * 512)
@@ -47,17 +48,20 @@ class Release:
         try:
             os.pwrite(self._fd, self._bytes.to_bytes(8, "little"), Word.RELEASED_BYTES * 8)
         except OSError:
-            pass  # sealed: the fetch is over, nobody waits for memory
+            pass  # the region is sealed: the fetch is over, and nothing waits for memory
 
 
 class Intervals:
-    """Byte intervals [start, stop) that are released; disjoint, ascending."""
+    """The released intervals [start, stop) of bytes, disjoint and in ascending order."""
 
     def __init__(self) -> None:
         self._intervals: list[tuple[int, int]] = []
 
     def add(self, start: int, stop: int) -> tuple[int, int]:
-        """Add [start, stop); return the bytes of those pages it touches that are released as a whole now."""
+        """Add [start, stop), and return the pages, as bytes [begin, end), that are now released as a whole.
+
+        Only pages that the new interval touches are returned. ``begin`` >= ``end`` means that there are none.
+        """
         low, high = start - start % PAGE_BYTES, -(-stop // PAGE_BYTES) * PAGE_BYTES
         position = bisect_left(self._intervals, (start, stop))
         if position and self._intervals[position - 1][1] >= start:

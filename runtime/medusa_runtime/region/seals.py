@@ -1,4 +1,4 @@
-"""Seals of a region's memfd (fcntl(2)): what its size and its bytes are protected from."""
+"""Seals (fcntl(2)), which protect the size and the bytes of a region's memfd."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ SEAL_SHRINK, SEAL_GROW, SEAL_WRITE, SEAL_FUTURE_WRITE = 0x2, 0x4, 0x8, 0x10
 
 
 def seal_size(fd: int) -> None:
-    """Keep everybody from changing the memfd's size."""
+    """Forbid all changes of the memfd's size."""
     fcntl.fcntl(fd, F_ADD_SEALS, SEAL_SHRINK | SEAL_GROW)
 
 
 def seal_to_others(fd: int) -> None:
-    """Keep everybody from writing who does not have a writable mapping yet, and from changing the size."""
+    """Forbid writing, except through writable mappings that already exist, and changes of the size."""
     fcntl.fcntl(fd, F_ADD_SEALS, SEAL_FUTURE_WRITE | SEAL_SHRINK | SEAL_GROW)
 
 
 def seal_for_good(fd: int) -> None:
-    """Keep everybody from changing the memfd at all, or from new mappings for writing where one exists."""
+    """Forbid all changes of the memfd. If it is still mapped for writing, forbid at least other ways to write."""
     for seals in (SEAL_WRITE | SEAL_SHRINK | SEAL_GROW, SEAL_FUTURE_WRITE | SEAL_SHRINK | SEAL_GROW):
         try:
             fcntl.fcntl(fd, F_ADD_SEALS, seals)
             return
         except OSError:
-            continue  # somebody maps it for writing, or it is sealed already
+            continue  # a process maps it for writing, or its seals can no longer be changed
 
 
 def seals_of(fd: int) -> int:
-    """Return the seals. OSError for a file that can have none."""
+    """Return the seals, as a bit mask. Raises OSError for a file that cannot have seals."""
     return fcntl.fcntl(fd, F_GET_SEALS)

@@ -1,4 +1,4 @@
-"""Waiting for another process's stores to shared memory."""
+"""Wait for another process to write to shared memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ _LONGEST_S = 1e-3
 
 
 class Waiter:
-    """Sleeps between looks at shared memory: short at first, at most a millisecond. TimeoutError at the deadline."""
+    """Sleeps between looks at shared memory: first for 20 µs, then longer, up to a millisecond.
+
+    ``pause`` raises TimeoutError once ``timeout_s`` has passed; None waits for ever.
+    """
 
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
@@ -23,7 +26,7 @@ class Waiter:
         self._pause_s = min(self._pause_s * 1.3, _LONGEST_S)
 
     def slow_look(self) -> bool:
-        """Return whether it is time for a check that costs a system call: every 50 ms."""
+        """Return, every 50 ms, that it is time for a check that costs a system call."""
         now = time.monotonic()
         if now < self._next_slow_look:
             return False

@@ -1,6 +1,6 @@
-"""Sleeping until a word of shared memory changes, and waking those who sleep (futex(2)).
+"""Sleep until a word of shared memory changes, and wake the processes that sleep on it (futex(2)).
 
-Looks at intervals cost time, or a thread's wake-up each. Here each change costs the writer one system call.
+Polling would either be late or wake a thread often. Here each change costs the writer one system call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _TimeSpec(ctypes.Structure):
 
 @functools.cache
 def _futex() -> Callable[..., int] | None:
-    """Return the system call, during which the interpreter's lock is free; None where its number is not known."""
+    """Return the system call, which frees the interpreter's lock meanwhile; None if its number is not known here."""
     number = _NUMBERS.get(os.uname().machine)
     if number is None:
         return None
@@ -36,9 +36,9 @@ def _futex() -> Callable[..., int] | None:
 
 
 def wait_for_change(address: int, seen: int, timeout_s: float) -> None:
-    """Sleep until somebody wakes the 8-byte word at ``address``, or for ``timeout_s``; perhaps less.
+    """Sleep until ``wake_all`` is called for the 8-byte word at ``address``, at most for ``timeout_s``.
 
-    Returns at once when the word's lower half is no longer that of ``seen``.
+    Returns at once if the word's lower half differs from that of ``seen``. May return early.
     """
     if (futex := _futex()) is not None:
         limit = _TimeSpec(int(timeout_s), int(timeout_s % 1 * 1e9))
@@ -50,6 +50,6 @@ def wait_for_change(address: int, seen: int, timeout_s: float) -> None:
 
 
 def wake_all(address: int) -> None:
-    """Wake all who sleep on the 8-byte word at ``address``, which has changed."""
+    """Wake all processes and threads that sleep on the 8-byte word at ``address``. Call it after a change."""
     if (futex := _futex()) is not None:
         futex(address, _WAKE, _ALL, None, None, 0)

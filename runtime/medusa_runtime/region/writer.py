@@ -1,4 +1,4 @@
-"""The side of a region that fills it. One writer at a time; a killed one can be replaced by another."""
+"""A region's writer, which fills it. There is one at a time, and another can continue when it is killed."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ if TYPE_CHECKING:
 
 
 class RegionWriter:
-    """Lays a region out, hands out its chunks' memory and publishes them. ``publish`` is thread-safe.
+    """Lays a region out, hands out the memory of its chunks, and publishes them. ``publish`` is thread-safe.
 
-    ``demand``: what readers ask for. Once the region is laid out, ``chunks`` and ``late_files``, the files that come
-    after its index.
+    ``demand`` holds the readers' requests. ``chunks`` and ``late_files`` exist once the region is laid out.
     """
 
     chunks: Chunks
     late_files: LateFiles
 
     def __init__(self, fd: int) -> None:
-        """Take the region's lock. StorageError when another writer has it."""
+        """Take the region's lock. Raises StorageError if another writer has it."""
         self._fd = reopen(fd, os.O_RDWR)
         if not lock(self._fd):
             os.close(self._fd)
@@ -45,15 +44,15 @@ class RegionWriter:
         self.demand = DemandRings(self._memory)
         self._publishing = threading.Lock()
         self._order: list[int] = []
-        self._rank = 0  # chunks of the order that are there without a hole; the watermark counts their bytes
+        self._rank = 0  # how many chunks of the order are there without a gap; the watermark counts their bytes
         self._sealed_early = False
         self._compiled: CompiledChunks | None = None
 
     @property
     def direct(self) -> bool:
-        """Whether bytes should be received straight into ``buffer``; else they are cheaper through ``write``.
+        """Whether to receive bytes straight into ``buffer``. Otherwise ``write`` is cheaper.
 
-        Receiving into a page that does not exist yet costs a fault and a page of zeros; a write costs neither.
+        Receiving into a page that does not exist yet costs a fault and a page of zeros. A write costs neither.
         """
         return self._sealed_early or self._memory.reserved_bytes >= self._memory.words[Word.REGION_BYTES] > 0
 
@@ -68,11 +67,11 @@ class RegionWriter:
 
     @property
     def reserved_bytes(self) -> int:
-        """The bytes for which ``reserve`` has made pages."""
+        """The size for which ``reserve`` has allocated pages."""
         return self._memory.reserved_bytes
 
     def reserve(self, size_bytes: int) -> None:
-        """Make memory, before ``lay_out``, for a checkpoint of about this size: for a fetch that is known to come."""
+        """Allocate memory, before ``lay_out``, for a checkpoint of about this size that will be fetched."""
         if not self._memory.words[Word.REGION_BYTES]:
             self._memory.reserve(size_bytes)
 
@@ -83,13 +82,13 @@ class RegionWriter:
         late: Mapping[str, int] | None = None,
         peer_chunk_bytes: int | None = None,
     ) -> WeightIndex:
-        """Make the region's parts and let readers in; returns the index they have.
+        """Lay out the region, let readers in, and return the index that they see.
 
-        ``late``: files that come later, with their sizes in bytes. ``peer_chunk_bytes``: other machines read the
-        region, in chunks of this size; each chunk is published with its checksum.
+        ``late`` has the sizes of late files, in bytes. ``peer_chunk_bytes`` is given if other machines read the region:
+        it is the size of the chunks, and each of them is then published with its checksum.
 
-        A region that an ended writer has laid out for the same versions is continued: what it published stays.
-        ObjectChangedError when the versions differ, for readers may have used the old ones already.
+        If an earlier writer has laid out the region for the same versions, it is continued, and what was published
+        stays. Raises ObjectChangedError if the versions differ, since readers may already have used the old ones.
         """
         if self._memory.words[Word.REGION_BYTES]:
             self.chunks = self._continue(index)
@@ -133,7 +132,7 @@ class RegionWriter:
             from ..storage.framing import checksum_of_index  # only for nodes of a cluster
 
             words[Word.INDEX_CHECKSUM] = checksum_of_index(plan.index_text, files)
-        words[Word.REGION_BYTES] = plan.size_bytes  # last: it says that the layout above is complete
+        words[Word.REGION_BYTES] = plan.size_bytes  # last, because it says that the layout is complete
         self._index = index
         return plan.chunks
 
@@ -161,42 +160,42 @@ class RegionWriter:
         return self._memory.bytes[TABLE_OFFSET + chunk] == 1
 
     def pending(self) -> list[int]:
-        """The chunks that are not there yet, in the order in which they should be fetched."""
+        """Return the chunks that are not there yet, in the order in which they should be fetched."""
         return [chunk for chunk in self._order if not self.present(chunk)]
 
     @property
     def complete(self) -> bool:
-        """Every chunk is there."""
+        """Whether every chunk is there."""
         return self._rank == len(self._order)
 
     def demanded(self) -> list[range]:
-        """The chunks that readers have waited for. Some of them may be there by now."""
+        """Return the chunks that forwards wait for. Some of them may be there by now."""
         return self.demand.demanded(self.chunks.count)
 
     def hinted(self) -> list[int]:
-        """The chunks that readers would like next."""
+        """Return the chunks that readers have hinted at."""
         return self.demand.hinted(self.chunks.count)
 
     @property
     def unreleased_bytes(self) -> int:
-        """How many bytes have come that no reader has released yet; 0 where readers release nothing."""
+        """The number of bytes that have come and are not released yet; 0 if the reader has released nothing."""
         released: int = self._memory.words[Word.RELEASED_BYTES]
         return self._memory.words[Word.FETCHED_BYTES] - released if released else 0
 
     def buffer(self, chunk: int, count: int = 1) -> memoryview:
-        """The memory of ``count`` neighbouring chunks of one shard. Release it before ``finish``."""
+        """Return the memory of ``count`` neighbouring chunks of one shard. Release the view before ``finish``."""
         stop = self.chunks.place(chunk + count - 1).stop
         start = self._offset(chunk)
         return self._memory.bytes[start : start + stop - self.chunks.place(chunk).start]
 
     def prepare(self, chunk: int) -> None:
-        """Make the pages of a chunk that is about to be received straight into its ``buffer``."""
+        """Allocate the pages of a chunk that is about to be received straight into its ``buffer``."""
         self._memory.prepare(self._offset(chunk), self.chunks.size(chunk))
 
     def write(self, chunk: int, offset: int, data: memoryview) -> None:
-        """Copy bytes to ``offset`` bytes behind a chunk's start."""
+        """Copy ``data`` into a chunk, at ``offset`` bytes from its start. It may go on into the next chunks."""
         at = self._offset(chunk) + offset
-        if self._sealed_early:  # only through the mapping that was made before
+        if self._sealed_early:  # only the mapping, which was made before, can still be written to
             self._memory.bytes[at : at + len(data)] = data
             return
         while data:
@@ -209,12 +208,12 @@ class RegionWriter:
         return self._memory.words[Word.DATA_OFFSET] + self._index.shards[shard].offset + start
 
     def publish(self, chunk: int, checksum: int | None = None) -> None:
-        """Let readers have a chunk whose bytes are complete. ``checksum``: its own, in a region with checksums."""
-        with self._publishing:  # also the barrier that puts the bytes in front of the mark on CPUs that reorder stores
+        """Let readers have a chunk whose bytes are complete. In a region with checksums, ``checksum`` is needed."""
+        with self._publishing:  # also a memory barrier: CPUs that reorder stores must store the bytes before the mark
             if self.present(chunk):
                 return
             if checksum is not None and self._compiled is not None:
-                # Its own threads publish at the same time: only it can count the bytes.
+                # Compiled code also publishes in other threads, and only it adds up the bytes atomically.
                 self._compiled.publish(self._chunks_at(range(chunk, chunk + 1)), 0, checksum)
             else:
                 self._mark(chunk, checksum)
@@ -231,18 +230,18 @@ class RegionWriter:
             wake_all(self._memory.address + 8 * Word.FETCHED_BYTES)
 
     def receive(self, count: int) -> None:
-        """Show readers that more bytes have come, of chunks that may be unfinished. Not for two threads at a time."""
+        """Count bytes that have come, also for unfinished chunks. Only one thread at a time may call this."""
         self._memory.words[Word.RECEIVED_BYTES] += count
 
     def count(self) -> None:
-        """Count the chunks that compiled code has published."""
+        """Raise the watermark over chunks that compiled code has published."""
         with self._publishing:
             self._raise_watermark()
 
     def landing(self, key: str, start: int, stop: int) -> Landing | None:
-        """Return where bytes [start, stop) of a shard are in a region with checksums; None without compiled code.
+        """Return where bytes [start, stop) of the file ``key`` are in the region; None if compiled code cannot be used.
 
-        They are whole chunks, which may then be published without this writer; call ``count`` after that.
+        They must be whole chunks. Compiled code publishes them without this writer, so call ``count`` afterwards.
         """
         from ..storage.compiled_chunks import Landing
 
@@ -279,18 +278,19 @@ class RegionWriter:
             words[Word.WATERMARK] = mark
 
     def seal_early(self) -> None:
-        """Seal before the data is complete: nobody but this writer can map the region for writing from here on.
+        """Seal before the data is complete: from now on, only this writer can change the region.
 
-        For regions that are handed to untrusted readers, by a node's agent. No other writer can continue such a region.
+        The node agent does this to regions that it hands to untrusted readers. No other writer can continue such a
+        region.
         """
         self._shorten()
         seal_to_others(self._fd)
         self._sealed_early = True
 
     def finish(self, *, seal: bool = True) -> None:
-        """End as DONE when all chunks are published, and make the region unchangeable for everybody.
+        """Set the state to DONE, now that all chunks are published, and seal the region.
 
-        Without ``seal`` its one reader can give memory back.
+        Without ``seal``, its single reader can still free memory.
         """
         missing = self.pending()
         assert not missing, f"{len(missing)} chunks are missing"
@@ -302,7 +302,7 @@ class RegionWriter:
             self.close()
 
     def seal(self) -> None:
-        """Give up the region and seal it, when it is DONE."""
+        """Close the writer of a region that is DONE, and seal the region."""
         self._shorten()
         fd = os.dup(self._fd)
         try:
@@ -312,13 +312,13 @@ class RegionWriter:
             os.close(fd)
 
     def _shorten(self) -> None:
-        """Give back what was reserved and is more than the checkpoint takes."""
+        """Free reserved memory that the checkpoint does not need."""
         size_bytes = self._memory.words[Word.REGION_BYTES]
         if os.fstat(self._fd).st_size > size_bytes > 0:
             os.ftruncate(self._fd, size_bytes)
 
     def fail(self, error: MedusaError) -> None:
-        """End as FAILED; every reader that waits raises this error."""
+        """Set the state to FAILED. Every reader that waits raises this error."""
         if self._fd < 0 or self.state == State.DONE:
             return
         message = str(error)
@@ -331,10 +331,10 @@ class RegionWriter:
             self._memory.words[Word.STATE] = State.FAILED
 
     def close(self) -> None:
-        """Give up the region. May be called twice."""
+        """Stop being the region's writer. May be called twice."""
         if self._fd < 0:
             return
-        unlock(self._fd)  # a mapping that is still there would keep the lock
+        unlock(self._fd)  # explicitly, because a remaining mapping would keep the lock
         self._memory.close()
         os.close(self._fd)
         self._fd = -1

@@ -1,1 +1,1 @@
-"""What is materialized offline and restored at a start: the state bundle."""
+"""The state bundle, which is materialized offline and restored at a start."""

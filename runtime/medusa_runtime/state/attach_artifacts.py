@@ -1,8 +1,8 @@
-"""The artifacts of a bundle, for an engine whose region was filled for all functions of a node.
+"""Attach a bundle's artifacts to a region that the node agent has filled for all functions.
 
 The agent's prefetcher does not know which settings a function will have, and puts no code into a region that functions
-share. So the engine process that a function takes reads the bundle beside the weights itself, and never one that the
-function names. A function's own engine that reads the agent's region does the same.
+share. So an engine process that a function takes from the agent reads the bundle beside the weights itself, and never
+one that the function names. A function's own engine does the same if it reads the agent's region.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def attach_artifacts(
 ) -> None:
     """Attach to the region the artifacts beside ``model`` that are valid for these settings.
 
-    Never raises for a bundle: what cannot be used is left out, and logged once. ``trust``: from whom code is taken, by
-    default as the settings say.
+    A bad bundle never raises an error: what cannot be used is left out, and logged once. ``trust`` says whose code may
+    be used; by default, the settings do.
     """
     index = region.wait_index()
     files = {name: data for name in SMALL_FILES if (data := region.file(name)) is not None}
@@ -51,7 +51,7 @@ def attach_artifacts(
                     _attach_one(region, bundle, manifest, kind, facts, timeline, check)
         finally:
             store.close()
-    except Exception as error:  # noqa: BLE001  whatever it is, the start goes on without
+    except Exception as error:  # noqa: BLE001  a start goes on without the bundle, whatever the error is
         leave_out("the state bundle", error, timeline, began_ns)
 
 

@@ -1,8 +1,8 @@
 """State keys, which say what an artifact is valid for: facts about the checkpoint, the settings and the machine.
 
-An artifact's key holds only the facts it depends on (``kinds.py``). The checkpoint's place, the user's home, the host
-and the number of processes are not facts, so they invalidate nothing. All facts are found without importing torch or
-touching a GPU: the prefetcher compares keys.
+An artifact's key holds only the facts that it depends on (``kinds.py``). The checkpoint's place, the user's home, the
+host and the number of processes are not facts, so they invalidate nothing. All facts are found without importing torch
+or touching a GPU, because it is the prefetcher that compares keys.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from .kinds import WEIGHT_INDEX, Kind
 
 Key = dict[str, str]
 
-# Fields of a config.json that change nothing that is computed.
+# Fields of a config.json that do not change the result of a computation, or that are facts of their own.
 _IDLE_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-# Vector extensions that generated code is chosen by; the rest of a CPU's flags varies with the hypervisor.
+# The CPU's flags for vector extensions, on which generated code depends. Other flags vary with the hypervisor.
 _ISA_FLAGS = re.compile(
     r"^(ssse3|sse4_\d|avx\w*|amx\w*|fma|f16c|bmi\d|adx|abm|movbe|popcnt|gfni|v?aes|v?pclmulqdq|sha_ni"
     r"|neon|asimd\w*|sve\w*|bf16|i8mm)$"
 )
-_LONG = 60  # characters; of longer facts, messages show only the differences
+_LONG = 60  # characters; for longer facts, messages show only the differences
 _DEVICES = Path("/dev")
 _NVIDIA = Path("/proc/driver/nvidia")
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The checkpoint and the settings that facts are taken from."""
+    """The checkpoint and the settings from which facts are taken."""
 
     index: WeightIndex
     files: Mapping[str, bytes]
@@ -49,7 +49,7 @@ class Subject:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Read config.json; empty when it cannot be read, which the code that needs it reports."""
+        """The content of config.json; empty if it cannot be read, which is an error of the code that needs it."""
         try:
             config = json.loads(self.files.get("config.json", b"{}"))
         except (ValueError, RecursionError):
@@ -58,13 +58,13 @@ class Subject:
 
 
 def layout(subject: Subject) -> str:
-    """Return a digest of where each byte of the weights lies: shards, sizes, tensors; not store, path or version."""
+    """Return a digest of where each byte of the weights is: shards, sizes and tensors; no store, path or version."""
     shards = [(shard.name, shard.size_bytes, shard.data_start) for shard in subject.index.shards]
     return _digest([shards, sorted(subject.index.tensors.items())])
 
 
 def shape(subject: Subject) -> str:
-    """Return a digest of the architecture: config.json, and tensors' names, types and shapes; not the sharding."""
+    """Return a digest of the architecture: config.json, and tensors' names, types and shapes, but not their shards."""
     config = {name: value for name, value in subject.config.items() if name not in _IDLE_FIELDS}
     tensors = sorted((name, entry.dtype, entry.shape) for name, entry in subject.index.tensors.items())
     return _digest([config, tensors])
@@ -77,7 +77,7 @@ def engine(subject: Subject) -> str:
 
 
 def dtype(subject: Subject) -> str:
-    """Return the type to compute in; ``auto`` is resolved, so that naming the checkpoint's own type changes nothing."""
+    """Return the type to compute in. ``auto`` is resolved, so that it equals naming the checkpoint's own type."""
     config = subject.config
     if subject.settings.dtype != "auto":
         return subject.settings.dtype
@@ -90,7 +90,7 @@ def max_model_len(subject: Subject) -> str:
 
 
 def gpu(subject: Subject) -> str:
-    """Return the GPUs' names; ``none`` where the CPU computes."""
+    """Return the GPUs' names; ``none`` if the CPU computes."""
     return "none" if subject.settings.device == "cpu" else _gpu_names()
 
 
@@ -150,7 +150,7 @@ def _gpu_names() -> str:
             continue
         names += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
     if not names and any(_DEVICES.glob("nvidia[0-9]*")):
-        return "of unknown name"  # a sandbox that has no such /proc; CUDA graphs compare the device's own properties
+        return "of unknown name"  # some sandboxes have no such /proc; CUDA graphs compare the device's own properties
     return ", ".join(names) or "none"
 
 
@@ -164,7 +164,7 @@ def _driver() -> str:
 
 
 def driver_version() -> str:
-    """Return the GPU driver's version; ``none`` without a driver, or where it does not report one."""
+    """Return the GPU driver's version; ``none`` without a driver, or if it does not report one."""
     return _driver()
 
 
@@ -184,7 +184,7 @@ FACTS: dict[str, Callable[[Subject], str]] = {
 
 
 class Facts:
-    """The facts of one start, each found when it is first asked for."""
+    """The facts of one start. Each is found when it is first needed."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -220,7 +220,10 @@ def _uses(engine: str, kind: Kind) -> bool:
 
 
 def choose(manifest: Manifest, kind: Kind, candidates: Sequence[Facts]) -> Artifact | None:
-    """Return the artifact that is valid here; None if there is none for these engines. StateError says what differs."""
+    """Return an artifact that is valid here; None if the bundle has none for these engines.
+
+    Raises StateError, which says what differs, if there are only artifacts that are not valid here.
+    """
     reason = None
     for facts in candidates:
         for artifact in manifest.of_kind(kind.name) if _uses(facts.subject.settings.engine, kind) else ():
@@ -241,9 +244,9 @@ def _digest(value: Any) -> str:
 
 
 def _difference(name: str, there: str, here: str) -> str:
-    """Return a message about a fact that differs; of long lists, such as a CPU's extensions, only the differences."""
+    """Return a message about a fact that differs. For long lists, such as a CPU's flags, show only the differences."""
     if max(len(there), len(here)) <= _LONG:
-        if name in _OF_THE_CHECKPOINT:  # digests, which say nothing to a reader
+        if name in _OF_THE_CHECKPOINT:  # these are digests, which mean nothing to a reader
             changed = "the checkpoint has changed; materialize again"
             return f"it was made for {name} {there[:8]}, here it is {here[:8]}: {changed}"
         return f"it was made for {name} {there}, here it is {here}"

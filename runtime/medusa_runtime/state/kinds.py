@@ -8,8 +8,8 @@ from typing import NamedTuple
 class Kind(NamedTuple):
     """One kind of artifact.
 
-    ``facts``: what its key holds (see ``key.FACTS``), so a change of anything else leaves it valid. ``code``: whether
-    what is in it runs. Which engines use and make it, their registration says (``registry.EngineKind``).
+    ``facts`` are the names of the facts in its key (see ``key.FACTS``). If anything else changes, it stays valid.
+    ``code`` says whether it contains code that is run. ``registry.EngineKind`` says which engines make and use it.
     """
 
     name: str
@@ -28,7 +28,7 @@ KINDS = {kind.name: kind for kind in (WEIGHT_INDEX, KV_PLAN, STAGE_TIMES, CUDA_G
 
 
 def register(kind: Kind) -> None:
-    """Register a further kind of artifact, which a package above this one brings."""
+    """Register another kind of artifact, for a package above this one."""
     KINDS[kind.name] = kind
 
 

@@ -1,7 +1,8 @@
-"""The size of the KV cache (MEDUSA §6): recorded once, and checked against the machine as it is at each start.
+"""The KV plan: the size of the KV cache (MEDUSA §6), recorded once, and checked against the machine at each start.
 
-What a forward needs beside weights and cache was measured offline (``engine/forward_memory.py``). Without a record it
-is computed from the number of layers and the shapes of what they compute (ParaServe §7). No forward is run to find out.
+The memory that a forward needs beside weights and cache is measured offline (``engine/forward_memory.py``). Without a
+record, it is computed from the number of layers and the shapes of what they compute (ParaServe §7). No start runs a
+forward to find out.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ logger = logging.getLogger(__name__)
 
 _MARGIN_BYTES = 256 << 20  # for the allocator's slack and the other processes of the instance
 _FORMAT = 1
-_MOST = 1 << 62  # of any number in a plan
-_ALIVE = 3  # of the widest intermediate results, how many a layer holds at the same time (gate, up, their product)
-_HIDDEN_ALIVE = 6  # of those as wide as the hidden state (residual, normed, q, k, v, attention's output)
-_GRAPH_BYTES = 12 << 20  # a graph's share of the pool and its executable form; vLLM logs 0.5 GiB for 67 of an 8B model
-_WORKSPACE_BYTES = 192 << 20  # products' workspaces on the capturing stream, and the images of restored kernels
+_MOST = 1 << 62  # the largest number in a plan
+_ALIVE = 3  # how many of the widest intermediate results a layer holds at the same time (gate, up, their product)
+_HIDDEN_ALIVE = 6  # the same for those as wide as the hidden state (residual, normed, q, k, v, attention's output)
+_GRAPH_BYTES = 12 << 20  # a graph's share of the pool, and its executable; vLLM logs 0.5 GiB for 67 of an 8B model
+_WORKSPACE_BYTES = 192 << 20  # workspaces of products on the capturing stream, and the images of restored kernels
 
 
 @dataclass(frozen=True, slots=True)
 class KvPlan:
-    """Blocks of ``block_tokens`` tokens, ``block_bytes`` each over all layers; none is touched before it is used.
+    """A KV cache of ``blocks`` blocks. A block has ``block_tokens`` tokens, and ``block_bytes`` over all layers.
 
-    ``layout``: axes of the pool and their lengths, the number of blocks as 0. ``activation_bytes``: the most that one
-    forward of ``max_batched_tokens`` takes. ``graph_bytes``: what CUDA graphs take on a GPU (their pool, workspaces,
-    static inputs, executables and kernel images). ``margin_bytes`` stay free besides. ``source``: recorded, computed
-    (there was no record) or recomputed (what was recorded does not fit here now).
+    ``layout`` has the axes of the pool and their lengths, with 0 for the number of blocks. ``activation_bytes`` is the
+    most that one forward of ``max_batched_tokens`` takes. ``graph_bytes`` is what CUDA graphs take on a GPU (their
+    pool, workspaces, static inputs, executables and kernel images). ``margin_bytes`` stay free besides.
+
+    ``source`` is "recorded", "computed" (there was no record) or "recomputed" (the record does not fit here now).
     """
 
     block_tokens: int
@@ -59,12 +61,12 @@ class KvPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """The bytes that have to be free when the weights are there."""
+        """The bytes that must be free once the weights are there."""
         return self.cache_bytes + self.beside_bytes
 
     @property
     def beside_bytes(self) -> int:
-        """The bytes that have to be free beside weights and cache."""
+        """The bytes that must be free beside weights and cache."""
         return self.activation_bytes + self.graph_bytes + self.margin_bytes
 
     def to_bytes(self) -> bytes:
@@ -72,7 +74,7 @@ class KvPlan:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> KvPlan:
-        """Parse a plan. Raises StateError when it is none, or its numbers are impossible."""
+        """Parse a plan. Raises StateError for anything else, and for impossible numbers."""
         try:
             document = json.loads(data)
             found = document.pop("format")
@@ -85,13 +87,13 @@ class KvPlan:
         whole = all(type(number) is int and number < _MOST for number in (*counts, *sizes))
         if found != _FORMAT or not whole or min(counts) <= 0 or min(sizes) < 0 or type(plan.dtype) is not str:
             raise StateError(f"expected a KV plan of format {_FORMAT} with sizes above 0; materialize it again")
-        # What stays free is this version's to say, and not a bundle's.
+        # This version decides how much stays free at least, not a bundle.
         return replace(plan, margin_bytes=max(plan.margin_bytes, _MARGIN_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The sizes of one engine's cache; see KvPlan."""
+    """The sizes of one engine's cache, as in KvPlan. ``max_positions`` is the longest sequence of the model."""
 
     block_tokens: int
     block_bytes: int
@@ -109,11 +111,11 @@ def plan(
     graph_bytes: int = 0,
     recorded: KvPlan | None = None,
 ) -> KvPlan:
-    """What ``max_concurrency`` sequences of full length need, or what there is room for, whichever is less.
+    """Plan a cache for ``max_concurrency`` sequences of full length, or for as many tokens as there is room for.
 
-    ``free_bytes`` can be allocated once the weights are there, ``activation_bytes`` is the computed need of a forward,
-    ``graph_bytes`` that of CUDA graphs. A recorded plan for this geometry is taken when it fits into what is free; if
-    not, what was measured still counts. Raises ConfigError when no sequence of a length that was asked for fits.
+    ``free_bytes`` can be allocated once the weights are there. ``activation_bytes`` is the computed need of a forward,
+    and ``graph_bytes`` that of CUDA graphs. A recorded plan for this geometry is used if it fits into free memory. If
+    not, its measured sizes are still used. Raises ConfigError if not even one sequence of the requested length fits.
     """
     wanted_len = settings.max_model_len or geometry.max_positions
     if wanted_len > geometry.max_positions:
@@ -133,7 +135,7 @@ def plan(
         activation_bytes if recorded is None else recorded.activation_bytes,
         geometry.layout,
         geometry.dtype,
-        # A record may be of fewer graphs than this start has.
+        # The record may have been made with fewer graphs than this start has.
         graph_bytes if recorded is None else max(graph_bytes, recorded.graph_bytes),
     )
     if settings.kv_cache_mb is not None:
@@ -149,7 +151,7 @@ def plan(
             max(free_bytes, 0) >> 20,
         )
     fitting = _within(made, _room(made, free_bytes))
-    if fitting.tokens < _least(fitting, settings):  # a record must not be what a start fails by
+    if fitting.tokens < _least(fitting, settings):  # a start must not fail because of a record
         made = replace(
             made,
             activation_bytes=min(activation_bytes, made.activation_bytes),
@@ -160,7 +162,7 @@ def plan(
 
 
 def recorded_in(region: Region) -> KvPlan | None:
-    """Return the plan that the state bundle holds for this start; one that cannot be read is reported."""
+    """Return the state bundle's plan for this start; None without one, or if it cannot be read, which is logged."""
     data = region.file(file_name(KV_PLAN.name))
     if data is None:
         return None
@@ -185,12 +187,12 @@ def _is_for(recorded: KvPlan, geometry: Geometry) -> bool:
 
 
 def _least(made: KvPlan, settings: Settings) -> int:
-    """Return the fewest tokens that can serve anything: one sequence of the requested length, or a block."""
+    """Return the fewest tokens that a cache may have: one sequence of the requested length, or else a block."""
     return made.max_model_len if settings.max_model_len else min(made.max_model_len, made.block_tokens)
 
 
 def _checked(made: KvPlan, settings: Settings) -> KvPlan:
-    """Set max_model_len to what the cache allows. Raises ConfigError when that is too little."""
+    """Return the plan with a max_model_len that the cache allows. Raises ConfigError if that is too little."""
     least = _least(made, settings)
     if made.tokens < least:
         needed = -(-least // made.block_tokens) * made.block_bytes
@@ -210,10 +212,11 @@ def _checked(made: KvPlan, settings: Settings) -> KvPlan:
 
 
 def activation_bytes(index: WeightIndex, *, hidden: int, vocabulary: int, item_bytes: int, settings: Settings) -> int:
-    """Return what a forward of ``max_batched_tokens`` tokens may take at once, from the shapes of what layers compute.
+    """Estimate how many bytes a forward of ``max_batched_tokens`` tokens takes at once, from the weights' shapes.
 
-    A layer's results are as wide as its weights are high; the logits have a row a sequence, twice (with their sorted
-    copy), in float32. Generous: an engine that runs layer by layer frees most of it earlier.
+    A layer's result is as wide as its weight has rows. The logits are float32, with a row for each sequence, and twice,
+    because sampling sorts a copy. The estimate is generous: an engine that runs layer by layer frees most of it
+    earlier.
     """
     widths: Sequence[int] = [
         entry.shape[0] for entry in index.tensors.values() if len(entry.shape) == 2 and entry.shape[0] != vocabulary
@@ -224,10 +227,10 @@ def activation_bytes(index: WeightIndex, *, hidden: int, vocabulary: int, item_b
 
 
 def graph_bytes(graphs: int, *, rows: int, blocks: int, vocabulary: int, item_bytes: int) -> int:
-    """What CUDA graphs take, estimated: on a GPU that no bundle was materialized on.
+    """Estimate how many bytes CUDA graphs take on a GPU for which no bundle was materialized.
 
-    ``rows``: of the largest graph; ``blocks``: the most that a sequence can have. The static inputs and outputs are
-    exact: four numbers and a block table for each row, and a row of logits.
+    ``rows`` is the number of rows of the largest graph, and ``blocks`` the most that a sequence can have. The static
+    inputs and outputs are exact: four numbers and a block table for each row, and a row of logits.
     """
     if not graphs:
         return 0

@@ -1,4 +1,4 @@
-"""How a start reports what it does not use of a bundle: one line in the log, and in the timeline."""
+"""Report a part of a bundle that a start does not use: in one line of the log, and in the timeline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHARACTERS = 300
 
 
 def leave_out(what: str, reason: object, timeline: Timeline, began_ns: int) -> None:
-    """Report one thing. Texts may quote the bundle, which anybody may have written: control characters are escaped."""
+    """Report that ``what`` is not used, and why. The texts may quote the bundle, so control characters are replaced."""
     what, text = _printable(what), _printable(str(reason))
     logger.warning("%s is not used: %s", what, text)
     timeline.record("restore", began_ns, time.monotonic_ns(), artifact=what, left_out=text[:_CHARACTERS])

@@ -1,4 +1,4 @@
-"""Make a state bundle offline (MEDUSA §3). Artifacts are made one by one; one that cannot be made is left out."""
+"""Make a state bundle offline (MEDUSA §3). Artifacts are made one by one, and one that cannot be made is left out."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Made(NamedTuple):
-    """The outcome for one kind: its size and the seconds it took, or why there is none."""
+    """The outcome for one kind of artifact: its size and the seconds it took, or why there is none (``left_out``)."""
 
     kind: str
     size_bytes: int = 0
@@ -45,12 +45,13 @@ class Made(NamedTuple):
 
 
 class Materialization:
-    """A bundle in the making, in ``out`` or, without it, beside a checkpoint that is a folder.
+    """A bundle in the making, in the folder ``out`` or, without it, beside a local checkpoint.
 
-    Call ``prepare``, ``add`` for anything else, and then ``commit``; until then the old bundle stays as it is.
+    Call ``prepare``, then ``add`` for anything else, then ``commit``. Until then, the old bundle stays as it is.
+
     ``told`` is called with the outcome for each artifact. ``ordered`` returns the order in which a region's tensors are
-    used, where no engine runs the model. ``signer`` signs the bundle. Raises ConfigError for a place that cannot be
-    written, and the checkpoint's own errors.
+    used, if no engine runs the model. ``signer`` signs the bundle. Raises ConfigError for a folder that cannot be
+    written to, and the checkpoint's own errors.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Materialization:
         self._region = Region.create()
         self._made: list[Artifact] = []
         self._facts: Facts | None = None
-        self.continues_text = True  # false for an encoder, and for a model that cannot be run; known after prepare
+        self.continues_text = True  # known after ``prepare``: False for an encoder, or a model that cannot be run
 
     def __enter__(self) -> Self:
         try:
@@ -89,9 +90,9 @@ class Materialization:
         self._writer.__exit__(kind, value, trace)
 
     def prepare(self) -> None:
-        """Read the checkpoint, run it once where its engine can, and make everything that needs no start.
+        """Read the checkpoint, run it once if its engine can, and make all artifacts that need no start.
 
-        Raises what a start would raise if no engine runs this model with these settings.
+        If no engine runs this model with these settings, raise the error that a start would raise.
         """
         settings = self._settings if self._settings.engine != "none" else replace(self._settings, engine="torch")
         prefetch(self._region, self._model, settings=settings, timeline=Timeline.create("materialize"))
@@ -104,7 +105,7 @@ class Materialization:
         order, plan = self._ordered(self._region) if self._ordered else None, None
         engine = None if self._settings.engine == NO_ENGINE else engine_kind(self._settings.engine)
         try:
-            # ``profile(region, settings) -> Profile``, if it can run offline. Engines stand above this package.
+            # The engine's ``profile``, if it can run offline. It is imported by name: engines are above this package.
             if engine is not None and engine.profile:
                 order, plan = imported(engine.profile)(self._region, self._settings)
                 self.continues_text = plan is not None
@@ -144,16 +145,17 @@ class Materialization:
                     self.add(KINDS[other.name], other.read_bytes(), began)
 
     def add(self, kind: Kind, data: bytes | Path, began: float) -> None:
-        """Add an artifact, on which work began at this ``time.monotonic``."""
+        """Add an artifact. Work on it began at ``began``, a time of ``time.monotonic``."""
         assert self._facts is not None
         artifact = self._writer.add(kind.name, self._facts.key(kind.facts), data)
         self._made.append(artifact)
         self._told(Made(kind.name, artifact.size, time.monotonic() - began))
 
     def commit(self) -> Manifest:
-        """Write the bundle with what was added.
+        """Write the bundle with the artifacts that were added, and return its manifest.
 
-        Its earlier artifacts are kept if they are for the same checkpoint and other facts (engine, GPU or length).
+        Earlier artifacts of the bundle are kept if they are for the same checkpoint, and for another engine, GPU or
+        length.
         """
         assert self._facts is not None
         names = tuple(name for name in SMALL_FILES if name in self._facts.subject.files)
@@ -168,7 +170,7 @@ class Materialization:
         return manifest
 
     def _vouched(self, existing: Manifest, kept: list[Artifact]) -> list[Artifact]:
-        """Return the artifacts that our signature may cover: not code that others put into the folder."""
+        """Return the artifacts that our signature may cover: no code that another user may have put into the folder."""
         assert self._signer is not None
         if Trust(keys=(self._signer.public,)).signature_objection(existing) is None:
             return kept
@@ -188,7 +190,7 @@ class Materialization:
 
 
 def beside(model: str) -> Path:
-    """Return the folder of a checkpoint's bundle. ConfigError when the checkpoint is not on this machine."""
+    """Return the folder of a checkpoint's bundle. Raises ConfigError if the checkpoint is not on this machine."""
     if scheme_of(model) not in ("", "file"):
         raise ConfigError(
             f"--model={redacted(model)!r} is not on this machine: expected --out DIR for the bundle. Upload that "

@@ -1,4 +1,4 @@
-"""Run offline work in a process of its own, so that an engine that is started once leaves nothing behind."""
+"""Run offline work in a process of its own, so that an engine that was started for it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _TIMEOUT_S = 3600.0
 def run_module(
     name: str, arguments: Sequence[str], settings: Settings, failure: str, env: Mapping[str, str] | None = None
 ) -> None:
-    """Run a module as a program, with the settings as JSON on its standard input, and ``env`` besides ours.
+    """Run a module as a program, with the settings as JSON on its standard input, and ``env`` added to the environment.
 
-    Raises StateError, ``failure`` with the last line that it wrote, when it fails or takes an hour.
+    If it fails or takes more than an hour, raise StateError with the text ``failure`` and the last line that it wrote.
     """
     try:
         subprocess.run(

@@ -1,8 +1,8 @@
-"""Restore a state bundle online: which of its artifacts a start uses. Runs in the prefetcher, without torch.
+"""Restore a state bundle at a start: choose its valid artifacts, and fetch them. Runs in the prefetcher, without torch.
 
-The manifest is asked for together with the weights' headers, small artifacts stand in it, and large ones are fetched
-beside the weights. An artifact that does not fit here, is damaged or does not come in time is left out, without the
-others, and logged once: a bundle never makes a start fail.
+The manifest is requested together with the weights' headers. Small artifacts are in it, and large ones are fetched
+beside the weights. An artifact that is not valid here, is damaged or does not come in time is left out, alone, and
+logged once. A bundle never makes a start fail.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .bundle.locate import BLOBS, FOLDER, MANIFEST, read_manifest
 from .kinds import KINDS, WEIGHT_INDEX, file_name
 from .left_out import leave_out
 
-# Where there is a bundle, what reads it is imported: 10 ms, of which hashlib takes half.
+# The modules that read a bundle are imported only if there is one: they take 10 ms, half of it for hashlib.
 if TYPE_CHECKING:
     from ..checkpoint.index import WeightIndex
     from ..checkpoint.reader import Checkpoint, KnownArchive
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from .bundle.reader import Bundle
     from .key import Facts
 
-_PATIENCE_S = 2.0  # for the manifest; a store that is slower with it than with the headers is not worth waiting for
+_PATIENCE_S = 2.0  # how long to wait for the manifest once the headers are there
 
 
 class Restoration:
-    """One start's use of a bundle: that of ``settings.state`` (``none``: no bundle), else the one beside the weights.
+    """One start's use of a bundle: the one of ``settings.state`` ("none" for no bundle), or the one beside the weights.
 
-    ``engines``: the possible ones, where the engine is not known yet (a node's agent). Each checks later that dtype and
-    length are its own. No code is restored for them, for they may run as the agent's user (see
-    ``attach_artifacts``). ``for_peers``: the manifest and the blobs that were read go into the region, from which other
-    nodes take them.
+    ``engines`` are the possible engines if the engine is not known yet, in the node agent. Each of them checks later
+    that dtype and length are its own. No code is restored for them, because they may run as the agent's user (see
+    ``attach_artifacts``). With ``for_peers``, the manifest and the blobs that were read are put into the region, from
+    which other nodes read them.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Restoration:
         self._for_peers = for_peers
         self._engines = engines or (settings.engine,)
         self._timeline = timeline
-        self._store: Store | None = None  # the bundle's own, where it is not the checkpoint's
+        self._store: Store | None = None  # the bundle's own store, if it is not the checkpoint's
         self._bundle: Bundle | None = None
         self._manifest: Manifest | None = None
         self._text = b""  # the manifest's
@@ -69,7 +69,7 @@ class Restoration:
         if self._settings.state == "none":
             return
         self._remote = store.local_path("config.json") is None
-        # A thread of its own, that nobody has to wait for: the store may be slow with what it does not have.
+        # In a thread that a start need not wait for: the store may be slow to say that there is no bundle.
         self._reading = threading.Thread(target=self._read, args=(store,), name="state", daemon=True)
         self._reading.start()
 
@@ -84,14 +84,14 @@ class Restoration:
                     place = redacted(self._settings.state)
                     self._error = StateError(f"expected a manifest.json in {place}, found none; materialize it")
                 return
-            from . import key, trust, weight_index  # noqa: F401  restore needs them soon, and headers are on their way still
+            from . import key, trust, weight_index  # noqa: F401  restore needs them soon, and headers are still coming
             from .bundle.manifest import Manifest
             from .bundle.reader import Bundle
 
             self._bundle = Bundle(self._store or store, prefix)
             self._text, self._manifest = text, Manifest.parse(text)
             key.find_machine()
-        except Exception as error:  # noqa: BLE001  whatever it is, the start goes on without
+        except Exception as error:  # noqa: BLE001  the start goes on without the bundle, whatever the error is
             self._error = error
 
     def _wait(self) -> Manifest | None:
@@ -116,12 +116,12 @@ class Restoration:
         return self._remote if self._settings.state is None else scheme_of(self._settings.state) not in ("", "file")
 
     def files(self) -> Collection[str] | None:
-        """Return the files that the manifest lists (see ``Known``); None if they are local and cost nothing to find."""
+        """Return the files that the manifest lists (see ``Known``); None for a local checkpoint, which needs none."""
         manifest = self._wait()
         return manifest.files if manifest and self._remote else None
 
     def archive(self, name: str) -> KnownArchive | None:
-        """Return a recorded index (see ``Known``). The reader verifies it, so it may come from any artifact."""
+        """Return a recorded index (see ``Known``). It may come from any artifact, because the reader verifies it."""
         manifest = self._wait()
         for artifact in manifest.of_kind(WEIGHT_INDEX.name) if manifest and self._bundle else ():
             from .weight_index import RecordedIndex
@@ -130,7 +130,7 @@ class Restoration:
             try:
                 known = RecordedIndex.from_bytes(self._bundle.read(artifact)).archive(name)
             except Exception:  # noqa: BLE001
-                continue  # ``restore`` reports it
+                continue  # ``restore`` reports the error
             if known is not None:
                 return known
         return None
@@ -145,7 +145,7 @@ class Restoration:
         )
 
     def restore(self, checkpoint: Checkpoint) -> Restored:
-        """Return what the bundle adds to a fetch of this checkpoint: an order, checksums and further files."""
+        """Return what the bundle adds to a fetch of this checkpoint: an order, checksums and more files."""
         manifest = self._wait()
         index, checksums = checkpoint.index, None
         if manifest is None:
@@ -186,12 +186,12 @@ class Restoration:
                     self._late[file_name(kind.name)] = artifact
                     continue
                 self._used(kind.name, artifact, began_ns)
-            except Exception as error:  # noqa: BLE001  anybody may have written it, and the start goes on without
+            except Exception as error:  # noqa: BLE001  a bundle is not trusted, and the start goes on without this one
                 leave_out(kind.name, error, self._timeline, began_ns)
         return Restored(index, checksums, files, {name: artifact.size for name, artifact in self._late.items()})
 
     def start(self, writer: RegionWriter) -> None:
-        """Begin to fetch the large artifacts into the laid-out region, beside the weights."""
+        """Start to fetch the large artifacts into the laid-out region, beside the weights."""
         if writer.late_files.pending():
             self._fetching = threading.Thread(
                 target=self._fetch, args=(writer.late_files,), name="state-blobs", daemon=True
@@ -216,7 +216,7 @@ class Restoration:
                 leave_out(kind, error, self._timeline, began_ns)
 
     def finish(self) -> None:
-        """Wait until everything has come or is known not to come."""
+        """Wait until each late file is there, or will certainly not come."""
         if self._fetching is not None:
             self._fetching.join()
 

@@ -1,4 +1,4 @@
-"""Measured times of a start's stages on this machine, and what a start elsewhere is expected to take."""
+"""The measured times of a start's stages on this machine, and a prediction of how long other starts take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One member of a pipeline group: bytes a second from its store (b) and into its device (p)."""
+    """One member of a pipeline group: its bytes a second from the store (b), and into its device (p)."""
 
     fetch_bytes_per_s: float
     load_bytes_per_s: float = float("inf")
@@ -25,13 +25,19 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Medians of some starts, in seconds. The names behind them are ParaServe's (§4.1.2, §5.3).
+    """The medians of several starts, in seconds. The symbols in parentheses are ParaServe's (§4.1.2, §5.3).
 
-    ``container_s`` t_cc: from exec to the fork of the engine's process. ``device_s`` t_cu: the device's context.
-    ``import_s`` t_l. ``prefill_s`` t_p: of the prompt that was measured, without waiting for weights.
-    ``decode_s`` t_d. ``weights_bytes`` M. ``load_bytes_per_s`` p: how fast tensors were applied when their bytes were
-    there. ``ttft_s``: from exec to the first token. ``stages``: every ``process/stage``.
-    ``fetch_begins_s``: from exec to the first request for weights.
+    container_s: from exec to the fork of the engine's process (t_cc).
+    device_s: creating the device's context (t_cu).
+    import_s: the imports (t_l).
+    prefill_s: the prefill of the measured prompt, without waiting for weights (t_p).
+    decode_s: one decode step (t_d).
+    weights_bytes: the size of the weights (M).
+    load_bytes_per_s: how fast tensors were applied once their bytes were there (p).
+    ttft_s: from exec to the first token.
+    starts: the number of starts.
+    stages: the length of every ``process/stage``.
+    fetch_begins_s: from exec to the first request for weights.
     """
 
     container_s: float
@@ -49,11 +55,11 @@ class StageTimes:
     def predicted_ttft_s(
         self, workers: Sequence[Worker], *, full_memory: int = 0, waiting_s: float = 0.0, hop_s: float = 0.0
     ) -> float:
-        """ParaServe's Eq. 5: the TTFT of a pipeline group of these workers, ``full_memory`` of which hold all of it.
+        """Predict the TTFT of a pipeline group of these workers by ParaServe's Eq. 5.
 
-        The paper's fetch begins with the container; here it begins a moment later, when the index has come.
-
-        ``hop_s`` is the network's latency between two of them (t_n). One worker of its own is a group of one.
+        ``full_memory`` of the workers have memory for the whole model, and ``hop_s`` is the network's latency between
+        two of them (t_n). A single worker is a group of one. In the paper, the fetch begins with the container; here it
+        begins a moment later, when the index has come.
         """
         size, part = len(workers), self.weights_bytes / len(workers)
         slowest = max(
@@ -67,12 +73,12 @@ class StageTimes:
         return waiting_s + slowest + computing + hop_s * size
 
     def predicted_tpot_s(self, size: int, *, full_memory: int = 0, hop_s: float = 0.0) -> float:
-        """Apply ParaServe's Eq. 2."""
+        """Predict the TPOT of a pipeline group by ParaServe's Eq. 2. The arguments are as in ``predicted_ttft_s``."""
         return self.decode_s * (size - full_memory + full_memory / size) + hop_s * size
 
     def to_bytes(self) -> bytes:
         document = {"format": _FORMAT, **asdict(self)}
-        if math.isinf(self.load_bytes_per_s):  # nothing is copied; JSON has no such number
+        if math.isinf(self.load_bytes_per_s):  # nothing is copied; JSON has no infinity
             document["load_bytes_per_s"] = None
         return json.dumps(document).encode()
 
@@ -103,12 +109,15 @@ class StageTimes:
 
 
 def _is_measure(number: object) -> bool:
-    """Return whether this can be a measured number; ``inf`` is the rate of what is not copied."""
+    """Return whether this can be a measured number. ``inf`` is the rate for weights that are not copied."""
     return (type(number) in (int, float) and 0 <= number < 1e18) or number == math.inf  # type: ignore[operator]
 
 
 def summarize(starts: Sequence[Sequence[Stage]], decode_s: Sequence[float]) -> StageTimes:
-    """Compute the medians of some starts' timelines, each with a first token, and the seconds between later ones."""
+    """Compute the medians of several starts.
+
+    ``starts`` are their timelines, each with a first token, and ``decode_s`` the seconds between later tokens.
+    """
     per_start = [_lengths(stages) for stages in starts]
     names = dict.fromkeys(name for lengths in per_start for name in lengths)
     stages = {name: median([lengths.get(name, 0.0) for lengths in per_start]) for name in names}
@@ -149,7 +158,7 @@ def _seconds(stages: Sequence[Stage], name: str) -> float:
 
 
 def _moment(stages: Sequence[Stage], name: str, process: str | None = None) -> float:
-    """Return when a stage began. Raises StateError when it did not."""
+    """Return when a stage began, in seconds. Raises StateError if it did not."""
     for stage in stages:
         if stage.name == name and process in (None, stage.process):
             return stage.start_ns / _NS

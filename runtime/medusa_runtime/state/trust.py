@@ -1,8 +1,8 @@
-"""From whom a start takes code: a bundle's compile cache and CUDA graphs are machine code that the engine runs.
+"""Trust: whose code a start may run. A bundle's compile cache and CUDA graphs are machine code that the engine runs.
 
 Everything else in a bundle is data, which any bundle may bring and which is checked as data. Code is run only from a
-place below a prefix that the operator named (``--trust-state``), from a manifest signed with a key that the operator
-named (``--trust-key``), or from a local folder whose manifest only this process's own user can write.
+place below a prefix that the operator has named (``--trust-state``), from a manifest that is signed with a key that the
+operator has named (``--trust-key``), or from a local folder whose manifest only this process's own user can write.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from .bundle.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Whom a start trusts. ``prefixes``: folders and URLs. ``keys``: public ones, ``ed25519:<base64>``.
+    """The sources of code that a start trusts.
 
-    ``own_files``: whether the user that this process runs as is trusted to have written code for it. Not in the node's
-    agent: there others say which folder is read, and root of any container has the agent's user id.
+    ``prefixes`` are folders and URLs, and ``keys`` public keys (``ed25519:<base64>``). ``own_files`` says whether files
+    of this process's own user are trusted. In the node agent they are not: there, callers choose which folder is read,
+    and the root user of any container has the agent's user id.
     """
 
     prefixes: tuple[str, ...] = ()
@@ -35,18 +36,18 @@ class Trust:
 
     @classmethod
     def of(cls, settings: Settings) -> Trust:
-        """Read a function's settings, ``--trust-state`` and ``--trust-key``."""
+        """Return the trust of a function, from its settings ``--trust-state`` and ``--trust-key``."""
         return cls.named(settings.trust_state, settings.trust_key, own_files=True)
 
     @classmethod
     def named(cls, prefixes: str | None, keys: str | None, *, own_files: bool = False) -> Trust:
-        """Parse the texts of the two settings."""
+        """Parse the texts of the two settings. They must have been checked."""
         return cls(tuple(prefixes.split(",") if prefixes else ()), tuple(keys.split(",") if keys else ()), own_files)
 
     def objection(self, store: Store, prefix: str, text: bytes, manifest: Manifest) -> str | None:
-        """Return why no code is run from the bundle at ``prefix`` of ``store``; None when it is run.
+        """Return why code from the bundle at ``prefix`` of ``store`` may not be run; None if it may.
 
-        Exchanging a blob does not help an attacker: the manifest holds its sha256.
+        To trust the manifest is enough: an attacker cannot exchange a blob, since the manifest holds its SHA-256.
         """
         place = place_of(store.url, prefix)
         if place is not None and any(is_below(place, place_of(named) or "") for named in self.prefixes):
@@ -66,7 +67,7 @@ class Trust:
         )
 
     def signature_objection(self, manifest: Manifest) -> str | None:
-        """Return why none of these keys made the signature; None when one did."""
+        """Return why the manifest is not validly signed with one of ``keys``; None if it is."""
         signature = manifest.signature
         if signature is None:
             return "it is not signed"
@@ -82,10 +83,10 @@ class Trust:
 
 
 def _owner_objection(path: Path, text: bytes) -> str | None:
-    """Return why a local manifest is not this user's own.
+    """Return why a local manifest is not this user's own; None if it is.
 
-    What was read must be what is in the file whose owner is looked at: somebody who may write to the folder could have
-    exchanged it in between.
+    The file whose owner is checked must still contain ``text``, which was read before: another user that may write to
+    the folder could have replaced the file in between.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -105,9 +106,10 @@ def _owner_objection(path: Path, text: bytes) -> str | None:
 
 
 def place_of(url: str, prefix: str = "") -> str | None:
-    """Return the place of ``prefix`` below a URL for comparing: a local path without links, or a URL without its query.
+    """Return the place of ``prefix`` below a URL, to compare places.
 
-    A web server's user is left out: it is no part of a place. None for a URL that may lead elsewhere than it says.
+    It is a local path without links, or a URL without its query and a web server's user. Returns None for a URL that
+    may lead to another place.
     """
     scheme = scheme_of(url)
     if scheme in ("", "file"):

@@ -1,7 +1,7 @@
-"""The weight index of a state bundle: tensors in the order a forward used them, and a checksum for each chunk.
+"""The weight index in a state bundle: tensors in the order in which a forward used them, and each chunk's checksum.
 
-A zlib-compressed JSON object: ``{"index": …, "chunk_bytes": n, "checksums": {algorithm: base64 of little-endian
-64-bit words, one a chunk}}``. Several algorithms are recorded, and a reader takes the fastest that it has.
+It is a zlib-compressed JSON object: ``{"index": …, "chunk_bytes": n, "checksums": {algorithm: base64 of little-endian
+64-bit words, one for each chunk}}``. Several algorithms are recorded, and a reader uses the fastest that it has.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 from ..checkpoint.archive import directory_start
 from ..checkpoint.checksums import ALGORITHMS, Checksums, checksum_function
-from ..checkpoint.header import DTYPE_BITS
 from ..checkpoint.index import Shard, WeightIndex
 from ..checkpoint.reader import ARCHIVE_SUFFIXES, KnownArchive
 from ..errors import CorruptError, StateError
 from ..region.chunks import Chunks, chunk_bytes_for
 from ..region.reader import Region
 
-_MOST_BYTES = 64 << 20  # of the JSON: half a million tensors
+_MOST_BYTES = 64 << 20  # the largest JSON, which is enough for half a million tensors
 _MOST_DIRECTORY_BYTES = 64 << 20
-_MOST_DIMENSIONS = 64  # PyTorch's
 _MOST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedIndex:
-    """``versions``: what the store called each shard when the checksums were computed. ``directories``: of each PyTorch
-    file where its directory begins, and that directory's sha256."""
+    """A recorded index with checksums.
+
+    ``checksums`` has a value for each chunk, by algorithm. ``directories`` has, for each PyTorch file, the byte at
+    which its directory begins and the SHA-256 of that directory.
+    """
 
     index: WeightIndex
     chunk_bytes: int
@@ -43,7 +43,7 @@ class RecordedIndex:
     directories: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def archive(self, name: str) -> KnownArchive | None:
-        """Return what an index of a PyTorch file would find."""
+        """Return the recorded index of a PyTorch file; None if there is none."""
         if name not in self.directories:
             return None
         number, shard = next((n, shard) for n, shard in enumerate(self.index.shards) if shard.name == name)
@@ -56,7 +56,7 @@ class RecordedIndex:
         return [shard.version for shard in self.index.shards]
 
     def verifier(self, index: WeightIndex) -> Checksums | None:
-        """Return what verifies a fetch of ``index``, which has the same layout; None when nothing was recorded."""
+        """Return the checksums for a fetch of ``index``, which has the same layout; None if none can be used here."""
         algorithm = next(
             (name for name in ALGORITHMS if name in self.checksums and checksum_function(name) is not None), None
         )
@@ -77,7 +77,7 @@ class RecordedIndex:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RecordedIndex:
-        """Parse an index. Raises StateError for any other content, and for tensors that cannot lie where it says."""
+        """Parse an index. Raises StateError for any other content, and for tensors that cannot be where it says."""
         try:
             document = json.loads(_decompressed(data))
             checksums = {}
@@ -85,8 +85,7 @@ class RecordedIndex:
                 checksums[name] = array("Q", base64.b64decode(text))
                 if sys.byteorder == "big":
                     checksums[name].byteswap()
-            index = WeightIndex.from_json(json.dumps(document["index"]))
-            _check(index)
+            index = _index(document["index"])
             sizes = {shard.name: shard.size_bytes for shard in index.shards}
             found = document.get("directories", {}).items()
             directories = {name: _place(place, sizes[name]) for name, place in found if name in sizes}
@@ -104,7 +103,7 @@ def _decompressed(data: bytes) -> bytes:
 
 
 def _place(place: Any, size_bytes: int) -> tuple[int, str]:
-    """The place of a file's directory, and its digest."""
+    """Check the start of a file's directory and its digest, and return them. Raises ValueError or TypeError."""
     start, digest = place
     if not size_bytes - _MOST_DIRECTORY_BYTES <= _count(start) <= size_bytes or not isinstance(digest, str):
         raise ValueError("a directory that is not at the end of its file")
@@ -117,35 +116,18 @@ def _count(value: Any) -> int:
     return value
 
 
-def _check(index: WeightIndex) -> None:
-    """Raise ValueError or TypeError unless each tensor lies in its shard, in as many bytes as it takes.
-
-    The bundle may be anybody's: a tensor that reaches beyond its file would be read from another's memory.
-    """
-    for shard in index.shards:
-        if not isinstance(shard.name, str) or not isinstance(shard.version, str | None) or shard.path is not None:
-            raise ValueError("a shard without a name, or with a path")
-        if _count(shard.data_start) > _count(shard.size_bytes):
-            raise ValueError(f"{shard.name[:80]}: its data begins behind its end")
-        _count(shard.offset)
-    for name, entry in index.tensors.items():
-        bits = DTYPE_BITS[entry.dtype]
-        if not 0 <= _count(entry.start) <= _count(entry.stop) <= index.shards[_count(entry.shard)].data_bytes:
-            raise ValueError(f"{name[:80]}: its bytes are not in its shard")
-        if len(entry.shape) > _MOST_DIMENSIONS or (entry.strides and len(entry.strides) != len(entry.shape)):
-            raise ValueError(f"{name[:80]}: its shape cannot be")
-        elements = prod(map(_count, entry.shape))
-        if entry.strides is not None and elements:
-            steps = zip(entry.shape, map(_count, entry.strides), strict=True)
-            elements = 1 + sum((length - 1) * stride for length, stride in steps)
-        if elements * bits != (entry.stop - entry.start) * 8:
-            raise ValueError(f"{name[:80]}: its shape takes other bytes than it has")
+def _index(document: Any) -> WeightIndex:
+    """Read the index. Raises CorruptError, or ValueError for a shard with a path, which a bundle must not name."""
+    index = WeightIndex.from_json(json.dumps(document))
+    if any(shard.path is not None for shard in index.shards):
+        raise ValueError("a shard with a path")
+    return index
 
 
 def record(region: Region, order: Sequence[str] | None) -> RecordedIndex:
-    """Make the index of a filled region, in a recorded order if there is one.
+    """Make the index of a filled region, with the chunks' checksums by each algorithm that is installed here.
 
-    It has the chunks' checksums by all algorithms there are here.
+    ``order`` is the recorded execution order, if there is one.
     """
     index = region.wait_index()
     if order is not None:

@@ -1,4 +1,4 @@
-"""The protocol that every object store implements, and the registry that finds one by its URL's scheme."""
+"""The protocol that every object store implements, and the table that finds a store by its URL's scheme."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import ConfigError, StorageError
 
 
 class ObjectInfo(NamedTuple):
-    """An object's size in bytes, and what identifies this version of it (an ETag or the like), if the store says."""
+    """An object's size in bytes, and a text that identifies its version (such as an ETag) if the store reports one."""
 
     size: int
     version: str | None
@@ -22,14 +22,15 @@ _SIZE = "size="
 
 
 def size_as_version(size: int) -> str:
-    """Return the version of an object of which the store reports nothing but the size."""
+    """Return the version to use for an object when the store reports only its size."""
     return f"{_SIZE}{size}"
 
 
 def check_versioned(name: str, version: str | None, missing: str) -> None:
-    """Refuse to read a second range of an object when a replacement of the same size could not be seen.
+    """Raise StorageError if ``version`` is only a size, which would not reveal a replacement of the same size.
 
-    ``missing``: what the store would have to send. Raises StorageError.
+    Call it before a second range of an object is read. ``missing`` names, for the message, what the store would have
+    to send.
     """
     if version is not None and version.startswith(_SIZE):
         raise StorageError(
@@ -39,7 +40,7 @@ def check_versioned(name: str, version: str | None, missing: str) -> None:
         )
 
 
-# Called while a range arrives, with the bytes of the buffer that are there, counted from its start.
+# Called while a range arrives, with the number of bytes that have arrived, counted from the range's start.
 Advance = Callable[[int], None]
 
 
@@ -47,14 +48,17 @@ class Store(Protocol):
     """The folder of a checkpoint in an object store. Keys are paths relative to it. All calls are thread-safe."""
 
     url: str
-    refills: bool  # whether read_into can fill a buffer again and again
-    interrupts: bool  # whether ``interrupt`` ends a read_into soon, or it ends soon by itself
+    refills: bool  # whether ``read_into`` can fill a buffer again and again, see there
+    interrupts: bool  # whether a ``read_into`` ends soon after ``interrupt``, or soon anyway
 
     def stat(self, key: str) -> ObjectInfo:
         """Look an object up. Raises ObjectNotFoundError, ForbiddenError, UnreachableError."""
 
     def read(self, key: str, start: int, stop: int, version: str | None = None) -> tuple[bytes, ObjectInfo]:
-        """Read the bytes [start, stop), fewer only at the object's end. ObjectChangedError if not of that version."""
+        """Read the bytes [start, stop), fewer only at the object's end.
+
+        Raises ObjectChangedError if the object has another version than the given one.
+        """
 
     def read_into(
         self,
@@ -65,20 +69,22 @@ class Store(Protocol):
         advance: Advance | None = None,
         length: int | None = None,
     ) -> None:
-        """Fill the whole buffer from ``start``, without intermediate copies; retries and resumes inside.
+        """Fill the whole buffer with the object's bytes from ``start`` on, without intermediate copies.
 
-        With a ``length`` above the buffer's, where the store ``refills``, the buffer is filled from its start again
-        each time it is full. ``advance`` is called before that, and must not need the bytes when it returns.
+        A transfer that breaks off is retried and resumed inside.
+
+        A store that ``refills`` takes a ``length`` that is larger than the buffer: whenever the buffer is full, it is
+        filled from its start again. ``advance`` is called first, and must be done with the bytes when it returns.
         """
 
     def interrupt(self, thread: int) -> None:
-        """End the ``read_into`` of another thread (its ``get_ident``), which then raises StorageError.
+        """End the ``read_into`` of another thread, given by its ``get_ident``. It then raises StorageError.
 
-        Used when another request has brought the range meanwhile. A store that cannot do it does nothing.
+        This is for a range that another request has brought meanwhile. Stores that cannot do it do nothing.
         """
 
     def local_path(self, key: str) -> Path | None:
-        """Return the object's path where it is a file on this machine that can be mapped, or None."""
+        """Return the object's path if it is a file on this machine that can be mapped, or else None."""
 
     def close(self) -> None: ...
 
@@ -91,7 +97,7 @@ STORES = {
     "https": "http.store:HttpStore",
     "s3": "s3:S3Store",
 }
-# Schemes that go through fsspec, with the extra that installs what they need.
+# Schemes that go through fsspec, each with the extra of this package that installs what it needs.
 FSSPEC_EXTRAS = {
     "memory": "fsspec", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure", "hf": "hf",
 }  # fmt: skip
@@ -100,7 +106,7 @@ FSSPEC_EXTRAS = {
 def open_store(url: str) -> Store:
     """Open the store of a checkpoint's folder.
 
-    ConfigError lists the known schemes; the message of MissingPackageError says how to install one.
+    Raises ConfigError, which lists the known schemes, or MissingPackageError, which says what to install.
     """
     if not url:
         raise ConfigError("expected a checkpoint's folder or URL, found an empty text")
@@ -117,7 +123,7 @@ def open_store(url: str) -> Store:
 
 
 def scheme_of(url: str) -> str:
-    """Return the URL's scheme in lower case; empty for a path, which may hold ``://`` behind a slash."""
+    """Return the URL's scheme in lower case; empty for a path, which may contain ``://`` behind a slash."""
     scheme, separator, _ = url.partition("://")
     return scheme.lower() if separator and "/" not in scheme else ""
 
@@ -136,12 +142,12 @@ def redacted(url: str) -> str:
     """Return the URL for messages: without user, password and query, which may be credentials."""
     if not scheme_of(url):
         return url
-    scheme, _, rest = url.partition("://")  # urlsplit would find none in a scheme with a bad character
+    scheme, _, rest = url.partition("://")  # not by urlsplit, which finds no scheme if it has a bad character
     authority, _, path = rest.partition("/")
     if "@" not in authority and "@" in path and not authority.rpartition(":")[2].isdecimal() and ":" in authority:
-        rest = rest.rpartition("@")[2]  # no port but the beginning of a password that has a slash
+        rest = rest.rpartition("@")[2]  # what looks like a port is the beginning of a password with a slash
     try:
         parts = urlsplit("//" + rest)
-    except ValueError:  # a bracket that opens no address
+    except ValueError:  # a bracket that does not begin an address
         return f"{scheme.lower()}://…"
     return f"{scheme.lower()}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -1,6 +1,6 @@
-"""Chunks between a socket and a region in compiled code (``kernels/chunks.c``), which needs no step of the interpreter.
+"""Receive and send chunks, between a socket and a region, in compiled code (``kernels/chunks.c``).
 
-Without the library, or with TLS, Python does the same (``peer.py``, and the node server's side).
+Without the compiled library, or with TLS, Python does the same (``peer.py``, and the node server).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 _LIBRARY = Path(__file__).parents[1] / "kernels" / "libmedusa_kernels.so"  # importing ``kernels`` would import torch
-_INTERFACE = 1  # of chunks.c
+_INTERFACE = 1  # the version of chunks.c's interface
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-DONE, SILENT, ENDED, WRONG, STOPPED = range(5)  # what ``receive`` and ``send`` return; an errno is negative
+DONE, SILENT, ENDED, WRONG, STOPPED = range(5)  # the statuses of ``receive`` and ``send``; or a negative errno
 
 
 class ChunksAt(ctypes.Structure):
-    """struct chunks: neighbouring chunks of one shard, by the addresses of the first one's marks."""
+    """Neighbouring chunks of one shard, with the addresses of the first one's marks in a region (``struct chunks``)."""
 
     _fields_: ClassVar = [
         *((name, _LONG) for name in ("count", "bytes", "last_bytes")),
@@ -31,7 +31,7 @@ class _Frame(ctypes.Structure):
 
 
 class Receiving(ctypes.Structure):
-    """struct receiving. Its memory must stay for as long as ``receive`` runs."""
+    """What ``receive`` is to do, and how far it is (``struct receiving``). It must be kept while ``receive`` runs."""
 
     _fields_: ClassVar = [
         ("chunks", ChunksAt),
@@ -44,17 +44,17 @@ class Receiving(ctypes.Structure):
 
     @property
     def filled_bytes(self) -> int:
-        """The bytes of the chunks that are complete."""
+        """The number of bytes in complete chunks."""
         return _bytes_of(self.chunks, self.done)
 
     @property
     def wire_bytes(self) -> int:
-        """What has come, with frames."""
+        """The number of bytes that have come, frames included."""
         return int(self.filled_bytes + self.done * ctypes.sizeof(_Frame) + self.filled)
 
 
 class SendingChunks(ctypes.Structure):
-    """struct sending. ``stopped`` may be set by another thread."""
+    """What ``send`` is to do, and how far it is (``struct sending``). Another thread may set ``stopped`` to end it."""
 
     _fields_: ClassVar = [
         ("chunks", ChunksAt),
@@ -65,14 +65,14 @@ class SendingChunks(ctypes.Structure):
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes of the chunks that were sent."""
+        """The number of bytes in the chunks that were sent."""
         return _bytes_of(self.chunks, self.done)
 
 
 class Landing:
     """Neighbouring chunks of one shard that are about to be received straight into a region.
 
-    ``data``: the address of the first one. ``populate``: whether its pages are to be made.
+    ``data`` is the address of the first chunk, and ``populate`` says whether the pages still have to be allocated.
     """
 
     def __init__(self, chunks: ChunksAt, data: int, *, populate: bool) -> None:
@@ -81,7 +81,7 @@ class Landing:
         self._populate = populate
 
     def receiving(self, done: int) -> Receiving:
-        """Return what ``receive`` takes, for a range of which so many chunks have come already."""
+        """Return the argument of ``receive`` for a range of which ``done`` chunks have already come."""
         found = compiled()
         assert found is not None
         return Receiving(
@@ -90,10 +90,10 @@ class Landing:
 
 
 class CompiledChunks:
-    """The functions. They run without the interpreter's lock."""
+    """The compiled functions. They run without the interpreter's lock."""
 
     def __init__(self) -> None:
-        """OSError or AttributeError without the library, ImportError without xxhash."""
+        """Raises OSError or AttributeError without the library, ImportError without xxhash."""
         library = ctypes.CDLL(str(_LIBRARY))
         if library.medusa_chunks_interface() != _INTERFACE:
             raise AttributeError("the library was built from other sources")
@@ -109,21 +109,21 @@ class CompiledChunks:
         self._publish.argtypes, self._publish.restype = [ctypes.POINTER(ChunksAt), _LONG, ctypes.c_uint64], None
 
     def receive(self, receiving: Receiving) -> int:
-        """Receive and publish chunks until ``receiving.stop``; returns a status."""
+        """Receive, verify and publish chunks until ``receiving.stop``, and return a status."""
         return int(self._receive(receiving))
 
     def send(self, sending: SendingChunks) -> int:
-        """Send chunks, each as soon as it is there; returns a status."""
+        """Send chunks, each as soon as the region has it, and return a status."""
         return int(self._send(sending))
 
     def publish(self, chunks: ChunksAt, number: int, checksum: int) -> None:
-        """Let readers have one chunk, once."""
+        """Publish one chunk to readers. A chunk that is already published stays as it is."""
         self._publish(chunks, number, checksum)
 
 
 @functools.cache
 def compiled() -> CompiledChunks | None:
-    """The functions, or None where they are not built."""
+    """Return the compiled functions, or None where they cannot be used."""
     try:
         return CompiledChunks()
     except (OSError, AttributeError, ImportError):

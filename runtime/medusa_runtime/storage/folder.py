@@ -1,4 +1,4 @@
-"""A folder on this machine by an open descriptor: each file is opened once, and looked up below that folder alone."""
+"""A folder on this machine, given as an open descriptor. Files are looked up below that folder only."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NO_MAGIC_LINKS, _BENEATH = 0x02, 0x08
 
 
 class FolderStore(LocalStore):
-    """Reads the files of a folder that somebody else has opened.
+    """Reads the files of a folder that another process has opened. Each file is opened once.
 
-    ``confined``: no link may lead out of the folder. Without that, links are followed with this process's rights.
+    With ``confined``, no link may lead out of the folder. Otherwise links are followed with this process's rights.
     """
 
     def __init__(self, url: str, descriptor: int, *, confined: bool) -> None:
@@ -30,7 +30,7 @@ class FolderStore(LocalStore):
         self._lock = threading.Lock()
 
     def _open_file(self, key: str) -> int:
-        """A descriptor of the caller's own. A second call gives the same open file, whatever lies there now."""
+        """Return a descriptor that the caller closes. A second call returns the same file, even if it was replaced."""
         with self._lock:
             if key not in self._opened:
                 self._opened[key] = self._open_below(key)
@@ -52,7 +52,7 @@ class FolderStore(LocalStore):
 
 
 def _openat2(folder: int, name: str, resolve: int) -> int | None:
-    """The opened file; None where the kernel has no openat2. Raises OSError."""
+    """Open a file and return its descriptor; None where the kernel has no openat2. Raises OSError."""
     how = struct.pack("QQQ", OPEN_FLAGS, 0, resolve)
     libc = ctypes.CDLL(None, use_errno=True)
     fd = libc.syscall(_SYS_OPENAT2, folder, os.fsencode(name), how, len(how))

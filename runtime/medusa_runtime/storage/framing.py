@@ -1,6 +1,6 @@
-"""The form in which a node sends an index and chunks to its peers.
+"""The format in which a node sends an index and chunks to its peers.
 
-Each chunk travels behind a frame of 16 bytes, little-endian: the chunk's size (4), nothing (4), and its xxh3-64 (8).
+Each chunk follows a frame of 16 bytes, little-endian: the chunk's size (4 bytes), padding (4), and its xxh3-64 (8).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from urllib.parse import quote
 from ..errors import MissingPackageError
 
 CHECKSUM_HEADER, CHUNK_BYTES_HEADER = "Medusa-Checksum", "Medusa-Chunk-Bytes"
-READER_HEADER = "Medusa-Reader"  # names one fetch: its requests are answered one after the other
-# The chunks that a region for peers may have. Each node of a chain is one chunk later than the one before it, so they
-# are smaller than others.
+READER_HEADER = "Medusa-Reader"  # identifies one fetch, whose requests are answered one after the other
+# The sizes that chunks of a region for peers may have. Each node of a chain is one chunk later than the one before it,
+# so these chunks are smaller than others.
 PEER_CHUNK_BYTES = tuple(256 << 10 << power for power in range(6))
 _FRAME = struct.Struct("<I4xQ")
 FRAME_BYTES = _FRAME.size
@@ -30,11 +30,11 @@ Checksum = Callable[[bytes | memoryview], int]
 
 
 class FramingError(Exception):
-    """What came is not in this form."""
+    """The bytes that came are not in this format."""
 
 
 class Frame(NamedTuple):
-    """The head of one chunk."""
+    """The frame in front of one chunk: its size in bytes and its checksum."""
 
     size: int
     checksum: int
@@ -48,17 +48,20 @@ class Frame(NamedTuple):
 
 
 def framed_bytes(chunks: int, size_bytes: int) -> int:
-    """Return the length of so many chunks on the wire."""
+    """Return how many bytes ``chunks`` chunks of ``size_bytes`` together take on the wire."""
     return chunks * FRAME_BYTES + size_bytes
 
 
 def entity_tag_of(version: str | None) -> str:
-    """Return an object's version as an ETag, whatever the store's own form is."""
+    """Return an object's version as an ETag, whatever form the store gave it."""
     return f'"{quote(version or "", safe="")}"'
 
 
 def pack_index(index_text: bytes, files: Mapping[str, bytes]) -> bytes:
-    """Return an index and the checkpoint's files as one body: a length, the names and sizes as JSON, and the bytes."""
+    """Return an index and the checkpoint's files as one body: a length, the names and sizes as JSON, and the contents.
+
+    The length is that of the JSON, in 8 bytes, little-endian.
+    """
     sizes = {"index": len(index_text), "files": {name: len(body) for name, body in files.items()}}
     head = json.dumps(sizes).encode()
     return b"".join([len(head).to_bytes(_LENGTH_BYTES, "little"), head, index_text, *files.values()])
@@ -88,7 +91,7 @@ def parse_index(data: bytes) -> tuple[bytes, dict[str, bytes]]:
 
 
 def checksum_function() -> Checksum:
-    """Return xxh3-64, which a core does faster than it can read memory. MissingPackageError without its package."""
+    """Return xxh3-64, which a core computes faster than it reads memory. MissingPackageError without its package."""
     try:
         found: Checksum = importlib.import_module("xxhash").xxh3_64_intdigest
     except ImportError:
@@ -99,22 +102,22 @@ def checksum_function() -> Checksum:
 
 
 def is_bundled(name: str) -> bool:
-    """Return whether a file belongs to the state bundle beside a checkpoint."""
+    """Return whether this is a file of the state bundle beside a checkpoint."""
     return name.startswith(_BUNDLE)
 
 
 def is_shared(name: str) -> bool:
-    """Return whether peers have a region's file, too: not an artifact as one machine has restored it."""
+    """Return whether a region's file is sent to peers. An artifact that this machine has restored for itself is not."""
     return not is_bundled(name) or name.startswith(_SHARED)
 
 
 def shared_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files that peers have, too, in a fixed order."""
+    """Return the files that are sent to peers, sorted by name."""
     return {name: files[name] for name in sorted(files) if is_shared(name)}
 
 
 def checksum_of_index(index_text: bytes, files: Mapping[str, bytes]) -> int:
-    """Return the checksum of an index and the checkpoint's files."""
+    """Return the checksum of an index and the files that are sent to peers with it."""
     parts = [index_text, *(part for name, body in shared_files(files).items() for part in (name.encode(), body))]
     lengths = b"".join(len(part).to_bytes(8, "little") for part in parts)
     return checksum_function()(lengths + b"".join(parts))

@@ -1,4 +1,4 @@
-"""The store for all URLs that fsspec knows: gs://, az://, hf://, memory:// and the rest."""
+"""The store for all URLs that fsspec knows: gs://, az://, hf://, memory:// and others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _VERSION_KEYS = (
     "created",
 )
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
-# Names, since the HTTP client depends on the file system (httpx, requests, aiohttp) and need not be installed.
+# Given by name, because each file system has an HTTP client of its own (httpx, requests, aiohttp), which may not be
+# installed.
 _UNREACHABLE = {"TransportError", "ConnectError", "ClientConnectionError", "ProxyError", "ConnectTimeout", "Timeout"}
 
 
@@ -50,7 +51,7 @@ class FsspecStore:
         self.url = url
         self.retries = retries or RetryPolicy()
         try:
-            import fsspec  # and, inside, the scheme's own package: from 0.05 to 0.5 s
+            import fsspec  # 0.05 to 0.5 s, because url_to_fs imports the scheme's own package
 
             self._system, self._root = fsspec.core.url_to_fs(url)
         except ImportError as error:
@@ -89,7 +90,7 @@ class FsspecStore:
         return Transient(StorageError(f"{name}: {type(error).__name__} while reading"))
 
     def _token_hint(self) -> str:
-        """Return what a model hub asks for beside the address."""
+        """Return what a model hub needs beside the address; empty for other stores."""
         if scheme_of(self.url) != "hf":
             return ""
         token = "set" if os.environ.get("HF_TOKEN") else "not set"
@@ -122,7 +123,7 @@ class FsspecStore:
         return ObjectInfo(size, version or size_as_version(size))
 
     def _check(self, key: str, version: str | None) -> ObjectInfo:
-        # fsspec has no conditional reads; comparing versions before and after is the next best.
+        # fsspec has no conditional reads, so the version is compared before or after each read.
         check_versioned(self.name(key), version, "an ETag nor a date of change")
         self._system.invalidate_cache()
         info = self.stat(key)
@@ -159,7 +160,7 @@ class FsspecStore:
         advance: Advance | None = None,
         length: int | None = None,
     ) -> None:
-        """Fill the buffer in pieces of 4 MiB: fsspec returns memory of its own, which costs a copy."""
+        """Fill the buffer in pieces of 4 MiB, since fsspec returns the bytes in memory of its own."""
         check_versioned(self.name(key), version, "an ETag nor a date of change")
         piece = 4 << 20
         for at in range(0, len(buffer), piece):

@@ -1,4 +1,4 @@
-"""The store for files on this machine, which are mapped in place and never copied."""
+"""The store for files on this machine, which readers map in place instead of copying them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from urllib.parse import unquote, urlsplit
 from ..errors import ForbiddenError, ObjectChangedError, ObjectNotFoundError, StorageError
 from .base import Advance, ObjectInfo, scheme_of
 
-OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # a FIFO without a writer is opened at once
-_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # of a model on huggingface.co: organisation/name
+OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # non-blocking, or a FIFO would wait for a writer
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a model's name on huggingface.co: organisation/name
 
 
 class LocalStore:
-    """A folder, as a plain path or a file:// URL."""
+    """A folder, given as a path or a file:// URL."""
 
     refills = False
     interrupts = True
 
     def __init__(self, url: str, *, check: bool = True) -> None:
-        """Raises ObjectNotFoundError when it is no folder, unless ``check`` is false."""
+        """Raises ObjectNotFoundError if there is no folder at ``url``, unless ``check`` is False."""
         self.url = url
         path = unquote(urlsplit(url).path) if scheme_of(url) else url
         self._folder = Path(path).expanduser().absolute()
@@ -50,7 +50,7 @@ class LocalStore:
         return os.open(self._folder / key, OPEN_FLAGS)
 
     def descriptor(self, key: str) -> int:
-        """The object as an open file, which the caller closes."""
+        """Open the object's file, and return the descriptor, which the caller closes."""
         return self._open(key)
 
     def stat(self, key: str) -> ObjectInfo:
@@ -118,5 +118,5 @@ def _info(fd: int) -> ObjectInfo:
 
 
 def file_version(status: os.stat_result) -> str:
-    """Return what identifies this version of a local file: its inode, size and time of change."""
+    """Return the version of a local file: its inode, size and time of change."""
     return f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"

@@ -1,8 +1,8 @@
-"""Another node of the cluster as a store: its region of a checkpoint, whole or still on its way.
+"""A peer, that is, another node of the cluster, as a store: its region of a checkpoint, complete or not.
 
-Each chunk comes with the checksum that the node made which fetched it from the object store, and is verified before
-the caller learns of it. The checksums find damage on the way and in a node's memory. They do not protect from a node
-that holds the cluster's token and lies.
+Each chunk comes with a checksum, made by the node that fetched it from the object store, and is verified before the
+caller gets it. The checksums find damage on the way and in a node's memory. They do not protect from a node that holds
+the cluster's token and lies.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ if TYPE_CHECKING:
 
 _LONGEST_INDEX_BYTES = 512 << 20
 _ERROR_BODY_BYTES = 4 << 10
-_ANSWER_S = 3.0  # for a connection, and for an answer to begin
-_SILENCE_S = 1.0  # after which a peer is asked whether it lives
-_PROBE_S = 2.0  # for its answer
-_STANDSTILL_S = 4.0  # how long a peer that lives may get nothing itself
-_UNANSWERED_S = 2.0  # for what a request says to be acknowledged
+_ANSWER_S = 3.0  # the time limit for a connection to be made, and for an answer to begin
+_SILENCE_S = 1.0  # the silence after which a peer is asked for its progress
+_PROBE_S = 2.0  # the time limit for that answer
+_STANDSTILL_S = 4.0  # how long a peer that answers may receive nothing itself
+_UNANSWERED_S = 2.0  # the time limit for the peer's kernel to acknowledge what was sent
 _LEAST_BYTES_PER_S = 1024.0
-_TOGETHER_BYTES = 8 << 20  # what compiled code receives before the caller learns of it; a chunk at least
+_TOGETHER_BYTES = 8 << 20  # how much compiled code receives before it returns to Python, but at least one chunk
 
 
 class Offer(NamedTuple):
-    """What a peer has of a checkpoint: its index, as text, its small files, and how its region is cut into chunks."""
+    """What a peer has of a checkpoint: the index as text, the small files, and the size of its region's chunks."""
 
     node_url: str
     index_text: bytes
@@ -69,9 +69,10 @@ class Offer(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A verified chunk in the caller's buffer. ``filled``: the buffer's bytes up to its end.
+    """A verified chunk in the caller's buffer, or several chunks that are already published.
 
-    ``checksum``: None when readers have it already, and perhaps several before it, which are of ``size`` together.
+    ``filled`` counts the buffer's bytes up to the end of the chunk. ``checksum`` is None for chunks that are already
+    published in the region; ``size`` is then that of all of them together.
     """
 
     size: int
@@ -82,7 +83,7 @@ class Chunk(NamedTuple):
 class Progress(NamedTuple):
     """How far a peer is: the state of its region, the bytes that it can send, and those that it has received.
 
-    Those of unfinished chunks are among ``received_bytes``.
+    ``received_bytes`` includes those of unfinished chunks.
     """
 
     state: str
@@ -91,7 +92,7 @@ class Progress(NamedTuple):
 
 
 class _Patience:
-    """How long to wait for a peer that sends nothing: for as long as it lives, and gets something itself."""
+    """Decides how long to wait for a silent peer: as long as it answers, and receives something itself."""
 
     def __init__(self, store: PeerStore) -> None:
         self._store = store
@@ -102,7 +103,7 @@ class _Patience:
         self._bytes, self._at = -1, time.monotonic()
 
     def ask(self) -> None:
-        """Ask for the peer's progress, after a silence. StorageError when it is no use to wait on."""
+        """Ask for the peer's progress after a silence. Raises StorageError if waiting longer is of no use."""
         state, _, received_bytes = self._store.progress()
         now = time.monotonic()
         if received_bytes != self._bytes and self._bytes >= 0:
@@ -115,12 +116,13 @@ class _Patience:
 class PeerStore:
     """One checkpoint in the region of one node, whose node server is at ``node_url``. Thread-safe.
 
-    A peer may wait for bytes itself. So silence alone is no failure: after a second, the peer is asked for its
-    progress on another connection. StorageError when it does not answer, or gets nothing itself for some seconds.
+    A peer may be waiting for bytes itself, so silence alone is not a failure. After a second of it, the peer is asked
+    for its progress on another connection. StorageError is raised if it does not answer, or receives nothing itself for
+    some seconds.
     """
 
     def __init__(self, node_url: str, model_url: str, access: PeerAccess, context: ssl.SSLContext | None) -> None:
-        """``context``: what ``access.client_context()`` returned; several peers share it."""
+        """``context`` is what ``access.client_context()`` returned. It is passed in because all peers share one."""
         self.node_url = node_url
         self.name = redacted(node_url).rstrip("/")
         self._home: Target = parse_target(f"{node_url.rstrip('/')}/regions/{quote(model_url, safe='')}")
@@ -137,9 +139,9 @@ class PeerStore:
         self._pool = ConnectionPool()
 
     def offer(self, most_bytes: int | None = None) -> Offer | None:
-        """Return the index and the files; None when they are larger than ``most_bytes``.
+        """Fetch the index and the files; None if they are larger than ``most_bytes``.
 
-        ObjectNotFoundError when the peer has no region that is laid out.
+        Raises ObjectNotFoundError if the peer has no region of the model, or one that is not laid out yet.
         """
         with self._request("/index" if most_bytes is None else f"/index?most={most_bytes}") as (connection, response):
             if response.status == 204:
@@ -161,7 +163,7 @@ class PeerStore:
         return Offer(self.node_url, index_text, files, int(chunk_bytes))
 
     def progress(self) -> Progress:
-        """Ask the peer how far its region is. StorageError when it does not answer, or has none."""
+        """Ask the peer how far its region is. Raises StorageError if it does not answer, or has no such region."""
         connection = self._connect(_PROBE_S)
         try:
             response = connection.request(f"{self._home.path}/progress", self._headers)
@@ -169,7 +171,7 @@ class PeerStore:
             body = connection.body(_ERROR_BODY_BYTES)
             found = json.loads(body)
             fetched_bytes = int(found["fetched_bytes"])
-            received_bytes = int(found.get("received_bytes", fetched_bytes))  # not of earlier versions
+            received_bytes = int(found.get("received_bytes", fetched_bytes))  # earlier versions do not send it
             return Progress(str(found["state"]), fetched_bytes, received_bytes)
         except WireError as error:
             raise StorageError(f"{self.name}: {error}") from None
@@ -189,12 +191,13 @@ class PeerStore:
         chunk_bytes: int,
         landing: Landing | None = None,
     ) -> None:
-        """Fill the buffer with whole chunks of a shard from ``start`` on; ``arrived`` is called with each.
+        """Fill the buffer with whole chunks of the shard ``key``, from byte ``start`` on. Call ``arrived`` with each.
 
-        ``landing``: where the buffer is in a region; then chunks may be published before ``arrived`` is called.
+        ``landing`` says where the buffer lies in a region. With it, chunks may be published there before ``arrived`` is
+        called.
 
-        Raises WrongBytesError, ObjectChangedError, ObjectNotFoundError, ForbiddenError, or another StorageError when
-        the peer fails; what has arrived by then stays.
+        Raises WrongBytesError, ObjectChangedError, ObjectNotFoundError, ForbiddenError, or another StorageError if the
+        peer fails. Chunks that have arrived by then remain in the buffer.
         """
         path = f"/shards/{quote(key, safe='')}?start={start}&stop={start + len(buffer)}"
         head, filled = memoryview(bytearray(FRAME_BYTES)), 0
@@ -223,7 +226,7 @@ class PeerStore:
         start: int,
         arrived: Callable[[Chunk], None],
     ) -> None:
-        """Receive the rest of a range in compiled code, which verifies each chunk before it publishes it."""
+        """Receive the rest of a range in compiled code, which verifies and publishes each chunk. ``done`` have come."""
         chunks, receiving, patience = compiled(), landing.receiving(done), _Patience(self)
         assert chunks is not None
         together = max(_TOGETHER_BYTES // receiving.chunks.bytes, 1)
@@ -232,7 +235,7 @@ class PeerStore:
             receiving.stop = min(receiving.done + together, receiving.chunks.count)
             try:
                 status = connection.land(chunks, receiving)
-            finally:  # what is published is not fetched again, also where the connection is given up
+            finally:  # published chunks must not be fetched again, even if the connection is given up
                 filled = receiving.filled_bytes
                 if filled != before:
                     arrived(Chunk(filled - before, filled, None))
@@ -248,7 +251,7 @@ class PeerStore:
                 raise WireError(os.strerror(-status))
 
     def _fill(self, connection: Connection, *buffers: memoryview) -> None:
-        """Receive all of the buffers, for as long as the peer lives and gets something itself."""
+        """Fill all of the buffers, as long as the peer answers and receives something itself."""
         left, patience = [*filter(len, buffers)], _Patience(self)
         while left:
             try:
@@ -266,7 +269,10 @@ class PeerStore:
 
     @contextmanager
     def _request(self, path: str, headers: dict[str, str] | None = None) -> Iterator[tuple[Connection, Response]]:
-        """Ask for something below the region's path. Errors are turned into this package's."""
+        """Send a GET for ``path`` below the region's, and yield the connection and a response of 200 or 204.
+
+        A WireError in the body, and any other answer, becomes a StorageError.
+        """
         connection, response = self._ask(f"{self._home.path}{path}", {**self._headers, **(headers or {})})
         try:
             self._check(connection, response)
@@ -292,7 +298,8 @@ class PeerStore:
             except WireError as error:
                 connection.close()
                 self._pool.give_back(connection)
-                if not used or connection.interrupted:  # a peer may close an idle connection at any time
+                # A connection that was used before is tried again: a peer may close an idle one at any time.
+                if not used or connection.interrupted:
                     raise StorageError(f"{self.name}: {error}") from None
 
     def _connect(self, timeout_s: float) -> Connection:

@@ -1,4 +1,4 @@
-"""What the nodes of a cluster show each other: a token, and certificates where they are given."""
+"""The credentials that the nodes of a cluster show each other: a token and, if configured, certificates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST_CHARACTERS, _MOST_BYTES = 16, 4096
 
 @dataclass(frozen=True, slots=True)
 class PeerAccess:
-    """The cluster's token, and the paths of the files for mutual TLS: all three, or none for plain HTTP."""
+    """The cluster's token, and the paths of the files for mutual TLS: all three, or none of them for plain HTTP."""
 
     token: str = field(repr=False)
     ca_file: str | None = None
@@ -28,7 +28,11 @@ class PeerAccess:
     def of(
         cls, token_file: str, ca_file: str | None = None, cert_file: str | None = None, key_file: str | None = None
     ) -> PeerAccess:
-        """Read the token. ConfigError for a file that others may read, or for some of the certificates without all."""
+        """Read the token and check the certificates.
+
+        Raises ConfigError for a token that other users may read, for files of TLS that cannot be used, and if only some
+        of them are given.
+        """
         given = [path for path in (ca_file, cert_file, key_file) if path]
         if given and len(given) < 3:
             raise ConfigError(
@@ -37,7 +41,7 @@ class PeerAccess:
             )
         access = cls(read_token(token_file), ca_file or None, cert_file or None, key_file or None)
         if access.tls:
-            access.client_context()  # a bad file is named at start, and not by the first fetch
+            access.client_context()  # so that a bad file fails at start, and not in the first fetch
         return access
 
     @property
@@ -50,14 +54,14 @@ class PeerAccess:
         return self._context(server=False) if self.tls else None
 
     def server_context(self) -> ssl.SSLContext | None:
-        """Return the context with which a node listens: it asks for a certificate, too. None for plain HTTP."""
+        """Return the context with which a node listens; it requires a certificate. None for plain HTTP."""
         return self._context(server=True) if self.tls else None
 
     def _context(self, *, server: bool) -> ssl.SSLContext:
-        import ssl  # 10 ms, only where there are certificates
+        import ssl  # 10 ms, and only needed for certificates
 
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-        # The CA is the cluster's own: whoever has a certificate of it is a node, at whatever address.
+        # The CA is the cluster's own: anything with a certificate from it is a node, whatever its address.
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -78,7 +82,10 @@ class PeerAccess:
 
 
 def read_token(path: str) -> str:
-    """Read the cluster's token. ConfigError unless only its owner may read it, and that is this user or root."""
+    """Read the cluster's token from a file.
+
+    Raises ConfigError unless the file belongs to this user or root and only its owner may read it.
+    """
     try:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())

@@ -1,4 +1,4 @@
-"""One spelling for each place in a store, so that a rule about a prefix holds however a URL is written."""
+"""One spelling for each place in a store, so that a rule about a prefix holds for every way to write a URL."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 def canonical(url: str) -> str | None:
-    """Return the one spelling of a URL or an absolute path; None for one that may lead elsewhere than it says.
+    """Return the canonical spelling of a URL or an absolute path; None for one that may lead to another place.
 
-    A scheme and a web server's name are in lower case and without the scheme's own port, only what must be is
-    percent-encoded (RFC 3986, section 6.2.2), and no slash stands at the end. Links are not resolved.
+    The scheme and a web server's name are in lower case, without the scheme's own port. Only characters that need it
+    are percent-encoded (RFC 3986, section 6.2.2), and there is no slash at the end. Links are not resolved.
     """
     scheme = scheme_of(url)
     try:
@@ -25,12 +25,12 @@ def canonical(url: str) -> str | None:
             path = unquote(urlsplit(url).path) if scheme else url
             return os.path.normpath(path).replace("//", "/") if path.startswith("/") else None
         return _canonical_url(url, scheme)
-    except ValueError:  # a bracket that opens no address, or no port
+    except ValueError:  # a bracket that does not begin an address, or a bad port
         return None
 
 
 def is_below(place: str, prefix: str) -> bool:
-    """Return whether a canonical place is a prefix or lies below it; ``s3://b/team`` does not hold ``s3://b/team-b/m``."""
+    """Return whether a canonical place is ``prefix`` or below it. ``s3://b/team-b`` is not below ``s3://b/team``."""
     named = canonical(prefix)
     return named is not None and (place == named or place.startswith(named.rstrip("/") + "/"))
 
@@ -38,7 +38,7 @@ def is_below(place: str, prefix: str) -> bool:
 def _canonical_url(url: str, scheme: str) -> str | None:
     authority, slash, path = url.partition("://")[2].rstrip("/").partition("/")
     if scheme in _DEFAULT_PORTS:
-        urlsplit(url).port  # noqa: B018  ValueError for what is no port
+        urlsplit(url).port  # noqa: B018  raises ValueError for a bad port
         user, at, host = authority.rpartition("@")
         authority = user + at + host.lower().removesuffix(_DEFAULT_PORTS[scheme])
         path = _ENCODED.sub(_decoded, path)

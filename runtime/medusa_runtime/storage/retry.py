@@ -1,4 +1,4 @@
-"""Retries of an object store that does not answer as it should."""
+"""Retries for an object store that does not answer as it should."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from typing import TypeVar
 from ..errors import StorageError, UnreachableError
 
 T = TypeVar("T")
-_MOST_DOUBLINGS = 100  # a count of failures may become too large for a power of two
+_MOST_DOUBLINGS = 100  # 2.0 to the power of a large count would overflow
 
 
 def doubling_pause_s(failures: int, first_s: float, longest_s: float) -> float:
-    """Return how long to wait after so many failures in a row: ``first_s``, then twice as long after each."""
+    """Return how long to wait after ``failures`` in a row: ``first_s``, then twice as long each time, up to a limit."""
     return min(first_s * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), longest_s) if failures else 0.0
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """The number of tries, and how long to go on trying.
+    """How often, and for how long, to try again.
 
-    Patience is counted from the last progress, so a long transfer may fail often, and a dead one only for a short time.
-    Progress is what arrives at ``least_bytes_per_s`` or faster: a server that trickles bytes cannot hold a fetch.
+    ``patience_s`` is counted from the last progress, so a long transfer may fail often, while a dead one is soon given
+    up. Bytes count as progress only if they arrive at ``least_bytes_per_s`` or faster, so a server that trickles bytes
+    cannot hold up a fetch. ``stall_s`` is how long a connection may be silent, and ``unreachable_attempts`` the number
+    of attempts to make one.
     """
 
     attempts: int = 8
@@ -38,7 +40,7 @@ class RetryPolicy:
 class Transient(Exception):
     """A failure that is worth another try.
 
-    ``error`` is what the user sees when that fails, too; ``retry_after_s`` is how long the server asks to wait.
+    ``error`` is what the user sees if no further try succeeds. ``retry_after_s`` is how long the server asks to wait.
     """
 
     def __init__(self, error: StorageError, retry_after_s: float | None = None) -> None:
@@ -48,7 +50,7 @@ class Transient(Exception):
 
 
 def persist(policy: RetryPolicy, attempt: Callable[[], T]) -> T:
-    """Return what ``attempt`` returns, which is called again as long as it raises Transient and the policy lasts."""
+    """Call ``attempt`` until it raises no Transient, and return its result. When the policy ends, raise the error."""
     patience = Patience(policy)
     while True:
         try:
@@ -58,7 +60,7 @@ def persist(policy: RetryPolicy, attempt: Callable[[], T]) -> T:
 
 
 class Patience:
-    """The tries of one operation: ``again`` after each that failed sleeps, or raises the error for good."""
+    """The tries of one operation. Call ``again`` after each failure."""
 
     def __init__(self, policy: RetryPolicy, sleep: Callable[[float], None] = time.sleep) -> None:
         self._policy = policy
@@ -71,22 +73,26 @@ class Patience:
         self._since = time.monotonic()
 
     def progressed(self, count: int) -> None:
-        """Count bytes that have arrived; once they came fast enough, the next failure is the first again."""
+        """Count bytes that have arrived. If they come fast enough, the count of failures and the time start again."""
         self._bytes += count
         if self._bytes >= self._policy.least_bytes_per_s * (time.monotonic() - self._since):
             self._reset()
 
     @property
     def is_over(self) -> bool:
-        """Whether bytes arrive, but for too long too slowly."""
+        """Whether bytes have arrived too slowly for too long."""
         return time.monotonic() > self._since + self._policy.patience_s
 
     def paused(self, seconds: float) -> None:
-        """Leave out time in which the reader itself has held up the transfer."""
+        """Do not count this time, in which the reader itself held up the transfer."""
         self._since += seconds
 
     def again(self, cause: Transient) -> None:
-        """Sleep for a random part of a doubling pause (full jitter), so that many readers do not come back at once."""
+        """Sleep before the next try, or raise ``cause.error`` if there is to be none.
+
+        The pause doubles with each failure. A random part of it is left out, so that many readers do not come back at
+        once.
+        """
         import random  # 10 ms, and most fetches never fail
 
         self._failed += 1

@@ -1,6 +1,6 @@
 """The store for s3://bucket/prefix: S3 and compatible stores.
 
-botocore finds credentials where the environment does not hold them; the bytes never pass through it.
+Where the environment does not hold credentials, botocore finds them. The bytes never pass through it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .http.wire import Response
 from .retry import RetryPolicy
 from .sigv4 import Credentials, signed
 
-_ELSEWHERE = (  # variables for sources of credentials that only botocore can ask
+_ELSEWHERE = (  # variables that name other sources of credentials, which only botocore can read
     "AWS_PROFILE",
     "AWS_DEFAULT_PROFILE",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -35,9 +35,9 @@ _TRUE = ("1", "true", "yes", "on")
 class S3Store(HttpStore):
     """A prefix of a bucket.
 
-    Reads the variables that AWS's own tools read: AWS_ACCESS_KEY_ID and its companions, AWS_PROFILE, AWS_REGION,
-    AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL (then the bucket is in the path), and AWS_NO_SIGN_REQUEST=true for buckets
-    that anybody may read.
+    It reads the variables that AWS's own tools read: AWS_ACCESS_KEY_ID and its companions, AWS_PROFILE, AWS_REGION,
+    AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL (with which the bucket is part of the path), and AWS_NO_SIGN_REQUEST=true
+    for public buckets.
     """
 
     def __init__(self, url: str, retries: RetryPolicy | None = None, environ: Mapping[str, str] | None = None) -> None:
@@ -65,7 +65,7 @@ class S3Store(HttpStore):
     def find_home(self) -> None:
         with self._finding:
             if self._credentials is None:
-                self._credentials = self._find()  # which may find the region and the endpoint, too
+                self._credentials = self._find()  # may also set the region and the endpoint
 
     def target(self, key: str) -> Target:
         return super().target(key)._replace(region=self._region or _USUAL_REGION)
@@ -85,7 +85,10 @@ class S3Store(HttpStore):
         )
 
     def _find(self) -> Callable[[], Credentials | None]:
-        """Choose where credentials come from: nowhere, the environment, or botocore, which keeps them fresh."""
+        """Return a function that returns the current credentials, or None where requests are not signed.
+
+        They come from the environment, or from botocore, which keeps them fresh.
+        """
         env = self._environ
         if env.get("AWS_NO_SIGN_REQUEST", "").lower() in _TRUE:
             return lambda: None
@@ -96,7 +99,7 @@ class S3Store(HttpStore):
             )
             return lambda: fixed
         try:
-            import botocore.session  # 0.1 s, only when the environment does not have the keys themselves
+            import botocore.session  # 0.1 s, and only needed if the environment does not have the keys themselves
         except ModuleNotFoundError:
             if any(env.get(name) for name in _ELSEWHERE) or Path("~/.aws/credentials").expanduser().exists():
                 raise MissingPackageError(

@@ -1,7 +1,8 @@
 """AWS Signature Version 4 for GET requests of objects.
 
-Source: "Signature Version 4 signing process" in the AWS documentation; the tests compare it with botocore's. It is here
-because importing botocore takes 0.1 to 0.25 s, and most functions have their credentials in the environment.
+Source: "Signature Version 4 signing process" in the AWS documentation. The tests compare the result with botocore's.
+It is implemented here because importing botocore takes 0.1 to 0.25 s, and most functions have their credentials in the
+environment.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ def signed(
     headers: Mapping[str, str],
     now: float | None = None,
 ) -> dict[str, str]:
-    """Add to ``headers`` what authorizes a GET of ``path`` (percent-encoded, no query) at ``host``."""
+    """Return ``headers`` with those added that authorize a GET of ``path`` at ``host``.
+
+    ``path`` is percent-encoded and has no query. ``now`` is the time of the signature, in seconds since the epoch.
+    """
     moment = time.gmtime(time.time() if now is None else now)
     stamp, day = time.strftime("%Y%m%dT%H%M%SZ", moment), time.strftime("%Y%m%d", moment)
     ours = {"x-amz-content-sha256": _EMPTY_SHA256, "x-amz-date": stamp}
     if credentials.token:
         ours["x-amz-security-token"] = credentials.token
-    # Only what must be: a proxy may rewrite other headers, and S3 does not ask for them.
+    # Sign only what S3 requires: a proxy may rewrite other headers.
     to_sign = sorted({"host": host, **ours}.items())
     names = ";".join(name for name, _ in to_sign)
     canonical = "\n".join(["GET", path, "", *(f"{n}:{v}" for n, v in to_sign), "", names, _EMPTY_SHA256])

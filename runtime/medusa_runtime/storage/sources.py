@@ -1,8 +1,8 @@
-"""Several sources of one checkpoint: nodes that have it, and the object store behind them.
+"""Several sources of one checkpoint: peers that have it, and the object store behind them.
 
-A range comes from the first source that is fit. When that dies, stalls or sends wrong bytes, the range goes on from
-the next one with the first chunk that is missing. The object store is the last: where peers have a checkpoint, it
-sends only what none of them does.
+A range comes from the first source that is fit. When that source dies, stalls or sends wrong bytes, the next one
+continues with the first chunk that is missing. The object store is the last: where peers have a checkpoint, it sends
+only what none of them sends.
 """
 
 from __future__ import annotations
@@ -32,34 +32,37 @@ from .retry import doubling_pause_s
 
 logger = logging.getLogger(__name__)
 
-# Connections that read from peers. In a chain each chunk should come alone and in order; a second connection fills the
-# pause between two ranges of the first.
+# The number of connections that read from peers. In a chain, each chunk should come alone and in order; a second
+# connection fills the pause between two ranges of the first.
 _CONNECTIONS = 2
-# A plan names nodes that are about to begin. For so long after the start, peers are waited for before the object store
-# is asked; else each node of a chain would begin with the store.
+# A plan names nodes that are about to begin. For this long after the start, wait for peers before the object store is
+# asked; otherwise each node of a chain would begin with the store.
 _GRACE_S = 2.0
 _AGAIN_S = 0.05
-# For so long only the last source is asked for the index: in a chain the others are only about to get it.
+# For this long, only the last source is asked for the index: in a chain, the others are only about to get it.
 _OTHERS_S = 0.15
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0  # before a peer that failed is tried again
-_MOST_FAILURES = 3  # in a row, after which a peer is not counted on
-_LITTLE_BYTES = 1 << 20  # of index and files, from a peer that is not the first
-_CURRENT_WITHIN_S = 1.0  # for the object store to confirm versions
-_ASK_EVERY_S = 2.0  # for other peers, when those known have failed
-# While the object store sends, between two looks whether a peer has more than this node by now.
-_LOOK_S = 2.0
+_MOST_FAILURES = 3  # in a row, after which a peer no longer counts as a source (it is still tried)
+_LITTLE_BYTES = 1 << 20  # the largest index with files that is taken from a peer that is not the first
+_CURRENT_WITHIN_S = 1.0  # the time that the object store has to confirm versions
+_ASK_EVERY_S = 2.0  # how often to ask for other peers, once the known ones have failed
+_LOOK_S = 2.0  # how often to check, while the object store sends, whether a peer now has more than this node
 _REPORT_S = 1.0
-# While neither peers nor the object store send anything: before the first bytes, and after them. A link that is cut for
-# a minute, and connections that are tried again every ten seconds, should not cost what has come.
+# How long to go on while neither peers nor the object store send anything: before the first bytes, and after them. A
+# link that is down for a minute, with connections that are tried again every ten seconds, should not cost the bytes
+# that have arrived.
 _PATIENCE_S, _PATIENCE_BEGUN_S = 30.0, 120.0
 _THREADS = 8
 
-ORIGIN = "store"  # its name among the sources
+ORIGIN = "store"  # the object store's name among the sources
 
 
 @dataclass(eq=False)
 class _Source:
-    """A peer, and what became of it. ``excluded``: why it is not asked any more."""
+    """A peer and its record.
+
+    ``excluded`` is why the peer is no longer asked. After ``failures`` in a row, it is asked again at ``again_at``.
+    """
 
     store: PeerStore
     excluded: str | None = None
@@ -72,13 +75,14 @@ class _Source:
 
 
 class _PeerIsAhead(Exception):
-    """A peer has more than this node by now, which reads from the object store."""
+    """While this node reads from the object store, a peer has got more of the checkpoint than this node has."""
 
 
 class SourcesStore:
     """The store of a checkpoint that peers may have. Thread-safe.
 
-    What peers do not offer (the objects' sizes, further files) is read from ``origin``, which this object closes.
+    ``origin`` is the object store. What peers do not offer (the objects' sizes, other files) is read from it. ``close``
+    closes it, too.
     """
 
     refills = False
@@ -92,12 +96,12 @@ class SourcesStore:
         ask: Callable[[bool], Sequence[str]],
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """``ask(again)`` returns the node servers that have the checkpoint, or will have it, best first.
+        """Ask for the peers of the plan, and open them.
 
-        The first call asks for those of the plan; ``again``: those of the plan have failed, and others are sought.
+        ``ask(again)`` returns the URLs of the node servers that have the checkpoint, or will have it, best first.
+        ``again`` is False in the first call, and True when those peers have failed and others are sought.
 
-        ``on_change`` is called when a peer is not asked any more, and about once a second while bytes come, from any
-        thread.
+        ``on_change`` is called, from any thread, when a peer is excluded, and about once a second while bytes come.
         """
         self.url = origin.url
         self._origin = origin
@@ -120,7 +124,7 @@ class SourcesStore:
         self._add(ask(False))
 
     def _add(self, node_urls: Sequence[str]) -> None:
-        with self._adding:  # a peer is opened once, and so closed
+        with self._adding:  # no peer is opened twice: the first object would never be closed
             for url in node_urls:
                 if url not in self._sources:
                     try:
@@ -130,9 +134,9 @@ class SourcesStore:
 
     @property
     def connections(self) -> int | None:
-        """How many connections should read ranges: few from peers; None where the object store is all there is.
+        """How many connections should read ranges: few from peers; None where only the object store is left.
 
-        Where it is a number, this store sees to late answers itself.
+        With a number, this store itself deals with late answers, so the caller need not hedge.
         """
         return _CONNECTIONS if any(source.failures < _MOST_FAILURES for source in self._alive()) else None
 
@@ -140,9 +144,9 @@ class SourcesStore:
         return [source for source in list(self._sources.values()) if source.excluded is None]
 
     def offers(self) -> Generator[Offer]:
-        """Yield what peers have of the checkpoint, the first answer first; none when no peer has it soon enough.
+        """Yield what peers have of the checkpoint, the first answer first; nothing if no peer has it soon enough.
 
-        The caller reads on only after an offer that is of no use, which it reports with ``exclude``.
+        The caller takes the next offer only if the last one was of no use, which it reports with ``exclude``.
         """
         pool, began = ThreadPoolExecutor(max(len(self._sources), 1), "offer"), time.monotonic()
         try:
@@ -166,9 +170,9 @@ class SourcesStore:
         yield from (offer for offer in answers if offer is not None)
 
     def _ask_one(self, source: _Source) -> Offer | None:
-        """Ask for the index, and let a peer that fails be.
+        """Ask a peer for the index; None if it fails, or has a large one and is not the first peer.
 
-        Only the first of all is asked for much: each of the others may be asked by all nodes of a chain.
+        Only the first peer is asked for a large index: all nodes of a chain may ask each of the others.
         """
         first = next(iter(self._sources.values()))
         try:
@@ -178,12 +182,12 @@ class SourcesStore:
             return None
 
     def is_current(self, versions: Mapping[str, str | None]) -> bool:
-        """Return whether the objects are of these versions, as far as the object store says so within a second."""
+        """Return False if the object store reports another version of any object within a second, or else True."""
         pool = ThreadPoolExecutor(_THREADS, "current")
         try:
             found = {pool.submit(self._origin.stat, key): version for key, version in versions.items()}
             for future in wait(found, _CURRENT_WITHIN_S).done:
-                with suppress(Exception):  # a store that does not answer says nothing about its objects
+                with suppress(Exception):  # a store that does not answer proves nothing about its objects
                     if future.result().version != found[future]:
                         return False
             return True
@@ -191,7 +195,7 @@ class SourcesStore:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def exclude(self, node_url: str, reason: str) -> None:
-        """Do not ask a peer any more, and name it once."""
+        """Stop asking a peer, and log the reason once."""
         source = self._sources[node_url]
         with self._lock:
             if source.excluded is not None:
@@ -201,23 +205,24 @@ class SourcesStore:
         self._on_change()
 
     def take_bundle(self, files: Mapping[str, bytes]) -> None:
-        """Read these files of the state bundle, which a peer has, from here instead of the object store."""
+        """Serve these files of the state bundle, which a peer has sent, from memory instead of the object store."""
         self._bundle = files
 
     def laid_out(self, chunk_bytes: int, landing: Callable[[str, int, int], Landing | None] | None = None) -> None:
-        """Learn how large the region's chunks are: a range that goes on elsewhere goes on with a whole chunk.
+        """Set the size of the region's chunks. A range that moves to another source continues with a whole chunk.
 
-        ``landing(key, start, stop)``: where the region has these bytes, for peers' chunks to be published as they come.
+        ``landing(key, start, stop)`` returns where the region has these bytes, so that peers' chunks can be published
+        as they come, or None.
         """
         self._chunk_bytes = chunk_bytes
         self._landing = landing
 
     def checksum(self, key: str, start: int) -> int | None:
-        """Return the verified checksum with which the chunk at ``start`` came from a peer, once."""
+        """Return the verified checksum that came from a peer with the chunk at ``start``, and forget it."""
         return self._checksums.pop((key, start), None)
 
     def status(self) -> dict[str, object]:
-        """Return the bytes that came from each source, and which are not asked any more."""
+        """Return how many bytes came from each source, and why excluded peers are no longer asked."""
         sources = list(self._sources.values())
         received = {source.store.name: source.received_bytes for source in sources}
         return {
@@ -247,9 +252,10 @@ class SourcesStore:
         advance: Advance | None = None,
         length: int | None = None,
     ) -> None:
-        """Fill the buffer from the first source that is fit, and go on with the next one when it fails.
+        """Fill the buffer from the first source that is fit, and continue with the next one when it fails.
 
-        ``start`` is a chunk's, and the buffer ends with a chunk. A state bundle's files have no chunks.
+        ``start`` must be the start of a chunk, and the buffer must end where a chunk ends. This does not hold for a
+        state bundle's files, which have no chunks.
         """
         if is_bundled(key):
             if (body := self._bundle.get(key)) is not None:
@@ -288,7 +294,7 @@ class SourcesStore:
                 elif time.monotonic() > patient_until or not self._may_recover(error):
                     raise
                 else:
-                    self._origin_failed = True  # so others are asked, also where none had the checkpoint before
+                    self._origin_failed = True  # so peers are sought even if none had the checkpoint before
                     logger.debug("trying again: %s", error)
                     time.sleep(_AGAIN_S)
 
@@ -298,7 +304,7 @@ class SourcesStore:
         return _PATIENCE_BEGUN_S if begun else _PATIENCE_S
 
     def _may_recover(self, error: StorageError) -> bool:
-        """Return whether to wait after the object store has failed, for peers or for a store that has sent something.
+        """Return whether to wait after the object store has failed: for peers, or for a store that has sent something.
 
         Other nodes wait for what this one gets, so it does not give up as soon as a single fetch would.
         """
@@ -367,7 +373,7 @@ class SourcesStore:
         return False
 
     def _choose(self) -> _Source | None:
-        """Return the first fit peer; None for the object store, when peers have failed and their grace is over."""
+        """Return the first fit peer, or None for the object store. During the grace period, wait for a fit peer."""
         while True:
             now = time.monotonic()
             for source in list(self._sources.values()):

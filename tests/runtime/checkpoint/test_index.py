@@ -211,6 +211,8 @@ def test_an_index_json_that_attacks(tmp_path: Path, text: str, message: str) -> 
         ([["m", 100, 8]], [0, -8, 0, "F32", [2]]),
         ([["m", 8, 100]], [0, 0, 0, "F32", [0]]),
         ([[3, 100, 8]], [0, 0, 8, "F32", [2]]),
+        ([["m", 100, 8, 0]], [0, 0, 8, "F32", [2]]),
+        ([["m", 100, 8, None, []]], [0, 0, 8, "F32", [2]]),
     ],
 )
 def test_an_index_that_names_bytes_out_of_bounds(shards: Any, entry: Any) -> None:

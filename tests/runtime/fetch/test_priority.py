@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from medusa_runtime.fetch.load_priority import Load, interactive_load
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.fetch.schedule import Schedule
 from medusa_runtime.region.demand import demand, demand_memory, pace, promote
+from medusa_runtime.region.layout import RING_OFFSET
 from medusa_runtime.region.reader import Region
 from medusa_runtime.storage.retry import RetryPolicy
 from medusa_runtime.timeline import Timeline
@@ -360,6 +362,21 @@ def test_one_range_at_a_time_is_large_until_something_else_comes_first(filling: 
     schedule.give_back(large)
     assert schedule.take(2, whole=True) == Span(last, 1)
     assert schedule.take(2, whole=True) == Span(large.first, small.length)
+
+
+@pytest.mark.parametrize("word", [1 << 63, 1 << 32, (1 << 63) | 1 << 20])
+def test_a_request_for_no_chunk_of_the_region_is_ignored(filling: Callable[..., Any], word: int) -> None:
+    """Readers that are not trusted write these words."""
+    import torch
+
+    writer = filling({f"{n}": torch.zeros(10) for n in range(4)}).lay_out().writer
+    demand_fd = demand_memory()
+    writer.demand.listen(demand_fd)
+    os.pwrite(demand_fd, word.to_bytes(8, "little"), RING_OFFSET)
+    schedule = Schedule(writer)
+    spans = list(islice(iter(lambda: schedule.take(1), None), 20))
+    assert [chunk for span in spans for chunk in span.chunks] == writer.pending()
+    os.close(demand_fd)
 
 
 def test_a_workers_layers_are_fetched_first_and_the_others_in_the_background(

@@ -376,6 +376,33 @@ def test_models_are_limited(start_node: Start, put_model: Put, origin: Any) -> N
     assert "user 1001 uses 2 models of the node agent's already; expected at most 2" in as_user(MALLORY, attack)
 
 
+def test_models_that_are_brought_back_are_limited_too(start_node: Start, put_model: Put, origin: Any) -> None:
+    urls = [put_model(name, 8) for name in ("a", "b")]
+    node = start_node("--allow", origin.url, "--per-caller", "models=1")
+    regions = [node.client().region(url) for url in urls]
+    for region in regions:
+        contents(region)
+    recorded = Path(node.socket + ".regions")
+    node.until(lambda: [held["state"] for held in node.status()["regions"]] == ["done", "done"])
+    node.until(lambda: recorded.exists() and len(json.loads(recorded.read_text())["regions"]) == 2)
+    time.sleep(0.2)  # the time of its seal is recorded a moment after it
+    node.kill()
+    node.start()
+    ours = [node.client() for _ in urls]
+    for client, url, region in zip(ours, urls, regions, strict=True):
+        client.keep(url, region.fd)
+
+    def attack() -> str:
+        clients = [NodeClient(node.socket) for _ in urls]
+        for client, url, region in zip(clients, urls, regions, strict=True):
+            client.keep(url, region.fd)
+        return "had all"
+
+    assert "user 1001 uses 1 models of the node agent's already; expected at most 1" in as_user(MALLORY, attack)
+    for region in regions:
+        region.close()
+
+
 # Who may have what
 
 

@@ -112,6 +112,13 @@ def test_what_is_no_public_key_fails_at_start(text: str, keys: tuple[Path, Path]
         from_env({}, trust_key=text.format(private=keys[0]))
 
 
+@pytest.mark.parametrize("text", ["-----BEGIN PUBLIC KEY", "BEGIN PUBLIC KEY-----", "-----BEGIN PUBLIC KEY-----"])
+def test_a_key_file_that_was_cut_fails_at_start(text: str, tmp_path: Path) -> None:
+    (tmp_path / "key.pem").write_text(text)
+    with pytest.raises(ConfigError, match=r"--trust-key=.*expected ed25519:<base64 of 32 bytes>"):
+        from_env({}, trust_key=str(tmp_path / "key.pem"))
+
+
 def test_a_signature_is_good_for_its_manifest_and_its_key(keys: tuple[Path, Path], tmp_path: Path) -> None:
     signer = Signer.read(keys[0])
     other = tmp_path / "other.pem"

@@ -38,6 +38,14 @@ def test_it_survives_its_bytes_and_holds_no_path(region: Region) -> None:
     assert str(EXAMPLE).encode() not in zlib.decompress(recorded.to_bytes())
 
 
+@pytest.mark.parametrize(("place", "value"), [(4, "/etc/passwd"), (2, 10**12), (3, 1)])
+def test_a_shard_that_names_a_file_or_other_bytes_is_refused(region: Region, place: int, value: object) -> None:
+    document = json.loads(zlib.decompress(record(region, None).to_bytes()))
+    document["index"]["shards"][0][place] = value
+    with pytest.raises(StateError, match="expected a weight index, found something else"):
+        RecordedIndex.from_bytes(zlib.compress(json.dumps(document).encode()))
+
+
 def test_chunks_are_verified_by_the_fastest_algorithm_there_is(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     index = region.wait_index()
     recorded = RecordedIndex.from_bytes(record(region, None).to_bytes())

@@ -1,7 +1,7 @@
-"""Accounts of the agent's callers: how many connections, fetches, engines and how much memory each has and may have.
+"""The accounts of the agent's callers: how many connections, fetches and engines, and how much memory each has.
 
-An account is a user, or a tenant's socket. Memory is charged to the first of those who use a model; what nobody uses
-is charged to nobody, for it goes when somebody needs the room.
+An account is a user, or a tenant's socket. A model's memory is charged to the first of its users. An unused model is
+charged to no account, because it is evicted when the room is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MOST_NAMED = 64  # accounts in the status
 
 
 class Accounts:
-    """Counts what callers have. The agent's own user is counted and not limited: it could as well end the agent."""
+    """Counts and limits what callers have. The agent's own user has no limits, since it could also end the agent."""
 
     def __init__(self, limits: CallerLimits, budget_bytes: int) -> None:
         self._limits = limits
@@ -28,8 +28,11 @@ class Accounts:
         self._refused_callers: Counter[str] = Counter()
 
     def take(self, caller: Caller, what: str, amount: int = 1) -> None:
-        """Charge ``amount`` more. Raises NodeRefusedError, and charges nothing, when that is too much."""
-        had = self._had[caller.account][what]
+        """Charge ``amount`` more to a caller's account. If that is too much, raise NodeRefusedError and charge nothing.
+
+        ``what`` is "connections", "fetches", "engines" or "memory_bytes".
+        """
+        had = self.has(caller.account, what)
         if not caller.trusted:
             if had + amount > (limit := self._limit(what)):
                 raise NodeRefusedError(
@@ -52,17 +55,17 @@ class Accounts:
             del self._had[caller.account]
 
     def has(self, account: str, what: str) -> int:
-        """Return how much an account has been charged."""
+        """Return how much is charged to an account."""
         return self._had[account][what] if account in self._had else 0
 
     def refused(self, caller: Caller, error: MedusaError) -> None:
-        """Count a caller that did not get what it asked for."""
+        """Count a refusal to a caller."""
         self._refused[error.code] += 1
         if caller.account in self._refused_callers or len(self._refused_callers) < _MOST_NAMED:
             self._refused_callers[caller.account] += 1
 
     def status(self, *, everybody: bool) -> dict[str, object]:
-        """Return the report on callers; accounts by name only for those who may see ``everybody``."""
+        """Return the part of the status about callers. Accounts are named only with ``everybody``."""
         found: dict[str, object] = {"refused": dict(self._refused)}
         if everybody:
             found["refused_callers"] = dict(self._refused_callers)

@@ -1,8 +1,8 @@
-"""Reading local files with the rights of the caller who asks for them, in a child process that becomes that user.
+"""Read local files with the rights of the caller that asks for them, in a child process that becomes that user.
 
-The agent may read more than its callers. So it never opens a path that a caller names: the caller sends its open
-folder, and a prefetcher with no more rights than the caller opens what is in it, each file once. What the index says
-and what an engine process maps come from the same open files.
+The agent may read more than its callers. So it never opens a path that a caller names. Instead, the caller sends its
+open folder, and a prefetcher with no more rights than the caller opens the files in it, each of them once. The index is
+read from the same open files that an engine process maps.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
 
 
 class Identity(NamedTuple):
-    """The user and groups whose rights files are read with.
+    """The user and groups with whose rights files are read.
 
-    ``confined``: only files below the folder, for the caller may see other files than the agent.
+    ``confined`` allows only files below the folder, because the caller may see another file system than the agent.
     """
 
     uid: int
@@ -36,13 +36,16 @@ class Identity(NamedTuple):
 
 
 class Folder(NamedTuple):
-    """A local checkpoint's open folder, ``fd``, which the holder closes. Without ``identity`` the agent reads it."""
+    """The open folder ``fd`` of a local checkpoint, which its holder closes.
+
+    Without ``identity``, it is read with the agent's own rights.
+    """
 
     fd: int
     identity: Identity | None = None
 
     def slot(self, key: str) -> str:
-        """Return the name of its region: what was read with one identity's rights is shared with no other."""
+        """Return the slot of the checkpoint's region. Regions that were read with different rights are never shared."""
         if self.identity is None:
             return key
         uid, gid, groups, confined = self.identity
@@ -52,10 +55,10 @@ class Folder(NamedTuple):
 
 
 def folder_of(key: str, descriptors: list[int]) -> int:
-    """Return the folder that a caller has sent, as a new descriptor. NodeRefusedError for anything else."""
+    """Return the folder that a caller has sent, as a new descriptor. Raises NodeRefusedError if it sent none."""
     assert not scheme_of(key)
     for descriptor in descriptors[:1]:
-        # O_PATH opens also what its opener may not read.
+        # O_PATH also opens folders that the caller may not read.
         readable = not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH
         if readable and stat.S_ISDIR(file_status(descriptor).mode):
             return os.dup(descriptor)
@@ -65,9 +68,10 @@ def folder_of(key: str, descriptors: list[int]) -> int:
 
 
 def become(identity: Identity) -> None:
-    """Give up every right of this process that the caller does not have. NodeRefusedError where that is not possible.
+    """Give up every right of this process that the caller does not have.
 
-    What is needed afterwards must be imported before: the caller may not be allowed to read the agent's own files.
+    Modules that are needed afterwards must be imported before, since the caller may not be able to read the agent's own
+    files. Raises NodeRefusedError if it is not possible.
     """
     parent = os.getppid()
     try:
@@ -82,11 +86,11 @@ def become(identity: Identity) -> None:
             f"the node agent (user {os.geteuid()}) cannot read files as user {identity.uid}: {error.strerror}; "
             f"expected an agent that is the function's own user, or root with CAP_SETUID and CAP_SETGID"
         ) from None
-    die_with_parent(parent)  # the kernel forgets it with the old user
+    die_with_parent(parent)  # again, because the kernel forgets this when the user changes
 
 
 def _drop_capabilities() -> None:
-    """Root of another container has the agent's number, but may have fewer rights than the agent."""
+    """Drop all capabilities. The root user of another container has the agent's user id, but may have fewer rights."""
     number = _SYS_CAPSET.get(os.uname().machine)
     if number is None:
         raise NodeRefusedError(f"files cannot be read for another container's root on {os.uname().machine}")

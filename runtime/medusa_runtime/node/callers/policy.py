@@ -1,4 +1,4 @@
-"""Who may have which model, where a fetch may be redirected, and how much memory the models below a prefix may take."""
+"""The agent's policy: which caller may have which model, where a fetch may be redirected, and memory by prefix."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from .peer import Caller
 
 
 def below(key: str, prefix: str) -> bool:
-    """Return whether a model lies below a prefix, in whatever spelling; everything lies below ``*``."""
+    """Return whether a model is below a prefix, however the prefix is spelled. Everything is below ``*``."""
     return prefix == "*" or is_below(key, prefix)
 
 
 class Policy:
-    """The rules of ``--allow`` and of tenants' sockets. In doubt a model is refused.
+    """The rules of ``--allow`` and of tenants' sockets. If in doubt, a model is refused.
 
-    A tenant's socket gives the models below its prefixes to everyone who can open it. On other sockets ``--allow``
-    decides; a model that several rules fit is allowed if one of them allows it. Without ``--allow`` a model in a
-    store is for the agent's own user alone, because it is fetched with the agent's credentials and from the agent's
-    place in the network, and a local model is for everyone, because its files are read as the caller. With
-    ``--allow`` every model needs a rule, local ones too.
+    A tenant's socket gives the models below its prefixes to every process that can open it. On other sockets,
+    ``--allow`` decides. If several rules fit a model, it is enough that one of them allows it.
+
+    Without ``--allow``, a model in a store is only for the agent's own user, because it is fetched with the agent's
+    credentials and from the agent's place in the network. A local model is for every user, because its files are read
+    with the caller's rights. With ``--allow``, every model needs a rule, local ones too.
     """
 
     def __init__(
         self, allow: Iterable[Allowed], quota: Mapping[str, int], tenants: Iterable[Sequence[str]] = ()
     ) -> None:
-        """``tenants``: the prefixes of each tenant's socket."""
+        """``tenants`` has the prefixes of each tenant's socket. ``quota`` has limits in bytes, by prefix."""
         self._allow = tuple(allow)
         self._opened = [rule.prefix for rule in self._allow] + [prefix for prefixes in tenants for prefix in prefixes]
         self._quota = dict(quota)
 
     def check(self, key: str, caller: Caller) -> None:
-        """Raises NodeRefusedError when this caller may not have this model."""
+        """Raise NodeRefusedError if this caller may not have this model."""
         user = caller.peer.uid
         if caller.prefixes:
             if not any(below(key, prefix) for prefix in caller.prefixes):
@@ -60,8 +61,8 @@ class Policy:
     def allows_redirect(self, url: str) -> bool:
         """Return whether a store may send a fetch to this URL on another host.
 
-        An agent that fetches for its own user alone goes where the store says. One that serves others fetches from
-        its own place in the network, so it goes only below a prefix that a rule has opened.
+        An agent that fetches only for its own user follows every redirect. One that serves other users follows only
+        those to a URL below a prefix that a rule has opened, since it fetches from its own place in the network.
         """
         place = canonical(url.partition("?")[0])
         return not self._opened or (place is not None and any(below(place, prefix) for prefix in self._opened))

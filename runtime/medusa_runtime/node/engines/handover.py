@@ -1,4 +1,4 @@
-"""What a function hands to the idle engine process that it takes: its settings and descriptors."""
+"""The handover from a function to the idle engine process that it takes: its settings and descriptors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...errors import NodeError
 from ...region.seals import seals_of
 from ..callers.file_status import file_status
 
-# What does not concern an engine, secrets, and whose code is run, which the agent decides.
+# Settings that do not concern an engine, secrets, and whose code is run, which the agent decides.
 _PRIVATE = {"token", "handler", "host", "port", "platform", "node_socket", "trust_state", "trust_key"}
 
 # The descriptors of a "take" message, in this order.
@@ -24,7 +24,7 @@ def settings_to_body(settings: Settings) -> dict[str, Any]:
 
 
 def settings_from_body(body: Any) -> Settings:
-    """Read what ``settings_to_body`` wrote. NodeError for anything else, such as another version's settings."""
+    """Read what ``settings_to_body`` wrote. Raises NodeError for anything else, such as another version's settings."""
     known = {field.name for field in fields(Settings)} - _PRIVATE
     if not isinstance(body, dict) or not known.issuperset(body):
         unknown = sorted(set(body) - known) if isinstance(body, dict) else body
@@ -33,7 +33,10 @@ def settings_from_body(body: Any) -> Settings:
 
 
 def check_given(descriptors: list[int]) -> None:
-    """NodeError unless these are what a function hands to an engine process, which writes to them as the agent."""
+    """Raise NodeError unless these descriptors are of the kinds that a function hands to an engine process.
+
+    The engine process writes to them with the agent's rights.
+    """
     if len(descriptors) != len(GIVEN) - 2:
         raise NodeError(f"expected {len(GIVEN) - 2} descriptors, found {len(descriptors)}")
     listener, timeline, reports, lease = descriptors

@@ -1,4 +1,4 @@
-"""Idle engine processes of every kind, kept at their number in the background."""
+"""The agent's idle engine processes. As many of each kind as are wanted are kept ready."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from .warm_zygote import run_zygote
 
 logger = logging.getLogger(__name__)
 
-_REFILL_AFTER_S = 1.0  # the function that has just taken one is still starting
+_REFILL_AFTER_S = 1.0  # the function that has just taken an engine process is still starting
 _MOST_QUICK_DEATHS = 3
 _QUICK_S = 10.0
 
 
 @dataclass(eq=False)
 class _Engine:
-    """An engine process: idle, and later a function's. The end of its channel is its own end."""
+    """An engine process, first idle and later a function's. When its channel ends, the process has ended."""
 
     pid: int
     pidfd: int
     channel: socket.socket
     warm: bool = False
-    on_end: Callable[[], None] | None = None  # of a function's
+    on_end: Callable[[], None] | None = None  # called when a function's engine has ended
 
     def kill(self) -> None:
         with suppress(OSError):
@@ -65,7 +65,7 @@ class _Kind:
 
 
 class EnginePool:
-    """Keeps so many idle processes of each engine kind as are ``wanted``, and gives them to functions."""
+    """Keeps the ``wanted`` number of idle processes of each engine kind, and gives them to functions."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class EnginePool:
         self._hung = HungChildren()
 
     def tick(self) -> None:
-        """Fork what is missing, a while after one was taken, and kill what hangs. Called about twice a second."""
+        """Kill hung processes, and fork missing ones, a while after one was taken. Call it about twice a second."""
         self._end_hung()
         for kind in self._kinds.values():
             if kind.failure is not None:
@@ -98,7 +98,7 @@ class EnginePool:
             missing = kind.wanted - len(kind.idle) - kind.forking
             if missing > 0 and kind.zygote is not None:
                 try:
-                    # One after the other: they share what cores the functions leave.
+                    # One after the other, because they share the cores that functions do not need.
                     if not kind.forking and all(idle.warm for idle in kind.idle):
                         send(kind.zygote.channel, "fork")
                         kind.forking += 1
@@ -106,7 +106,7 @@ class EnginePool:
                     self._lost_zygote(kind)
 
     def _end_hung(self) -> None:
-        """Kill processes that were stopped. Idle ones wait for hours, so silence shows nothing."""
+        """Kill processes that were stopped (SIGSTOP). Idle ones may wait for hours, so silence proves nothing."""
         engines = {one.pid: one for kind in self._kinds.values() for one in (*kind.idle, *kind.serving)}
         zygotes = {kind.zygote.pid for kind in self._kinds.values() if kind.zygote is not None}
         for pid, reason in self._hung.look(dict.fromkeys([*engines, *zygotes], time.monotonic_ns)).items():
@@ -128,10 +128,10 @@ class EnginePool:
         trust: Sequence[str | None] = (None, None),
         on_end: Callable[[], None] | None = None,
     ) -> int:
-        """Give an idle process to a function and return its pid. Raises NodeError when there is none.
+        """Give an idle process to a function and return its pid. Raises NodeError if none is idle.
 
-        ``bundle_of``: the model whose state bundle the process may use; ``trust``: from which prefixes, and signed with
-        which keys, it may run code. ``on_end`` is called when it has ended.
+        ``bundle_of`` is the model whose state bundle the process may use. ``trust`` says from which prefixes, and
+        signed with which keys, it may run code. ``on_end`` is called when the process has ended.
         """
         kind = self._kinds.get(name)
         if kind is None and name in engine_names():
@@ -142,7 +142,7 @@ class EnginePool:
             raise NodeError(f"the node agent keeps no {name} engines{only}; start it with --prewarm {warmed}=1")
         for idle in [idle for idle in kind.idle if idle.warm]:
             if is_stopped(idle.pid):
-                continue  # tick ends it soon
+                continue  # ``tick`` will kill it soon
             try:
                 send(idle.channel, "take", {"settings": settings, "bundle_of": bundle_of, "trust": trust}, descriptors)
             except ConnectionError:
@@ -161,7 +161,7 @@ class EnginePool:
         raise NodeError(kind.failure or f"no idle {name} engine process is warm at the moment")
 
     def _on_serving(self, kind: _Kind, engine: _Engine) -> None:
-        """A function's engine has ended: it says nothing else on its channel."""
+        """Handle the end of a function's engine, which is the only thing that makes its channel readable."""
         kind.serving.remove(engine)
         self._loop.unwatch(engine.channel)
         engine.close()
@@ -169,7 +169,7 @@ class EnginePool:
             engine.on_end()
 
     def status(self, *, everything: bool = True) -> dict[str, dict[str, object]]:
-        """Return what there is of each kind; process numbers only for those who may see ``everything``."""
+        """Return the number of processes of each kind, and with ``everything`` also their ids."""
         return {
             kind.name: {
                 "wanted": kind.wanted,
@@ -184,7 +184,7 @@ class EnginePool:
         }
 
     def close(self) -> None:
-        """End the zygotes, and with them their idle children; those that serve a function go on."""
+        """End the zygotes, and with them their idle children. Processes that serve a function go on."""
         for kind in self._kinds.values():
             if kind.zygote is not None:
                 self._end_zygote(kind)
@@ -210,7 +210,7 @@ class EnginePool:
         assert kind.zygote is not None
         try:
             message = receive(kind.zygote.channel)
-        except NodeError as error:  # an engine process without its connection, which ends by that
+        except NodeError as error:  # the connection with an engine process is lost, and so the process ends
             logger.warning("an idle %s engine process is lost: %s", kind.name, error)
             kind.forking -= 1
             kind.refill_at = time.monotonic() + _REFILL_AFTER_S
@@ -253,9 +253,9 @@ class EnginePool:
     def _end_zygote(self, kind: _Kind) -> None:
         assert kind.zygote is not None
         zygote, kind.zygote, kind.forking = kind.zygote, None, 0
-        for idle in tuple(kind.idle):  # they die with it
+        for idle in tuple(kind.idle):  # they end with their zygote
             self._forget(kind, idle)
-            idle.kill()  # one that is stopped would not notice
+            idle.kill()  # a stopped one would not end by itself
             idle.close()
         self._loop.unwatch(zygote.channel)
         ENDING.kill(zygote)
@@ -268,7 +268,7 @@ class EnginePool:
             self._fail(kind, f"{kind.name} engine processes ended {len(kind.deaths)} times within {_QUICK_S:g} s")
 
     def _fail(self, kind: _Kind, message: str) -> None:
-        """Give this kind up; functions start engines of their own."""
+        """Give up this kind, so that functions start engines of their own."""
         logger.error("%s; no more of them are kept until the node agent is restarted", message)
         kind.failure = message
         if kind.zygote is not None:

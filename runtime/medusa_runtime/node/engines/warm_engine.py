@@ -1,6 +1,6 @@
-"""An idle engine process: everything is done that needs no model, then it waits to be given one. Once.
+"""An idle engine process. It does everything that needs no model, then waits until it is given one, and serves it.
 
-BlitzScale's context pool (§6) and ParaServe's overlapped imports (§5), moved in front of the request.
+This is BlitzScale's context pool (§6), and ParaServe's overlapped imports (§5) done before the request.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from .handover import GIVEN, settings_from_body
 
 _PR_SET_PDEATHSIG = 1
 _NICE = 10
-_ATTACH_ARTIFACTS = (
-    "medusa_runtime.state.attach_artifacts"  # what reads bundles; not for the agent, whose process forks this one
-)
+# The module that reads bundles, by name: the agent, which forks this process, must not have to import it.
+_ATTACH_ARTIFACTS = "medusa_runtime.state.attach_artifacts"
 
 
 def run_idle(
@@ -40,7 +39,7 @@ def run_idle(
     reports: ReportPipe,
     timeline: Timeline,
 ) -> int:
-    """Warm up, wait for a function, serve it, and end with it."""
+    """Warm up, wait for a function, serve it, and end with it. Returns the exit status."""
     close_others(channel.fileno(), reports.write_fd, timeline.fd)
     if settings.device != "cuda":
         _warm_up(engine_class, settings)
@@ -51,27 +50,27 @@ def run_idle(
     send(channel, "warm")
     message = receive(channel, MOST_OF_OURS)
     if message is None:
-        return 0  # the agent has gone, or wants fewer
-    # From here on the function decides how long this process lives, and the agent no more.
+        return 0  # the agent has ended, or needs no more idle processes
+    # From now on this process ends with the function, and no longer with the agent.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
-    # The channel stays open: by its end the agent learns that this process has ended.
+    # The channel stays open: when it ends, the agent knows that this process has ended.
     return _serve(engine_class, settings.engine, message)
 
 
 def _warm_up(engine_class: EngineClass, settings: Settings) -> None:
-    """Generate from a tiny random model, so that everything that happens once per process has happened.
+    """Generate with a tiny random model, so that everything that happens once in a process has happened.
 
-    In a thread of low priority, which does not stick to the process: functions that start now go first. Not of idle
-    priority: on a machine that is never idle no process would ever be warm.
+    This is done in a thread of low priority, so that functions that start now go first; the process itself keeps its
+    priority. It is not idle priority, with which no process would ever be warm on a machine that is never idle.
     """
     if settings.device == "cuda" and not engine_kind(settings.engine).owns_gpu_context:
-        return  # not tried
+        return  # has not been tried
     from ...engine.warmup import warm_up
 
     failures: list[BaseException] = []
 
     def run() -> None:
-        os.nice(_NICE)  # on Linux this is the thread's alone, and that of threads it starts
+        os.nice(_NICE)  # on Linux, this concerns only this thread and those that it starts
         try:
             warm_up(engine_class, settings)
         except BaseException as error:  # noqa: BLE001
@@ -88,14 +87,14 @@ def _warm_up(engine_class: EngineClass, settings: Settings) -> None:
 
 def _serve(engine_class: EngineClass, kind: str, message: Message) -> int:
     given = dict(zip(GIVEN, message.descriptors, strict=False))
-    shard_fds = message.descriptors[len(GIVEN) :]  # of a local model: this process opens no path of a function's
+    shard_fds = message.descriptors[len(GIVEN) :]  # of a local model, because this process opens no path of a function
     lease = socket.socket(fileno=given["lease"])
     threading.Thread(target=_end_with, args=(lease,), name="lease", daemon=True).start()
     settings = settings_from_body(message.body["settings"])
     settings = replace(settings, device=choose(settings.device, os.environ))
     timeline = Timeline(given["timeline"], "engine")
     timeline.mark("specialise", pid=os.getpid())
-    if settings.engine != kind:  # another one that such a process can become
+    if settings.engine != kind:  # an engine that this kind of process can become (``EngineKind.warmed_as``)
         with timeline.stage("import"):
             engine_class = load_engine_class(settings)
     if settings.torch_import == "plain":

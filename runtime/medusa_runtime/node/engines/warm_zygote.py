@@ -1,4 +1,4 @@
-"""The agent's zygote of one engine kind: imports what the engine needs, then forks idle processes on request."""
+"""The agent's zygote for one engine kind: it imports what the engine needs, then forks idle processes on request."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .warm_engine import run_idle
 def run_zygote(
     engine: Settings, gpu_context: bool, reports: ReportPipe, channel: socket.socket, timeline: Timeline
 ) -> int:
-    """Fork idle processes of ``engine`` until the agent closes the channel; report to it what cannot be imported."""
+    """Fork idle processes until the agent closes the channel. If the engine cannot be imported, report that to it."""
     kind = engine.engine
     close_others(channel.fileno(), reports.write_fd, timeline.fd)
     end_first()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that the kernel reaps the children
     settings = replace(engine, device=choose("auto", os.environ))
     gc.disable()
     try:
@@ -42,7 +42,7 @@ def run_zygote(
         body = partial(run_idle, engine_class, settings, gpu_context, mine, reports)
         pid = fork("engine", body, timeline=timeline, reports=reports)
         mine.close()
-        # The agent can signal the process by this descriptor and never another one that has taken over its number.
+        # With this descriptor, the agent can signal the process, and never another one that has got its number.
         pidfd = os.pidfd_open(pid)
         send(channel, "forked", {"pid": pid}, [theirs.fileno(), pidfd])
         os.close(pidfd)

@@ -1,1 +1,1 @@
-"""The agent's regions: filled once a node, and kept while they are used."""
+"""The agent's regions. Each is filled once on a node, and kept at least while it is used."""

@@ -1,4 +1,4 @@
-"""Asking this node's server in the cluster which peers have a model."""
+"""Ask this node's server in the cluster which peers have a model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ...storage.sources import SourcesStore
 
 logger = logging.getLogger(__name__)
 
-_WITHIN_S = 0.5  # a fetch waits for the answer
+_WITHIN_S = 0.5  # the time limit for an answer; short, because a fetch waits for it
 _LONGEST_BYTES = 1 << 20
 _MOST_SOURCES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The control socket of this node's server, and what peers ask for."""
+    """The control socket of this node's server, and the credentials for peers."""
 
     socket: str
     access: PeerAccess
@@ -42,9 +42,9 @@ def open_sources(cluster: Cluster, model_url: str, origin: Store, on_change: Cal
 
 
 def ask_sources(control_socket: str, model_url: str, again: bool) -> list[str]:
-    """Return the node servers that have a model, best first; none when the control socket does not answer soon.
+    """Return the URLs of the node servers that have a model, best first; none if the control socket does not answer.
 
-    ``again``: also those that the plan does not name.
+    With ``again``, also return those that the plan does not name.
     """
     request = {"op": "sources", "url": model_url, "again": again}
     try:

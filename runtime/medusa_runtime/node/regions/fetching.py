@@ -1,4 +1,4 @@
-"""The prefetcher of a region that the agent holds: a child process, which asks the agent for memory."""
+"""The prefetcher of a region that the agent holds: a child process that asks the agent for memory."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from ...storage.sources import SourcesStore
     from .cluster_sources import Cluster
 
-# A prefetcher's own memory: headers, small files, connections. A hostile origin may send as much as is taken.
+# The limit of a prefetcher's own memory, for headers, small files and connections. A hostile server may send a lot.
 _MEMORY_BYTES = 1 << 30
-# Imported before a prefetcher becomes another user, to whom the agent's files may be closed.
+# Imported before a prefetcher becomes another user, which may not be able to read the agent's files.
 _NEEDED = (
     "concurrent.futures.thread",
     "encodings.ascii",
@@ -53,7 +53,7 @@ _NEEDED = (
     "medusa_runtime.checkpoint.tensor_pickle",
 )
 
-# Imported by the agent, so that no prefetcher does it: a tenth of a second, and more where the cores are busy.
+# Imported by the agent, to save each prefetcher a tenth of a second, or more if the cores are busy.
 _PRELOADED = (
     "concurrent.futures.thread",
     "random",
@@ -66,7 +66,7 @@ _PRELOADED_IN_CLUSTER = ("xxhash", "medusa_runtime.fetch.offered", "medusa_runti
 
 
 def preload(*, in_cluster: bool) -> None:
-    """Import what every prefetcher needs. Starts no threads."""
+    """Import what every prefetcher needs. This starts no threads."""
     for name in (*_PRELOADED, *(_PRELOADED_IN_CLUSTER if in_cluster else ())):
         importlib.import_module(name)
     if in_cluster:
@@ -84,9 +84,9 @@ def start_fetch(
     timeline: Timeline,
     reports: ReportPipe,
 ) -> Child:
-    """Fork a prefetcher for this region, which beats in ``held.heartbeats``. Raises what ``start_child`` does.
+    """Fork a prefetcher for this region. Its heartbeats are in ``held.heartbeats``. Raises like ``start_child``.
 
-    ``cluster``: where it asks for peers that have the model.
+    ``cluster`` is where it asks for peers that have the model.
     """
     body = partial(_run, held, settings, policy, cluster, reports)
     return start_child("prefetcher", body, timeline=timeline, reports=reports)
@@ -95,9 +95,9 @@ def start_fetch(
 def start_spare(
     size_bytes: int, *, policy: Policy, cluster: Cluster | None, timeline: Timeline, reports: ReportPipe
 ) -> Spare:
-    """Fork a prefetcher for the next model of a store, with a region of which so many bytes have their pages.
+    """Fork a prefetcher for the next model of a store, with a region for which ``size_bytes`` of pages are allocated.
 
-    Raises what ``start_child`` does.
+    Raises like ``start_child``.
     """
     region, demand_fd = open_region()
     heartbeats = Heartbeats()
@@ -112,7 +112,7 @@ def start_spare(
 
 
 def open_store_of(key: str, policy: Policy) -> Store:
-    """Open the store of a checkpoint that is no local one. Redirects lead where the policy allows it."""
+    """Open the store of a checkpoint that is not local. Redirects are followed as the policy allows."""
     from ...checkpoint.reader import split
     from ...storage.http.store import HttpStore
 
@@ -123,14 +123,14 @@ def open_store_of(key: str, policy: Policy) -> Store:
 
 
 def give_back(held: HeldRegion, *, timeline: Timeline, reports: ReportPipe) -> int:
-    """Close a region by the end of a child, whose pid this is: it keeps the kernel busy for a second.
+    """Close a region, and let a child hold it last. Returns the child's pid. Raises like ``start_child``.
 
-    Raises what ``start_child`` does.
+    Whichever process holds a region last must wait up to a second while the kernel frees its pages.
     """
 
     def body(channel: socket.socket, _: Timeline) -> int:
         close_others(channel.fileno(), held.region.fd)
-        receive(channel)  # until the agent has closed it
+        receive(channel)  # returns when the agent has closed its end, and so the region
         return 0
 
     child = start_child("release", body, timeline=timeline, reports=reports)
@@ -140,7 +140,7 @@ def give_back(held: HeldRegion, *, timeline: Timeline, reports: ReportPipe) -> i
 
 
 def begin(spare: Spare, held: HeldRegion, connections: int | None) -> bool:
-    """Have a spare fill its region, which is ``held``'s, with a model; False when its process has just died."""
+    """Let a spare fill its region, which is now that of ``held``. Return False if its process has just died."""
     try:
         send(spare.child.channel, "fetch", {"key": held.key, "connections": connections, "layers": held.layers})
     except OSError:
@@ -160,14 +160,14 @@ def _wait(
     channel: socket.socket,
     timeline: Timeline,
 ) -> int:
-    """Make pages, and wait until the agent names a model, for hours perhaps."""
+    """Allocate pages, then wait, perhaps for hours, until the agent names a model to fetch. Return the exit status."""
     close_others(channel.fileno(), region.fd, demand_fd, timeline.fd, reports.write_fd)
     end_first()
     writer = region.writer()
     making = threading.Thread(target=_reserve, args=(writer, size_bytes), daemon=True)
     making.start()
     making.join()
-    gc.freeze()  # a collection during the fetch would write to, and so copy, the pages of all objects
+    gc.freeze()  # or a collection during the fetch would write to, and so copy, the pages of all objects
     own_pages()
     send(channel, "ready")
     message = receive(channel)
@@ -185,7 +185,7 @@ def _reserve(writer: RegionWriter, size_bytes: int) -> None:
 
 
 def fetch_settings(key: str, connections: int | None, layers: str | None) -> Settings:
-    """Return the settings of an agent's fetch. ``layers``: START:STOP, which come first."""
+    """Return the settings of an agent's fetch. ``layers`` (START:STOP) come first."""
     return Settings(model=key, connections=connections, load_priority="background", layers=layers)
 
 
@@ -238,11 +238,11 @@ def _fetch(
     from ...state.restore import Restoration
 
     in_cluster = cluster is not None and folder is None
-    # It is not known yet which functions will use it.
+    # For all engines, because it is not known yet which functions will use the model.
     restoring = Restoration(settings, timeline, engines=engine_names(), for_peers=in_cluster)
     writer.demand.listen(held.demand_fd, paced=cluster is not None or settings.layers is not None)
     store = open_store_of(held.key, policy) if folder is None else _open_folder(held.key, folder)
-    held.heartbeats.keep("prefetcher")  # a thread; by now this process has the rights that it will have
+    held.heartbeats.keep("prefetcher")  # not earlier: this starts a thread, which must have the final rights
     sources = _open_sources(cluster, held.key, store, channel) if cluster is not None and in_cluster else None
     prefetch(
         held.region,
@@ -267,8 +267,8 @@ def _open_sources(cluster: Cluster, key: str, origin: Store, channel: socket.soc
 
 
 def report_sources(channel: socket.socket, sources: SourcesStore) -> None:
-    """Send the agent what came from where. No fetch fails for that: what cannot be sent is left out."""
-    with suppress(OSError, NodeError):  # the agent does not read as fast, or has gone, or there are too many peers
+    """Report to the agent how much came from which source. A fetch never fails because this cannot be sent."""
+    with suppress(OSError, NodeError):  # the agent reads too slowly, or has ended, or there are too many peers
         send(channel, "sources", sources.status())
 
 
@@ -293,7 +293,7 @@ def _limit_memory() -> None:
 
 
 class _Agent:
-    """The prefetcher's view of the agent."""
+    """The agent as the prefetcher's ``Keeper``."""
 
     def __init__(self, channel: socket.socket, store: LocalStore | None) -> None:
         self._channel = channel

@@ -1,4 +1,4 @@
-"""One region that the agent holds, and the prefetcher that fills it."""
+"""A region that the agent holds, and the prefetcher that fills it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from .spare import Spare
 
 _SOURCES = ("received_bytes", "excluded")
-LEAST_BYTES = 2 * HEADER_BYTES  # the header of an empty region, and the page of its readers' requests
+LEAST_BYTES = 2 * HEADER_BYTES  # the header of an empty region, and the page for its readers' requests
 
 
 def open_region(fd: int | None = None) -> tuple[Region, int]:
-    """Make an empty region, or open again the one that ``fd`` is. Also returns the page of its readers' requests.
+    """Make an empty region, or open again the one of ``fd``. Return it and the memfd for its readers' requests.
 
-    Others can open an empty one for reading alone, also before it is sealed. Raises LimitError or NodeError.
+    Other users can open an empty region only for reading, even before it is sealed. Raises LimitError or NodeError.
     """
     opened = []
     try:
@@ -46,11 +46,11 @@ def open_region(fd: int | None = None) -> tuple[Region, int]:
 
 
 class HeldRegion:
-    """A region, who uses it, and what it is for. ``size_bytes``: the memory it takes.
+    """A region, its checkpoint (``key``), and the callers that use it.
 
-    ``slot`` names it among the agent's regions; ``folder`` is a local checkpoint's, which this object closes.
-    ``fd``: of a region that exists already. ``spare``: one that was made ahead of time, with its prefetcher.
-    Raises LimitError or NodeError when none can be made.
+    ``slot`` is its unique name among the agent's regions, and ``size_bytes`` the memory that it takes. ``folder`` is
+    that of a local checkpoint; this object closes it. ``fd`` is given for a region that already exists, and ``spare``
+    for one that was made ahead of time, with its prefetcher. Raises LimitError or NodeError if no region can be made.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class HeldRegion:
         self.size_bytes = LEAST_BYTES
         self.sealed = False  # whether it can be handed out
         self.pinned = False
-        self.leases: dict[int, Caller] = {}  # who uses it, by the descriptors of their connections
-        # Those of them who wait for it: what is called when it is sealed, or has failed.
+        self.leases: dict[int, Caller] = {}  # the callers that use it, by the descriptors of their connections
+        # By the same descriptors, for callers that wait, what to call when the region is sealed, or has failed.
         self.waiting: dict[int, Callable[[MedusaError | None], None]] = {}
         self.used_at = self.looked_at = time.monotonic()
         self.fetch: Child | None = None
         self.heartbeats = spare.heartbeats if spare else Heartbeats()  # of the prefetcher
-        self.fetch_for: Caller | None = None  # who is charged for the fetch
-        self.layers: str | None = None  # which are fetched first
+        self.fetch_for: Caller | None = None  # the caller that is charged for the fetch
+        self.layers: str | None = None  # the layers that are fetched first, START:STOP
         self.handed = 0
         self.sources: dict[str, Any] = {}  # where its bytes came from, in a cluster
         self._version = ""
@@ -86,7 +86,7 @@ class HeldRegion:
 
     @property
     def version(self) -> str:
-        """The same text for the same objects of a store; "" for local files, and before the index is there."""
+        """A digest of the versions of a store's objects; "" for local files, and before the index is there."""
         if not self._version and self.sealed and self.folder is None and scheme_of(self.key):
             shards = [(shard.name, shard.size_bytes, shard.version) for shard in self.region.wait_index(1.0).shards]
             self._version = hashlib.blake2b(repr(sorted(shards)).encode(), digest_size=8).hexdigest()
@@ -94,7 +94,7 @@ class HeldRegion:
 
     @property
     def payer(self) -> Caller | None:
-        """The caller who is charged for its memory: the first of its users. A pinned model is the agent's own."""
+        """The caller that is charged for the memory: the first user. None if it is pinned, or has no user."""
         return None if self.pinned else next(iter(self.leases.values()), None)
 
     def beat_ns(self) -> int:
@@ -102,15 +102,15 @@ class HeldRegion:
         return self.heartbeats.beat_ns("prefetcher")
 
     def announce(self, error: MedusaError | None) -> None:
-        """Answer those who wait for it: it can be handed out, or has failed."""
+        """Answer all waiting callers: the region can be handed out or, with an error, has failed."""
         waiting, self.waiting = self.waiting, {}
         for answer in waiting.values():
             answer(error)
 
     def descriptors(self) -> list[int]:
-        """Return what is sent to a reader: the region, for reading only, and the page of its requests. Close both.
+        """Return the descriptors to send to a reader: the read-only region, and the memfd for its requests.
 
-        Raises LimitError or NodeError when they cannot be opened.
+        The caller closes both. Raises LimitError or NodeError if they cannot be opened.
         """
         opened: list[int] = []
         try:
@@ -122,13 +122,13 @@ class HeldRegion:
         return opened
 
     def promote(self) -> None:
-        """Fetch it before others, because a function waits for it; until then it is fetched in the background."""
+        """Fetch the region as an interactive load, because a function waits for it. Before, it is a background load."""
         promote(self.demand_fd)
 
     def is_current(self, folder: Folder | None = None) -> bool:
-        """Return whether the local files that it names are still those that were indexed; true of objects in a store.
+        """Return whether the region's local files are still those that were indexed; True for objects in a store.
 
-        ``folder``: what a caller has sent as this checkpoint's folder.
+        ``folder`` is what a caller has now sent as this checkpoint's folder.
         """
         if self.folder is None and scheme_of(self.key):
             return True

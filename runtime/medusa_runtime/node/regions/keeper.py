@@ -1,4 +1,4 @@
-"""The life of the agent's regions: they are fetched on demand, checked for changes, given up, and taken back."""
+"""The keeper of the agent's regions, which fetches them on demand, checks them for changes, and drops them."""
 
 from __future__ import annotations
 
@@ -38,17 +38,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PIN_AGAIN_S = 10.0  # after a store did not give what is pinned
-_SPARE_OF_FREE = 4  # the pages that are made ahead may take one in so many free bytes
-_MUCH_BYTES = 32 << 20  # of memory; to free less takes no longer than a fork
+_PIN_AGAIN_S = 10.0  # how often to try again to fetch pinned models
+_SPARE_OF_FREE = 4  # pages that are allocated ahead of time may take one in this many free bytes
+_MUCH_BYTES = 32 << 20  # to free less memory than this takes no longer than a fork
 
 
 class RegionKeeper:
     """Starts and ends prefetchers, keeps pinned models, and takes back the regions of an earlier agent.
 
-    ``pins``: the models to fetch at once, and to keep.
-    ``cluster``: where prefetchers ask for peers that have a model.
-    ``on_lost`` is called with a region whose fetch failed, and the error, to inform the callers that hold it.
+    ``pins`` are the keys of models to fetch at once and to keep. ``cluster`` is where prefetchers ask for peers that
+    have a model. ``on_lost`` is called with a region whose fetch has failed, and the error, to inform its callers.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class RegionKeeper:
         self.replaced: Counter[str] = Counter()  # how many processes hung, by their kind
 
     def tick(self) -> None:
-        """Do what has become due. Called about twice a second."""
+        """Do the periodic work. Call it about twice a second."""
         self._end_hung()
         self._fetch_pinned()
         self._spares.tick(idle=all(held.fetch is None for held in self.regions))
@@ -113,9 +112,10 @@ class RegionKeeper:
     ) -> HeldRegion:
         """Return the region of a checkpoint. It is fetched if it is not there, if its files changed, or if ``fresh``.
 
-        Does not wait: the region may be sealed only later. Functions that hold an old region keep it. ``folder``: a
-        local checkpoint's, as its caller opened it; it is taken over. ``caller``: is charged; None: the agent.
-        ``layers``: START:STOP, which are fetched first when the fetch begins now.
+        This does not wait: the region may be sealed only later. Functions that hold an old region keep that one.
+
+        ``folder`` is that of a local checkpoint, as the caller has opened it. It is taken over. ``caller`` is charged
+        for the fetch; None is the agent itself. ``layers`` (START:STOP) come first if the fetch begins now.
         """
         if folder is None and not scheme_of(key):
             folder = _own_folder(key)
@@ -179,7 +179,7 @@ class RegionKeeper:
 
     @property
     def ready_bytes(self) -> int:
-        """The memory whose pages exist for the next model."""
+        """The memory that is allocated for the next model."""
         return self._spares.ready_bytes
 
     def _has_room_for_spare(self) -> bool:
@@ -200,7 +200,7 @@ class RegionKeeper:
             )
 
     def _charge_fetch(self, caller: Caller | None) -> None:
-        """Charge a caller for one more fetch. If it has too many, the one unused for longest is given up."""
+        """Charge a caller for one more fetch. If it has too many, drop its fetch that has been unused for longest."""
         if caller is None:
             return
         try:
@@ -219,17 +219,17 @@ class RegionKeeper:
             self._accounts.give(caller, "fetches")
 
     def keep(self, key: str, descriptor: int, caller: Caller) -> HeldRegion:
-        """Take back a region that an earlier agent made. NodeError for any other region."""
+        """Take back a region that an earlier agent made. Raises NodeError for any other region."""
         self._records.check(key, descriptor)
+        self._check_models(key, caller)
         held = self.regions.get(key)
         if held is not None:
             return held
-        self._check_models(key, caller)
         held = HeldRegion(key, descriptor)
         try:
             held.sealed = held.complete
             _check_whole(held)
-            held.leases[-1] = caller  # charged until it has its lease
+            held.leases[-1] = caller  # so that the caller is charged; its real lease comes later
             self.regions.admit(held, os.fstat(descriptor).st_blocks * 512)
         except BaseException:
             held.close()
@@ -249,7 +249,7 @@ class RegionKeeper:
         assert held.fetch is not None
         try:
             message = receive(held.fetch.channel, MOST_OF_OURS)
-        except (NodeError, OSError) as error:  # no room for the files of its shards, as a rule
+        except (NodeError, OSError) as error:  # usually because there is no room for the files of the shards
             self._ended(held, NodeError(str(error)))
             return
         if message is None:
@@ -264,18 +264,18 @@ class RegionKeeper:
             except MedusaError as error:
                 logger.warning("%s", error)
                 answer = "error", {"code": error.code, "message": str(error)}
-            with suppress(OSError):  # it has just died; the end of its connection comes next
+            with suppress(OSError):  # the prefetcher has just died, and the end of its channel will be read next
                 send(held.fetch.channel, *answer)
         elif message.kind == "sealed":
             held.sealed = True
             held.shard_fds = message.descriptors
             held.announce(None)
-            self._record()  # after the answers: it writes a file
+            self._record()  # after the answers, because it writes a file
         elif message.kind == "sources":
             held.sources = message.body
 
     def _ended(self, held: HeldRegion, error: MedusaError | None = None) -> None:
-        """Handle the end of a prefetcher, whether it succeeded or not. ``error``: why it is ended."""
+        """Handle the end of a prefetcher, whether it succeeded or not. With ``error``, end it for that reason."""
         assert held.fetch is not None
         status = None if error else exit_status(held.fetch)
         self._end_fetch(held)
@@ -323,7 +323,7 @@ class RegionKeeper:
         held.close()
 
     def _changed(self, held: HeldRegion) -> None:
-        """Drop a region whose objects were replaced. A pinned model is fetched again at once, others on request."""
+        """Drop a region whose objects were replaced. A pinned model is fetched again at once, another on request."""
         if self.regions.get(held.key) is not held:
             return
         if not held.pinned:
@@ -335,7 +335,7 @@ class RegionKeeper:
             logger.warning("%s", error)
 
     def _fetch_pinned(self) -> None:
-        """Fetch the pinned models that are missing; their store may not have answered before."""
+        """Fetch the pinned models that are missing, for example because their store did not answer before."""
         if time.monotonic() < self._pin_at:
             return
         self._pin_at = time.monotonic() + _PIN_AGAIN_S
@@ -346,7 +346,7 @@ class RegionKeeper:
                 logger.warning("--pin: %s", error)
 
     def _end_hung(self) -> None:
-        """Kill prefetchers that hang; their end is then handled like any other."""
+        """Kill prefetchers that hang. Their end is then handled like any other."""
         fetching = {held.fetch.pid: held for held in self.regions if held.fetch is not None}
         for pid, reason in self._hung.look({pid: held.beat_ns for pid, held in fetching.items()}).items():
             logger.warning("the prefetcher of %s hangs: %s; killing it", redacted(fetching[pid].key), reason)
@@ -354,13 +354,13 @@ class RegionKeeper:
             os.kill(pid, signal.SIGKILL)
 
     def _record(self) -> None:
-        # A region of files that were read with a caller's rights is only for that caller. Making it again takes no
-        # longer than bringing it back.
+        # Regions of files that were read with a caller's rights are left out. They are only for that caller, and to
+        # make one again takes no longer than to bring it back.
         kept = [held for held in self.regions if held.sealed and held.slot == held.key]
         self._records.write({held.key: held.region.fd for held in kept})
 
     def close(self) -> None:
-        """Let go of all regions; fetches end."""
+        """Let go of all regions, and end all fetches."""
         self._stopping = True
         self._spares.drop()
         self._revalidation.close()

@@ -1,4 +1,4 @@
-"""The name of a checkpoint between functions and agent, and the open folder that a function sends along."""
+"""A checkpoint's key, which names it between functions and the agent, and the open folder that is sent with it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _LONGEST_CHARACTERS = 4096
 
 
 def model_key(url: str) -> str:
-    """Return the one name of a checkpoint, so that no rule or quota is evaded by spelling it differently.
+    """Return the canonical name of a checkpoint, so that another spelling cannot evade a rule or a quota.
 
-    NodeError for a local path that is not absolute, a URL that leads upwards, and a scheme that is not fetched.
+    Raises NodeError for a local path that is not absolute, a URL that leads upwards, and a scheme that the agent does
+    not fetch from.
     """
     if len(url) > _LONGEST_CHARACTERS or not url.isprintable():
         raise NodeError(f"url: expected at most {_LONGEST_CHARACTERS} printable characters, found {url[:80]!a}")
@@ -28,7 +29,7 @@ def model_key(url: str) -> str:
         if scheme in ("", "file"):
             return _local_key(url)
         return _store_key(url, scheme)
-    except ValueError:  # a bracket that opens no address, half of a surrogate pair
+    except ValueError:  # a bracket that does not begin an address, or half of a surrogate pair
         raise NodeError(f"url: expected an absolute path or a URL, found {url[:80]!a}") from None
 
 
@@ -55,7 +56,7 @@ def _store_key(url: str, scheme: str) -> str:
 
 
 def absolute(url: str) -> str:
-    """Return the URL as another process must have it: a relative path is made absolute."""
+    """Return the URL for another process: a relative path is made absolute."""
     return url if scheme_of(url) else os.path.abspath(os.path.expanduser(url))
 
 
@@ -65,7 +66,10 @@ def local_path(url: str) -> str:
 
 
 def open_folder(key: str) -> int | None:
-    """Open the folder of a local checkpoint, or of the one file that it is; None for others, or without the right."""
+    """Open the folder of a local checkpoint, or the one that its single file is in.
+
+    Returns None for a checkpoint that is not local, and if the folder cannot be opened.
+    """
     if scheme_of(key) not in ("", "file"):
         return None
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

@@ -1,6 +1,6 @@
-"""All regions of a node, within a memory budget: the least recently used go first, one in use never.
+"""All regions of a node, within a memory budget. The least recently used are evicted first; those in use never are.
 
-The node's share of BlitzScale's parameter pool (§5): one copy of a model in a host's memory, for all its instances.
+This is the node's share of BlitzScale's parameter pool (§5): one copy of a model in a host's memory for all instances.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from ..callers.accounts import Accounts
 from ..callers.policy import Policy, below
 from .held_region import HeldRegion
 
-_MOST_UNUSED = 256  # regions that nobody uses; small ones cost descriptors, too
+_MOST_UNUSED = 256  # unused regions; even small ones cost descriptors
 
 
 class _Limit(NamedTuple):
-    """An amount of memory, and the other regions that share it."""
+    """A limit of memory, and the other regions that share it."""
 
     limit_bytes: int
     others: list[HeldRegion]
-    besides_bytes: int  # what is charged to the same caller and is no region
+    besides_bytes: int  # memory that is charged to the same caller, but is not for regions
     refusal: type[MedusaError]
-    whose: str  # in words, with how much it is
-    flag: str  # that raises it
+    whose: str  # for a message: whose limit it is, and how much
+    flag: str  # the flag that raises the limit
 
 
 class RegionPool:
-    """The regions by their slots. ``on_drop`` is called with each that leaves; it ends its prefetcher and closes it."""
+    """The regions, by slot. ``on_drop`` is called with each that is dropped, to end its prefetcher and close it."""
 
     def __init__(
         self, budget_bytes: int, policy: Policy, accounts: Accounts, on_drop: Callable[[HeldRegion], None]
@@ -52,7 +52,7 @@ class RegionPool:
         return self._regions.get(slot)
 
     def of_key(self, key: str) -> list[HeldRegion]:
-        """All regions of one checkpoint: a local one has one for each user who has asked for it."""
+        """Return all regions of one checkpoint. A local one may have a region for each user."""
         return [held for held in self if held.key == key]
 
     def add(self, held: HeldRegion) -> None:
@@ -63,9 +63,9 @@ class RegionPool:
         self._regions[held.slot] = held
 
     def admit(self, held: HeldRegion, size_bytes: int) -> None:
-        """Make room for a region. Raises TooLargeError or NodeRefusedError with who has the room instead."""
+        """Make room for a region of this size. Raises TooLargeError or NodeRefusedError if a limit forbids it."""
         limits = self._limits(held)
-        for limit in limits:  # all of them, before anything is dropped
+        for limit in limits:  # check all of them before anything is dropped
             fixed = limit.besides_bytes + sum(other.size_bytes for other in limit.others if other.in_use)
             if size_bytes + fixed > limit.limit_bytes:
                 used = f", of which {_mb(fixed)} are in use" if fixed >= 500_000 else ""
@@ -78,7 +78,7 @@ class RegionPool:
         held.size_bytes = size_bytes
 
     def charged_bytes(self, account: str) -> int:
-        """The memory of the regions that are charged to one caller."""
+        """Return the memory of the regions that are charged to one account."""
         return sum(held.size_bytes for held in self if (payer := held.payer) is not None and payer.account == account)
 
     def _limits(self, held: HeldRegion) -> list[_Limit]:
@@ -107,13 +107,13 @@ class RegionPool:
             self.drop(other)
 
     def release(self, held: HeldRegion, lease: int) -> None:
-        """A connection that used it has ended."""
+        """End the lease of one connection on a region."""
         held.leases.pop(lease, None)
         held.waiting.pop(lease, None)
         held.used_at = time.monotonic()
 
     def drop(self, held: HeldRegion) -> None:
-        """Let go of it; those who have it keep it, and its memory goes with the last of them."""
+        """Let go of a region. Functions that have it keep it, and its memory is freed after the last of them."""
         if self._regions.get(held.slot) is held:
             del self._regions[held.slot]
             self._on_drop(held)

@@ -1,7 +1,7 @@
-"""The list of the regions that an agent has made, for the agent after it, to which functions bring theirs back.
+"""The list of an agent's regions. The next agent needs it to recognize regions that functions bring back to it.
 
-Anybody could bring a region. But a sealed memfd's contents cannot be changed, and its time of change cannot be chosen.
-So a memfd with the inode number and the time that the last agent recorded has the same bytes.
+Any process could bring a region. But the contents of a sealed memfd cannot be changed, and its time of change cannot be
+chosen. So a memfd with the inode number and the time that the last agent recorded has the same bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Records:
-    """A small file beside the socket, which only the agent's user may write."""
+    """The list, in a small file beside the socket, to which only the agent's user may write."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -33,25 +33,28 @@ class Records:
                 if os.fstat(file.fileno()).st_uid != os.geteuid():
                     return {}
                 found = json.load(file)
-            # Inode numbers begin anew with the machine.
+            # Inode numbers start again when the machine does.
             regions = found["regions"] if found["boot"] == _boot() else {}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
         return regions if isinstance(regions, dict) else {}
 
     def check(self, key: str, descriptor: int) -> None:
-        """Raises NodeRefusedError unless the last agent made this region of this checkpoint, and it is sealed."""
+        """Raise NodeRefusedError unless the last agent made this region for this checkpoint, and it is sealed."""
         recorded = self._before.get(key)
         if recorded is None or recorded != _identity(descriptor):
             raise NodeRefusedError(f"this region of {redacted(key)} is none that the node agent made")
 
     def write(self, regions: Mapping[str, int]) -> None:
-        """Record the regions there are now, by descriptor, and keep the last agent's, which may still be brought."""
+        """Record the present regions, and keep the last agent's, which may still be brought.
+
+        ``regions`` maps keys to descriptors.
+        """
         if self._frozen:
             return
         known = {**self._before, **{key: found for key, fd in regions.items() if (found := _identity(fd))}}
-        # Written beside and renamed: a killed agent leaves the old list or the new one.
-        # What lies there already may be somebody else's link, where the folder is open to others: it is not written to.
+        # Write a new file and rename it, so that a killed agent leaves the old list or the new one. If other users can
+        # write to the folder, a file of that name may be their link, so it must not be written to.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with suppress(FileNotFoundError):
@@ -63,7 +66,7 @@ class Records:
             logger.warning("the list of regions cannot be written (%s); a restart will fetch them again", error)
 
     def freeze(self) -> None:
-        """Leave the list as it is."""
+        """Write no more, so that the list stays as it is."""
         self._frozen = True
 
 
@@ -73,7 +76,10 @@ def _boot() -> str:
 
 
 def _identity(descriptor: int) -> list[int] | None:
-    """Return what identifies a memfd of this user that is sealed against writing and resizing; None for others."""
+    """Return numbers that identify a memfd of this user that is sealed against writing and resizing.
+
+    Returns None for any other file.
+    """
     try:
         seals = seals_of(descriptor)
     except OSError:

@@ -1,4 +1,4 @@
-"""Checking from time to time whether objects in a store are still those that were fetched, in a child process."""
+"""Check from time to time, in a child process, whether objects in a store are still those that were fetched."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GIVE_UP_S = 120.0
 
 
 class Revalidation:
-    """Checks one region at a time. ``on_change`` is called with one whose objects have been replaced."""
+    """Checks one region at a time. ``on_change`` is called with a region whose objects have been replaced."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Revalidation:
         self._began = 0.0
 
     def tick(self, regions: Iterable[HeldRegion]) -> None:
-        """Check the region that was checked longest ago, when it is due. Local files are checked whenever asked for."""
+        """Check the region whose last check is longest ago, if it is due. Local files are checked on each request."""
         now = time.monotonic()
         if self._check is not None:
             if now - self._began > _GIVE_UP_S:
@@ -97,7 +97,7 @@ def _run(held: HeldRegion, policy: Policy, reports: ReportPipe, channel: socket.
         checkpoint = open_checkpoint(held.key, store=open_store_of(held.key, policy))
     except MedusaError as error:
         logger.debug("%s could not be checked: %s", redacted(held.key), error)
-        return 0  # a store that does not answer says nothing about its objects
+        return 0  # a store that does not answer proves nothing about its objects
     index = held.region.wait_index()
     same = checkpoint.index.shards == index.shards
     if not same or any(held.region.file(name) != body for name, body in checkpoint.files.items()):

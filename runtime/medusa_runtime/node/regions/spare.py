@@ -1,7 +1,7 @@
-"""A prefetcher that waits for the next model, with a region whose first pages exist already.
+"""A spare: a prefetcher that waits for the next model, with a region whose first pages are already allocated.
 
-Fresh pages of shared memory are half of the CPU time of a fetch from another node, and a fork comes before its first
-byte. Both can be done while the machine is idle.
+Allocating pages of shared memory takes half of the CPU time of a fetch from another node, and a fork has to come before
+the first byte. Both can be done while the machine is idle.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..messages import receive
 
 logger = logging.getLogger(__name__)
 
-_QUIET_S = 2.0  # after a fetch: what follows it, an import or a first forward, needs the cores
-_AGAIN_S = 30.0  # after one that could not be made, or has died
+_QUIET_S = 2.0  # how long to wait after a fetch: the import or the first forward that follows it needs the cores
+_AGAIN_S = 30.0  # how long to wait after a spare that could not be made, or has died
 
 
 class Spare(NamedTuple):
-    """The parts of a region without a model, and the process that will fill it. ``size_bytes``: of pages that exist."""
+    """An empty region, and the process that will fill it. ``size_bytes`` is the size of the allocated pages."""
 
     region: Region
     demand_fd: int
@@ -36,23 +36,23 @@ class Spare(NamedTuple):
 
 
 class Spares:
-    """Keeps one spare, where ``start`` can make one. ``fits``: whether there is memory for it now."""
+    """Keeps one spare, which ``start`` makes; without ``start``, none. ``fits`` says whether there is memory for it."""
 
     def __init__(self, start: Callable[[], Spare] | None, fits: Callable[[], bool], loop: EventLoop) -> None:
         self._start = start
         self._fits = fits
         self._loop = loop
         self._spare: Spare | None = None
-        self._ready = False  # its pages are made
+        self._ready = False  # whether its pages are allocated
         self._next_at = 0.0
 
     @property
     def size_bytes(self) -> int:
-        """The memory that it takes."""
+        """The memory that the spare takes; 0 without one."""
         return self._spare.size_bytes if self._spare else 0
 
     def tick(self, *, idle: bool) -> None:
-        """Make one when it is time. ``idle``: nothing is being fetched."""
+        """Make a spare if it is time for one. ``idle`` says that nothing is being fetched."""
         now = time.monotonic()
         if not idle:
             self._next_at = max(self._next_at, now + _QUIET_S)
@@ -68,11 +68,11 @@ class Spares:
 
     @property
     def ready_bytes(self) -> int:
-        """The memory that is ready for the next model."""
+        """The memory that is allocated for the next model."""
         return self.size_bytes if self._ready else 0
 
     def take(self) -> Spare | None:
-        """Return the spare, for good; None if none is ready."""
+        """Hand out the spare; None if none is ready."""
         return self._leave() if self._ready else None
 
     def _leave(self) -> Spare | None:
@@ -87,11 +87,11 @@ class Spares:
         if receive(self._spare.child.channel) is not None:
             self._ready = True
             return
-        self.drop()  # its process has ended
+        self.drop()  # the process has ended
         self._next_at = time.monotonic() + _AGAIN_S
 
     def drop(self) -> None:
-        """End the spare, and give its memory back."""
+        """End the spare, and free its memory."""
         if (spare := self._leave()) is not None:
             ENDING.kill(spare.child)
             spare.region.close()

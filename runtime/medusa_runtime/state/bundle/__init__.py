@@ -1,1 +1,1 @@
-"""A state bundle as files in a store: its manifest and blobs, written, found, signed and read."""
+"""A state bundle's files in a store: writing, finding, signing and reading its manifest and blobs."""

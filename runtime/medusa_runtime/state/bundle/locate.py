@@ -1,4 +1,4 @@
-"""Where a state bundle lies. Most checkpoints have none, and their start imports no more than this module."""
+"""Find a state bundle. Most checkpoints have none, and their start imports only this module of the package."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ FOLDER, MANIFEST, BLOBS = ".medusa", "manifest.json", "blobs"
 
 
 def read_manifest(store: Store, prefix: str) -> bytes | None:
-    """Read the manifest's text; None when there is none (some stores forbid instead of saying so).
+    """Read the manifest's text; None if there is no manifest. (Some stores then answer that it is forbidden.)
 
-    ``prefix`` is the bundle's folder in the store, empty or ending in a slash. Raises StateError and StorageError.
+    ``prefix`` is the bundle's folder in the store, empty or ending in a slash. Raises StateError or StorageError.
     """
     try:
         return read_whole(store.read, f"{prefix}{MANIFEST}")

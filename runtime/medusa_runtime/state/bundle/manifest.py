@@ -1,9 +1,9 @@
-"""The manifest of a state bundle: which artifacts there are, for what, and how to check that they are whole.
+"""The manifest of a state bundle: which artifacts there are, what they are valid for, and their checksums.
 
 ``manifest.json``: ``{"schema": 1, "files": […], "artifacts": [{"kind", "key", "sha256", "size", "inline"?}, …],
-"signature"?: {"key", "value"}}``. A blob lies in ``blobs/<sha256>``; a small one stands in the manifest as well
-(``inline``, base64), which saves its round trip. A signature is for all the rest of the manifest. Unknown fields and
-kinds are ignored, so a schema changes only when old readers would misread it.
+"signature"?: {"key", "value"}}``. A blob is in ``blobs/<sha256>``. A small one is also in the manifest (``inline``,
+base64), which saves a round trip. The signature covers the rest of the manifest. Unknown fields and kinds are ignored,
+so the schema number changes only if old readers would misread the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _KIND = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 
 
 class Artifact(NamedTuple):
-    """An entry. ``key``: the facts it is valid for. ``inline``: the blob itself, where the manifest holds it."""
+    """An artifact in the manifest.
+
+    ``key`` has the facts for which it is valid. ``inline`` is the blob itself, if the manifest contains it.
+    """
 
     kind: str
     key: dict[str, str]
@@ -36,7 +39,7 @@ class Artifact(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """A signature: who is said to have made it (``ed25519:<base64>``), the signature, and the message it is for."""
+    """An unchecked signature: the public key (``ed25519:<base64>``), the signature itself, and the signed message."""
 
     key: str
     value: bytes
@@ -44,9 +47,10 @@ class Signature(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """A manifest. ``files``: the checkpoint's small files, if known. ``rejected``: malformed entries, and why.
+    """A manifest.
 
-    ``signature``: not checked; see ``trust``.
+    ``files`` are the names of the checkpoint's small files, if they are known. ``rejected`` has malformed entries, each
+    with the reason. ``signature`` is not checked here, but in ``trust.py``.
     """
 
     artifacts: tuple[Artifact, ...]
@@ -86,7 +90,7 @@ class Manifest(NamedTuple):
         return cls(tuple(artifacts), names, tuple(rejected), _signature(document))
 
     def to_json(self, signer: Signer | None = None) -> bytes:
-        """Return the file's text, signed where there is a signer."""
+        """Return the file's text, signed if there is a signer."""
         document: dict[str, Any] = {"schema": SCHEMA}
         if self.files is not None:
             document["files"] = self.files
@@ -101,13 +105,13 @@ class Manifest(NamedTuple):
 
 
 def _message(document: dict[str, Any]) -> bytes:
-    """Return what is signed: the manifest without its signature, in one spelling."""
+    """Return the message that is signed: the manifest without its signature, in a canonical form."""
     rest = {name: value for name, value in document.items() if name != "signature"}
     return b"medusa state bundle\n" + json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _signature(document: dict[str, Any]) -> Signature | None:
-    """Read the signature; None where there is none, or none that could be right."""
+    """Read the signature; None if there is none, or it is malformed."""
     raw = document.get("signature")
     if not isinstance(raw, dict) or not isinstance(raw.get("key"), str) or not isinstance(raw.get("value"), str):
         return None

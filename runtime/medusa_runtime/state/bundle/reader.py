@@ -1,6 +1,6 @@
-"""A state bundle in any store: its manifest and its blobs, each read whole and verified.
+"""Read a state bundle from any store. The manifest and the blobs are each read as a whole and verified.
 
-Whatever is wrong is a StateError that says so; nobody but the caller decides that a start goes on without.
+Everything that is wrong with a bundle raises StateError. The caller decides whether a start goes on without it.
 """
 
 from __future__ import annotations
@@ -32,26 +32,28 @@ class Bundle:
         self._prefix = prefix
 
     def text(self) -> bytes | None:
-        """Read the manifest's text; None when there is no bundle. Raises StateError and StorageError."""
+        """Read the manifest's text; None if there is no bundle. Raises StateError or StorageError."""
         return read_manifest(self._store, self._prefix)
 
     def manifest(self) -> Manifest | None:
-        """Read the manifest; None when there is no bundle. Raises StateError and StorageError."""
+        """Read the manifest; None if there is no bundle. Raises StateError or StorageError."""
         text = self.text()
         return None if text is None else Manifest.parse(text)
 
     def objection(self, trust: Trust, text: bytes, manifest: Manifest) -> str | None:
-        """Return why code from here may not be run; None when it may. ``text``: what ``manifest`` was parsed from."""
+        """Return why code from this bundle may not be run; None if it may. ``manifest`` was parsed from ``text``."""
         return trust.objection(self._store, self._prefix, text, manifest)
 
     def check_trusted(self, trust: Trust, text: bytes, manifest: Manifest) -> None:
-        """Raise StateError when code from this bundle may not be run."""
+        """Raise StateError if code from this bundle may not be run."""
         if (objection := self.objection(trust, text, manifest)) is not None:
             raise StateError(objection)
 
     def read(self, artifact: Artifact) -> bytes:
-        """Read a blob from the manifest or the store. Raises StateError when it is not there, not what was written, or
-        larger than a quarter of the memory that is free."""
+        """Read a blob from the manifest or the store.
+
+        Raises StateError if it is missing, damaged, or larger than a quarter of the free memory.
+        """
         if artifact.inline is not None:
             return bytes(verified(artifact, artifact.inline))
         buffer = bytearray(checked_size(artifact))
@@ -59,7 +61,7 @@ class Bundle:
         return bytes(buffer)
 
     def read_into(self, artifact: Artifact, buffer: memoryview) -> None:
-        """Read a blob into a buffer of its size, several pieces at a time. After an error the content is void."""
+        """Read a blob into a buffer of its size, several pieces at a time. After an error, the content is undefined."""
         name = f"{self._prefix}{BLOBS}/{artifact.sha256}"
         try:
             info = self._store.stat(name)
@@ -83,7 +85,7 @@ class Bundle:
 
 
 def checked_size(artifact: Artifact) -> int:
-    """Return the blob's size. Raises StateError when it would take too much of the free memory."""
+    """Return the blob's size. Raises StateError if it would take too much of the free memory."""
     if artifact.size > (room := min(int(memory_available_bytes() * _MEMORY_SHARE), _LARGEST_BYTES)):
         raise StateError(f"its blob is said to have {artifact.size:,} bytes, expected at most {room:,}")
     return artifact.size

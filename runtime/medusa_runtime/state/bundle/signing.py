@@ -1,6 +1,6 @@
 """Signatures of a bundle's manifest: ed25519, from the ``cryptography`` package.
 
-The package is imported only where a signature is made or checked: it takes a start tens of milliseconds.
+The package is imported only when a signature is made or checked, because the import takes tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PREFIX = "ed25519:"
 
 
 class Signer:
-    """A private key. ``public``: what starts name as ``--trust-key`` to run what was signed with it."""
+    """A private key. ``public`` is its public key, for ``--trust-key`` of starts that run what was signed with it."""
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
@@ -27,7 +27,7 @@ class Signer:
 
     @classmethod
     def read(cls, path: Path) -> Signer:
-        """Read a PEM file without a password. Raises ConfigError and MissingPackageError."""
+        """Read a private key from a PEM file without a password. Raises ConfigError or MissingPackageError."""
         expected = (
             f"--sign={str(path)!r} cannot be used: expected a PEM file with an ed25519 private key without a password "
             f"(openssl genpkey -algorithm ed25519 -out {path.name})"

@@ -1,4 +1,4 @@
-"""Writing a state bundle into a folder: blobs first, the manifest last, so that a reader sees a whole one or none."""
+"""Write a state bundle into a folder: the blobs first, the manifest last, so that readers never see half a bundle."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .manifest import Artifact, Manifest
 if TYPE_CHECKING:
     from .signing import Signer
 
-# Together they stay a fraction of what a store sends in a round trip's time.
+# Inline blobs stay small, so that all together take a store less time to send than a round trip.
 _MOST_INLINE_BYTES = 96 << 10
 _PART = ".part"
 
 
 class BundleWriter:
-    """The only writer of a bundle, for as long as the context lasts.
+    """The only writer of a bundle, as long as the context lasts.
 
-    Killed at any point it leaves the bundle as it was, and perhaps files that the next commit removes.
+    If it is killed at any point, the bundle is as before, with some files at most that the next commit removes.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -36,7 +36,7 @@ class BundleWriter:
         self._made_folder = False
 
     def __enter__(self) -> Self:
-        """Lock the folder. Raises ConfigError when it cannot be written, StateError while another process writes it."""
+        """Lock the folder. Raises ConfigError if it cannot be written to, and StateError while another process does."""
         self._made_folder = not self._folder.exists()
         try:
             (self._folder / BLOBS).mkdir(parents=True, exist_ok=True)
@@ -61,26 +61,26 @@ class BundleWriter:
     ) -> None:
         if kind is not None:
             self.discard()
-        os.close(self._lock)  # gives the lock back
+        os.close(self._lock)  # this releases the lock
 
     def discard(self) -> None:
-        """Remove what no committed manifest names, also of a writer that was killed; and the folder if it was made."""
+        """Remove all files that the committed manifest does not name, and the folder if this writer made it."""
         self._keep_only(self.existing())
         (self._folder / f"{MANIFEST}{_PART}").unlink(missing_ok=True)
         if self._made_folder:
-            with suppress(OSError):  # something is in it
+            with suppress(OSError):  # it is not empty
                 (self._folder / BLOBS).rmdir()
                 self._folder.rmdir()
 
     def existing(self) -> Manifest:
-        """Read the present manifest; an empty one when there is none, or none that can be read."""
+        """Read the present manifest. If there is none, or it cannot be read, return an empty one."""
         try:
             return Manifest.parse((self._folder / MANIFEST).read_bytes())
         except (OSError, StateError):
             return Manifest(())
 
     def add(self, kind: str, key: dict[str, str], data: bytes | Path) -> Artifact:
-        """Write a blob; it belongs to the bundle once a committed manifest names it."""
+        """Write a blob. It belongs to the bundle once a committed manifest names it."""
         part = self._folder / BLOBS / f"{os.getpid()}{_PART}"
         digest = hashlib.sha256()
         size = 0
@@ -96,13 +96,13 @@ class BundleWriter:
         return Artifact(kind, key, digest.hexdigest(), size, inline)
 
     def commit(self, manifest: Manifest, signer: Signer | None = None) -> None:
-        """Make this the bundle's content, in one step; what it no longer names is removed afterwards."""
+        """Make this the bundle's content, in one step. Files that it no longer names are removed afterwards."""
         _sync(self._folder / BLOBS)
         part = self._folder / f"{MANIFEST}{_PART}"
         with open(part, "wb") as target:
             target.write(manifest.to_json(signer))
             target.flush()
-            # A start runs code only from a manifest that its own user alone can write, whatever the umask here is.
+            # A start runs code only from a manifest that no other user can write, so ignore the umask.
             os.fchmod(target.fileno(), os.fstat(target.fileno()).st_mode & ~0o022)
             os.fsync(target.fileno())
         part.replace(self._folder / MANIFEST)
@@ -127,7 +127,7 @@ def _pieces(data: bytes | Path) -> Iterable[bytes]:
 
 
 def _sync(folder: Path) -> None:
-    """Sync a folder, which makes a rename in it durable."""
+    """Sync a folder, so that a rename in it is durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,9 +1,9 @@
 """CUDA graphs, materialized offline and restored online instead of captured (MEDUSA).
 
-Offline, ``dump_graphs`` reads captured graphs through the driver. ``materialize_graphs`` compares them with a second
-dump, made at other addresses, to prove which bytes are pointers, and adds kernel images, contents and reference
-outputs. Online, ``place`` maps memory by name, and ``restore_graphs`` builds the graphs, validates them and returns
-those that fit.
+Offline, ``dump_graphs`` reads captured graphs from the driver. ``materialize_graphs`` compares them with a second dump,
+made at other addresses, to prove which bytes are pointers, and adds kernel images, contents and reference outputs.
+Online, ``place`` maps memory by name, and ``restore_graphs`` builds the graphs, validates them and returns those that
+fit.
 """
 
 from __future__ import annotations

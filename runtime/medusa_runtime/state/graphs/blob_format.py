@@ -1,4 +1,4 @@
-"""Blueprints as bytes: a magic, a digest of all that follows, a JSON header, and a body the header points into."""
+"""The binary format of blueprints: a magic, a digest of the rest, a JSON header, and a body to which it refers."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _PROLOGUE = struct.Struct("<8s32sIQQ")  # magic, sha256, version, bytes of the h
 _NODE = struct.Struct("<HHi3I3IIII")
 _EDGE = struct.Struct("<II8s")
 _RELOCATION = struct.Struct("<IIQ?")
-_ADDRESSES = 1 << 57  # the largest address space of any processor, which the device shares
+_ADDRESSES = 1 << 57  # the size of the largest address space of any processor, which the device shares
 _SIZES = {NodeKind.MEMSET: MEMSET_NODE.size, NodeKind.MEMCPY: MEMCPY_NODE_BYTES, NodeKind.EMPTY: 0}
 
 Span = list[int]
 
 
 class _Body:
-    """Bytes one after the other. Equal bytes are stored once, because the 35 graphs of a model share much."""
+    """A sequence of bytes to which spans refer. Equal bytes are stored once: the graphs of a model share a lot."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -93,7 +93,7 @@ def _encode_graph(graph: GraphBlueprint, body: _Body) -> dict[str, Any]:
 
 
 def decode(data: bytes) -> Blueprints:
-    """Read what ``encode`` wrote. Raises StateError when the bytes are damaged, cut or of another version."""
+    """Read what ``encode`` wrote. Raises StateError if the bytes are damaged, cut or of another version."""
     if len(data) < _PROLOGUE.size:
         raise StateError(f"expected materialized CUDA graphs, found {len(data)} bytes; materialize again")
     magic, digest, version, header_bytes, body_bytes = _PROLOGUE.unpack_from(data)
@@ -170,10 +170,7 @@ class _Reader:
 
 
 def check(blueprints: Blueprints) -> None:
-    """Check that every reference is to something that is there.
-
-    Raises ValueError otherwise: a wrong reference would become a wrong address.
-    """
+    """Raise ValueError unless every reference is to something that exists: a wrong one would become a wrong address."""
     _check_ranges(blueprints.ranges)
     for kernel in blueprints.kernels:
         _whole(*chain(*kernel.parameters))

@@ -1,4 +1,4 @@
-"""A materialized CUDA graph, and all those of one model on one GPU."""
+"""Graph blueprints: the materialized CUDA graphs of one model on one GPU."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class NodeKind(IntEnum):
 
 
 GRAPH_POOL = "graph pool"
-"""The name of the graphs' memory pool where it lies at an address of our choice: one range, in any process."""
+"""The name of the graphs' memory pool if we chose its address. It is then one range, in every process."""
 
 
 class RangeKind(IntEnum):
-    NAMED = 0  # weights, KV cache, inputs, outputs: the engine that restores has placed it under this name
+    NAMED = 0  # weights, KV cache, inputs, outputs: the engine that restores places it under this name
     SLAB = 1  # the graphs' own memory pool
     WORKSPACE = 2  # other live memory, such as cuBLAS' workspaces
     MODULE = 3  # a variable of a kernel image; its name is "<image>:<variable>"
-    FREE = 4  # held by the allocator and not in use: an address in it is stale, and no kernel follows it
+    FREE = 4  # held by the allocator but not in use: an address in it is stale, and no kernel uses it
 
 
 class MemoryRange(NamedTuple):
-    """A range of device memory with a name; ``address`` is where it was when captured."""
+    """A range of device memory with a name. ``address`` is where it was when the graphs were captured."""
 
     name: str
     kind: RangeKind
@@ -52,10 +52,11 @@ class Piece(NamedTuple):
 
 
 class KernelRecord(NamedTuple):
-    """What identifies a kernel, which is found again by its image and name.
+    """A kernel, which is found again by its image and name.
 
-    ``parameters``: (offset, size) of each; ``attributes``: of the function, by CUfunction_attribute. ``image`` is empty
-    where it is not known; then the kernel can only be found by triggering.
+    ``parameters`` has the (offset, size) of each one, in bytes. ``attributes`` are those of the function, as
+    (CUfunction_attribute, value). ``image`` is the image's digest, or empty if it is not known; then the kernel can
+    only be found by triggering.
     """
 
     name: str
@@ -82,9 +83,9 @@ class Node(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """A dependency between two nodes.
+    """A dependency between two nodes, which are given by their numbers.
 
-    ``data`` is CUgraphEdgeData: which part of the source the target waits for (programmatic launches).
+    ``data`` is a CUgraphEdgeData: for which part of the source the target waits (in programmatic launches).
     """
 
     source: int
@@ -107,10 +108,11 @@ class Relocation(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphBlueprint:
-    """One graph with everything that is needed to build it again.
+    """One graph, with everything that is needed to build it again.
 
-    ``pinned``: numbers of ranges that must lie at their captured addresses, because not every address in the blob is
-    known.
+    ``key`` names the graph, such as by its batch size. ``pinned`` are the numbers of ranges that must be at their
+    captured addresses, because not every address in the blob is known. ``inputs`` and ``outputs`` are those of a
+    reference replay.
     """
 
     key: str
@@ -130,9 +132,10 @@ AttributeSet = tuple[tuple[int, bytes], ...]
 class Blueprints:
     """All graphs of a model on a GPU.
 
-    ``refused``: key → why that graph could not be materialized. ``results``: key → what else the engine needs to use
-    that graph, as JSON in a form that only the engine knows. ``host``: of a dump, the (start, stop) of the process's
-    own memory, which stale addresses may lead to.
+    ``refused`` says, by key, why a graph could not be materialized. ``results`` has, by key, what else the engine needs
+    to use a graph, as JSON in a form that only the engine knows. ``contents`` are bytes that must be in memory before
+    the first replay. ``host`` is set in a dump: the (start, stop) of the process's own memory, to which stale addresses
+    may point.
     """
 
     fingerprint: dict[str, str] = field(default_factory=dict)
@@ -153,7 +156,7 @@ class Blueprints:
 
     @classmethod
     def load(cls, data: bytes) -> Blueprints:
-        """Read what ``save`` wrote. Raises StateError when the bytes are damaged, cut or of another version."""
+        """Read what ``save`` wrote. Raises StateError if the bytes are damaged, cut or of another version."""
         from .blob_format import decode
 
         return decode(data)
@@ -162,12 +165,12 @@ class Blueprints:
         return next(graph for graph in self.graphs if graph.key == key)
 
     def used_ranges(self) -> set[int]:
-        """The numbers of the ranges that any graph points into, or must find at their captured addresses."""
+        """Return the numbers of the ranges into which a graph points, or that a graph pins."""
         pinned = {number for graph in self.graphs for number in graph.pinned}
         return pinned | {relocation.memory_range for graph in self.graphs for relocation in graph.relocations}
 
     def words(self, node: Node) -> list[tuple[int, int]]:
-        """The (start, stop) in the blob of each parameter of a node that can hold addresses."""
+        """Return the (start, stop) in the blob of each parameter of a node that can hold addresses."""
         if node.kind == NodeKind.KERNEL:
             parameters = self.kernels[node.kernel].parameters
             return [(node.start + offset, node.start + offset + size) for offset, size in parameters]

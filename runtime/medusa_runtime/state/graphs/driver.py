@@ -22,7 +22,8 @@ _LETTERS: dict[str, Any] = {
     "s": c_char_p,
 }
 
-# Names with a suffix are today's ABI. Plain ones are older calls with other structures; cuda.h redefines them.
+# Functions with their argument types. A suffix (_v2) is part of today's ABI: the plain names are older functions with
+# other structures, and cuda.h redefines them.
 SIGNATURES = {
     "cuInit": "u",
     "cuDriverGetVersion": "p",
@@ -107,14 +108,14 @@ class CudaError(DeviceError):
 
 
 class CudaDriver(Driver):
-    """libcuda with argument types. Raises DeviceError where there is no driver, and CudaError where a call fails."""
+    """libcuda with argument types. Raises DeviceError if there is no driver, and CudaError if a call fails."""
 
     def __init__(self, file: str = LIBRARY) -> None:
         super().__init__(file)
         self._bound: dict[str, Any] = {}
 
     def bound(self, function: str) -> Any:
-        """The function itself, which returns its CUresult: for loops of tens of thousands of calls."""
+        """Return the function itself, which returns its CUresult. This is for loops of tens of thousands of calls."""
         bound = self._bound.get(function)
         if bound is None:
             try:
@@ -144,7 +145,7 @@ class CudaDriver(Driver):
         return made.value
 
     def optional(self, function: str, *arguments: Any) -> int:
-        """Like ``handle``, or 0 where the driver refuses."""
+        """Do the same as ``handle``, but return 0 if the driver refuses."""
         made = c_uint64()
         return 0 if self.result(function, byref(made), *arguments) else made.value
 
@@ -155,7 +156,7 @@ class CudaDriver(Driver):
         return (name.value or b"").decode()
 
     def current_context(self) -> int:
-        """The current context of this thread. Raises DeviceError where there is none."""
+        """Return the current context of this thread. Raises DeviceError if there is none."""
         context = self.handle("cuCtxGetCurrent")
         if not context:
             raise DeviceError("expected a current CUDA context in this thread, found none; retain the device's first")
@@ -180,11 +181,11 @@ class CudaDriver(Driver):
         self._finish()
 
     def _finish(self) -> None:
-        """Wait for a copy or a fill: either may return early, and torch's streams do not wait for its stream."""
+        """Wait for a copy or a fill to end: the call may return early, and torch does not wait for its stream."""
         self.call("cuStreamSynchronize", None)
 
     def range_of(self, address: int) -> tuple[int, int] | None:
-        """Start and size of the device allocation that contains this address; None where there is none."""
+        """Return the start and size of the device allocation that contains this address; None if there is none."""
         start, size = c_uint64(), c_uint64()
         if self.result("cuPointerGetAttribute", byref(start), 11, address):
             return None
@@ -193,7 +194,7 @@ class CudaDriver(Driver):
         return start.value, size.value
 
     def on_host(self, address: int) -> bool:
-        """Return whether the address is in memory of the host that the device can read, such as pinned pages."""
+        """Return whether the address is in host memory that the device can read, such as pinned pages."""
         kind = c_int()
         return not self.result("cuPointerGetAttribute", byref(kind), 2, address) and kind.value == HOST_MEMORY
 

@@ -1,4 +1,4 @@
-"""What materialized graphs are valid for, and what differs here."""
+"""The fingerprint of a process: what materialized graphs are valid for."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from .driver import CudaDriver
 from .mismatch import GraphMismatch, Reason
 
-# Libraries whose kernels are in the graphs, or which chose among kernels.
+# Libraries whose kernels are in the graphs, or that choose kernels.
 _LIBRARIES = ("libtorch_cuda.so", "libcublas.so", "libcublasLt.so", "libcudnn", "libcudart.so")
 _DRIVER_BUILD = Path("/proc/driver/nvidia/version")
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _PROCESSORS = 75, 76, 16
 
 
 def fingerprint(driver: CudaDriver, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The GPU, the driver and the CUDA libraries in this process, and what the caller adds (torch, model, settings)."""
+    """Return the GPU, the driver, the CUDA libraries in this process, and what the caller adds, such as the model."""
     device = driver.current_device()
     name = ctypes.create_string_buffer(256)
     driver.call("cuDeviceGetName", name, len(name), device)
@@ -44,7 +44,7 @@ def fingerprint(driver: CudaDriver, extra: Mapping[str, str] | None = None) -> d
 
 
 def mapped_libraries() -> dict[str, Path]:
-    """The shared libraries in this process: file name → path."""
+    """Return the paths of the shared libraries in this process, by file name."""
     found = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line[line.find("/") :] if "/" in line else ""
@@ -54,7 +54,7 @@ def mapped_libraries() -> dict[str, Path]:
 
 
 def compare(recorded: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """Raise GraphMismatch with the first difference: of the GPU, else of the driver, else any other."""
+    """Raise GraphMismatch if two fingerprints differ. It names the GPU first, then the driver, then anything else."""
     differing = [key for key in sorted({*recorded, *here}) if recorded.get(key) != here.get(key)]
     # Many libraries are loaded at their first use, so only those that are loaded in both processes count.
     differing = [key for key in differing if not key.startswith("library.") or {key} <= recorded.keys() & here.keys()]

@@ -1,4 +1,4 @@
-"""Reasons why graphs are captured and not restored."""
+"""The reasons why graphs are captured instead of restored."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """The name of a reason, as it stands in the log and in the timeline."""
+    """A reason, by its name in the log and in the timeline."""
 
     CORRUPT = "corrupt"  # the blob is damaged, truncated or of another version
     GPU = "gpu"  # made on another GPU
     DRIVER = "driver"  # made with another driver
     LIBRARY = "library"  # made with another torch or CUDA library, model or setting
     MEMORY = "memory"  # not enough device memory
-    ADDRESS = "address"  # needs the recorded addresses, and they are taken
-    MEMORY_RANGE = "memory-range"  # a range that it points into was not placed
+    ADDRESS = "address"  # it needs the recorded addresses, and they are taken
+    MEMORY_RANGE = "memory-range"  # a range into which it points was not placed
     KERNEL_MISSING = "kernel-missing"
     KERNEL_AMBIGUOUS = "kernel-ambiguous"
     NODE_KIND = "node-kind"  # a node that cannot be materialized
-    FOREIGN_POINTER = "foreign-pointer"  # points into memory without a name
+    FOREIGN_POINTER = "foreign-pointer"  # it points into memory without a name
     NOT_DETERMINISTIC = "not-deterministic"  # two captures differ
     CONTENTS = "contents"  # permanent contents cannot be distinguished from scratch memory
     PIECEWISE = "piecewise"  # vLLM's graph of a part of a compiled model, which only vLLM can call
@@ -28,7 +28,7 @@ class Reason(StrEnum):
 
 
 class GraphMismatch(Exception):
-    """A graph does not fit here. Never an error for the user: it is logged once, and the graph is captured instead."""
+    """A graph does not fit here. It is no error for the user: it is logged once, and the graph is captured instead."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -37,6 +37,6 @@ class GraphMismatch(Exception):
 
     @classmethod
     def parse(cls, text: str) -> GraphMismatch:
-        """Read a mismatch from its own text, which is how a bundle keeps it."""
+        """Parse the text of a mismatch, as a bundle stores it."""
         reason, _, detail = text.partition(": ")
         return cls(Reason(reason), detail) if reason in set(Reason) else cls(Reason.CORRUPT, text)

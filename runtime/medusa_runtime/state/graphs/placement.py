@@ -1,4 +1,4 @@
-"""Device memory by name: at its captured addresses, or elsewhere where those are taken."""
+"""Map device memory by name: at its captured addresses, or elsewhere if those are taken."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEVICE, _PINNED, _READ_WRITE = 1, 1, 3
 
 
 class _Span(NamedTuple):
-    """One reservation, which ranges on the same page share."""
+    """One reservation of addresses, which ranges on the same page share."""
 
     start: int
     size: int
@@ -26,7 +26,7 @@ class _Span(NamedTuple):
 
 
 class Placement:
-    """Where memory ranges are now: name → ``addresses``. A context manager; closing unmaps what was mapped here."""
+    """Where memory ranges are now: ``addresses``, by name. A context manager that unmaps at its end what it mapped."""
 
     def __init__(self, driver: CudaDriver, addresses: dict[str, int]) -> None:
         self.addresses = addresses
@@ -40,7 +40,7 @@ class Placement:
         self.close()
 
     def address(self, memory_range: MemoryRange, offset: int) -> int:
-        """Return where this byte of a range is now. Raises GraphMismatch when the range was not placed."""
+        """Return where this byte of a range is now. Raises GraphMismatch if the range was not placed."""
         if memory_range.name not in self.addresses:
             raise GraphMismatch(Reason.MEMORY_RANGE, f"{memory_range.name} was not placed")
         return self.addresses[memory_range.name] + offset
@@ -73,10 +73,10 @@ def place(
     at_recorded: bool = True,
     placed: dict[str, int] | None = None,
 ) -> Placement:
-    """Map every range that is not in ``placed`` (name → address), each at its captured address if that is free.
+    """Map every range that is not in ``placed`` (addresses by name), each at its captured address if that is free.
 
-    A taken address is no failure: the range lies elsewhere, and pointers into it are relocated. Raises GraphMismatch
-    when the device has too little free memory; then nothing stays mapped.
+    If an address is taken, the range is mapped elsewhere, and pointers into it are relocated. Raises GraphMismatch if
+    the device has too little free memory; then nothing stays mapped.
     """
     placement = Placement(driver, dict(placed or {}))
     granule = granularity(driver)
@@ -107,7 +107,7 @@ def place(
 
 
 def granularity(driver: CudaDriver) -> int:
-    """The bytes that sizes and addresses of mapped memory are multiples of."""
+    """Return the number of bytes of which sizes and addresses of mapped memory must be multiples."""
     prop = MemAllocationProp(type=_PINNED, location=MemLocation(_DEVICE, driver.current_device()))
     granule = c_size_t()
     driver.call("cuMemGetAllocationGranularity", byref(granule), byref(prop), 0)
@@ -115,7 +115,7 @@ def granularity(driver: CudaDriver) -> int:
 
 
 def reserve(driver: CudaDriver, size: int, granule: int, wanted: int) -> int:
-    """Reserve addresses: from ``wanted``, which is a hint to the driver, or, where that is taken, from elsewhere."""
+    """Reserve addresses and return the first: ``wanted`` if possible, which is a hint to the driver, or another one."""
     address = c_uint64()
     if driver.result("cuMemAddressReserve", byref(address), size, granule, wanted, 0):
         driver.call("cuMemAddressReserve", byref(address), size, granule, 0, 0)

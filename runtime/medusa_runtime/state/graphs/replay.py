@@ -12,7 +12,10 @@ Launch = Callable[[], None]
 
 
 class Replayer:
-    """Writes inputs, launches graphs and reads outputs. ``at``: where a piece is now; ``stream``: the launches'."""
+    """Writes inputs, launches graphs and reads outputs.
+
+    ``at`` returns the address of a piece now, and ``stream`` is the stream of the launches.
+    """
 
     def __init__(self, driver: CudaDriver, at: Callable[[Piece], int], stream: int) -> None:
         self._driver = driver
@@ -24,7 +27,7 @@ class Replayer:
             self._driver.write(self._at(piece), piece.data)
 
     def read(self, pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-        """The same pieces with the bytes that are in memory now."""
+        """Return the same pieces, with the bytes that are in memory now."""
         return tuple(piece._replace(data=self._driver.read(self._at(piece), len(piece.data))) for piece in pieces)
 
     def fill(self, piece: Piece, value: int) -> None:

@@ -1,4 +1,4 @@
-"""The driver's structures, as laid out in cuda.h 13.0 (the ``_v2`` calls keep them stable)."""
+"""The driver's structures, with the layout of cuda.h 13.0. The ``_v2`` functions keep them stable."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Addresses in tensor maps (CUtensorMap), which TMA kernels take by value: 128 bytes of an unpublished form.
+"""Addresses in tensor maps (CUtensorMap), which TMA kernels take by value: 128 bytes in an unpublished format.
 
-The driver can write another address into a map (cuTensorMapReplaceAddress), but cannot read the one that is there. So
-it is asked to write addresses that differ in one bit, which shows the bits of the map that this bit changes. Read
-backwards, that gives the address in any map. Bytes count as a map only if two captures prove it: the driver must make
-the second capture's bytes out of the first's.
+The driver can write another address into a map (cuTensorMapReplaceAddress), but cannot read the present one. So it is
+asked to write addresses that differ in one bit, which shows the bits of the map that depend on this bit. From these,
+the address in any map can be worked out. Bytes count as a map only if two captures prove it: the driver must be able to
+make the second capture's bytes from the first's.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .driver import CudaDriver
 
 MAP_BYTES = 128
 _ALIGNMENT = 64
-_BITS = range(4, 48)  # of an address: maps need 16 bytes of alignment, and device memory is below 2^47
+_BITS = range(4, 48)  # the bits of an address: maps are aligned to 16 bytes, and device memory is below 2^47
 _PROBE, _OTHER = 1 << 40, 1 << 41
 
 Replace = Callable[[bytes, int], bytes | None]
-"""A map and an address → the same map with that address; None where the driver refuses."""
+"""Returns a map with another address, given the map and that address; None if the driver refuses."""
 
 
 def replacer(driver: CudaDriver) -> Replace:
@@ -40,7 +40,7 @@ def replacer(driver: CudaDriver) -> Replace:
 
 
 def addresses(one: bytes, two: bytes, replace: Replace) -> tuple[int, int] | None:
-    """The addresses in two maps that differ in nothing else; None where the bytes are not two such maps."""
+    """Return the addresses in two maps that differ only in them; None if the bytes are not two such maps."""
     first, second = _address(one, replace), _address(two, replace)
     if first is None or second is None or replace(one, second) != two:
         return None

@@ -1,1 +1,1 @@
-"""HTTP as a reader of ranges needs it: the store for web servers, and the connection that other stores use too."""
+"""An HTTP client for reading ranges: the store for web servers, and the connection that other stores use too."""

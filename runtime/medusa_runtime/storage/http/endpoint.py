@@ -1,4 +1,4 @@
-"""The address of a web server on the wire."""
+"""The address of a web server."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Endpoint(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """The Host header: the port only where it is not the scheme's own."""
+        """The value of the Host header, which names the port only if it is not the scheme's own."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == self.standard_port else f"{host}:{self.port}"
 
     @property
     def standard_port(self) -> int:
-        """The port of the scheme."""
+        """The scheme's own port: 443 with TLS, or else 80."""
         return 443 if self.tls else 80
 
     def is_same_host(self, other: Endpoint) -> bool:
-        """Return whether both are one server: one host, and the same port or each scheme's own."""
+        """Return whether both are the same server: the same host, and the same port or each scheme's own."""
         standard = self.port == self.standard_port and other.port == other.standard_port
         return self.host.lower() == other.host.lower() and (self.port == other.port or standard)

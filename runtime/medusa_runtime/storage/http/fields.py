@@ -1,8 +1,8 @@
-"""The head of an HTTP/1.1 response and its fields, read strictly: what the RFCs do not allow is an error.
+"""A strict parser of the head of an HTTP/1.1 response and its fields. What the RFCs do not allow is an error.
 
-Sources: RFC 9110 (fields, ranges, validators) and RFC 9112 (the message on the wire). What an origin sends is used in
-later requests (an ETag comes back in If-Match) and decides where an answer ends, so nothing is guessed. Every number is
-ASCII digits and has a largest value; every function here takes time linear in its input.
+Sources: RFC 9110 (fields, ranges, validators) and RFC 9112 (the message on the wire). What a server sends is used in
+later requests (an ETag returns in If-Match) and decides where an answer ends, so nothing is guessed. Every number
+consists of ASCII digits and has a largest value. Every function here takes time linear in its input.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _UNSATISFIED = re.compile(r"bytes \*/([0-9]{1,18})", re.IGNORECASE)
 _ENTITY_TAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e\x80-\xff]*"')
 _DAYS = frozenset(["Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"])
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-# The names are looked up: alternatives for them take 1.7 ms of each start to compile.
+# Names of days and months are looked up afterwards: alternatives for them would take 1.7 ms of each start to compile.
 _DATE = re.compile("(...), ([0-9]{2}) (...) ([0-9]{4}) ([0-9]{2}):([0-9]{2}):([0-9]{2}) GMT")
-# Those that come once (RFC 9110 §5.5 calls them singletons) and that a reader of ranges acts upon.
+# The fields that a reader of ranges acts upon and that may come only once (RFC 9110 §5.5 calls them singletons).
 _ONCE = frozenset(
     ("content-length", "content-range", "etag", "last-modified", "location", "retry-after", "x-amz-bucket-region")
 )
@@ -45,7 +45,7 @@ class Head(NamedTuple):
 
 
 class ContentRange(NamedTuple):
-    """The bytes [start, stop) of an object of ``size`` bytes that a 206 holds."""
+    """The range [start, stop) that a 206 holds, of an object of ``size`` bytes."""
 
     start: int
     stop: int
@@ -53,7 +53,7 @@ class ContentRange(NamedTuple):
 
 
 def parse_head(head: bytes) -> Head:
-    """Parse a response's head, without the empty line that ends it. FieldError says what is not allowed."""
+    """Parse a response's head, without the empty line that ends it. Raises FieldError for what is not allowed."""
     minor, status, lines = parse_lines(head)
     fields: dict[str, str] = {}
     for name, value in lines:
@@ -67,7 +67,10 @@ def parse_head(head: bytes) -> Head:
 
 
 def parse_lines(head: bytes) -> tuple[int, int, list[tuple[str, str]]]:
-    """Like ``parse_head``, with the fields as they came: in order, each as often as it was sent."""
+    """Parse a head like ``parse_head``, but return the fields as they came: in order, each as often as it was sent.
+
+    Returns the minor version, the status and the fields.
+    """
     if wrong := _FORBIDDEN.search(head):
         raise FieldError(f"expected lines that end in CR LF and no control characters, found {_near(head, wrong)}")
     status_line, *rest = head.split(b"\r\n")
@@ -96,10 +99,10 @@ def _near(head: bytes, found: re.Match[bytes]) -> str:
 
 
 def framing(head: Head) -> tuple[int | None, bool]:
-    """Return the body's length and whether it is chunked; (None, False) when only the connection's end ends it.
+    """Return the body's length, if it is stated, and whether it is chunked.
 
-    Source: RFC 9112 §6.3. An answer with both a length and a transfer coding is refused: two readers could disagree
-    about where it ends.
+    (None, False) means that the body ends with the connection. Source: RFC 9112 §6.3. Raises FieldError for an answer
+    with both a length and a transfer coding: two readers could disagree about where it ends.
     """
     length, coding = head.fields.get("content-length"), head.fields.get("transfer-encoding")
     if coding is not None:
@@ -116,13 +119,13 @@ def framing(head: Head) -> tuple[int | None, bool]:
 
 
 def keeps_open(head: Head) -> bool:
-    """Return whether the server lets the connection be used again."""
+    """Return whether the server keeps the connection open for another request."""
     options = head.fields.get("connection", "").lower().split(",")
     return head.minor > 0 and "close" not in (option.strip() for option in options)
 
 
 def number(name: str, text: str) -> int:
-    """Parse a number of ASCII digits."""
+    """Parse a number of ASCII digits, below 10^18. Raises FieldError, which calls it ``name``."""
     if not _NUMBER.fullmatch(text):
         raise FieldError(f"expected {name} to be a number, found {text[:60]!r}")
     return int(text)
@@ -153,17 +156,20 @@ def unsatisfied_size(text: str) -> int:
 
 
 def entity_tag(text: str) -> str | None:
-    """Return the ETag as it is, or None for one that may not be sent back: Azure's old API leaves out the quotes."""
+    """Return the ETag unchanged, or None if it is not valid. Azure's old API leaves out the quotes, for example."""
     return text if _ENTITY_TAG.fullmatch(text) else None
 
 
 def http_date(text: str) -> str | None:
-    """Return the date as it is, or None for what is no date as servers must write it (RFC 9110 §5.6.7)."""
+    """Return the date unchanged, or None if it is not in the form that servers must use (RFC 9110 §5.6.7)."""
     return text if _date(text) else None
 
 
 def retry_after_s(text: str, now: float) -> float | None:
-    """Return the seconds of a Retry-After, a number or a date; None when it is neither."""
+    """Return the seconds to wait according to a Retry-After, which is a number or a date; None if it is neither.
+
+    ``now`` is the time in seconds since the epoch.
+    """
     if _NUMBER.fullmatch(text):
         return float(text)
     moment = _date(text)
@@ -178,7 +184,7 @@ def retry_after_s(text: str, now: float) -> float | None:
 
 
 def _date(text: str) -> tuple[int, ...] | None:
-    """The year, month, day, hour, minute and second of a date; None when it is none."""
+    """Return a date's year, month, day, hour, minute and second; None if it is not a valid date."""
     found = _DATE.fullmatch(text)
     if not found or found[1] not in _DAYS or found[3] not in _MONTHS:
         return None
@@ -187,12 +193,12 @@ def _date(text: str) -> tuple[int, ...] | None:
 
 
 def is_encoded(text: str) -> bool:
-    """Return whether a Content-Encoding changes the bytes; some stores leave the name of an upload's framing there."""
+    """Return whether a Content-Encoding changes the bytes. ``aws-chunked``, which some stores keep, does not."""
     return any(coding.strip().lower() not in ("", "identity", "aws-chunked") for coding in text.split(","))
 
 
 def basic_authorization(parts: SplitResult) -> str | None:
-    """Return the Authorization value for the user and password in a URL, or None without a user (RFC 7617)."""
+    """Return the Authorization value for the user and password in a URL; None if it has no user (RFC 7617)."""
     if parts.username is None:
         return None
     import base64

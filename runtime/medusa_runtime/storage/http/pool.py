@@ -1,4 +1,4 @@
-"""Connections that are kept for the next request."""
+"""A pool of connections that are kept for the next request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .wire import Connection
 
 
 class ConnectionPool:
-    """Idle connections by endpoint, and the one that each thread uses. Thread-safe."""
+    """Idle connections by endpoint, and the connection that each thread is using. Thread-safe."""
 
     def __init__(self) -> None:
         self._idle: dict[Endpoint, list[Connection]] = {}
@@ -19,7 +19,7 @@ class ConnectionPool:
         self._closed = False
 
     def take(self, endpoint: Endpoint, connect: Callable[[], Connection]) -> tuple[Connection, bool]:
-        """Return a connection for this thread, and whether it was used before; ``connect`` makes a new one."""
+        """Return a connection for this thread, and whether it was used before. If none is idle, call ``connect``."""
         with self._lock:
             if idle := self._idle.get(endpoint):
                 used = self._busy[threading.get_ident()] = idle.pop()
@@ -30,10 +30,10 @@ class ConnectionPool:
         return made, False
 
     def give_back(self, connection: Connection) -> None:
-        """Keep this thread's connection for the next request, or close it where it cannot be used again."""
+        """Keep this thread's connection for the next request, or close it if it cannot be used again."""
         with self._lock:
             self._busy.pop(threading.get_ident(), None)
-            if self._closed or not connection.reusable:  # a request that nobody needs any more may outlive the store
+            if self._closed or not connection.reusable:  # a request that is no longer needed may outlive the store
                 connection.close()
                 return
             idle = self._idle.setdefault(connection.endpoint, [])
@@ -41,13 +41,13 @@ class ConnectionPool:
                 idle.append(connection)
 
     def interrupt(self, thread: int) -> None:
-        """End what another thread waits for on its connection."""
+        """Interrupt the connection that another thread is using, so that the thread does not wait any longer."""
         with self._lock:
             if connection := self._busy.get(thread):
                 connection.interrupt()
 
     def close(self) -> None:
-        """Close the idle connections, and each of the others when it is given back."""
+        """Close the idle connections now, and each of the others when it is given back."""
         with self._lock:
             self._closed = True
             for idle in self._idle.values():

@@ -1,7 +1,8 @@
 """The HTTP proxies that the environment names, read as curl and requests read them.
 
-``HTTPS_PROXY`` is for https:// origins, ``HTTP_PROXY`` for http:// ones, ``ALL_PROXY`` for both where the other is not
-set; ``NO_PROXY`` lists the hosts that are reached directly. Names in lower case win over those in upper case.
+``HTTPS_PROXY`` is for https:// origins and ``HTTP_PROXY`` for http:// ones. ``ALL_PROXY`` is used where that variable
+is not set, and ``NO_PROXY`` lists the hosts that are reached directly. Names in lower case win over those in upper
+case.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from ..base import redacted
 from .endpoint import Endpoint
 from .fields import basic_authorization
 
-_SEPARATORS = re.compile(r"[,\s]+")  # here, so that no prefetcher that is forked later does it
+_SEPARATORS = re.compile(r"[,\s]+")  # compiled here, so that the prefetcher, which is forked later, need not do it
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
 
 
 class Proxy(NamedTuple):
-    """A proxy, the Proxy-Authorization value it wants, and the variable that names it."""
+    """A proxy, the Proxy-Authorization value that it needs, and the variable that names it."""
 
     endpoint: Endpoint
     authorization: str | None
@@ -29,14 +30,14 @@ class Proxy(NamedTuple):
 
 
 class Proxies:
-    """Chooses the proxy of an origin. A variable that cannot be used is an error only where it would be used."""
+    """Chooses the proxy for an origin. A bad variable is an error only for an origin that would use it."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
         self._direct = [entry.lower() for entry in _SEPARATORS.split(self._variable("no_proxy")[1]) if entry]
 
     def choose(self, endpoint: Endpoint) -> Proxy | None:
-        """Return the proxy for this origin, or None where it is reached directly. ConfigError for a bad variable."""
+        """Return the proxy for this origin; None if it is reached directly. Raises ConfigError for a bad variable."""
         name, value = self._variable("https_proxy" if endpoint.tls else "http_proxy")
         if not value:
             name, value = self._variable("all_proxy")
@@ -45,12 +46,12 @@ class Proxies:
         return _parse(name, value)
 
     def _variable(self, name: str) -> tuple[str, str]:
-        """Return the variable's name as it is set, and its value; empty when it is not."""
+        """Return the variable's name, in the case in which it is set, and its value; empty if it is not set."""
         if name in self._environ:
             return name, self._environ[name].strip()
         upper = name.upper()
         if name == "http_proxy" and "REQUEST_METHOD" in self._environ:
-            return upper, ""  # a CGI script: the client's header "Proxy:" would be this variable
+            return upper, ""  # in a CGI script, this variable holds a header that the client has sent ("Proxy:")
         return upper, self._environ.get(upper, "").strip()
 
 
@@ -60,7 +61,7 @@ def _parse(variable: str, value: str) -> Proxy:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
-    except ValueError:  # its text may quote a part of a password
+    except ValueError:  # not chained: its text may quote a part of a password
         raise ConfigError(wrong) from None
     if parts.scheme != "http" or not _HOST.fullmatch(host):
         raise ConfigError(f"{wrong}; other kinds of proxies are not supported")
@@ -68,9 +69,9 @@ def _parse(variable: str, value: str) -> Proxy:
 
 
 def _covers(entry: str, endpoint: Endpoint) -> bool:
-    """Return whether an entry of NO_PROXY is this origin:
+    """Return whether an entry of NO_PROXY covers this origin.
 
-    *, a host, a domain, an address or a block, perhaps with a port.
+    An entry is ``*``, a host, a domain, an address or a block of addresses, and may have a port.
     """
     if entry == "*":
         return True
@@ -92,5 +93,5 @@ def _in_block(host: str, block: str) -> bool:
 
     try:
         return ipaddress.ip_address(host) in ipaddress.ip_network(block, strict=False)
-    except ValueError:  # a name, which only the proxy may be able to resolve
+    except ValueError:  # the host is a name, which perhaps only the proxy can resolve
         return False

@@ -39,11 +39,11 @@ from .wire import Connection, Response, WireError
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 _MOST_REDIRECTS = 5
-# How often progress is reported: after so many bytes, for TLS arrives in pieces of 16 KB, and reporting each took a
-# third of the CPU time; and after so long, for peers that wait for a slow store's bytes look whether there are more.
+# How often progress is reported. After this many bytes: TLS comes in pieces of 16 KB, and to report each one took a
+# third of the CPU time. And after this time: peers that wait for a slow store's bytes look whether there are more.
 _STEP_BYTES, _STEP_S = 1 << 20, 0.25
 _ERROR_BODY_BYTES = 64 << 10
-_MOST_SKIPPED_BYTES = 1 << 20  # before ``start``, from a server without ranges, which sends the whole object
+_MOST_SKIPPED_BYTES = 1 << 20  # to skip before ``start``, if a server without ranges sends the whole object
 _CONTROL = frozenset(chr(code) for code in (*range(33), 127))
 _HOST = re.compile(r"[A-Za-z0-9._~-]+|[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]+)?")
 # What a URL may hold as it is (RFC 3986); the rest is percent-encoded.
@@ -51,7 +51,10 @@ _PATH_SAFE, _QUERY_SAFE = "/%:@!$&'()*+,;=~-._", "/?%:@!$&'()*+,;=~-._"
 
 
 class Target(NamedTuple):
-    """The address of an object on the wire. ``region``: that which a signature is for, in stores that have regions."""
+    """The address of an object: the server, and the path with the query.
+
+    ``region`` is the one that requests are signed for, in stores that have regions.
+    """
 
     endpoint: Endpoint
     path: str
@@ -59,10 +62,12 @@ class Target(NamedTuple):
 
 
 class HttpStore:
-    """A folder on a web server. User and password in the URL become basic authentication; a query goes to each key.
+    """A folder on a web server.
+
+    User and password in the URL become basic authentication, and its query is sent with each key.
 
     The server is not trusted: what it sends is bounded and parsed strictly (``wire.py``, ``fields.py``), credentials
-    go to the URL's own host only, and ranges are put together only where a validator (ETag or Last-Modified) shows
+    are sent only to the URL's own host, and ranges are put together only if a validator (ETag or Last-Modified) shows
     that they are of one version (RFC 9110 §15.3.7.3). Proxy variables are honoured (``proxy.py``).
     """
 
@@ -74,12 +79,12 @@ class HttpStore:
         self.retries = retries or RetryPolicy()
         self._proxies = Proxies(os.environ if environ is None else environ)
         self._pool = ConnectionPool()
-        self._moved: dict[str, Target] = {}  # where redirects led, so that a range costs one round trip
+        self._moved: dict[str, Target] = {}  # by key, where redirects led: later ranges save the round trips
         self._may_redirect: Callable[[str], bool] | None = None
         self._home, self._query, self._authorization = _home(url)
 
     def limit_redirects(self, allows: Callable[[str], bool]) -> None:
-        """Follow a redirect to another host only if ``allows`` accepts its URL. Without a limit, follow to any host."""
+        """Follow a redirect to another host only if ``allows`` accepts its URL. By default, any host is accepted."""
         self._may_redirect = allows
 
     def name(self, key: str) -> str:
@@ -100,7 +105,10 @@ class HttpStore:
         return dict(headers)
 
     def relocate(self, response: Response) -> bool:
-        """Return whether to ask again, because the answer names another place. Stores with regions override this."""
+        """Adopt another place that a response names, if any, and return whether to ask again there.
+
+        Stores with regions override this.
+        """
         return False
 
     def stat(self, key: str) -> ObjectInfo:
@@ -137,7 +145,7 @@ class HttpStore:
             self._pool.give_back(connection)
 
     def _beyond(self, key: str, start: int, response: Response, connection: Connection) -> ObjectInfo:
-        """Return what a 416 says about an object that ends at ``start`` or before."""
+        """Return what a 416 (range not satisfiable) says about an object that ends at ``start`` or before."""
         connection.body(_ERROR_BODY_BYTES)
         text = response.headers.get("content-range")
         try:
@@ -218,7 +226,7 @@ class HttpStore:
     def _length(
         self, key: str, start: int, stop: int, version: str | None, response: Response
     ) -> tuple[int, str | None]:
-        """Return the length of a 206 that begins at ``start``, and the version that the ranges after it must have."""
+        """Return the length of a 206 that begins at ``start``, and the version that later ranges must have."""
         if response.status != 206:
             raise self._without_ranges(key, response)
         info, first, end = self._ranged(key, start, stop, version, response)
@@ -229,7 +237,10 @@ class HttpStore:
     def _ranged(
         self, key: str, start: int, stop: int, version: str | None, response: Response
     ) -> tuple[ObjectInfo, int, int]:
-        """Return what a 206 says about the object, and the range [first, end) that it holds."""
+        """Return what a 206 says about the object, and the range [first, end) that it holds.
+
+        Raises an error if it is not (part of) the range [start, stop) of ``version``.
+        """
         try:
             first, end, size = content_range(response.headers.get("content-range", ""))
         except FieldError as error:
@@ -256,7 +267,10 @@ class HttpStore:
             )
 
     def _ask(self, key: str, start: int, stop: int, version: str | None) -> tuple[Connection, Response]:
-        """Return a connection whose next bytes are the body of a 200, 206 or 416. Other answers raise."""
+        """Request a range, and return a connection whose next bytes are the body of a 200, 206 or 416.
+
+        Redirects are followed. Any other answer raises an error.
+        """
         check_versioned(self.name(key), version, "ETag nor Last-Modified")
         wanted = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity", "User-Agent": "medusa-runtime"}
         wanted |= _conditions(version)
@@ -280,7 +294,7 @@ class HttpStore:
             elif response.status in _REDIRECTS and "location" in response.headers:
                 self._moved[key] = target = moved = self._follow(key, target, response.headers["location"])
             elif self._moved.pop(key, None) and response.status in (401, 403, 404, 410):
-                target, moved = self.target(key), None  # the address that a redirect led to may have expired
+                target, moved = self.target(key), None  # the redirect's address may have expired: start at the key's
             else:
                 raise self._refusal(key, response, body)
         raise StorageError(f"{self.name(key)}: more than {_MOST_REDIRECTS} redirects; expected the object")
@@ -305,7 +319,7 @@ class HttpStore:
                 self._pool.give_back(connection)
                 self._check_interrupted(key, connection)
                 if used:
-                    continue  # the server may close an idle connection at any time; that is no failed try
+                    continue  # does not count as a try: the server may close an idle connection at any time
                 raise Transient(StorageError(f"{self.name(key)}: {error}")) from None
 
     def _connect(self, key: str, endpoint: Endpoint) -> Connection:
@@ -362,11 +376,11 @@ class HttpStore:
         return retry_after_s(response.headers.get("retry-after", ""), time.time())
 
     def missing(self, body: bytes) -> str:
-        """Return the word for what is missing according to a 404 or 410."""
+        """Return, for a message, what is missing according to a 404 or 410."""
         return "object"
 
     def hint(self) -> str:
-        """Return what to do about a refusal."""
+        """Return, for a message, what to do about a 401 or 403."""
         return "; expected an address that may be read, or https://user:password@host/…"
 
     def interrupt(self, thread: int) -> None:
@@ -384,20 +398,20 @@ class HttpStore:
 
 
 def _home(url: str) -> tuple[Target, str, str | None]:
-    """Return where the folder is, the query for each key, and the Authorization that the URL asks for."""
+    """Return the folder's address, the query to send with each key, and the Authorization value of the URL's user."""
     target = parse_target(url)
     path, _, query = target.path.partition("?")
     return target._replace(path=path), query, basic_authorization(urlsplit(url))
 
 
 def parse_target(url: str) -> Target:
-    """Parse a URL. ConfigError for one that is not http(s) or has no host."""
+    """Parse a URL. Raises ConfigError if it is not http(s) or has no usable host."""
     wrong = ConfigError(f"{redacted(url)}: expected http(s)://host[:port]/path")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
         host = host if host.isascii() else host.encode("idna").decode()
-    except ValueError:  # its text may quote a part of a password
+    except ValueError:  # not chained: its text may quote a part of a password
         raise wrong from None
     if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host) or _CONTROL & set(parts.path + parts.query):
         raise wrong
@@ -410,7 +424,7 @@ def parse_target(url: str) -> Target:
 
 
 def _version(response: Response, size: int) -> str:
-    """Return the ETag, else the date of change, else the size, which does not reveal every replacement."""
+    """Return the ETag, or else the date of change, or else the size, which does not reveal every replacement."""
     etag = entity_tag(response.headers.get("etag", ""))
     return etag or http_date(response.headers.get("last-modified", "")) or size_as_version(size)
 
@@ -422,7 +436,7 @@ def _conditions(version: str | None) -> dict[str, str]:
 
 
 def _first_words(body: bytes) -> str:
-    """Return the start of an error's text for a message, without tags, line ends and control characters."""
+    """Return the start of an error page's text for a message, without tags, line ends and control characters."""
     text = re.sub(r"<[^>]*>|\s+", " ", body[:2000].decode("utf-8", "replace"))
     text = "".join(each if each.isprintable() else " " for each in text)
     return f"({' '.join(text.split())[:160]})" if text.strip() else ""

@@ -1,7 +1,7 @@
-"""HTTP/1.1 as a reader of ranges needs it: one persistent connection, bodies received straight into given memory.
+"""An HTTP/1.1 client for reading ranges: persistent connections, and bodies received straight into given memory.
 
-The standard library's client can do this too, but its import costs 40 ms of CPU (it brings the email package) at the
-very moment when another process on the same cores imports torch. What a head may say is decided in ``fields.py``.
+The standard library's client can do this too. But its import costs 40 ms of CPU time (it imports the email package),
+just when another process on the same cores imports torch. Heads are parsed in ``fields.py``.
 
 The server is not trusted: heads, lines and bodies have a largest size, and an answer that arrives more slowly than
 ``least_bytes_per_s`` is ended, however it is spread over time.
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from .proxy import Proxy
 
 _HEAD_BYTES = 64 << 10
-_LINE_BYTES = 256  # the most of the line before a chunk, which holds its size
+_LINE_BYTES = 256  # the longest line before a chunk, which holds its size
 _MOST_INTERIM = 8  # interim answers (1xx) before the final one
 _LINE_END = b"\r\n"
 _CUT = "the connection was closed before the answer's end"
-_WAKE_BYTES = 512 << 10  # the kernel's receive buffer grows to hold twice as much
-_MOMENT_S = 0.25  # what came in it is handed on, for others may wait for a slow store's bytes
+_WAKE_BYTES = 512 << 10  # how much to wait for at a time; the kernel's receive buffer grows to hold twice as much
+_MOMENT_S = 0.25  # bytes that have come are handed on after this time, for others may wait for them
 
 
 class WireError(Exception):
-    """The connection broke, or what came is not HTTP. ``refused``: no connection could be made at all."""
+    """The connection broke, or what came is not HTTP. ``refused`` is True if no connection could be made at all."""
 
     def __init__(self, message: str, *, refused: bool = False) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class WireError(Exception):
 
 
 class StalledError(WireError):
-    """Nothing came within the connection's timeout. More may come: ``receive`` may be called again."""
+    """Nothing came within the connection's timeout. Something may still come, so ``receive`` may be called again."""
 
 
 class Response(NamedTuple):
@@ -57,7 +57,7 @@ class Response(NamedTuple):
 
 
 class _Pace:
-    """Ends an answer that is too slow: over each ``window_s`` of waiting it must keep ``least_bytes_per_s``."""
+    """Ends an answer that is too slow: in each ``window_s`` of waiting, it must come at ``least_bytes_per_s``."""
 
     def __init__(self, window_s: float, least_bytes_per_s: float) -> None:
         self._window_s = window_s
@@ -66,7 +66,7 @@ class _Pace:
         self._bytes = 0
 
     def add(self, count: int, waited_s: float) -> None:
-        """Count bytes and the time that was spent waiting for them. WireError when they are too few."""
+        """Count bytes and the time that was spent waiting for them. Raises WireError if they are too few."""
         self._bytes += count
         self._waited_s += waited_s
         if self._waited_s >= self._window_s:
@@ -76,10 +76,12 @@ class _Pace:
 
 
 class Connection:
-    """One connection to an origin, perhaps through a proxy. After a WireError, or a body not read to its end, close it.
+    """One connection to a server, perhaps through a proxy.
 
-    ``timeout_s`` limits a silence and the time for a head; ``least_bytes_per_s`` is measured over as long.
-    ``context``: the TLS context, where it is not the one for the world's servers.
+    Close it after a WireError, or if a body was not read to its end.
+
+    ``timeout_s`` limits each silence and the time for a head, and is the time over which ``least_bytes_per_s`` is
+    measured. ``context`` is the TLS context; by default, one that trusts the system's certificates.
     """
 
     def __init__(
@@ -94,14 +96,14 @@ class Connection:
         self.endpoint = endpoint
         self._timeout_s = timeout_s
         self._least_bytes_per_s = least_bytes_per_s
-        self._proxy = None if endpoint.tls else proxy  # inside a tunnel, requests are written as without a proxy
-        self._left = memoryview(b"")  # received behind the head, belongs to the body
+        self._proxy = None if endpoint.tls else proxy  # in a tunnel, requests look as they do without a proxy
+        self._left = memoryview(b"")  # bytes of the body that were received together with the head
         self._socket = _connect(endpoint, timeout_s, proxy, context)
         self._fill: Callable[[memoryview], int] = self._decrypt if endpoint.tls else self._receive_all
         self._pace = _Pace(timeout_s, least_bytes_per_s)
         self._to_read: int | None = 0
         self._silence_s = timeout_s
-        self._wake_bytes = 1  # that must be there before the kernel wakes a reader
+        self._wake_bytes = 1  # how many bytes must have come before the kernel wakes a reader
         self._readable = select.poll()
         self._readable.register(self._socket, select.POLLIN)
         self._chunked = False
@@ -113,7 +115,7 @@ class Connection:
         return self._keep and self._to_read == 0 and not self._chunked and not self._left
 
     def request(self, target: str, headers: Mapping[str, str]) -> Response:
-        """Send a GET and receive the head of its answer; interim answers (1xx) are skipped."""
+        """Send a GET and receive the head of the answer. Interim answers (1xx) are skipped. Raises WireError."""
         if self._proxy:
             target = f"http://{self.endpoint.authority}{target}"
             if self._proxy.authorization:
@@ -144,7 +146,7 @@ class Connection:
         return Response(head.status, head.fields, length)
 
     def receive(self, buffer: memoryview) -> int:
-        """Receive some bytes of a body of known length, straight into ``buffer``; 0 only at its end."""
+        """Receive some bytes of a body of known length straight into ``buffer``, and return how many; 0 at its end."""
         assert self._to_read is not None
         wanted = min(len(buffer), self._to_read)
         if not wanted:
@@ -159,9 +161,10 @@ class Connection:
         return count
 
     def receive_all(self, buffers: list[memoryview]) -> int:
-        """Receive a body of known length into the buffers, one behind the other; fewer bytes after a silence.
+        """Receive a body of known length into the buffers, one after the other, and return the number of bytes.
 
-        The thread wakes when all is there, or much, and not for each segment: at 50 MB/s that is half of the CPU time.
+        The thread does not wake for each segment, which took half of the CPU time at 50 MB/s, but only when all bytes
+        or many are there. After a silence, those that have come are returned.
         """
         assert self._to_read is not None
         wanted = sum(map(len, buffers))
@@ -179,11 +182,11 @@ class Connection:
 
     @property
     def plain(self) -> bool:
-        """Whether the rest of the body can be received from the socket itself: nothing of it has come, without TLS."""
+        """Whether the rest of the body can be read from the socket directly: without TLS, and with nothing buffered."""
         return not self._left and not self.endpoint.tls
 
     def land(self, chunks: CompiledChunks, receiving: Receiving) -> int:
-        """Receive chunks of a ``plain`` body of known length into a region; returns a status of ``compiled_chunks``."""
+        """Receive chunks of a ``plain`` body of known length into a region. Returns a status of ``compiled_chunks``."""
         assert self._to_read is not None
         began, before = time.monotonic(), receiving.wire_bytes
         receiving.connection, receiving.silence_ms = self._socket.fileno(), int(self._silence_s * 1000)
@@ -192,12 +195,12 @@ class Connection:
         self._wake_bytes = receiving.wake_bytes
         count = receiving.wire_bytes - before
         self._to_read -= count
-        if count:  # a silence is the caller's to judge
+        if count:  # the caller judges a silence
             self._pace.add(count, time.monotonic() - began)
         return status
 
     def _count_received(self, take: Callable[[], int]) -> int:
-        """Receive with ``take``, and count its bytes in the connection's pace. StalledError after a silence."""
+        """Receive with ``take``, and count the bytes in the connection's pace. Raises StalledError after a silence."""
         began = time.monotonic()
         try:
             count = take()
@@ -212,12 +215,12 @@ class Connection:
 
     def _wake_at(self, size_bytes: int) -> None:
         if size_bytes != self._wake_bytes:
-            with suppress(OSError):  # some sandboxes do not know it; then the thread wakes more often
+            with suppress(OSError):  # some sandboxes do not know this option; then the thread wakes more often
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
             self._wake_bytes = size_bytes
 
     def _receive_all(self, buffer: memoryview) -> int:
-        """Receive into ``buffer`` what comes in a moment, or much: each return to the interpreter takes its lock."""
+        """Receive what comes within a moment, or much of it: each return to the interpreter takes its lock."""
         until = time.monotonic() + self._silence_s
         self._wake_at(min(len(buffer), _WAKE_BYTES))
         while True:
@@ -229,7 +232,7 @@ class Connection:
                     raise
 
     def _decrypt(self, buffer: memoryview) -> int:
-        """Receive into ``buffer`` until it is full, or for a moment: TLS gives one record of 16 KB at a time."""
+        """Receive until ``buffer`` is full, or for a moment: with TLS, each call gives one record of 16 KB."""
         receive, wanted = self._socket.recv_into, len(buffer)
         filled = receive(buffer)
         if filled in (0, wanted):
@@ -242,13 +245,13 @@ class Connection:
                 if time.monotonic() > until:
                     break
         except TimeoutError:
-            pass  # what has come is handed on, and counted
+            pass  # the bytes that have come are returned
         finally:
             self._socket.settimeout(self._silence_s)
         return filled
 
     def body(self, most: int) -> bytes:
-        """Receive a small body of any form, at most ``most`` bytes; beyond that the connection is not reusable."""
+        """Receive a small body in any form, at most ``most`` bytes. If it is longer, the connection is not reusable."""
         if self._to_read is not None:
             buffer = bytearray(min(self._to_read, most))
             filled = 0
@@ -271,7 +274,7 @@ class Connection:
         return bytes(data)
 
     def _chunks(self, data: bytearray, most: int) -> bool:
-        """Append chunks until there are ``most`` bytes; return whether the body has ended with that."""
+        """Append chunks to ``data`` until it has ``most`` bytes. Return whether the body has ended."""
         while size := chunk_size(self._line()):
             wanted = min(size, most - len(data))
             end = len(data) + wanted
@@ -308,7 +311,7 @@ class Connection:
         return data
 
     def _some(self, most: int) -> bytes:
-        """Receive some bytes, at most ``most``; none at the connection's end."""
+        """Receive some bytes, at most ``most``; none if the connection has ended."""
         if not self._left:
             self._left = memoryview(self._received())
         data, self._left = bytes(self._left[:most]), self._left[most:]
@@ -324,7 +327,7 @@ class Connection:
         return data
 
     def limit_silence(self, timeout_s: float) -> None:
-        """Limit how long ``receive`` waits for anything; until then it is the connection's ``timeout_s``."""
+        """Set how long ``receive`` waits while nothing comes, in place of the connection's ``timeout_s``."""
         self._silence_s = timeout_s
         if self.endpoint.tls:
             self._socket.settimeout(timeout_s)
@@ -332,11 +335,11 @@ class Connection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s))
 
     def give_up_after(self, unanswered_s: float) -> None:
-        """End the connection when the other machine acknowledges nothing for so long (TCP_USER_TIMEOUT)."""
+        """End the connection if the other machine acknowledges nothing for this long (TCP_USER_TIMEOUT)."""
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(unanswered_s * 1000))
 
     def interrupt(self) -> None:
-        """End the connection from another thread; the thread that reads from it gets a WireError at once."""
+        """End the connection from another thread. The thread that reads from it gets a WireError at once."""
         self.interrupted, self._keep = True, False
         with suppress(OSError):
             # Shut down the plain socket: the TLS socket's own method would drop its state while the reader uses it.
@@ -348,7 +351,7 @@ class Connection:
 
 
 def _receive_head(connection: socket.socket, received: bytes, timeout_s: float) -> tuple[Head, bytes]:
-    """Receive a head, and return it with the bytes that came behind it."""
+    """Receive a head, and return it with the bytes that came after it. ``received`` has already come."""
     head, searched = bytearray(received), 0
     until = time.monotonic() + timeout_s
     while (end := head.find(b"\r\n\r\n", max(searched - 3, 0))) < 0:
@@ -380,12 +383,12 @@ def _connect(
         raise WireError(f"{through}{_reason(error)}", refused=True) from None
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not endpoint.tls:
-        # The kernel enforces the timeouts from here on; Python's own cost a poll before each call.
+        # From here on, the kernel enforces the timeouts: Python's own would cost a poll before each call.
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
         return connection
-    import ssl  # 10 ms, only for https
+    import ssl  # 10 ms, and only needed for https
 
     try:
         if proxy:
@@ -428,7 +431,7 @@ _contexts: list[ssl.SSLContext] = []
 
 
 def tls_context() -> ssl.SSLContext:
-    """Return the TLS context that all connections share: reading the certificates takes 20 ms.
+    """Return the TLS context that all connections share, since reading the certificates takes 20 ms.
 
     SSL_CERT_FILE and SSL_CERT_DIR are honoured.
     """

@@ -1,1 +1,1 @@
-"""Offline: from captured CUDA graphs to blueprints."""
+"""The offline part: make blueprints of captured CUDA graphs."""

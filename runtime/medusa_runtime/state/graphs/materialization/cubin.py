@@ -1,4 +1,4 @@
-"""Reads what a cubin says about its kernels: an ELF file with a section ``.nv.info.<kernel>`` for each."""
+"""Read what a cubin says about its kernels. A cubin is an ELF file with a section ``.nv.info.<kernel>`` for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PARAMETER, _REGISTERS = 0x17, 0x2F
 
 
 class CubinKernel(NamedTuple):
-    """One kernel. ``parameters``: (offset, size) of each, in bytes; ``code``: digest of its instructions."""
+    """One kernel: the (offset, size) of each parameter in bytes, its registers, and a digest of its instructions."""
 
     parameters: tuple[tuple[int, int], ...]
     registers: int
@@ -25,11 +25,11 @@ class CubinKernel(NamedTuple):
 
 
 class Cubin(NamedTuple):
-    """The kernels of an image and the variables that it keeps in device memory.
+    """The kernels of an image, and its variables in device memory.
 
-    ``variables``: name → size, with those in constant memory. ``initial``: name → its bytes at load, of the variables
-    that have any. ``mutable_bytes``: how much of the variables is zero at load. If kernels write there, two loaded
-    copies of the image differ.
+    ``variables`` has their sizes by name, including those in constant memory. ``initial`` has, by name, the bytes of
+    variables that are not zero when the image is loaded. ``mutable_bytes`` is the size of the others: if kernels write
+    there, two loaded copies of the image differ.
     """
 
     kernels: dict[str, CubinKernel]
@@ -39,7 +39,7 @@ class Cubin(NamedTuple):
 
 
 def parse_cubin(data: bytes) -> Cubin:
-    """Read a cubin. Raises StateError when the bytes are something else, cut or damaged."""
+    """Read a cubin. Raises StateError if the bytes are something else, cut or damaged."""
     try:
         return _parse(data)
     except (struct.error, IndexError, ValueError, OverflowError) as error:
@@ -113,7 +113,7 @@ def _symbols(data: bytes, sections: list[_Section]) -> list[tuple[str, int, int,
 
 
 def _records(data: bytes, section: _Section | None) -> list[tuple[int, int, int]]:
-    """The (attribute, start, length) of each record that has a payload of its own."""
+    """Return the (attribute, start, length) of each record with a payload of its own."""
     records: list[tuple[int, int, int]] = []
     if section is None:
         return records

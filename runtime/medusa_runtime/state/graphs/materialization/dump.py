@@ -1,4 +1,4 @@
-"""Reads captured graphs out of the driver: nodes, parameters, attributes, and edges with their data."""
+"""Read captured graphs from the driver: nodes, parameters, attributes, and edges with their data."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ IDENTITY = (1, 2, 3, REGISTERS, 5, 6)
 _DYNAMIC_SHARED, _NON_PORTABLE = 8, 14
 FUNCTION_ATTRIBUTES = (*IDENTITY, _DYNAMIC_SHARED, 9, _NON_PORTABLE)
 _CLUSTER = 4  # the launch attribute
-_PORTABLE_BLOCKS = 8  # of a cluster; more have to be allowed
-_DEVICE_UPDATABLE = 13  # kernels change such a node through a handle in its value, which another process does not have
+_PORTABLE_BLOCKS = 8  # the most blocks of a cluster that need no permission
+_DEVICE_UPDATABLE = 13  # kernels change such a node through a handle, which another process does not have
 _NODE_KINDS = {
     3: "host",
     4: "child graph",
@@ -69,11 +69,11 @@ _DEFAULTS = {9: b"\0\1", 14: b"\xff\xff\xff\xff"}
 def dump_graphs(
     driver: CudaDriver, graphs: Mapping[str, int], ranges: Iterable[MemoryRange], *, images: ImageStore | None = None
 ) -> Blueprints:
-    """Read captured graphs as they are, without relocations. ``graphs``: key → CUgraph.
+    """Read captured graphs as they are, without relocations. ``graphs`` has a CUgraph for each key.
 
-    In torch a CUgraph comes from ``raw_cuda_graph()``, with ``keep_graph``. ``ranges``: all device memory that the
-    graphs may point into; the variables of ``images`` (the cubins that were loaded while capturing) are added. A graph
-    with a node that cannot be materialized is in ``refused`` of the result. Needs a current context.
+    In torch, a CUgraph comes from ``raw_cuda_graph()``, with ``keep_graph``. ``ranges`` are all device memory into
+    which the graphs may point. The variables of ``images``, the cubins that were loaded while capturing, are added. A
+    graph with a node that cannot be materialized is in ``refused`` of the result. There must be a current context.
     """
     reader = _Reader(driver, images or ImageStore())
     read: list[GraphBlueprint] = []
@@ -112,7 +112,7 @@ def nodes_of(driver: CudaDriver, graph: int) -> list[int]:
 def edges_of(driver: CudaDriver, graph: int) -> list[tuple[int, int, bytes]]:
     """Return the edges of a graph as (source, target, edge data).
 
-    They are read with their data: without it the driver refuses (402) a graph whose edges have any.
+    They must be read with their data: without it, the driver refuses (402) a graph whose edges have data.
     """
     count = c_size_t()
     driver.call("cuGraphGetEdges_v2", graph, None, None, None, byref(count))
@@ -150,7 +150,7 @@ def describe(driver: CudaDriver, *, func: int, kern: int) -> tuple[str, tuple[tu
     offset, size = c_size_t(), c_size_t()
     while not (failed := driver.result(call, handle, len(layout), byref(offset), byref(size))):
         layout.append((offset.value, size.value))
-    if failed != INVALID_VALUE:  # not the end of the list: a kernel with too few parameters would run with wrong ones
+    if failed != INVALID_VALUE:  # not the end of the list, but an error: repeat the call, which raises it
         driver.call(call, handle, len(layout), byref(offset), byref(size))
     return name, tuple(layout)
 
@@ -210,7 +210,7 @@ class _Reader:
         start = len(blob)
         size = max((offset + size for offset, size in layout), default=0)
         values = bytearray(size)
-        # The memory behind these pointers belongs to the node: copy it at once, and never write to it.
+        # The memory at these pointers belongs to the node: copy it at once, and never write to it.
         packed = _packed(params.extra) if params.extra else 0
         if layout and not packed and not params.params:
             raise GraphMismatch(Reason.NODE_KIND, f"the parameters of {name} cannot be read")
@@ -239,7 +239,7 @@ class _Reader:
         return self._numbers[handle]
 
     def _function_attributes(self, params: KernelNodeParams) -> list[tuple[int, int]]:
-        """Return what was set on a CUkernel, and on its CUfunction in this context: each has values of its own."""
+        """Return the attributes that were set on a CUkernel, or on its CUfunction in this context: each has its own."""
         func = params.func or self._driver.optional("cuKernelGetFunction", params.kern)
         found = []
         for attribute in FUNCTION_ATTRIBUTES:
@@ -255,14 +255,14 @@ class _Reader:
         return found
 
     def _loaded(self, params: KernelNodeParams) -> list[int]:
-        """The handles of the module and the library that a kernel is in, as far as the driver knows them."""
+        """Return the handles of a kernel's module and library, as far as the driver knows them."""
         func = params.func or self._driver.optional("cuKernelGetFunction", params.kern)
         module = self._driver.optional("cuFuncGetModule", func) if func else 0
         library = self._driver.optional("cuKernelGetLibrary", params.kern) if params.kern else 0
         return [handle for handle in (module, library) if handle]
 
     def _allow(self, record: int, shared_bytes: int, cluster: bytes) -> None:
-        """Allow a kernel what was launched, whichever handle it had been allowed on."""
+        """Record that a kernel may use what this launch used, on whichever handle it was allowed."""
         attributes = dict(self.kernels[record].attributes)
         if attributes.get(_DYNAMIC_SHARED, 0) < shared_bytes:
             attributes[_DYNAMIC_SHARED] = shared_bytes
@@ -285,7 +285,7 @@ class _Reader:
             ):
                 continue
             self.variables[name] = MemoryRange(name, RangeKind.MODULE, address.value, size)
-            # A restored kernel's image is another copy, which cudaMemcpyToSymbol has not reached.
+            # A restored kernel's image is another copy, to which cudaMemcpyToSymbol has not written.
             if variable in cubin.initial and size:
                 data = self._driver.read(address.value, size)
                 if data != cubin.initial[variable]:

@@ -1,4 +1,4 @@
-"""Kernel images by their digest, and the image that a captured kernel is from."""
+"""Kernel images by digest, and the image from which a captured kernel comes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class ImageStore:
-    """The cubins seen while capturing. A kernel's name alone is no key: one library may define it several times.
+    """The cubins that were loaded while capturing.
 
-    ``handles``: CUmodule or CUlibrary → the digest of the image that was loaded as it, where that is known.
+    A kernel's name alone does not identify it: a library may define it several times. ``handles`` has the digest of the
+    image of a CUmodule or CUlibrary, if that is known.
     """
 
     def __init__(self, images: Iterable[bytes] = (), handles: Mapping[int, str] | None = None) -> None:
@@ -31,7 +32,7 @@ class ImageStore:
                 logger.info("a loaded module of %d bytes is left out: %s", len(image), error)
 
     def add(self, image: bytes) -> str:
-        """Keep an image, and return its digest. Raises StateError when it is no cubin."""
+        """Keep an image, and return its digest. Raises StateError if it is not a cubin."""
         digest = hashlib.sha256(image).hexdigest()
         if digest not in self.data:
             parsed = parse_cubin(image)
@@ -45,7 +46,7 @@ class ImageStore:
         return self._parsed[digest]
 
     def find(self, name: str, parameters: tuple[tuple[int, int], ...], registers: int = 0) -> str | None:
-        """The image that defines this kernel; None when none does. Raises StateError when several might."""
+        """Return the digest of the image that defines this kernel; None without one. StateError if several might."""
         matches: list[tuple[str, CubinKernel]] = []
         for digest in self._by_kernel.get(name, ()):
             kernel = self._parsed[digest].kernels[name]
@@ -60,18 +61,18 @@ class ImageStore:
     def of(
         self, name: str, parameters: tuple[tuple[int, int], ...], registers: int = 0, loaded: Iterable[int] = ()
     ) -> str:
-        """The image that a kernel is from; empty when that is not known, or when it must not be loaded twice.
+        """Return the digest of a kernel's image; empty if it is not known, or must not be loaded twice.
 
-        ``loaded``: handles of the module and the library that the kernel is in.
+        ``loaded`` are the handles of the kernel's module and library.
         """
         try:
             image = self._loaded_as(name, loaded) or self.find(name, parameters, registers)
         except StateError:
             return ""
-        # A second copy would miss what kernels have written to the image's variables. One byte is the compiler's tag.
+        # A second copy would lack what kernels have written to the image's variables. One byte is the compiler's tag.
         return image if image and self._parsed[image].mutable_bytes <= 1 else ""
 
     def _loaded_as(self, name: str, loaded: Iterable[int]) -> str | None:
-        """The image that was loaded as one of these handles, if it has a kernel of this name."""
+        """Return the image of one of these handles, if it has a kernel of this name."""
         digests = [self.handles[handle] for handle in loaded if handle in self.handles]
         return next((digest for digest in digests if digest in self._by_kernel.get(name, ())), None)

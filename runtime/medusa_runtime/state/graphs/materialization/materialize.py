@@ -1,4 +1,4 @@
-"""Offline: from captured graphs to blueprints (MEDUSA §4, §5)."""
+"""Make blueprints of captured graphs, offline (MEDUSA §4, §5)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Capture:
-    """What the engine that captured hands over, besides the dump of its graphs.
+    """What the engine that has captured graphs provides, besides the dump of them.
 
-    ``launches``: key → a replay of that graph, which includes graphs without a launch of their own. ``inputs``: key →
-    what to write before a reference replay. ``outputs``: key → what to compare after it; of their data only the length
-    counts. ``stream``: of the launches. ``reads_host``: whether kernels may read pinned memory of the host. Where they
-    do not, such an address is stale: it was left by copies before a launch.
+    launches: by key, a function that replays the graph. A replay may include graphs that have no launch of their own.
+    inputs: by key, what to write before a reference replay.
+    outputs: by key, what to compare after it. Only the length of their data counts.
+    stream: the stream of the launches.
+    images: the cubins that were loaded while capturing.
+    fingerprint: what the graphs are valid for.
+    reads_host: whether kernels may read pinned memory of the host. If not, an address of it is stale: it was left by
+        copies before a launch.
     """
 
     launches: Mapping[str, Launch]
@@ -45,9 +49,9 @@ def materialize_graphs(
 ) -> Blueprints:
     """Make blueprints of the graphs in ``dump``, which are still alive in this process.
 
-    ``second``: a dump of the same graphs, captured with every range at another address, by this process or another. It
-    proves which words are pointers; without it graphs can only be restored at their captured addresses. A graph that
-    cannot be materialized is in ``refused`` with its reason, which is also logged.
+    ``second`` is a dump of the same graphs, captured with every range at another address, by this process or another
+    one. It proves which words are pointers. Without it, graphs can only be restored at their captured addresses. A
+    graph that cannot be materialized is in ``refused`` with the reason, which is also logged.
     """
     proof = prove(_with_images(dump, capture.images), second, replacer(driver))
     logger.info("words of %d graphs: %s", len(proof.blueprints.graphs), dict(proof.words))
@@ -73,7 +77,7 @@ def materialize_graphs(
 
 
 def _with_images(blueprints: Blueprints, images: ImageStore) -> Blueprints:
-    """Add each kernel's image to a dump that was made without images. What the dump knows stays."""
+    """Add kernels' images to a dump that was made without them. Images that the dump has remain."""
     kernels = []
     for kernel in blueprints.kernels:
         image = kernel.image or images.of(kernel.name, kernel.parameters, dict(kernel.attributes).get(REGISTERS, 0))
@@ -82,7 +86,7 @@ def _with_images(blueprints: Blueprints, images: ImageStore) -> Blueprints:
 
 
 def _foreign(driver: CudaDriver, blueprints: Blueprints, reads_host: bool) -> dict[str, str]:
-    """Graphs with a word that is an address on the device in no known range, such as a library's own memory."""
+    """Return, by key, the reason for each graph with a device address in no known range, such as a library's own."""
     known: dict[int, bool] = {}
     free, used = RangeMap(blueprints.ranges, free=True), RangeMap(blueprints.ranges)
     found = {}
@@ -98,7 +102,7 @@ def _foreign(driver: CudaDriver, blueprints: Blueprints, reads_host: bool) -> di
                     if position in relocated or word < 1 << 32:
                         continue
                     if any(place.memory_range in graph.pinned for place in used.places(word)):
-                        continue  # which will be there
+                        continue  # a pinned range will be at this address
                     if word not in known:
                         found_range = None if free.places(word) else driver.range_of(word)
                         known[word] = found_range is not None and (reads_host or not driver.on_host(word))
@@ -114,7 +118,7 @@ def _without(blueprints: Blueprints, refused: Mapping[str, str]) -> Blueprints:
 
 
 def _with_references(blueprints: Blueprints, capture: Capture, replayer: Replayer) -> Blueprints:
-    """Add the outputs of a replay to each graph. A graph whose replays differ is refused."""
+    """Add the inputs and outputs of a replay to each graph. Refuse a graph if two replays differ."""
     graphs, refused = [], {}
     for graph in blueprints.graphs:
         if graph.key not in capture.launches:
@@ -130,7 +134,7 @@ def _with_references(blueprints: Blueprints, capture: Capture, replayer: Replaye
 
 
 def _images(blueprints: Blueprints, store: ImageStore) -> dict[str, bytes]:
-    """The images that the graphs use, by digest."""
+    """Return the images that the graphs use, by digest."""
     used = {
         blueprints.kernels[node.kernel].image
         for graph in blueprints.graphs

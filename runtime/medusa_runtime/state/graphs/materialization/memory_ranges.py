@@ -1,4 +1,4 @@
-"""Finds the memory range that an address is in."""
+"""Find the memory range that contains an address."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Place(NamedTuple):
 
 
 class RangeMap:
-    """Looks addresses up in ranges that do not overlap: in those in use or, with ``free``, in the unused ones."""
+    """Looks up addresses in ranges that do not overlap: in those in use or, with ``free``, in the unused ones."""
 
     def __init__(self, ranges: Sequence[MemoryRange], *, free: bool = False) -> None:
         self._sorted = sorted(
@@ -28,7 +28,7 @@ class RangeMap:
         self._starts = [start for start, _, _ in self._sorted]
 
     def places(self, address: int) -> list[Place]:
-        """The places that this address can mean: inside a range, or one past the end of the range before."""
+        """Return the places that this address can mean: inside a range, or one past the end of the range before."""
         found = []
         at = bisect_right(self._starts, address) - 1
         if at >= 0:

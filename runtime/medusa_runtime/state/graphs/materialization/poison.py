@@ -1,7 +1,8 @@
-"""Finds the contents of memory that a graph needs and does not write itself (MEDUSA §4.3), by poisoning.
+"""Find the memory contents that a graph needs but does not write itself (MEDUSA §4.3), by poisoning.
 
-Workspaces and the graphs' pool are mostly scratch memory. To find what is not, it is overwritten: if a replay's outputs
-change, something was written there once, before the graphs were captured, and restored graphs need the same bytes.
+Workspaces and the graphs' pool are mostly scratch memory. To find the parts that are not, they are overwritten. If a
+replay's outputs change, something was written there before the graphs were captured, and restored graphs need the same
+bytes.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from ..replay import Launch, Replayer
 
 _POISON = 0xFF  # NaN in every float format, -1 in every integer one
 _SCRATCH = (RangeKind.SLAB, RangeKind.WORKSPACE)
-_REPLAYS = 2  # a graph that resets its workspace is only right the second time if it was right the first
+_REPLAYS = 2  # a graph that resets its workspace may be right the first time and wrong the second
 
 
 def permanent_contents(blueprints: Blueprints, launches: Mapping[str, Launch], replayer: Replayer) -> tuple[Piece, ...]:
-    """The bytes that must be in workspaces and pool before the first replay. Memory is left as it was.
+    """Return the bytes that must be in workspaces and pool before the first replay. Memory is left as it was.
 
-    ``launches``: key → a replay of captured graphs, those with reference inputs and outputs. Raises GraphMismatch
-    (CONTENTS) when the outputs differ even with all bytes that matter in place.
+    ``launches`` has, by key, functions that replay the graphs with reference inputs and outputs. Raises GraphMismatch
+    (CONTENTS) if the outputs differ even with all bytes in place that were found to matter.
     """
     kept = _pieces(blueprints)
     saved = replayer.read(kept)
@@ -42,9 +43,9 @@ def permanent_contents(blueprints: Blueprints, launches: Mapping[str, Launch], r
 
 
 def _needed(graph: GraphBlueprint, launch: Launch, replayer: Replayer, saved: Sequence[Piece]) -> set[int]:
-    """The numbers of the pieces that this graph needs.
+    """Return the numbers of the pieces that this graph needs.
 
-    Pieces that can be poisoned together without an effect are not needed. Others are tried by halves.
+    Pieces that can be poisoned together without an effect are not needed. Otherwise, each half of them is tried.
     """
     found: set[int] = set()
     waiting = [range(len(saved))]
@@ -65,7 +66,7 @@ def _right(
 ) -> bool:
     """Return whether a replay gives the reference outputs with these pieces overwritten."""
     overwritten = {(piece.memory_range, piece.offset) for piece in poisoned}
-    # The pool may have gigabytes, so what is about to be poisoned is not written first.
+    # The pool may have gigabytes, so pieces that are about to be poisoned are not written first.
     replayer.write(piece for piece in saved if (piece.memory_range, piece.offset) not in overwritten)
     for piece in poisoned:
         replayer.fill(piece, _POISON)
@@ -73,9 +74,9 @@ def _right(
 
 
 def _pieces(blueprints: Blueprints) -> tuple[Piece, ...]:
-    """Workspaces and pool, cut where pointers point: each piece belongs to the pointer at its start.
+    """Return workspaces and pool, cut where pointers point. Each piece belongs to the pointer to its start.
 
-    Where graphs are pinned, not all their pointers are known, so there the bytes before the first one count, too.
+    If a graph pins a range, not all pointers into it are known, so the bytes before the first one are a piece, too.
     """
     cuts: dict[int, set[int]] = {}
     given = {

@@ -1,7 +1,7 @@
-"""Finds the bytes of a graph that are addresses, proved by two captures with every memory range elsewhere.
+"""Find the bytes of a graph that are addresses, with the proof of a second capture with every memory range elsewhere.
 
 One capture is not enough: a word that looks like an address need not be one, since structures that are passed by value
-contain stale bytes of the stack. An address moves with its range. A word that does not move is a constant.
+contain stale bytes of the stack. An address moves with its range, and a word that does not move is a constant.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _NOT_PLACED = (RangeKind.MODULE, RangeKind.FREE)
 
 
 class Proof(NamedTuple):
-    """The graphs with their relocations, and what their words are.
+    """The graphs with their relocations, and counts of their words.
 
-    ``words`` counts "pointer", "map" (a tensor map), "constant", "stale" (an address of the host, or of freed memory)
-    and "opaque" (changed without an explanation). ``opaque``: kernel → how many graphs it pins.
+    ``words`` counts words by kind: "pointer", "map" (a tensor map), "constant", "stale" (an address of the host, or of
+    freed memory) and "opaque" (changed without an explanation). ``opaque`` counts, by kernel, the graphs that are
+    pinned because of it.
     """
 
     blueprints: Blueprints
@@ -40,9 +41,9 @@ class Proof(NamedTuple):
 def prove(first: Blueprints, second: Blueprints | None, replace_address: Replace = lambda data, address: None) -> Proof:
     """Add relocations to the graphs of ``first``.
 
-    ``second``: the same graphs, captured with the ranges elsewhere. Without it, or for a range that did not move,
-    addresses are found but not proved, and the graph is pinned to the captured addresses. A graph whose captures differ
-    otherwise is refused. ``replace_address``: the driver's, for tensor maps.
+    ``second`` has the same graphs, captured with the ranges elsewhere. Without it, or for a range that did not move,
+    addresses are found but not proved, and the graph is pinned to the captured addresses. A graph is refused if its
+    captures differ in another way. ``replace_address`` writes an address into a tensor map, as the driver does.
     """
     words: Counter[str] = Counter()
     opaque: Counter[str] = Counter()
@@ -67,9 +68,9 @@ def prove(first: Blueprints, second: Blueprints | None, replace_address: Replace
 class _Pairs:
     """The pairs of corresponding ranges in the two captures.
 
-    Named ranges are matched by name, and so is the graphs' pool where there is one range of it. Torch's other
-    allocations have no name that two processes share: for these, the first word that points to the same offset of two
-    equally large ranges decides, and every later word must agree.
+    Named ranges are matched by name, and so is the graphs' pool if it is one range. Torch's other allocations have no
+    name that two processes share. For these, the first word that points to the same offset of two equally large ranges
+    decides, and every later word must agree.
     """
 
     def __init__(self, first: Blueprints, second: Blueprints) -> None:
@@ -124,7 +125,7 @@ class _Comparison:
         addresses = {memory_range.address for memory_range in second.ranges}
         # Variables of kernel images are looked up by name at a restore, so they are never pinned.
         self._own = {n for n, memory_range in enumerate(first.ranges) if memory_range.kind not in _NOT_PLACED}
-        # Where everything is that a graph uses. Of torch's other memory, only what a word points to is brought back.
+        # The ranges that hold everything a graph uses. Of torch's other memory, only ranges with a pointer come back.
         self._whole = {n for n in self._own if first.ranges[n].kind != RangeKind.WORKSPACE}
         self._unmoved = {n for n in self._own if first.ranges[n].address in addresses}
         self._pinned: set[int] = set()
@@ -150,7 +151,7 @@ class _Comparison:
         return replace(a, relocations=tuple(relocations), pinned=tuple(sorted(self._pinned)))
 
     def _parameter(self, number: int, node: Node, start: int, stop: int) -> list[Relocation]:
-        if stop - start >= MAP_BYTES:  # where a range did not move, an address inside a map does not change either
+        if stop - start >= MAP_BYTES:  # if a range did not move, its address inside a tensor map did not change either
             self._pinned.update(self._unmoved)
         found: list[Relocation] = []
         behind = start  # the end of the last tensor map
@@ -209,7 +210,7 @@ class _Comparison:
         return kernel, dump.attribute_sets[node.attributes], (*node._replace(kernel=0, attributes=0),)
 
     def _word(self, position: int) -> Place | None:
-        """Return the place that a word points to; None for a constant, and for what the captures do not agree on."""
+        """Return the place to which a word points; None for a constant, and if the captures do not agree."""
         common = self._common(*self._values(position))
         if common:
             place = common[0]
@@ -222,7 +223,7 @@ class _Comparison:
         return None
 
     def _unexplained(self, number: int, position: int) -> None:
-        """Count a word that changed otherwise than an address: stale, or opaque, which pins the graph."""
+        """Count a word that did not change like an address, as stale or as opaque. An opaque word pins the graph."""
         words, places = self._values(position), self._places(position)
         if not any(places) and all(
             _on_host(word, dump.host) or free.places(word)
@@ -233,7 +234,7 @@ class _Comparison:
         own = {place.memory_range for place in places[0]}
         if own - self._own or any(self._dumps[1].ranges[n].kind in _NOT_PLACED for n, _ in places[1]):
             raise self._differ(f"a parameter of node {number} points to {words[0]:#x}, and to {words[1]:#x}")
-        # An address in an unknown form, an old one, or meaningless bytes: each is right at the captured addresses.
+        # An address in an unknown form, an old one, or meaningless bytes: all are right at the captured addresses.
         self._words["opaque"] += 1
         self._pinned.update(self._whole, own)
         kernel = self._graphs[0].nodes[number].kernel
@@ -244,9 +245,9 @@ class _Comparison:
 
 
 def _on_host(word: int, own: Sequence[tuple[int, int]]) -> bool:
-    """Return whether a word is an address of the host: by its place, or in what the process said is its own memory.
+    """Return whether a word is an address of the host: in a usual place, or in the process's own memory (``own``).
 
-    The heap of a process that is not position-independent lies among small numbers, so there only aligned words count.
+    If a process is not position-independent, its heap has small addresses, so only aligned words count there.
     """
     if any(word in host for host in _HOST_ADDRESSES):
         return True

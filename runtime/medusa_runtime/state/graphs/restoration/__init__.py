@@ -1,1 +1,1 @@
-"""Online: from blueprints to CUDA graphs that can be replayed."""
+"""The online part: make CUDA graphs that can be replayed from blueprints."""

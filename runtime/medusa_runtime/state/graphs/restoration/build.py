@@ -1,4 +1,4 @@
-"""Builds an executable graph from a blueprint."""
+"""Build an executable graph from a blueprint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build(
     addresses: Sequence[int],
     stream: int,
 ) -> int:
-    """Build the executable graph (CUgraphExec), as ``construct`` makes it."""
+    """Build an executable graph (CUgraphExec), which the caller destroys. Arguments and errors as in ``construct``."""
     made = construct(driver, blueprints, graph, kernels=kernels, addresses=addresses)
     try:
         return _instantiate(driver, blueprints, graph, made, stream)
@@ -46,8 +46,8 @@ def construct(
 ) -> int:
     """Make the graph's nodes and edges (a CUgraph, which the caller destroys).
 
-    ``kernels``: a handle for each of ``blueprints.kernels`` that the graph uses; ``addresses``: one for each
-    relocation. Raises GraphMismatch (DRIVER_CALL) when the driver refuses.
+    ``kernels`` has a handle for each of ``blueprints.kernels`` that the graph uses, and ``addresses`` one address for
+    each relocation. Raises GraphMismatch (DRIVER_CALL) if the driver refuses.
     """
     blob = ctypes.create_string_buffer(graph.blob, max(len(graph.blob), 1))
     base = addressof(blob)
@@ -68,7 +68,7 @@ def construct(
         for number, node in enumerate(graph.nodes):
             out = first + 8 * number
             if node.kind == NodeKind.KERNEL:
-                # Not driver.call: a start does this tens of thousands of times.
+                # Not by driver.call, which is slower: a start does this tens of thousands of times.
                 if code := add_kernel(out, made, None, 0, at):
                     driver.check("cuGraphAddKernelNode_v2", code)
                 at += KERNEL_NODE.size
@@ -85,7 +85,7 @@ def construct(
     except CudaError as error:
         driver.result("cuGraphDestroy", made)
         raise GraphMismatch(Reason.DRIVER_CALL, f"{error}: {_about(blueprints, node)}") from error
-    del pointers  # until here the driver reads them
+    del pointers  # the driver has read them until here
     return made
 
 
@@ -110,9 +110,9 @@ def _replace_map(driver: CudaDriver, data: memoryview, address: int) -> None:
 def _packed(
     blueprints: Blueprints, graph: GraphBlueprint, kernels: Sequence[KernelHandle], base: int, context: int
 ) -> tuple[ctypes.Array[c_uint64], ctypes.Array[ctypes.c_char]]:
-    """All kernel nodes' arrays for kernelParams, one behind the other, and their parameters, which point into them.
+    """Return the kernelParams arrays of all kernel nodes, one after the other, and the nodes' parameter structures.
 
-    The blob has each whole layout, so the driver needs no sizes.
+    The structures point into the arrays. The blob has all parameters of a kernel, so the driver needs no sizes.
     """
     offsets = [[offset for offset, _ in kernel.parameters] or [0] for kernel in blueprints.kernels]
     launched = [node for node in graph.nodes if node.kind == NodeKind.KERNEL]
@@ -129,14 +129,14 @@ def _packed(
 def _set_attributes(driver: CudaDriver, node: int, attributes: AttributeSet) -> None:
     for attribute, value in attributes:
         code = driver.result("cuGraphKernelNodeSetAttribute", node, attribute, value)
-        if attribute != PROGRAMMATIC:  # the edges say the same; a driver may know it of launches only
+        if attribute != PROGRAMMATIC:  # may fail: some drivers only know it for launches, and the edges say the same
             driver.check("cuGraphKernelNodeSetAttribute", code)
 
 
 def _connect(driver: CudaDriver, graph: GraphBlueprint, made: int, nodes: ctypes.Array[c_uint64]) -> None:
-    """Add the edges, in one call for each kind of them.
+    """Add the edges, with one call for each value of their data.
 
-    Drivers from 580.126 to 610.57 give all edges of a call the data of its first (found by Foundry).
+    Drivers from 580.126 to 610.57 give all edges of a call the data of its first one (found by Foundry).
     """
     kinds: dict[bytes, list[Edge]] = {}
     for edge in graph.edges:

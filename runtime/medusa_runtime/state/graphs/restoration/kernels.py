@@ -1,4 +1,7 @@
-"""Finds a graph's kernels in a fresh process: in the saved images, or by triggering (MEDUSA §5.2)."""
+"""Find a graph's kernels in a new process: in the saved images, or by triggering (MEDUSA §5.2).
+
+To trigger is to capture one layer, so that the libraries load the modules with their kernels.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,25 @@ from ..materialization.dump import IDENTITY, describe, kernel_of, node_kind, nod
 from ..mismatch import GraphMismatch, Reason
 
 Trigger = Callable[[str], int]
-"""Captures the first layer at the batch size of a graph's key, and returns the CUgraph."""
+"""Captures the first layer at the batch size of the graph with this key, and returns the CUgraph."""
 
 
 class KernelHandle(NamedTuple):
-    """A CUfunction, or a CUkernel of a library; the other one is 0."""
+    """A CUfunction, or a CUkernel of a library. The other one is 0."""
 
     func: int
     kern: int
 
 
 class KernelFinder:
-    """Loads each image once, and finds kernels in it. ``close`` unloads them, so no graph may use them any more."""
+    """Loads each image once, and finds kernels in it. ``close`` unloads the images, so no graph may use them then."""
 
     def __init__(self, driver: CudaDriver, blueprints: Blueprints, trigger: Trigger | None = None) -> None:
         self._driver = driver
         self._blueprints = blueprints
         self._trigger = trigger
         self._libraries: dict[str, int] = {}
-        self._modules: dict[str, int] = {}  # image → the module that a triggered kernel of it is in
+        self._modules: dict[str, int] = {}  # by image, the module of a triggered kernel of it
         self._kept: list[bytes] = []
         self._found: dict[int, KernelHandle] = {}
         self._triggered: defaultdict[str, list[KernelHandle]] = defaultdict(list)
@@ -40,7 +43,10 @@ class KernelFinder:
         self._listed: set[int] = set()  # modules whose functions are known
 
     def handle(self, number: int, graph: str) -> KernelHandle:
-        """The kernel of this number. Raises GraphMismatch when it is not found, or when several fit."""
+        """Return the kernel with this number, for the graph with this key.
+
+        Raises GraphMismatch if it is not found, or if several fit.
+        """
         if number not in self._found:
             record = self._blueprints.kernels[number]
             library = self._library(record.image) if record.image else 0
@@ -56,7 +62,7 @@ class KernelFinder:
         return self._found[number]
 
     def variable(self, name: str) -> int | None:
-        """The address of a variable "<image>:<variable>"; None when its image is not loaded yet."""
+        """Return the address of a variable "<image>:<variable>"; None if its image is not loaded yet."""
         image, _, variable = name.partition(":")
         library, module = self._library(image), self._modules.get(image)
         if not library and not module:
@@ -74,7 +80,7 @@ class KernelFinder:
         self._found.clear()
 
     def _library(self, image: str) -> int:
-        """The bundle's image, loaded; 0 when the bundle does not have it."""
+        """Load an image of the bundle, and return the library; 0 if the bundle does not have it."""
         if image not in self._libraries:
             data = self._blueprints.images.get(image)
             self._libraries[image] = self._load(data) if data else 0
@@ -130,9 +136,9 @@ class KernelFinder:
                 module = self._driver.handle("cuFuncGetModule", func)
                 functions = self._functions(module) if module not in self._listed else []
                 self._listed.add(module)
-            except CudaError:  # the rest of its module stays unknown
+            except CudaError:  # the other kernels of its module stay unknown
                 functions = []
-            # Only names: asked for more, the driver loads the function, and a module may have hundreds.
+            # Only look at names: for anything else, the driver would load the function, and a module may have hundreds.
             for function in functions:
                 self._triggered[self._driver.text("cuFuncGetName", function)].append(KernelHandle(function, 0))
             if name not in self._triggered:
@@ -155,9 +161,9 @@ class KernelFinder:
 
 
 def allow(driver: CudaDriver, handle: KernelHandle, record: KernelRecord) -> None:
-    """Allow what nodes will ask for, such as more than 48 KiB of dynamic shared memory.
+    """Set the attributes that a kernel's nodes need, such as more than 48 KiB of dynamic shared memory.
 
-    A kernel's function in a context does not inherit what is set on the kernel, so it is set on both.
+    They are set on the kernel and on its function in this context, because the function does not inherit them.
     """
     wanted = [(attribute, value) for attribute, value in record.attributes if attribute not in IDENTITY]
     func = handle.func or (driver.optional("cuKernelGetFunction", handle.kern) if wanted else 0)
@@ -169,6 +175,6 @@ def allow(driver: CudaDriver, handle: KernelHandle, record: KernelRecord) -> Non
 
 
 def _identity(record: KernelRecord) -> tuple[str, tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """Return what distinguishes a kernel without a known image from others of its name."""
+    """Return what distinguishes a kernel without a known image from others of the same name."""
     attributes = dict(record.attributes)
     return record.name, record.parameters, tuple(attributes.get(one, 0) for one in IDENTITY)

@@ -1,8 +1,8 @@
-"""Remembers the bundles whose graphs broke a context, so that nobody tries them again with the same driver.
+"""Remember bundles whose graphs have broken a context, so that they are not tried again with the same driver.
 
 A replay that reads unmapped memory ends the process, so the mark must outlive it. It is written to the bundle's folder
-if that is writable, else to this user's cache, else to a folder for temporary files. The next engine of the same
-instance always finds it, and other machines do if they share the folder.
+if possible, or else to this user's cache, or else to a folder for temporary files. The next engine of the same instance
+always finds it, and other machines do if they share the folder.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from ...key import driver_version
 
 logger = logging.getLogger(__name__)
 
-FILE = "quarantine.json"  # sha256 of the graphs' blob → {"driver": its version, "reason": one line}
+FILE = "quarantine.json"  # {SHA-256 of the graphs' blob: {"driver": its version, "reason": one line}}
 _REASON_CHARACTERS = 300
 
 
 class Quarantine:
-    """The marks. ``settings`` say where the bundle is, ``environ`` where this user's cache is."""
+    """The marks of bundles. ``settings`` say where the bundle is, and ``environ`` where this user's cache is."""
 
     def __init__(self, settings: Settings, environ: Mapping[str, str]) -> None:
         url, name = (settings.state, "") if settings.state else (split(settings.model or "")[0], FOLDER)
         folders = []
         if url and scheme_of(url) in ("", "file"):
             folders.append(LocalStore(url, check=False).local_path(name))
-        self._given = len(folders)  # the bundle's own folder: it exists, or is not ours to make
+        self._given = len(folders)  # 1 with a bundle's own folder, which must not be created here
         if cache := environ.get("XDG_CACHE_HOME") or (environ.get("HOME") and environ["HOME"] + "/.cache"):
             folders.append(Path(cache) / "medusa")
         self._folders = [*folders, Path(environ.get("TMPDIR") or tempfile.gettempdir()) / f"medusa-{os.getuid()}"]
 
     def reason(self, digest: str) -> str | None:
-        """Why the graphs of this blob (by its sha256) must not be used here; None when nothing is known."""
+        """Return why the graphs in the blob with this SHA-256 must not be used here; None if nothing is known."""
         for folder in self._folders:
             entry = self._read(folder).get(digest)
             if entry is not None and entry["driver"] == driver_version():
@@ -50,7 +50,7 @@ class Quarantine:
         return None
 
     def note(self, digest: str, reason: str) -> bool:
-        """Write a mark, and drop those of other drivers. False when no folder can be written."""
+        """Write a mark, and drop those of other drivers. Return False if no folder can be written to."""
         entry = {"driver": driver_version(), "reason": reason[:_REASON_CHARACTERS]}
         for folder in self._folders:
             kept = {key: old for key, old in self._read(folder).items() if old["driver"] == entry["driver"]}
@@ -65,10 +65,10 @@ class Quarantine:
         return False
 
     def _read(self, folder: Path) -> dict[str, dict[str, str]]:
-        """The marks in a folder. A damaged file counts as none, so that graphs are tried."""
+        """Return the marks in a folder. A damaged file counts as empty, so that graphs are tried."""
         try:
             if folder.stat().st_uid not in (os.getuid(), 0) and folder is self._folders[-1]:
-                return {}  # any user may make a folder among temporary files
+                return {}  # any user can make a folder among temporary files
             found: Any = json.loads((folder / FILE).read_bytes())
         except (OSError, ValueError, RecursionError):
             return {}

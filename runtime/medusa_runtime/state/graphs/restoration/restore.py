@@ -1,4 +1,4 @@
-"""Restores graphs from blueprints, without capturing."""
+"""Restore graphs from blueprints, without capturing them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REPLAYS = 2
 
 
 class RestoredGraph:
-    """One executable graph. ``replay`` launches it on the stream that is current at that moment."""
+    """One executable graph. ``replay`` launches it on the stream that ``stream`` then returns."""
 
     def __init__(self, driver: CudaDriver, handle: int, stream: Callable[[], int]) -> None:
         self._driver = driver
@@ -43,10 +43,9 @@ class RestoredGraph:
 
 
 class RestoredGraphs:
-    """Graphs that were restored, and why others were not.
+    """The restored graphs, by key (``graphs``), and the reasons why others must be captured (``reasons``).
 
-    ``graphs``: key → the restored graph. ``reasons``: key → why a graph has to be captured. A context manager. Closing
-    destroys the graphs and unloads their kernels; their memory belongs to the placement.
+    A context manager. Closing it destroys the graphs and unloads their kernels. Their memory belongs to the placement.
     """
 
     def __init__(self, finder: KernelFinder | None = None) -> None:
@@ -73,11 +72,12 @@ class RestoredGraphs:
 
 
 class Restoration:
-    """Restores graphs of a bundle a few at a time: the first before there is work, the others when there is none.
+    """Restores the graphs of a bundle, a few at a time: the first before requests are served, the others in idle times.
 
-    ``placement``: where the memory ranges are now (``place``). ``stream``: for uploads and validation.
-    ``current_stream``: the stream for ``replay``, by default the same. ``trigger``: captures a first layer; called only
-    for a kernel that is in no saved image. Never raises for a bad bundle: each graph's reason is in ``restored``.
+    ``placement`` says where the memory ranges are now (see ``place``). ``stream`` is for uploads and validation, and
+    ``current_stream`` returns the stream for ``replay``, which by default is the same. ``trigger`` captures a first
+    layer, and is called only for a kernel that is in no saved image. A bad bundle never raises an error: the reason is
+    in ``restored``, for each graph.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Restoration:
         self._driver, self._placement, self._stream = driver, placement, stream
         self._current_stream = current_stream or (lambda: stream)
         self._blueprints = Blueprints()
-        self._rejected: GraphMismatch | None = None  # why nothing of it fits here
+        self._rejected: GraphMismatch | None = None  # why no graph of the bundle fits here
         self._filled = False  # whether permanent contents are in place
         try:
             self._blueprints = Blueprints.load(blueprints) if isinstance(blueprints, bytes) else blueprints
@@ -108,11 +108,11 @@ class Restoration:
 
     @property
     def keys(self) -> list[str]:
-        """The graphs that the bundle has, and that fit here as far as is known."""
+        """The keys of the bundle's graphs; none if the bundle does not fit here."""
         return [] if self._rejected else [graph.key for graph in self._blueprints.graphs]
 
     def build(self, keys: Sequence[str]) -> None:
-        """Load images, relocate, and build graphs, which needs no weights: only their addresses."""
+        """Load images, relocate, and build these graphs. This needs the weights' addresses, but not their bytes."""
         known = {graph.key: graph for graph in self._blueprints.graphs}
         for key in keys:
             if key in self.restored.graphs or key in self.restored.reasons:
@@ -135,17 +135,18 @@ class Restoration:
                 self.restored.reasons[key] = GraphMismatch(Reason.DRIVER_CALL, str(error))
 
     def verify(self, keys: Sequence[str], validate: str = "all") -> GraphMismatch | None:
-        """Replay graphs that were built and compare their outputs; the first difference, which rejects these keys.
+        """Replay graphs that were built, and compare their outputs. Return the first difference, or None.
 
-        The weights' bytes, and all else that the reference outputs depend on, must be there. ``validate``: see
-        ``restore_graphs``. Raises DeviceError when a replay breaks the context.
+        A difference rejects all these keys. The weights' bytes, and everything else on which the reference outputs
+        depend, must be there. ``validate`` is as in ``restore_graphs``. Raises DeviceError if a replay breaks the
+        context.
         """
         built = [key for key in keys if key in self.restored.graphs]
         if not built:
             return None
         try:
             replayer = Replayer(self._driver, self._at, self._stream)
-            if not self._filled:  # once: later, graphs have written there themselves
+            if not self._filled:  # only once, because later the graphs have written there themselves
                 replayer.write(piece for piece in self._blueprints.contents if not self._unloaded(piece))
                 self._filled = True
             wrong = self._differing(replayer, built, validate)
@@ -162,7 +163,7 @@ class Restoration:
         return wrong
 
     def _differing(self, replayer: Replayer, keys: Sequence[str], validate: str) -> GraphMismatch | None:
-        """MEDUSA §4's validation, here before the first token."""
+        """Return the first difference in outputs. This is MEDUSA §4's validation, here done before the first token."""
         if validate != "all":
             keys = list(dict.fromkeys((keys[0], keys[-1]))) if validate == "ends" else []
         for key in [*keys] * _REPLAYS:
@@ -196,14 +197,14 @@ def restore_graphs(
     trigger: Trigger | None = None,
     validate: str = "ends",
 ) -> RestoredGraphs:
-    """Restore the graphs of these keys that fit here. Never raises for a bad bundle: the reason is logged once.
+    """Restore the graphs with these keys, as far as they fit here. A bad bundle raises no error, but is logged once.
 
-    The weights' bytes, and all else that the reference outputs depend on, must be there already. ``validate``: which
-    graphs to replay and compare with their stored outputs: "all", "ends" (the first and the last of ``keys``) or
-    "none". One difference rejects all graphs. For the rest see ``Restoration``.
+    The weights' bytes, and everything else on which the reference outputs depend, must be there already. ``validate``
+    says which graphs to replay and compare with their stored outputs: "all", "ends" (the first and the last of
+    ``keys``) or "none". One difference rejects all graphs. The other arguments are those of ``Restoration``.
 
-    Raises DeviceError when a replay breaks the context. Then nothing works in this process any more, and the next one
-    has to start without the bundle.
+    Raises DeviceError if a replay breaks the context. Then nothing works in this process any more, and the next one
+    must start without the bundle.
     """
     restoration = Restoration(
         driver,
@@ -221,7 +222,7 @@ def restore_graphs(
 
 
 def log_reasons(restored: RestoredGraphs, keys: Container[str] | None = None) -> None:
-    """Log in one line why graphs have to be captured; ``keys``: only these."""
+    """Log in one line why graphs have to be captured: all of them, or those with ``keys``."""
     found = [mismatch for key, mismatch in restored.reasons.items() if keys is None or key in keys]
     reasons = Counter(str(mismatch) for mismatch in found)
     if reasons:

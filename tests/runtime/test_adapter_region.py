@@ -1,0 +1,44 @@
+"""An adapter's region in the function process."""
+
+from __future__ import annotations
+
+import fcntl
+import resource
+import socket
+from typing import Any, cast
+
+from medusa_runtime.instance.adapter_region import HeldAdapter
+from medusa_runtime.region.reader import Region
+
+
+class Lease:
+    """A connection to an agent, of which the test has the other end."""
+
+    def __init__(self, least_descriptor: int) -> None:
+        ours, self.agents = socket.socketpair()
+        self.socket = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, least_descriptor))
+        ours.close()
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def lost(self) -> str | None:
+        return self.socket.recv(100).decode() or None
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def test_an_adapter_of_an_agent_can_be_looked_at_beside_a_thousand_clients() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        lease = Lease(1500)  # select(2) takes descriptors below 1024
+        held = HeldAdapter(Region.create(), cast(Any, lease))
+        assert not held.failed
+        lease.agents.send(b"the store has failed")
+        assert held.failed
+        lease.agents.close()
+        held.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
