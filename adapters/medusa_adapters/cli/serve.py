@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-# Flags that only one engine reads, and its name. In the environment they may be an image's, for any engine.
+# Flags that only one engine reads, with its name. Their variables may be set in an image, for any engine.
 _OF_ONE_ENGINE = {
     "compile": "vllm",
     "kernels": "vllm",
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def settle(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
-    """Settings for the platform around us. Its own variables stand below ours, and only PORT above.
+    """Return the settings for the platform around us. Our variables override its own ones, except PORT.
 
     Raises ConfigError, also when there is nothing to serve.
     """
@@ -115,7 +115,7 @@ def settle(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
 
 
 def _is_host(name: str, environ: Mapping[str, str]) -> bool:
-    """Return whether models are loaded by request, so that none need be given now."""
+    """Return whether models are loaded by request, so that none has to be given now."""
     if name != "sagemaker":
         return False
     from ..platforms import sagemaker

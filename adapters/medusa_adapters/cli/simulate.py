@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_folder(option: str, file: Path | None) -> None:
-    """ConfigError for a file that could not be written after the simulation."""
+    """Raise ConfigError for a file that could not be written after the simulation."""
     if file is not None and not file.parent.is_dir():
         raise ConfigError(f"{option}: expected a file in a folder that is there, found {shown(str(file))}")
 
@@ -87,7 +87,7 @@ def _line(run: Summary) -> str:
 
 
 class _Progress:
-    """One line on the terminal that is written over; nothing where the output is no terminal."""
+    """One line on the terminal, which is overwritten. It shows nothing if the output is not a terminal."""
 
     def show(self, title: str, part: float) -> None:
         self._write(f"{CLEAR_LINE}{title}: {100 * part:3.0f} %")

@@ -71,7 +71,7 @@ def node_targets(result: Result, functions: int) -> list[Target]:
     node, alone = result.median("node", "pss_mb"), result.median("alone", "pss_mb")
     sent, size = result.median("origin", "sent_mb"), result.median("weights", "size_mb")
     if node and alone and size:
-        # The weights once, and all that a function has besides for each: more would mean weights that are there twice.
+        # The weights once, and each function's other memory. More would mean that weights are in memory twice.
         bound = (size + functions * max(alone - size, 0.0)) / (functions * alone)
         text = f"memory of {functions} functions on the node, to {functions} alone"
         found.append(Target(text, node / (functions * alone), bound, at_least=False))
@@ -81,7 +81,7 @@ def node_targets(result: Result, functions: int) -> list[Target]:
 
 
 def _answered(stack: ExitStack, ours: Medusa, question: Question, *flags: str) -> tuple[ServedInstance, str]:
-    """An instance that has answered a request, so that all its weights have been read, and its answer."""
+    """Return an instance that has answered a request, and so read all its weights, and its answer."""
     instance = stack.enter_context(ours.start(question, *flags))
     return instance, instance.completion(question.body).text
 
