@@ -62,6 +62,6 @@ def _pod(function: Function, placement: Placement) -> dict[str, Any]:
     return {
         "containerConcurrency": function.concurrency,
         "timeoutSeconds": function.timeout_s,
-        # An answer that is not streamed starts when it is complete. No idle timeout, since it includes time in the queue.
+        # An answer that is not streamed starts when it is complete. No idle timeout: it includes time in the queue.
         "responseStartTimeoutSeconds": function.timeout_s,
     } | pod.pod(placement, container)
