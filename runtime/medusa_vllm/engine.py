@@ -229,9 +229,7 @@ class VllmEngine:
         self._mounting = True
 
         def mount() -> None:
-            with contextlib.suppress(
-                MedusaError
-            ):  # it is logged, and raised again for each request that needs the server
+            with contextlib.suppress(MedusaError):  # it is logged, and raised again for each request that needs it
                 self.open_http()
 
         threading.Thread(target=mount, name="vllm-mount", daemon=True).start()

@@ -81,7 +81,7 @@ class Recording:
         self._held: list[Tensor] = []
 
     def open_pool(self, driver: CudaDriver) -> None:
-        """Let vLLM capture all graphs in one pool at the chosen address. Call before it makes anything that captures."""
+        """Let vLLM capture all graphs in one pool at the chosen address. Call before it makes what captures."""
         self.pool = open_pool(driver, self._pool_base)
         if self.pool is not None:
             type(current_platform)._global_graph_pool = self.pool.id
