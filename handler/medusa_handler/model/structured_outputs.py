@@ -39,7 +39,7 @@ def json_schema(schema: Any, name: str) -> StructuredOutputs:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _invalid(name, "a JSON schema", schema) from None
     if not isinstance(schema, Mapping | bool):
         raise _invalid(name, "a JSON schema", schema)
