@@ -41,11 +41,11 @@ class Generation:
                 self._use = model.adapters.use(requests[0].adapter, model.watch(gone))
             for request in requests:
                 self._streams.append(model.engine.generate(request))
+            if len(self._streams) > 1:  # it starts threads, which may fail
+                self._merge = Merge([self._read(stream) for stream in self._streams])
         except BaseException:
             self.close()
             raise
-        if len(self._streams) > 1:
-            self._merge = Merge([self._read(stream) for stream in self._streams])
 
     def events(self, heartbeat_s: float | None = None) -> Iterator[Item[Delta] | None]:
         """Yield the deltas with the number of their request, and None after each ``heartbeat_s`` of silence.
