@@ -190,6 +190,9 @@ class _Loops:
     async def _run(self, run: Callable[[list[Any]], Awaitable[Any]]) -> None:
         taken, self._waiting = self._waiting[: self._max_size], self._waiting[self._max_size :]
         entries = [entry for entry, _ in taken]
+        if not entries:  # their clients left after this batch was begun
+            self._task = None
+            return
         token = client_gone.set(lambda: all(entry.gone() for entry in entries))
         results: list[Any] | BaseException = []
         try:
