@@ -118,7 +118,7 @@ class Adapters:
                     param="lora_name",
                     code="invalid_value",
                 )
-            if len(self._entries) >= _MOST_NAMES:
+            if name not in self._entries and len(self._entries) >= _MOST_NAMES:
                 raise ApiError(400, f"expected at most {_MOST_NAMES} adapters", param="lora_name")
             self._forget(name)
             self._entries[name] = _Entry(name, url)
