@@ -42,7 +42,7 @@ class ServedInstance(Process):
     """A server in a process of its own, from its exec until nothing of it is left; a context manager.
 
     ``command`` is that of `medusa serve` (see ``serve_command``), which prints the port that it found free, or of
-    another server that is told its ``port``. Requests may be sent at once: they wait until the port accepts. Stdout and
+    another server, on the given ``port``. Requests may be sent at once: they wait until the port accepts. Stdout and
     stderr go to ``log``, a file of the caller's, or to a temporary one. See Process for the other parameters.
     """
 

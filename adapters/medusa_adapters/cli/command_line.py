@@ -110,7 +110,7 @@ def run(argv: Sequence[str], *, in_child: bool = False) -> int:
     except MedusaError as error:
         return _tell(error, argv)
     except BrokenPipeError:
-        _drop_output()  # its reader has gone (`medusa inspect … | head`)
+        _drop_output()  # the reader of stdout has gone (`medusa inspect … | head`)
         return 141
     except (OSError, MemoryError, RuntimeError) as error:
         known = as_limit_error(error)
@@ -147,7 +147,7 @@ def _tell(error: MedusaError, argv: Sequence[str]) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open /dev/null for a closed stdin, stdout or stderr; else a socket of ours would get its number and its text."""
+    """Open /dev/null for a closed stdin, stdout or stderr. Else a socket of ours would get its number, and output."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             try:

@@ -90,7 +90,7 @@ def chosen_parser(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpa
 
 
 def log_level(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """The level that ``--log-level`` or MEDUSA_LOG_LEVEL sets, also where the rest of the command cannot be parsed."""
+    """Return the level that ``--log-level`` or MEDUSA_LOG_LEVEL sets, even if the rest of the command is invalid."""
     for number, word in enumerate(argv):
         flag, sign, value = word.partition("=")
         if flag == _LOG_LEVEL.flag:

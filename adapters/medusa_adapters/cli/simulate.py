@@ -1,4 +1,4 @@
-"""`medusa simulate`: what a fleet would do with a trace, strategy by strategy, without the fleet."""
+"""`medusa simulate`: simulate how a fleet would serve a trace, with each of several strategies."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _check_folder(option: str, file: Path | None) -> None:
 
 
 def _asked(rates: Sequence[float], rate: float) -> tuple[float]:
-    """Return the rate as the file gives it; a recorded trace's own rate is 0 there."""
+    """Return the rate as in the file, where 0 stands for a recorded trace's own rate."""
     return (rate if rate in rates else 0.0,)
 
 

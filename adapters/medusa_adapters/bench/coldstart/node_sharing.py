@@ -19,11 +19,11 @@ from .metrics import add
 def measure_node(result: Result, ours: Medusa, question: Question, *, runs: int, functions: int) -> None:
     """Add rows of PSS in MB, taken when every function has answered a request, so that all weights have been read.
 
-    ``alone``: one function without an agent. ``function``: its supervisor, function process and the engine process
-    that it took, the median one of all. ``agent``: the agent, its zygote and its idle engine process. ``node``: all of
-    them, each shared page once, and ``fall_mb``, by how much the machine's available memory has fallen. ``origin``:
-    what it has sent to the node, where it is not a local folder. Raises MedusaError for a function that started an
-    engine of its own, or that answers otherwise than the others.
+    ``alone`` is one function without an agent. ``function`` is the median of all functions: supervisor, function
+    process and the engine process that it took. ``agent`` is the agent, its zygote and its idle engine process.
+    ``node`` is all of them, with each shared page once, and ``fall_mb``, the fall of the machine's available memory.
+    ``origin`` is what the store has sent to the node, unless it is a local folder. Raises MedusaError if a function
+    started an engine of its own, or answers differently from the others.
     """
     alone, each, agent, total, fall, sent = [], [], [], [], [], []
     for number in range(runs):

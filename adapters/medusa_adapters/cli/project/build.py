@@ -107,7 +107,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def _write(scratch: Path, folder: Path, text: str) -> Path:
-    """The Dockerfile outside of the folder, with what must not be copied; the folder's own list of that counts."""
+    """Write the Dockerfile outside of the folder, with a list of files not to copy unless the folder has its own."""
     file = scratch / "Dockerfile"
     file.write_text(text)
     if not any((folder / name).is_file() for name in (".dockerignore", ".containerignore")):

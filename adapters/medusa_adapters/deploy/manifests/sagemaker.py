@@ -201,7 +201,7 @@ def tagged(tags: Mapping[str, str] | None) -> dict[str, Any]:
 
 
 def autoscaling(name: str, capacity: Capacity, scaling: Autoscaling) -> list[tuple[str, dict[str, Any]]]:
-    """The two calls of Application Auto Scaling that scale an endpoint which is in service."""
+    """Return the two calls of Application Auto Scaling that scale an endpoint in service."""
     target = {
         "ServiceNamespace": "sagemaker",
         "ResourceId": f"endpoint/{name}/variant/{VARIANT}",

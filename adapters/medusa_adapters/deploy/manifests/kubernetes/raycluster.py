@@ -228,7 +228,7 @@ def _network_policies(cluster: RayCluster) -> list[dict[str, Any]]:
 
 
 def _pod(cluster: RayCluster, container: Mapping[str, Any], *, account: bool) -> dict[str, Any]:
-    """The pod around a container. ``account``: KubeRay gives it one of its own, for the autoscaler."""
+    """Return the pod around a container. ``account`` says that KubeRay gives it an account, for the autoscaler."""
     placement = cluster.placement
     pod: dict[str, Any] = {"enableServiceLinks": False, "containers": [dict(container)]}
     if not account:
@@ -261,6 +261,6 @@ def _port(name: str, port: int, target: int) -> dict[str, Any]:
 
 
 def _token_volume(secret: str, name: str) -> dict[str, Any]:
-    """The token as a file that its owner alone can read, which is root."""
+    """Return a volume with the token as a file that only its owner, root, can read."""
     items = [{"key": TOKEN_KEY, "path": "token"}]
     return {"name": name, "secret": {"secretName": secret, "defaultMode": 0o400, "items": items}}
