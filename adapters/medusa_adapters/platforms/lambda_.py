@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 if TYPE_CHECKING:
     import http.client
@@ -31,6 +31,7 @@ _DRAIN_S = 0.2  # Lambda lets a process go on for 300 ms at most
 _MARGIN_S = 0.5  # an answer must reach Lambda before the function's own time is over
 _REMAINING = "X-Lambda-Remaining-Ms"
 _WARM = "provisioned-concurrency"
+_PATH_CHARACTERS = "/%:@!$&'()*+,;="  # allowed in a path, beside letters, digits and -._~ (RFC 3986, section 3.3)
 _server: Server | None = None  # awslambdaric calls a function of a module, which has no other place for it
 
 
@@ -98,7 +99,8 @@ def _listed(value: Any) -> list[str]:
 
 
 def _target(path: str | None, query: str) -> str:
-    return (path or "/") + (f"?{query}" if query else "")
+    # The path may be decoded, with spaces or letters that a request line cannot have. Or it is encoded, so % is kept.
+    return quote(path or "/", _PATH_CHARACTERS) + (f"?{query}" if query else "")
 
 
 def write_response(call: Call, status: int, headers: list[tuple[str, str]], body: bytes) -> Any:
