@@ -199,5 +199,5 @@ def _operation(summary: str, responses: dict[str, Any]) -> dict[str, Any]:
     return {"summary": summary, "responses": responses}
 
 
-def _answer(*kinds: str, text: str = "As asked") -> dict[str, Any]:
+def _answer(*kinds: str, text: str = "The answer") -> dict[str, Any]:
     return {"description": text, "content": {kind: {"schema": _ANY} for kind in kinds}}
