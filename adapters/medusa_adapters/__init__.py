@@ -1,1 +1,1 @@
-"""What makes a function speak a platform's protocol, and the command line."""
+"""The adapters, which make a function speak a platform's protocol, and the command line."""

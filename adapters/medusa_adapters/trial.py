@@ -14,7 +14,7 @@ _DONE = "[DONE]"
 
 
 class TrialError(AssertionError):
-    """The function did not come up, or a stream was cut; the message ends with what the server printed."""
+    """The function did not start, or a stream was cut. The message ends with the server's output."""
 
 
 class _Instance(ServedInstance):
@@ -24,7 +24,7 @@ class _Instance(ServedInstance):
 class Trial:
     """``with Trial("--handler", "handler.py") as function:`` runs `medusa serve` with these arguments, until ready.
 
-    On a free port of 127.0.0.1; stopped as a platform does it, by SIGTERM.
+    The server uses a free port of 127.0.0.1, and is stopped with SIGTERM, as by a platform.
     """
 
     def __init__(self, *arguments: str, timeout_s: float = 120.0) -> None:
@@ -57,14 +57,14 @@ class Trial:
         self._instance = None
 
     def post(self, path: str, body: str | bytes, headers: Mapping[str, str] | None = None) -> Answer:
-        """One POST; a status of 400 or more is an answer like any other."""
+        """Send a POST and return its answer. A status of 400 or more raises nothing."""
         return self._request("POST", path, body.encode() if isinstance(body, str) else body, headers)
 
     def get(self, path: str) -> Answer:
         return self._request("GET", path, None, None)
 
     def events(self, path: str, body: str | bytes, headers: Mapping[str, str] | None = None) -> list[str]:
-        """The data of a stream's events, without the ``[DONE]`` at the end. TrialError when that is missing."""
+        """Return the data of a stream's events, without the final ``[DONE]``. Raises TrialError if that is missing."""
         answer = self.post(path, body, headers)
         events = [
             "\n".join(line[len("data: ") :] for line in block.splitlines() if line.startswith("data: "))

@@ -13,7 +13,7 @@ __all__ = ["Context", "HttpError", "Request", "Response", "batch"]
 
 
 def __getattr__(name: str) -> Any:
-    """``batch``, imported where it is used: every start imports this package."""
+    """Import ``batch`` at its first use, because every start imports this package."""
     if name != "batch":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .batching import batch

@@ -17,9 +17,9 @@ _POLL_S = 0.25  # how soon a client that left is noticed
 
 
 class Admission:
-    """At most ``running`` requests work and ``waiting`` more wait; the next one is refused with 429.
+    """The places for requests: at most ``running`` work and ``waiting`` more wait. The next one is refused with 429.
 
-    Before the function is ready all requests are waiting ones; past the cap they are refused with 503.
+    Before the function is ready, every request waits, and one for which there is no place is refused with 503.
     """
 
     def __init__(self, running: int, waiting: int) -> None:
@@ -33,7 +33,10 @@ class Admission:
         self.refused = 0
 
     def enter(self, ready: bool, eta_s: Callable[[], float] = lambda: 1.0) -> None:
-        """Count a request in. Raises OverloadedError, or 503 with ``eta_s`` while the function is not ready."""
+        """Give a request a place. If there is none, raises OverloadedError, or 503 while the function is not ready.
+
+        ``eta_s`` returns the seconds that the 503 names in Retry-After.
+        """
         with self._changed:
             if self.in_flight < self._limit(ready):
                 self.in_flight += 1
@@ -41,7 +44,7 @@ class Admission:
         self._refuse(ready, eta_s)
 
     def check(self, ready: bool, eta_s: Callable[[], float] = lambda: 1.0) -> None:
-        """Raise what ``enter`` would raise, without counting the request in."""
+        """Raise what ``enter`` would raise, without giving the request a place."""
         if self.in_flight >= self._limit(ready):
             self._refuse(ready, eta_s)
 
@@ -62,7 +65,7 @@ class Admission:
             self._changed.notify_all()
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no request is in flight; False after ``timeout_s``."""
+        """Wait until no request is in flight. Return False if some still are after ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(lambda: self.in_flight == 0, timeout_s)
 
@@ -75,7 +78,7 @@ class Admission:
     def start(self, gone: Callable[[], bool], timeout_s: float, draining: threading.Event, *, arrived: int = 0) -> None:
         """Wait for one of the running slots, behind all requests with a smaller ``arrived``.
 
-        Raises ClientGoneError, or 503 after ``timeout_s``.
+        Raises ClientGoneError, and 503 after ``timeout_s`` or when the instance is stopped before it is ready.
         """
         deadline = time.monotonic() + timeout_s
         turn = threading.Event()

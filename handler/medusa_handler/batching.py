@@ -1,4 +1,4 @@
-"""``@batch``: requests that come at the same time are given to the user's function as one list."""
+"""``@batch``, which gives the user's function requests that come at the same time as one list."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MOST = 4096
 def batch(*, max_size: int = 8, max_wait_ms: float = 5.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Have ``predict(self, requests)`` take a list, and return a list with a result for each, in order.
 
-    A batch runs when ``max_size`` requests wait or the first has waited ``max_wait_ms``; while one runs, the next
-    gathers. What the annotation says of the list's items (``requests: list[Body]``) each request's body must fit. An
-    exception among the results is raised for its own caller, one that the function raises for all of the batch.
+    A batch runs when ``max_size`` requests wait or the first has waited ``max_wait_ms``. While one runs, the next is
+    gathered. Each request's body must fit the annotated type of the list's items (``requests: list[Body]``). An
+    exception among the results is raised for the caller of that request; one that the function raises, for all callers.
     """
     if isinstance(max_size, bool) or not isinstance(max_size, int) or not 1 <= max_size <= _MOST:
         raise ValueError(f"@batch: expected max_size as a whole number from 1 to {_MOST}, found {max_size!r}")
@@ -50,7 +50,7 @@ def batch(*, max_size: int = 8, max_wait_ms: float = 5.0) -> Callable[[Callable[
 
 
 def _of_one(function: Callable[..., Any]) -> tuple[inspect.Signature, str]:
-    """The signature of a call with one item, and its parameter's name."""
+    """Return the signature of a call with one item, and the name of the item's parameter."""
     try:
         signature = inspect.signature(function, eval_str=True)
     except NameError:
@@ -76,7 +76,7 @@ class _Entry:
 
 
 def _listed(results: Any, count: int) -> list[Any]:
-    """Return what the function returned, as a list. Raises what a generator raises, and TypeError or ValueError."""
+    """Return the results as a list of ``count``. Raises TypeError, ValueError, and a generator's own errors."""
     if isinstance(results, str | bytes | Mapping | Set) or not isinstance(results, Iterable):
         raise TypeError(f"@batch: expected a list of results, found {type(results).__name__}")
     listed = list(results)
@@ -99,7 +99,7 @@ def _given(result: Any) -> Any:
 
 
 class _Threads:
-    """Batches of a plain function: the first of the waiting threads runs it for all."""
+    """Batches of a plain function. The first of the waiting threads runs it for all."""
 
     def __init__(self, max_size: int, max_wait_s: float) -> None:
         self._max_size = max_size
@@ -142,7 +142,7 @@ class _Threads:
         return len(self._waiting) >= self._max_size or time.monotonic() - own.came >= self._max_wait_s
 
     def _left_s(self, own: _Entry) -> float | None:
-        """Return how long to wait at most; None where another thread will say."""
+        """Return how many seconds to wait at most; None if another thread will notify."""
         if self._running or self._waiting[0] is not own:
             return None
         return max(0.0, own.came + self._max_wait_s - time.monotonic())
@@ -173,7 +173,7 @@ class _Loops:
         return _given(entry.result)
 
     def _look(self, run: Callable[[list[Any]], Awaitable[Any]]) -> None:
-        """Begin a batch, or see to it that one begins in time."""
+        """Begin a batch, or set a timer for it."""
         import asyncio
 
         if self._task is not None or not self._waiting:
@@ -190,6 +190,9 @@ class _Loops:
     async def _run(self, run: Callable[[list[Any]], Awaitable[Any]]) -> None:
         taken, self._waiting = self._waiting[: self._max_size], self._waiting[self._max_size :]
         entries = [entry for entry, _ in taken]
+        if not entries:  # their clients left after this batch was begun
+            self._task = None
+            return
         token = client_gone.set(lambda: all(entry.gone() for entry in entries))
         results: list[Any] | BaseException = []
         try:

@@ -15,7 +15,7 @@ from medusa_runtime.errors import json_kind
 
 
 class HttpError(Exception):
-    """Raise it to answer with this status and message, e.g. ``HttpError(404, "no such user")``."""
+    """An error to raise in order to answer with its status and message, such as ``HttpError(404, "no such user")``."""
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class HttpError(Exception):
 
 
 class Headers(Mapping[str, str]):
-    """Headers by name, in any case; one that was sent twice is joined by a comma (RFC 9110, section 5.3)."""
+    """Headers by name, in upper or lower case. Values of the same name are joined by commas (RFC 9110, section 5.3)."""
 
     def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
         self._values: dict[str, str] = {}
@@ -46,7 +46,7 @@ class Headers(Mapping[str, str]):
 
 
 def json_fault(body: bytes, error: ValueError) -> str:
-    """Return what is wrong with a body that is not JSON."""
+    """Describe what was found in a body that is not JSON."""
     if isinstance(error, UnicodeDecodeError):
         return f"bytes that are not UTF-8, the first at {error.start}"
     if not body.strip():

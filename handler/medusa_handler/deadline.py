@@ -15,21 +15,21 @@ from .faults import ApiError, ClientGoneError
 _POLL_S = 0.25  # how soon a client that left is noticed
 
 client_gone: contextvars.ContextVar[Callable[[], bool]] = contextvars.ContextVar("client_gone")
-"""Whether the client of the running request has left; what the function asked of the model is then cancelled."""
+"""Returns whether the client of the running request has left. Then the function's calls of the model are cancelled."""
 
 
 class _Threads:
-    """Threads for user code, used again: the last one that became idle comes first.
+    """Threads for user code, which are reused: the last one that became idle comes first.
 
-    Code keeps things for each thread (connections, a team of OpenMP threads), so a new one for each call would cost
-    much. There is no limit of their number: one that never ends must keep no other request waiting.
+    Code keeps things for each thread (connections, a team of OpenMP threads), so a new thread for each call would be
+    slow. Their number has no limit, because a call that never ends must not make other requests wait.
     """
 
     def __init__(self) -> None:
         self._idle: list[SimpleQueue[Callable[[], None]]] = []
 
     def run(self, work: Callable[[], None]) -> None:
-        """Begin ``work``, which raises nothing; does not wait."""
+        """Run ``work``, which must not raise, in a thread. Return at once."""
         try:
             calls = self._idle.pop()
         except IndexError:
@@ -47,10 +47,11 @@ _threads = _Threads()
 
 
 class Deadline:
-    """Checks whether the client has left, like the function it wraps, and raises ApiError 504 when time is over.
+    """A check whether the client has left, like ``gone``, which it wraps. It raises ApiError 504 when time is over.
 
-    Everything that waits calls it now and then, so model work and coroutines end with it. Plain user code cannot be
-    interrupted: it is left to end in its own thread, and its result is dropped.
+    The time is ``limit_s`` seconds from ``began`` (``time.monotonic``). Everything that waits calls the check now and
+    then, so calls of the model and coroutines end in time. Plain user code cannot be interrupted: it is left to end in
+    its own thread, and its result is dropped.
     """
 
     def __init__(self, limit_s: float, began: float, gone: Callable[[], bool]) -> None:
@@ -64,7 +65,7 @@ class Deadline:
         return self._gone()
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Return or raise what ``call()`` does, if it ends in time."""
+        """Return or raise what ``call()`` does. Raises ApiError 504 when time is over, and ClientGoneError."""
         outcome: list[tuple[Any, BaseException | None]] = []
         done = threading.Event()
 

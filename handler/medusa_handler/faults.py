@@ -1,4 +1,4 @@
-"""Errors as clients see them: a status, a message, and OpenAI's shape around it. Never a traceback."""
+"""Errors as clients see them: a status, and a message in OpenAI's form. Never a traceback."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ApiError(HttpError):
 
 
 class NotCoveredError(ApiError):
-    """What a request asks for rightly and our routes do not do. An engine's own server may."""
+    """A request that is valid, but that our routes do not support. An engine's own server may."""
 
 
 class ClientGoneError(Exception):
@@ -62,12 +62,12 @@ def stopping() -> ApiError:
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """The header, in whole seconds from 1 to an hour."""
+    """Return the header Retry-After, in whole seconds from 1 to 3600."""
     return {"Retry-After": str(max(1, min(3600, math.ceil(seconds))))}
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """The client's view of an error we know; None for one that is a defect (of ours or of user code)."""
+    """Return an expected error as the client sees it; None for a defect, of ours or of user code."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HttpError):
@@ -84,7 +84,7 @@ def as_api_error(error: Exception) -> ApiError | None:
 
 
 def as_exception(error: BaseException) -> Exception:
-    """``error``; or one that ends a single request, for what would end a thread or the process (``sys.exit``)."""
+    """Return ``error``, or a RuntimeError in place of one that would end a thread or the process (``sys.exit``)."""
     if isinstance(error, Exception):
         return error
     found = RuntimeError(f"it raised {type(error).__name__}, which ends its request alone")
@@ -93,10 +93,10 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def internal_error(request_id: str) -> ApiError:
-    """The answer to a client when our code or the user's is defective."""
+    """Return the answer for a client when our code or the user's is defective."""
     return ApiError(500, f"internal error; the log has the details under request id {request_id}", code="internal")
 
 
 def compact(value: Any) -> bytes:
-    """JSON as it is sent. A lone surrogate, which a request's JSON may carry, becomes a question mark."""
+    """Return a value as the JSON that is sent. A lone surrogate, as a request may have one, becomes a question mark."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")

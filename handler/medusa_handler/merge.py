@@ -1,4 +1,4 @@
-"""Several iterators as one, with a timeout: what lets a stream send heartbeats while its source is silent."""
+"""Several iterators as one, read with a timeout, so that a stream can send heartbeats while its source is silent."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _AHEAD = 64  # items a source may be ahead of a slow reader
 
 
 class Item(NamedTuple, Generic[T]):
-    """One item, and which source it came from."""
+    """One item, and the number of the source that it came from."""
 
     source: int
     value: T
 
 
 class Merge(Generic[T]):
-    """Reads each source in a thread of its own. The reader gets a source's error raised."""
+    """The items of several sources, each read in a thread of its own. ``get`` raises a source's error."""
 
     def __init__(self, sources: Sequence[Iterable[T]], ahead: int = _AHEAD) -> None:
         self._sources = sources
@@ -53,7 +53,7 @@ class Merge(Generic[T]):
         return Item(number, value)
 
     def close(self) -> None:
-        """Let each thread close its source when it returns from it; a source's ``cancel`` speeds that up."""
+        """Stop. Each thread closes its source after the item that it waits for, or sooner if it has a ``cancel``."""
         self._closed.set()
         for source in self._sources:
             cancel = getattr(source, "cancel", None)

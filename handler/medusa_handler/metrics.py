@@ -33,7 +33,7 @@ class Metrics:
             self._requests[route, status] = self._requests.get((route, status), 0) + 1
 
     def generated(self, first_s: float, total_s: float, tokens: int) -> None:
-        """One generation ended: seconds to its first token and to its end."""
+        """Record a generation that has ended: the seconds to its first token and to its end, and its tokens."""
         self.ttft.observe(first_s)
         if tokens > 1:
             self.tpot.observe((total_s - first_s) / (tokens - 1))

@@ -1,4 +1,4 @@
-"""What a platform adds to the server. An adapter makes one; nothing else in this package knows any platform."""
+"""What a platform adds to the server. An adapter makes a ``Platform``; this package knows no particular one."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Answered(NamedTuple):
 class Route:
     """A route of the platform's own. ``answer`` is called with the request and the path's parameters.
 
-    It returns what a function may return. ``work`` is the route's name in the metrics, and makes it count as work:
-    admitted, limited, and waited for at the end; None for a route that only looks something up.
+    It returns what a function may return. ``work`` is the route's name in the metrics, and makes its requests count as
+    work: admitted, limited, and waited for at the end. It is None for a route that only looks something up.
     """
 
     method: str
@@ -40,7 +40,7 @@ class Platform:
     """A platform's protocol, as a translation around ``POST /``.
 
     ``probes`` maps paths to LIVE (the process runs), ACCEPTING (until SIGTERM), READY (the function answers), or to a
-    path of the function itself, which is asked when it is ready. ``receive`` and ``send`` translate requests and the
+    path of the function itself, which is called when it is ready. ``receive`` and ``send`` translate requests and the
     results of calls; a model's own answer is given to ``send`` as a Response.
     """
 
@@ -54,10 +54,11 @@ class Platform:
     limit_s: Callable[[Mapping[str, str]], float | None] | None = None  # a request's own time limit, from its headers
     preflight: Callable[[Mapping[str, str]], Mapping[str, str]] | None = None  # headers of the answer to OPTIONS /
     answered: Callable[[Answered], Mapping[str, str]] | None = None  # headers to add to every answer
-    # Runs once, when the routes are there. Given what returns the page of /metrics, and the requests in flight.
+    # Called once, when the routes are there, with functions that return the page of /metrics and how many requests are
+    # in flight.
     start: Callable[[Callable[[], str], Callable[[], int]], None] | None = None
     stop: Callable[[], None] | None = None  # at SIGTERM
-    linger_s: float = 0.0  # for how long requests go on coming after SIGTERM
-    streams: bool = True  # False: the platform hands answers on as a whole
-    early_heartbeats: bool = True  # a stream may begin before the model is there, which settles its status as 200
+    linger_s: float = 0.0  # how long after SIGTERM requests may still come
+    streams: bool = True  # False if the platform only passes on whole answers
+    early_heartbeats: bool = True  # whether a stream may begin, with status 200, before the model is there
     paths: Mapping[str, Any] = field(default_factory=dict)  # further paths of /openapi.json

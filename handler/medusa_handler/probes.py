@@ -1,4 +1,4 @@
-"""The answers to probes, made by the process that accepts connections from memory that other processes write."""
+"""The answers to probes. The process that accepts connections makes them from memory that other processes write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from .platform import Platform
 
-# /health is what vLLM, TGI and their charts ask.
+# /health is the path that vLLM, TGI and their charts use.
 PROBES = {"/livez": LIVE, "/startupz": READY, "/readyz": READY, "/health": READY}
 _ENGINE = ("", "idle", "starting", "loading", "ready")
 _FUNCTION = ("", "loading", "ready")
@@ -55,12 +55,12 @@ class Probes:
         return bool(self._page[_BODIES_FULL])
 
     def answer(self, path: str) -> ProbeResponse | str | None:
-        """The answer to a probe; None for a path that is no probe; or the function's path that is to answer instead."""
+        """Return the answer to a probe, None for a path of no probe, or the path of the function that must answer."""
         kind = self.kinds.get(path)
         if kind is None:
             return None
         hung = self.heartbeats.hung()
-        if kind == LIVE:  # all other processes are replaced from within
+        if kind == LIVE:  # the instance itself replaces all other processes
             return (
                 ProbeResponse(False, _hung(hung)) if "supervisor" in hung else ProbeResponse(True, {"status": "alive"})
             )
@@ -73,7 +73,7 @@ class Probes:
         )
 
     def _status(self, *, ready: int, draining: int) -> dict[str, Any]:
-        """The body of an answer. Bytes are of the weights; ``eta_s`` is the rest of the fetch at the present rate."""
+        """Return the body of an answer. Bytes are those of the weights; ``eta_s`` is how long their fetch will take."""
         status: dict[str, Any] = {"status": "draining" if draining else "ready" if ready else "starting"}
         if engine := _ENGINE[self._page[_ENGINE_AT]]:
             status |= {"model": served_name(self._settings, small_files(self._region)), "engine": engine}

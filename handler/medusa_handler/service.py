@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 def routes_of(settings: Settings) -> tuple[bool, bool]:
-    """Return whether the engine has an HTTP server of its own, and whether our routes may answer what they cover.
+    """Return whether the engine has an HTTP server of its own, and whether our routes answer what they support.
 
-    Raises ConfigError for flags of that server which cannot be used.
+    Raises ConfigError if that server's flags cannot be used.
     """
     http = "" if settings.engine == NO_ENGINE else engine_kind(settings.engine).http
     return bool(http), not http or bool(imported(http)(settings))
 
 
 class Service:
-    """One per instance, in the worker process. Made before Flask is imported, so that probes are answered at once."""
+    """The state of one instance, in the worker. It is made before Flask is imported, so probes are answered at once."""
 
     def __init__(self, instance: InstanceHandle, settings: Settings, platform: Platform, probes: Probes) -> None:
         self.instance = instance
@@ -85,7 +85,7 @@ class Service:
         self.admission.open()
 
     def limit_s(self, headers: Mapping[str, str]) -> float | None:
-        """Return how long a request with these headers (named as in "X-Timeout") may take; None: any time."""
+        """Return how many seconds a request with these headers (such as "X-Timeout") may take; None for no limit."""
         own = self.platform.limit_s(headers) if self.platform.limit_s is not None else None
         limits = [limit for limit in (own, self.settings.timeout_s or None) if limit is not None]
         return min(limits, default=None)

@@ -1,4 +1,4 @@
-"""Makes vLLM's configuration from ours: one model, out of a region, in this process."""
+"""vLLM's configuration, made from ours: one model, from a region, in this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Configured(NamedTuple):
 def configure(
     files: TokenizerFolder, region: Region, settings: Settings, timeline: Timeline, compiled: CompiledStart
 ) -> Configured:
-    """vLLM's configuration. Raises ModelError or ConfigError for what vLLM cannot serve."""
+    """Return vLLM's configuration. Raises ModelError or ConfigError if vLLM cannot serve the model so."""
     architectures = files.folder.config["architectures"]  # checked by models/backend.py
     with timeline.stage("config"):
         for architecture in architectures:
@@ -52,7 +52,7 @@ def configure(
 def _arguments(
     files: TokenizerFolder, region: Region, settings: Settings, timeline: Timeline, compiled: CompiledStart
 ) -> dict[str, Any]:
-    """Return what the user's flags of ``vllm serve`` say stands above our settings, and below what a region needs."""
+    """Return the arguments: what a region needs comes first, then the user's flags, then our settings."""
     from vllm.platforms import current_platform
 
     from .flags import MEDIA_DOMAINS, words
@@ -73,10 +73,10 @@ def _arguments(
     arguments |= given
     text_only = bool(arguments["language_model_only"])
     arguments |= {
-        # Pictures go through a processor in the core, too, which reads the tokenizer's and its own files.
+        # For pictures, the core needs a processor, which reads its own files and the tokenizer's.
         "model": str(files.folder.path if text_only else files.path()),
         "skip_tokenizer_init": text_only,  # text is tokenized here, by tokenizer.json
-        "generation_config": "vllm",  # without the checkpoint's sampling defaults; what ends a text is read in eos.py
+        "generation_config": "vllm",  # without the checkpoint's sampling defaults; eos.py reads which tokens end a text
         "load_format": LOAD_FORMAT,
         "model_loader_extra_config": settings_for(region, timeline, settings)
         | bundle_arguments(settings)
@@ -100,7 +100,7 @@ def _arguments(
 
 
 def create(arguments: dict[str, Any]) -> Any:
-    """A VllmConfig of the arguments of vLLM's EngineArgs. Raises ModelError or ConfigError."""
+    """Return the VllmConfig for arguments of vLLM's EngineArgs. Raises ModelError or ConfigError."""
     from vllm.engine.arg_utils import EngineArgs
 
     try:
@@ -127,7 +127,7 @@ def _executor(settings: Settings) -> Any:
 
 
 def _dtype(config: dict[str, Any], settings: Settings) -> str:
-    """For ``auto`` the checkpoint's own type. vLLM's auto would reduce float32 to 16 bits."""
+    """Return the dtype: for ``auto`` the checkpoint's own, because vLLM's auto would reduce float32 to 16 bits."""
     if settings.dtype != "auto":
         return settings.dtype
     named = config.get("dtype") or config.get("torch_dtype")
@@ -135,7 +135,7 @@ def _dtype(config: dict[str, Any], settings: Settings) -> str:
 
 
 def _refusal(error: Exception) -> MedusaError:
-    """vLLM's reason, without the text that pydantic puts around it."""
+    """Return vLLM's reason, without the text that pydantic puts around it."""
     lines = [line.strip() for line in str(error).splitlines()]
     reason = next((line for line in lines if line.startswith(("Value error, ", "Assertion failed, "))), None)
     text = reason.split(", ", 1)[1].partition(" [type=")[0] if reason else " ".join(lines)

@@ -10,11 +10,11 @@ from medusa_runtime.engine.serving.sequence import Sequence
 
 from .structured import vllm_params
 
-CLIENT = 1  # whose requests these are, to vLLM's core; those of its own front end are client 0's
+CLIENT = 1  # the client of our requests, in vLLM's core; its own front end is client 0
 
 
 def core_request(sequence: Sequence, *, vocab_size: int) -> Any:
-    """An EngineCoreRequest. Stop strings are left out: text is made here, and vLLM sees only tokens."""
+    """Return an EngineCoreRequest. It has no stop strings: we make the text, and vLLM sees only tokens."""
     from vllm.v1.engine import EngineCoreRequest
 
     return EngineCoreRequest(
@@ -54,7 +54,7 @@ def _sampling(params: SamplingParams, sequence: Sequence, vocab_size: int) -> An
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
-    # vLLM's own front end does the same to tell its core what ends a text.
+    # vLLM's own front end passes the tokens that end a text in the same way.
     sampling.update_from_generation_config({"eos_token_id": sorted(sequence.eos_token_ids)})
     return sampling
 

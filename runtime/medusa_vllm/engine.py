@@ -56,7 +56,7 @@ class VllmEngine:
     """
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, *, capture: Path | None = None) -> None:
-        """``capture``: the folder to write what is compiled into (offline)."""
+        """``capture`` is the folder into which compiled code is written (offline)."""
         _set_num_threads(settings.threads or cpu_count())
         region.wait_index()
         backend(region.file, settings)
@@ -76,7 +76,7 @@ class VllmEngine:
             raise
         model = self.config.model_config
         self._vocab_size = model.get_vocab_size()
-        self._pools = model.runner_type == "pooling"  # it embeds, classifies or scores, by vLLM's own routes alone
+        self._pools = model.runner_type == "pooling"  # it embeds, classifies or scores, only through vLLM's routes
         self.info = EngineInfo(
             "vllm",
             str(model.architecture),
@@ -114,7 +114,7 @@ class VllmEngine:
     def cancel(self, request_id: str) -> None:
         sequence = self._requests.get(request_id)
         if sequence is not None:
-            sequence.cancelled = True  # at once, so that the step that is running gives it no token
+            sequence.cancelled = True  # set at once, so that the running step gives it no token
             self._inbox.post(lambda: self._requests.end(sequence, "cancelled"))
 
     def run(self, stop: threading.Event) -> None:
@@ -142,7 +142,7 @@ class VllmEngine:
         self._tokenizer.wait()
 
     def open_http(self) -> Callable[[socket.socket], None]:
-        """Wait until vLLM's own HTTP server is there, and return what takes a connection."""
+        """Wait until vLLM's own HTTP server is there, and return a function that takes a connection."""
         self.wait_ready()
         if not hasattr(self._core, "attach_front_end"):
             from .serving.core import missing_seam
@@ -157,7 +157,7 @@ class VllmEngine:
         return self._front_end.open(served)
 
     def rehearse(self) -> None:
-        """Mount vLLM's own HTTP server, ask it and end it again, so that what a process does once for it is done."""
+        """Mount vLLM's own HTTP server, send it requests and end it, so that what is done once per process is done."""
         if server_is_imported() and hasattr(self._core, "attach_front_end"):
             from .serving.rehearsal import ask_for_answers
 
@@ -191,7 +191,7 @@ class VllmEngine:
         core.scheduler.shutdown()
 
     def _configured(self, plan: KvPlan) -> None:
-        """The configuration is made."""
+        """Do nothing: a hook for subclasses, called once the configuration is made."""
 
     # The methods from here on run in the thread of ``run``.
 
@@ -222,7 +222,7 @@ class VllmEngine:
     def _mount_when_idle(self) -> None:
         """Mount vLLM's server in a thread of its own, once.
 
-        That is when nothing else is to do, and the first token is out or the server's modules are imported already.
+        The engine must be idle, and either have sent its first token or have imported the server's modules already.
         """
         if self._mounting or not hasattr(self._core, "attach_front_end"):
             return
@@ -260,7 +260,7 @@ class VllmEngine:
                 self._take(sequence, output)
 
     def _before_adding(self, request: Any) -> None:
-        """Make the core's masks before the first request of vLLM's front end that needs them, in that one's thread."""
+        """Make the core's masks in the thread of the front end's first request that needs them."""
         params = request.sampling_params
         if request.client_index != CLIENT and params is not None and params.structured_outputs is not None:
             self._structured.make(self._core)
@@ -282,7 +282,7 @@ class VllmEngine:
 
 
 def _sampled(output: Any, position: int, token: int) -> Sampled:
-    """A sampled token. vLLM's arrays have it first, then the most likely tokens."""
+    """Return a sampled token. vLLM's arrays have it first, then the most likely tokens."""
     found = output.new_logprobs
     if found is None:
         return Sampled(token)
@@ -291,7 +291,7 @@ def _sampled(output: Any, position: int, token: int) -> Sampled:
 
 
 def _missing_kernel(error: Exception) -> ModelError | None:
-    """The error for a quantization that loads on any CPU and lacks its kernel at the first forward; else None."""
+    """Return the error for a quantization that loads on any CPU but has no kernel at the first forward, else None."""
     missing = re.search(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'", str(error))
     if missing is None:
         return None
@@ -302,7 +302,7 @@ def _missing_kernel(error: Exception) -> ModelError | None:
 
 
 def _reason(error: Exception) -> MedusaError:
-    """Why a model could not be loaded, as one of our errors."""
+    """Return why a model could not be loaded, as one of our errors."""
     if (missing := _missing_kernel(error)) is not None:
         return missing
     if isinstance(error, ValueError | NotImplementedError | AssertionError | KeyError):

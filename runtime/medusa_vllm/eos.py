@@ -10,7 +10,7 @@ from medusa_runtime.region.reader import Region
 
 
 def eos_token_ids(region: Region, config: Any) -> tuple[int, ...]:
-    """The ids in config.json (or its text part) and in generation_config.json together."""
+    """Return the ids in config.json (or its text part) and in generation_config.json together."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     generation = (read_object(region.file, "generation_config.json") or {}).get("eos_token_id")
     found: set[int] = set()

@@ -1,4 +1,4 @@
-"""vLLM's executor for one process, without what was done before the fork."""
+"""vLLM's executor for one process. It skips what was done before the fork."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]
 
 class PreparedWorker(WorkerWrapperBase):  # type: ignore[misc]
     def init_worker(self, all_kwargs: list[dict[str, Any]]) -> None:
-        """Make the worker, like vLLM's method, without replacing Triton's kernels.
+        """Make the worker, like vLLM's method, but without replacing Triton's kernels.
 
-        That goes through all modules, and ``preimport`` has done it.
+        That would go through all modules, and ``preimport`` has done it.
         """
         kwargs = all_kwargs[self.rpc_rank]
         kwargs.pop("shared_worker_lock", None)  # for the caches of encoders, which text models do not have

@@ -23,7 +23,7 @@ _WITHOUT_EFFECT_ON_ANSWERS = frozenset(
         "enable-scale-out", "enable-tokenizer-info-endpoint", "enable-server-load-tracking", "sse-keep-alive-interval",
     )
 )  # fmt: skip
-# What asks for a server, or for processes, that are medusa's here: flag → what to use.
+# Flags for a server or processes that medusa provides itself: flag → what to use instead.
 _REFUSED = {
     "help": "run `vllm serve --help`",
     "headless": "leave it out; medusa starts vLLM's core itself",
@@ -45,16 +45,16 @@ _REFUSED = {
     "kv-cache-memory-bytes": "use medusa's --kv-cache-mb",
     "distributed-executor-backend": "leave it out; medusa has an executor of its own",
 }  # fmt: skip
-_REFUSED_FAMILIES = {  # all flags that begin so
+_REFUSED_FAMILIES = {  # all flags that begin with one of these
     "data-parallel-": "run one instance a replica",
     "dp-supervisor-": "run one instance a replica",
     "master-": "use medusa cluster",
     "ssl-": "let a proxy in front end TLS",
 }
-# Where a request's images, sounds and videos may be: in the request alone. vLLM would ask every host for them, also one
-# that only this machine can reach. vLLM shows this in its refusal.
+# A request's images, sounds and videos must be in the request itself. vLLM would fetch them from any host, even one
+# that only this machine can reach. vLLM shows this text in its refusal.
 MEDIA_DOMAINS = ["none; the operator names hosts with --allowed-media-domains"]
-# A host that the operator names must not lead to others.
+# A host that the operator allows must not redirect to others.
 MEDIA_ENVIRONMENT = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
 _SHORT = {
     "-tp": "tensor-parallel-size",
@@ -80,7 +80,7 @@ _SHORT = {
 
 
 def words(settings: Settings) -> list[str]:
-    """The flags, as words. Raises ConfigError for those that belong to medusa."""
+    """Return the flags as words. Raises ConfigError for flags that belong to medusa."""
     try:
         found = shlex.split(settings.vllm_args or "")
     except ValueError as error:
@@ -106,7 +106,10 @@ def names_media_domains(found: list[str]) -> bool:
 
 
 def adapters(settings: Settings) -> dict[str, str]:
-    """The paths of ``--lora-modules``, by name: NAME=PATH or JSON objects, as vLLM takes them. Raises ConfigError."""
+    """Return the paths of ``--lora-modules`` by name. They are NAME=PATH or JSON objects, as in vLLM.
+
+    Raises ConfigError.
+    """
     found: dict[str, str] = {}
     within = False
     for word in words(settings):
@@ -119,12 +122,12 @@ def adapters(settings: Settings) -> dict[str, str]:
 
 
 def light_routes_suffice(settings: Settings) -> bool:
-    """Return whether our own routes may answer what they fully cover, as no flag asks vLLM to answer differently."""
+    """Return whether our own routes may answer what they support: no flag makes vLLM answer differently."""
     return set(_names(words(settings))) <= _WITHOUT_EFFECT_ON_ANSWERS
 
 
 def _adapter(word: str) -> dict[str, str]:
-    """An adapter's path by its name; nothing for what vLLM will refuse."""
+    """Return an adapter's path by its name; nothing for a word that vLLM will refuse."""
     name, _, path = word.partition("=")
     if word.startswith("{"):
         try:
@@ -136,7 +139,7 @@ def _adapter(word: str) -> dict[str, str]:
 
 
 def _names(found: list[str]) -> list[str]:
-    """The names of the flags, without dashes in front, ``no-``, values and inner keys."""
+    """Return the names of the flags, without leading dashes, ``no-``, values and inner keys."""
     names = []
     for word in found:
         if word.startswith("--"):

@@ -23,13 +23,13 @@ from .version import TESTED, check_version
 
 logger = logging.getLogger(__name__)
 
-# Variables that vLLM reads, most of them once. What a user has set stays.
+# Variables that vLLM reads, most of them once. One that a user has set stays.
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process: no second import, no socket in between
     "VLLM_CONFIGURE_LOGGING": "0",  # the command line configures logging
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
-    "VLLM_PLUGINS": "medusa",  # other plugins import what they like
+    "VLLM_PLUGINS": "medusa",  # other plugins may import anything
     **MEDIA_ENVIRONMENT,
     "HF_HUB_OFFLINE": "1",  # everything comes from the checkpoint, nothing from the network
     "TOKENIZERS_PARALLELISM": "false",
@@ -63,7 +63,7 @@ _OURS = tuple(f"medusa_vllm.{name}" for name in ("executor", "weights.loader", "
 
 
 def preimport(settings: Settings, region: Region | None = None) -> None:
-    """Import all that a start needs, and the model's module where the region already knows the model.
+    """Import all that a start needs, and the model's module if the region already has the model's configuration.
 
     This is for a process that will only fork: it touches no device and starts no thread. Raises MissingPackageError,
     ConfigError and ImportError.
@@ -72,7 +72,7 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if settings.log_level != "debug":
-        logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns about settings that are made here on purpose
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns about settings that we choose on purpose
     # A process that waits for its model has time to import everything.
     lean = region is not None and settings.compile != "always" and version.startswith(TESTED)
     with lean_imports() if lean else nullcontext(), functions_as_they_are(), no_cache_folder(), logging_as_it_is():
@@ -110,7 +110,7 @@ def _import_all() -> None:
 
 
 def _import_server() -> None:
-    """Import vLLM's HTTP server, and make its app, which imports the rest and fills what Python keeps of types."""
+    """Import vLLM's HTTP server and make its app, which imports the rest and fills Python's caches of types."""
     try:
         for module in _SERVER_MODULES:
             importlib.import_module(module)
@@ -143,7 +143,7 @@ def logging_as_it_is() -> Iterator[None]:
         yield
     finally:
         for what, level in levels:
-            if what.level != level:  # to set it looks at every logger
+            if what.level != level:  # setting a level goes through all loggers
                 what.setLevel(level)
 
 

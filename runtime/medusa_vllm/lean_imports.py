@@ -1,8 +1,7 @@
 """Imports vLLM without what only its HTTP server and its compiler need, which saves about a quarter of the time.
 
-Nothing of vLLM is changed: it does without Inductor where that cannot be imported. Modules that parse tool calls and
-reasoning, which import an OpenAI client, FastAPI and MCP, are empty classes here, because our engine returns only
-tokens.
+Nothing of vLLM is changed: it works without Inductor if that cannot be imported. Modules that parse tool calls and
+reasoning import an OpenAI client, FastAPI and MCP. They are empty classes here, because our engine returns only tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Modules, and their classes: others import them, and use them only to parse text.
+# Modules and their classes. Other modules import these, but only use them to parse text.
 _NEVER_USED: dict[str, tuple[str, ...]] = {
     "vllm.entrypoints.mcp": (),
     "vllm.entrypoints.mcp.tool_server": ("ToolServer",),

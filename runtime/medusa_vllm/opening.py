@@ -1,4 +1,4 @@
-"""Opens the engine, or in a version of vLLM whose parts are not those that it uses, the compatible mode."""
+"""Opens the engine or, for a version of vLLM without the parts that the engine uses, the compatible mode."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .version import TESTED, UNKNOWN_PARTS, installed_version
 
 logger = logging.getLogger(__name__)
 
-# A page that forks share: an engine that finds a part unknown tells the next one.
+# A page that forks share, by which an engine that misses a part of vLLM informs the next one.
 _shared = mmap.mmap(-1, mmap.PAGESIZE)
 
 
 def preimport(settings: Settings, region: Region | None = None) -> None:
     """Import what the engine needs, or find out that this version of vLLM has other parts.
 
-    Raises MissingPackageError without vLLM, and what else is no matter of its version.
+    Raises MissingPackageError without vLLM, and errors that do not come from its version.
     """
     if settings.vllm_mode == "compatible":
         _note("--vllm-mode compatible was given")
@@ -41,7 +41,7 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
 
 
 def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
-    """vLLM as an engine. In the compatible mode this returns when vLLM's own server answers."""
+    """Return vLLM as an engine. In the compatible mode, this waits until vLLM's own server answers."""
     if not is_compatible():
         try:
             from .engine import VllmEngine
@@ -75,12 +75,12 @@ def is_compatible() -> bool:
 
 
 def is_tested() -> bool:
-    """Return whether this version's inner parts were tried, so that an unknown one is a fault of ours."""
+    """Return whether this version was tested, so that a missing inner part is a fault of ours."""
     return installed_version().startswith(TESTED)
 
 
 class _Watched:
-    """The engine, whose load may find an unknown part; then the process ends, and the next one is compatible."""
+    """The engine. If its load misses a part of vLLM, the process ends, and the next one uses the compatible mode."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

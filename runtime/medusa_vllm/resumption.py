@@ -1,8 +1,8 @@
-"""Lets a core go on with a request that another one began: the same tokens follow, as if it had never moved.
+"""Lets a core continue a request that another core began. The same tokens follow as without the move.
 
-vLLM's scheduler computes a preempted request again from its prompt and its tokens so far. A request that comes from
-another core is made such a one: its state is put where the worker keeps those of its own requests, with the random
-numbers drawn that its tokens have taken. So penalties, limits and grammars count from the request's real beginning.
+vLLM's scheduler recomputes a preempted request from its prompt and its tokens so far. A request from another core is
+made to look preempted: its state is put where the worker keeps those of its own requests, and as many random numbers
+are drawn as its tokens have used. So penalties, limits and grammars count from the request's real beginning.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _DRAWN_BELOW = 1 << 31
 def resume(core: Any, sequence: Sequence, *, vocab_size: int) -> None:
     """Add a request with its tokens so far to a core in this process, before its next step.
 
-    Raises UnknownPartsError in a version of vLLM that keeps requests otherwise, and ValueError and TypeError, as adding
-    a request does.
+    Raises UnknownPartsError in a version of vLLM that keeps requests in another form, and ValueError and TypeError, as
+    adding a request does.
     """
     so_far = sequence.tokens[sequence.prompt_length :]
     request, _ = core.preprocess_add_request(core_request(sequence, vocab_size=vocab_size))
@@ -50,7 +50,7 @@ def _runner(core: Any) -> Any:
 
 
 def _state(request: Any, device: torch.device, so_far: list[int]) -> Any:
-    """Return what the worker knows of a preempted request."""
+    """Return the state that the worker keeps of a preempted request."""
     from vllm.sampling_params import SamplingType
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
@@ -73,7 +73,7 @@ def _state(request: Any, device: torch.device, so_far: list[int]) -> Any:
 
 
 def _follow_grammar(request: Any, so_far: list[int]) -> None:
-    """Let a request's grammar know the tokens so far."""
+    """Advance a request's grammar over the tokens so far."""
     structured = request.structured_output_request
     if structured is None:
         return

@@ -17,7 +17,7 @@ _GUARD = ("/bin/sh", "-c", 'read -r _; exec rm -rf -- "$0"')
 
 @contextmanager
 def scratch_folder(name: str) -> Iterator[Path]:
-    """A private temporary folder. Raises OSError where none can be made."""
+    """Make a private temporary folder for this context. Raises OSError if that fails."""
     path = Path(tempfile.gettempdir(), f"{name}-{secrets.token_hex(8)}")
     guard = _guard(path)  # started before there is anything to remove
     try:

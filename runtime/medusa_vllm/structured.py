@@ -25,7 +25,7 @@ PARAM = "structured_outputs"
 
 
 def vllm_params(asked: StructuredOutputs) -> Any:
-    """vLLM's parameters for a form."""
+    """Return vLLM's parameters for a form."""
     from vllm.sampling_params import StructuredOutputsParams
 
     field = "json" if asked.kind == "json_schema" else asked.kind
@@ -35,7 +35,7 @@ def vllm_params(asked: StructuredOutputs) -> Any:
 
 
 class TokenizerFolder:
-    """The folder of an engine: the checkpoint's configuration, and from the first use on its tokenizer, too."""
+    """The folder of an engine, with the checkpoint's configuration and, after the first ``path``, its tokenizer."""
 
     def __init__(self, region: Region) -> None:
         self.folder = CheckpointFolder(region)
@@ -45,7 +45,7 @@ class TokenizerFolder:
         self._closed = False
 
     def path(self) -> Path:
-        """With the tokenizer. Raises EngineError once it is closed: a thread that mounts the server may be late."""
+        """Return the folder, with the tokenizer. Raises EngineError once closed: a thread that mounts may be late."""
         with self._lock:
             if self._closed:
                 raise EngineError("the engine is stopping; try again")
@@ -64,7 +64,7 @@ class TokenizerFolder:
 
 
 class StructuredCore:
-    """Gives a running core the manager that makes its masks. ``prepare`` belongs to any thread but the engine's."""
+    """The manager of a running core's masks, made when it is needed. Any thread but the engine's calls ``prepare``."""
 
     def __init__(
         self, region: Region, inbox: Inbox, files: TokenizerFolder, *, vocab_size: int, eos_token_ids: tuple[int, ...]
@@ -79,16 +79,16 @@ class StructuredCore:
         )
 
     def limit(self) -> None:
-        """Have every grammar, of vLLM's own routes too, tried within limits before vLLM takes it.
+        """Have every grammar, also of vLLM's own routes, tried within limits before vLLM takes it.
 
-        vLLM compiles what callers send in this process, and a few hundred bytes can keep it busy for minutes.
+        vLLM compiles callers' grammars in this process, and a few hundred bytes can keep it busy for minutes.
         """
         from vllm.v1.structured_output import backend_guidance
 
         backend_guidance.validate_guidance_grammar = self._validate
 
     def _validate(self, params: Any, tokenizer: Any = None) -> None:
-        """In the place of vLLM's function of this name. Raises vLLM's error, a ValueError, and EngineError."""
+        """Replace vLLM's function of this name. Raises ValueError, as vLLM does, and EngineError."""
         from vllm.v1.structured_output import backend_guidance
         from vllm.v1.structured_output.backend_guidance import get_structured_output_key, serialize_guidance_grammar
 
@@ -120,7 +120,7 @@ class StructuredCore:
                 self._made = True
 
     def prepare(self, core: Any, asked: StructuredOutputs) -> None:
-        """Make the manager once, and check a form. Raises RequestError for what cannot be followed."""
+        """Make the manager once, and check a form. Raises RequestError for one that cannot be enforced."""
         self.make(core)
         from vllm.sampling_params import SamplingParams
 
@@ -128,7 +128,7 @@ class StructuredCore:
             self._validate(SamplingParams(structured_outputs=vllm_params(asked)))
         except MedusaError:
             raise
-        except Exception as error:  # vLLM's kinds of it differ between versions
+        except Exception as error:  # the types of vLLM's errors differ between versions
             reason = " ".join(str(error).split())
             raise RequestError(f"{PARAM}: this {asked.kind} cannot be used: {reason}", PARAM) from error
 
@@ -137,14 +137,14 @@ class StructuredCore:
         self._inbox.ask(lambda: _give(core, manager))
 
     def make_for(self, core: Any) -> None:
-        """Make the manager of another core, which nobody runs yet, where this one has been made."""
+        """Make the manager of another core, which does not run yet, if this one's has been made."""
         with self._lock:
             if self._made:
                 with functions_as_they_are(), no_cache_folder():
                     _give(core, self._manager(core))
 
     def _manager(self, core: Any) -> Any:
-        """Read the tokenizer and import what applies masks."""
+        """Return a new manager. Reads the tokenizer, and imports the code that applies masks."""
         if self._region.file("tokenizer.json") is None:
             raise RequestError(f"{PARAM}: this checkpoint has no tokenizer.json, so its tokens have no text", PARAM)
         import llguidance.hf

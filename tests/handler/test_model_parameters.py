@@ -19,3 +19,8 @@ def test_a_form_is_written_as_clients_write_it() -> None:
     assert _params({"structured_outputs": None, "stop": "x"}).stop == ("x",)
     with pytest.raises(HttpError, match=r"structured_outputs\.xml"):
         _params({"structured_outputs": {"xml": "a"}})
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    with pytest.raises(HttpError, match=r"structured_outputs\.json"):
+        _params({"structured_outputs": {"json": "[" * 100_000}})

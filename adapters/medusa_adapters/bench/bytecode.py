@@ -1,7 +1,7 @@
-"""Our modules compiled to bytecode, as an installation leaves them, and as are those of others that we compare with.
+"""Compiles our modules to bytecode, as an installation does, and as is done for the tools that we compare with.
 
-An editable install has none where Python was told not to write any (PYTHONDONTWRITEBYTECODE), and then each process of
-each start compiles what it imports: a tenth of a second of CPU time in all, most of it in front of the first token.
+An editable install has no bytecode if PYTHONDONTWRITEBYTECODE is set. Then each process of each start compiles what it
+imports: a tenth of a second of CPU time in all, most of it before the first token.
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ for name in ("medusa_runtime", "medusa_vllm", "medusa_cluster", "medusa_handler"
 
 
 def compile_packages(python: str) -> None:
-    """Compile the modules of ours that this interpreter has, where their folders may be written to."""
+    """Compile the modules of ours that this interpreter has, if their folders are writable."""
     subprocess.run([python, "-c", _COMPILE], check=False, stdout=subprocess.DEVNULL)

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # As Ctrl-C does it: through the context managers that end what was started and remove what was written.
+    # End as at Ctrl-C: through the context managers, which end processes and remove files.
     signal.signal(signal.SIGTERM, _stop)
     return run_subcommand(arguments)
 

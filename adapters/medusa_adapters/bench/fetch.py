@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the medians. Raises MedusaError with what the fetching process said when it fails."""
+    """Print the medians. Raises MedusaError, with the output of the fetching process, if that fails."""
     model = given_model(arguments)
     if not model:
         raise ConfigError("expected a checkpoint: medusa bench fetch URL, or --model URL")
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def fetch_once(model: str) -> dict[str, float]:
-    """One fetch by this process, which has imported everything before the clock starts."""
+    """Fetch once in this process, which has imported everything before the clock starts."""
     from medusa_runtime.config import from_env
     from medusa_runtime.fetch.prefetcher import prefetch
     from medusa_runtime.region.reader import Region

@@ -53,12 +53,12 @@ class Node:
 
     @property
     def process(self) -> Process:
-        """The agent with all that it has forked; only after ``wait_warm``."""
+        """The agent with all processes that it has forked. Only after ``wait_warm``."""
         assert self._process is not None
         return self._process
 
     def _status(self) -> dict[str, Any]:
-        """The agent's status, empty while it does not answer."""
+        """Return the agent's status, empty while it does not answer."""
         try:
             client = NodeClient(self.socket)
         except (MedusaError, OSError):
@@ -78,6 +78,6 @@ class Node:
 
 
 def taken_engine(stages: Sequence[Stage]) -> int | None:
-    """The engine process that a function took from the node; None when it started its own."""
+    """Return the engine process that a function took from the node; None if the function started its own."""
     taken = [stage.detail["pid"] for stage in stages if stage.name == "engine" and stage.detail.get("source") == "node"]
     return int(taken[0]) if taken else None

@@ -132,7 +132,7 @@ class Process:
         self.close()
 
     def close(self) -> None:
-        """End it and all that descends from it, and wait until they are gone. May be called twice."""
+        """End the process and all its descendants, and wait until they are gone. May be called twice."""
         if self._output.closed:
             return
         tree = self.tree() if self.alive() else []
@@ -148,7 +148,7 @@ class Process:
         _wait_gone(tree, _LEAVE_S)
         for pid in filter(_runs, tree):  # what outlives its parent
             _kill(pid)
-        # What still runs takes memory, and a part of the next sample's CPUs.
+        # Processes that still run would take memory, and CPU time from the next sample.
         _wait_gone(tree, _GONE_S)
         if self.process.stdout:
             self.process.stdout.close()

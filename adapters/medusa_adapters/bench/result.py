@@ -33,7 +33,7 @@ class Row:
 
 
 class Target(NamedTuple):
-    """A ratio of two medians and its bound, from below (``at_least``) or above."""
+    """A ratio of two medians and its bound, which is a lower one (``at_least``) or an upper one."""
 
     text: str
     ratio: float
@@ -60,7 +60,7 @@ class Result:
         return next((row.median for row in self.rows if row.name == name and row.metric == metric), None)
 
     def ratio(self, metric: str, name: str, other: str) -> float | None:
-        """Median of ``name`` over median of ``other``, or None where one of them was not measured."""
+        """Return the median of ``name`` over the median of ``other``; None if one of them was not measured."""
         ours, theirs = self.median(name, metric), self.median(other, metric)
         return None if ours is None or not theirs else ours / theirs
 
@@ -71,7 +71,7 @@ class Result:
         path.write_text(self.to_json())
 
     def table(self) -> str:
-        """The rows as text, columns aligned, the machine in the first line."""
+        """Return the rows as text with aligned columns. The first line describes the machine."""
         head = ("name", "metric", "median", "min", "max", "unit", "runs")
         cells = [
             (r.name, r.metric, _number(r.median), _number(r.min), _number(r.max), r.unit, str(r.runs))
@@ -83,7 +83,7 @@ class Result:
 
 
 def targets_table(targets: Iterable[Target]) -> str:
-    """One line per target: met or not, the ratio, and the bound."""
+    """Return one line per target: whether it is met, the ratio, and the bound."""
     return "\n".join(
         f"{'met   ' if t.met else 'MISSED'}  {t.ratio:6.2f}  {'>=' if t.at_least else '<='} {t.bound:g}  {t.text}"
         for t in targets
@@ -91,7 +91,7 @@ def targets_table(targets: Iterable[Target]) -> str:
 
 
 def machine_facts() -> dict[str, str | int | float]:
-    """CPU model, usable cores, memory, kernel, Python. Nothing that names the machine or its owner."""
+    """Return CPU model, usable cores, memory, kernel and Python: nothing that names the machine or its owner."""
     return {
         "cpu": _field_of("/proc/cpuinfo", "model name") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),

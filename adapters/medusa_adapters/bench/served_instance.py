@@ -42,7 +42,7 @@ class ServedInstance(Process):
     """A server in a process of its own, from its exec until nothing of it is left; a context manager.
 
     ``command`` is that of `medusa serve` (see ``serve_command``), which prints the port that it found free, or of
-    another server that is told its ``port``. Requests may be sent at once: they wait until the port accepts. Stdout and
+    another server, on the given ``port``. Requests may be sent at once: they wait until the port accepts. Stdout and
     stderr go to ``log``, a file of the caller's, or to a temporary one. See Process for the other parameters.
     """
 
@@ -68,7 +68,7 @@ class ServedInstance(Process):
 
     @property
     def port(self) -> int:
-        """Its port, as soon as it has printed one. Raises MedusaError when it ends or takes too long."""
+        """The server's port, once it has printed one. Raises MedusaError if the server ends or takes too long."""
         deadline = time.monotonic() + self._start_timeout_s
         while self._port is None:
             ended = not self.alive()
@@ -133,13 +133,13 @@ class ServedInstance(Process):
             return stream(connection, dict(body))
 
     def stages(self) -> tuple[Stage, ...]:
-        """The stages of its start so far, as it reports them."""
+        """Return the stages of the server's start so far, as it reports them."""
         with self.answering():
             answer = self.exchange("GET", "/timeline")
             return stages_from_json(answer.json) if answer.status == 200 else ()
 
     def metric(self, name: str) -> float | None:
-        """A metric, summed over its labels; None where no metric has this name."""
+        """Return a metric, summed over its labels; None if no metric has this name."""
         with self.answering():
             lines = self.exchange("GET", "/metrics").text.splitlines()
         found = [float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
@@ -152,18 +152,18 @@ class ServedInstance(Process):
 
 
 def serve_command(*arguments: str | Path, python: str = sys.executable) -> list[str | Path]:
-    """The command that serves on a free port of this machine."""
+    """Return the command that serves on a free port of this machine."""
     return [*medusa_command(python), "serve", "--host", "127.0.0.1", "--port", "0", *arguments]
 
 
 def medusa_command(python: str = sys.executable) -> list[str]:
-    """The command `medusa` of an interpreter."""
+    """Return the command `medusa` of an interpreter."""
     installed = Path(python).with_name("medusa")
     return [str(installed)] if installed.exists() else [python, "-m", "medusa_adapters.cli.main"]
 
 
 def stages_from_json(timeline: object) -> tuple[Stage, ...]:
-    """The stages of what /timeline answers."""
+    """Return the stages in an answer of /timeline."""
     entries = timeline.get("stages", []) if isinstance(timeline, dict) else []
     return tuple(
         Stage(e["name"], e["process"], int(e["start_ns"]), int(e["end_ns"]), e.get("detail") or {}) for e in entries

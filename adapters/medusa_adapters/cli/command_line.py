@@ -83,7 +83,7 @@ def run(argv: Sequence[str], *, in_child: bool = False) -> int:
     ``in_child``: in a child process where the command needs one, so that Ctrl-C always ends it.
     """
     _open_standard_streams()
-    # torch warns of this when it is imported in full and NumPy is not installed, which nothing of ours needs.
+    # torch warns if NumPy is not installed when it is imported in full; our code does not need NumPy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         arguments = _parse(argv)
@@ -110,7 +110,7 @@ def run(argv: Sequence[str], *, in_child: bool = False) -> int:
     except MedusaError as error:
         return _tell(error, argv)
     except BrokenPipeError:
-        _drop_output()  # its reader has gone (`medusa inspect … | head`)
+        _drop_output()  # the reader of stdout has gone (`medusa inspect … | head`)
         return 141
     except (OSError, MemoryError, RuntimeError) as error:
         known = as_limit_error(error)
@@ -124,7 +124,7 @@ def run(argv: Sequence[str], *, in_child: bool = False) -> int:
 
 
 def _drop_output() -> None:
-    """Send what could not be written nowhere; Python would complain again while closing it."""
+    """Redirect stdout to /dev/null, because Python would report its unwritten rest again when it closes it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -147,7 +147,7 @@ def _tell(error: MedusaError, argv: Sequence[str]) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open /dev/null for a closed stdin, stdout or stderr; else a socket of ours would get its number and its text."""
+    """Open /dev/null for a closed stdin, stdout or stderr. Else a socket of ours would get its number, and output."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             try:
@@ -180,7 +180,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _before_program(unknown: Sequence[str], argv: Sequence[str]) -> Sequence[str]:
-    """The unknown words without those of the program behind ``--``, which are unknown only because another one is."""
+    """Return the unknown words before ``--``. Those behind it only count as unknown if there is one before."""
     program = list(argv[argv.index("--") :]) if "--" in argv else []
     for behind in filter(None, (program, program[1:])):
         if list(unknown[-len(behind) :]) == behind and len(unknown) > len(behind):
@@ -189,7 +189,7 @@ def _before_program(unknown: Sequence[str], argv: Sequence[str]) -> Sequence[str
 
 
 def _parted(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part what stands behind ``--`` in ``medusa serve … -- …``: flags of the engine's own server."""
+    """Split ``medusa serve … -- …`` at ``--``, behind which the flags of the engine's own server are."""
     if argv[0] != "serve" or "--" not in argv:
         return list(argv), []
     place = list(argv).index("--")
@@ -218,7 +218,7 @@ def _parse_without_command(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser(command: tuple[str, str, str]) -> _Parser:
-    """The parser of one command, whose module is imported for it."""
+    """Return the parser of one command, whose module is imported for it."""
     name, module, text = command
     parser = _Parser(prog=f"medusa {name}", description=text[0].upper() + text[1:] + ".")
     importlib.import_module(module).add_arguments(parser)
@@ -227,10 +227,10 @@ def _parser(command: tuple[str, str, str]) -> _Parser:
 
 
 def command_parsers() -> dict[str, argparse.ArgumentParser]:
-    """All commands with their parsers, for completion. Imports each command's module."""
+    """Return all commands with their parsers, for completion. Imports each command's module."""
     found: dict[str, argparse.ArgumentParser] = {}
     for command in _COMMANDS:
-        # Where a command does not work, there is nothing to complete.
+        # A command that cannot run here is not completed.
         with suppress(ImportError, AttributeError, OSError):
             found[command[0]] = _parser(command)
     return found

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def script(shell: str, commands: dict[str, argparse.ArgumentParser]) -> str:
-    """The script for commands with these parsers."""
+    """Return the script for commands with these parsers."""
     if shell == "fish":
         return _fish(commands)
     values, flags = [], []
@@ -71,7 +71,7 @@ def _fish(commands: dict[str, argparse.ArgumentParser]) -> str:
 
 
 def _choices(parser: argparse.ArgumentParser) -> list[tuple[str, list[str]]]:
-    """Flags that take one of a few words, with these."""
+    """Return the flags that take one of a few words, with these words."""
     from medusa_runtime.config import OPTIONS
 
     known = {option.flag: list(getattr(option.parse, "accepted", ())) for option in OPTIONS}

@@ -41,7 +41,7 @@ _EXTRAS = {
 
 
 class Finding(NamedTuple):
-    """A finding. ``level``: ok, - (optional, not there), warn or fail; ``advice``: what to do about the last two."""
+    """A finding. ``level`` is ok, - (optional and missing), warn or fail; ``advice`` is for the last two."""
 
     level: str
     name: str
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Return status 1 when something is missing that `medusa serve` cannot do without."""
+    """Return status 1 if something is missing that `medusa serve` needs."""
     flags = {name: getattr(arguments, name) for name in _FLAGS}
     settings = from_env(os.environ, model=given_model(arguments), **flags)
     failed = False
@@ -225,7 +225,7 @@ def _storage(settings: Settings) -> Iterator[Finding]:
 
 
 def _backend(checkpoint: Checkpoint, settings: Settings) -> Iterator[Finding]:
-    """Report what `serve` would run the model with; the same code decides."""
+    """Report which engine and code `serve` would run the model with, as decided by the same code."""
     from medusa_runtime.models.backend import verify
 
     try:

@@ -1,4 +1,4 @@
-"""What all commands' flags have in common: names, the checkpoint's place, the log level, and how defaults are shown."""
+"""What all commands' flags share: names, the checkpoint's location, the log level, and how defaults are shown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from medusa_runtime.config import OPTIONS, parse_option
 from medusa_runtime.errors import ConfigError
 
-# Earlier names of flags, which go on working with a line that says so.
+# Earlier names of flags. They still work, but print a line with the new name.
 RENAMED = {"--timeout": "--timeout-s", "--concurrency": "--max-concurrency"}
 _LOG_LEVEL = next(option for option in OPTIONS if option.field == "log_level")
 
@@ -31,7 +31,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class RawHelpFormatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """The same, with the lines of the description as they are."""
+    """Help like HelpFormatter's that keeps the line breaks of the description."""
 
 
 def add_model(parser: argparse.ArgumentParser, text: str | None = None) -> None:
@@ -90,7 +90,7 @@ def chosen_parser(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpa
 
 
 def log_level(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """The level that ``--log-level`` or MEDUSA_LOG_LEVEL sets, also where the rest of the command cannot be parsed."""
+    """Return the level that ``--log-level`` or MEDUSA_LOG_LEVEL sets, even if the rest of the command is invalid."""
     for number, word in enumerate(argv):
         flag, sign, value = word.partition("=")
         if flag == _LOG_LEVEL.flag:

@@ -1,9 +1,9 @@
-"""Run a command so that Ctrl-C always ends it, in a child process where it takes one.
+"""Run a command so that Ctrl-C always ends it, in a child process if it needs one.
 
 Python turns Ctrl-C into an exception in whatever code runs at that moment. Inside a C++ extension that is being
 imported (torch) it may be swallowed, or abort the process. The parent runs no such code: it waits, passes signals on,
-and ends what is still there half a second after Ctrl-C. It costs 20 ms of CPU time, for the fork copies what either
-process writes to; a command that imports no such extension and leaves nothing behind does without it.
+and ends the processes that are left half a second after Ctrl-C. That costs 20 ms of CPU time, because the fork copies
+pages that either process writes to. A command that imports no such extension and leaves no files needs no child.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def end_at_interrupt() -> None:
 
     def interrupted(*_: object) -> NoReturn:
         if os.isatty(2):
-            os.write(2, b"\n")  # behind the line of progress
+            os.write(2, b"\n")  # after the line of progress
         os._exit(INTERRUPTED)
 
     signal.signal(signal.SIGINT, interrupted)
 
 
 def end(status: int) -> NoReturn:
-    """End this process without taking the interpreter apart, which takes some 5 ms."""
+    """End this process without finalizing the interpreter, which takes about 5 ms."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -51,12 +51,12 @@ def end(status: int) -> NoReturn:
 def run_in_child(command: Callable[[], int], leftovers: Iterable[Removable], *, scratch: bool) -> int:
     """Run ``command`` in a forked child and end with its exit status; with 130 after Ctrl-C, within a second.
 
-    This returns in the child alone: what ``command`` returns. With ``scratch`` its temporary files lie in a folder that
-    is removed when it has ended; the ``leftovers`` of an interrupted command are removed. The caller must have a single
-    thread.
+    This returns only in the child, with the result of ``command``. With ``scratch``, its temporary files are in a
+    folder that is removed when it has ended. The ``leftovers`` of an interrupted command are removed. The caller must
+    have a single thread.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
-    # What the command started and left behind becomes a child of ours, to be ended.
+    # Processes that the command leaves behind become children of ours, so that we can end them.
     adopt_orphans()
     folder = _scratch() if scratch else None
     parent, child = os.getpid(), os.fork()
@@ -85,9 +85,9 @@ def run_in_child(command: Callable[[], int], leftovers: Iterable[Removable], *, 
 
 
 def _interrupt(_number: int, _frame: object) -> None:
-    """Raise KeyboardInterrupt once: a second one would interrupt the cleaning up."""
+    """Raise KeyboardInterrupt once. A second one would interrupt the clean-up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # What C++ prints when the exception passes through it is no news to the user.
+    # C++ prints a message when the exception passes through it, which the user need not see.
     nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     with suppress(OSError, ValueError):
         sys.stderr.flush()
@@ -97,7 +97,7 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 
 def _scratch() -> Path | None:
-    """Make a folder for the command's temporary files; None where that fails, which the command itself reports."""
+    """Make a folder for the command's temporary files. Return None if that fails: the command itself reports it."""
     import tempfile  # not for the commands that need no such folder
 
     try:
@@ -126,7 +126,7 @@ def _wait(child: int) -> tuple[int, bool]:
             os.waitpid(child, 0)
             return -signal.SIGKILL, True
         if received is not None and received.si_signo in _PASSED_ON:
-            # From a terminal the child has it already; its handler counts one.
+            # A terminal has sent it to the child already, whose handler only counts one.
             os.kill(child, received.si_signo)
             if received.si_signo == signal.SIGINT and deadline is None:
                 deadline = time.monotonic() + _GRACE_S
@@ -140,7 +140,7 @@ def _end_orphans() -> None:
 
 
 def _die_of(number: int) -> NoReturn:
-    """End by the signal that ended the child, so that a shell says so ("Killed")."""
+    """End by the signal that ended the child, so that a shell reports it ("Killed")."""
     signal.signal(number, signal.SIG_DFL) if number not in (signal.SIGKILL, signal.SIGSTOP) else None
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)

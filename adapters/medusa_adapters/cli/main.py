@@ -1,10 +1,10 @@
-"""The command `medusa`. It imports its parts only where Ctrl-C is already handled, and then ends quietly."""
+"""The command `medusa`. It handles Ctrl-C, which ends it quietly, before it imports its parts."""
 
 from __future__ import annotations
 
 import sys
 
-# They end by themselves, orderly: they have processes of their own and let requests finish.
+# These commands handle Ctrl-C themselves: they have processes of their own, and let requests finish.
 _OWN_SIGNALS = (["serve"], ["node"], ["cluster", "start"], ["cluster", "gateway"], ["cluster", "lab"])
 
 
@@ -14,7 +14,7 @@ def main(argv: list[str] | None = None) -> int:
         from .command_line import run
 
         given = sys.argv[1:] if argv is None else argv
-        # Of the process's own command line only: who calls this with arguments has signals of their own.
+        # Only for the process's own command line: a caller with arguments has its own signal handlers.
         return run(given, in_child=argv is None and sys.platform == "linux" and not _ends_itself(given))
     except KeyboardInterrupt:
         return 130

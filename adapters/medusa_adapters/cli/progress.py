@@ -61,7 +61,7 @@ def describe(progress: Progress) -> str:
 
 
 def printable(line: str) -> str:
-    """Return a line with ? for what is no text: a checkpoint's author may have written it to change a terminal."""
+    """Return a line with ? for control characters, by which a checkpoint's author might change a terminal."""
     return "".join(character if character.isprintable() else "?" for character in line)
 
 

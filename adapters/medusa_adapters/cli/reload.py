@@ -21,7 +21,7 @@ _MOST_FILES = 10_000
 
 
 def serve_again(argv: Sequence[str], handler: str | None) -> int:
-    """Run ``medusa`` with these arguments in a child, anew at each change beside the handler, until a signal."""
+    """Run ``medusa`` with these arguments in a child, until a signal. Each change beside the handler restarts it."""
     if handler is None:
         raise ConfigError("--reload: expected --handler, whose code can change, found none")
     folder = _folder(handler)
@@ -57,7 +57,7 @@ def _folder(handler: str) -> Path:
 
 
 def _stamps(folder: Path) -> dict[str, int]:
-    """The files whose change counts, and when they were written."""
+    """Return the files whose changes count, and when each was last written."""
     found: dict[str, int] = {}
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _SKIPPED]

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-# Flags that only one engine reads, and its name. In the environment they may be an image's, for any engine.
+# Flags that only one engine reads, with its name. Their variables may be set in an image, for any engine.
 _OF_ONE_ENGINE = {
     "compile": "vllm",
     "kernels": "vllm",
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def settle(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
-    """Settings for the platform around us. Its own variables stand below ours, and only PORT above.
+    """Return the settings for the platform around us. Our variables override its own ones, except PORT.
 
     Raises ConfigError, also when there is nothing to serve.
     """
@@ -105,7 +105,7 @@ def settle(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
     known = {variable: value for variable, value in meant.items() if variable == "PORT" or not environ.get(variable)}
     settings = replace(from_env({**environ, **known}, **flags), platform=name)
     if is_remote(settings.engine) and settings.served_model_name is None:
-        settings = replace(settings, served_model_name=settings.model)  # a name of the cluster's, no location
+        settings = replace(settings, served_model_name=settings.model)  # a model's name in the cluster, no location
     if settings.model is None and settings.handler is None and not _is_host(name, environ):
         where = ", or on SageMaker a checkpoint in /opt/ml/model" if name == "sagemaker" else ""
         raise ConfigError(
@@ -115,7 +115,7 @@ def settle(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
 
 
 def _is_host(name: str, environ: Mapping[str, str]) -> bool:
-    """Return whether models are loaded by request, so that none need be given now."""
+    """Return whether models are loaded by request, so that none has to be given now."""
     if name != "sagemaker":
         return False
     from ..platforms import sagemaker
@@ -138,7 +138,7 @@ def _function(listener: socket.socket, handle: InstanceHandle, settings: Setting
 
 
 class Console:
-    """What is shown of a start: the address, the fetch's progress (on a terminal one moving line), and the chart."""
+    """The output of a start: the address, the fetch's progress (one moving line on a terminal), and the chart."""
 
     def __init__(self, stream: TextIO, width: int | None = None) -> None:
         self._stream: TextIO | None = stream
@@ -175,7 +175,7 @@ class Console:
         self._write("\n" + render_text(stages, self._width or shutil.get_terminal_size((100, 0)).columns) + "\n\n")
 
     def _write(self, text: str) -> None:
-        """Write without raising: the instance goes on when the reader of its output has gone."""
+        """Write without raising, because the instance must go on when the reader of its output has gone."""
         if self._stream is None:
             return
         encoding = self._stream.encoding or "utf-8"

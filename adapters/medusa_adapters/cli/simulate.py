@@ -1,4 +1,4 @@
-"""`medusa simulate`: what a fleet would do with a trace, strategy by strategy, without the fleet."""
+"""`medusa simulate`: simulate how a fleet would serve a trace, with each of several strategies."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_folder(option: str, file: Path | None) -> None:
-    """ConfigError for a file that could not be written after the simulation."""
+    """Raise ConfigError for a file that could not be written after the simulation."""
     if file is not None and not file.parent.is_dir():
         raise ConfigError(f"{option}: expected a file in a folder that is there, found {shown(str(file))}")
 
 
 def _asked(rates: Sequence[float], rate: float) -> tuple[float]:
-    """Return the rate as the file gives it; a recorded trace's own rate is 0 there."""
+    """Return the rate as in the file, where 0 stands for a recorded trace's own rate."""
     return (rate if rate in rates else 0.0,)
 
 
@@ -87,7 +87,7 @@ def _line(run: Summary) -> str:
 
 
 class _Progress:
-    """One line on the terminal that is written over; nothing where the output is no terminal."""
+    """One line on the terminal, which is overwritten. It shows nothing if the output is not a terminal."""
 
     def show(self, title: str, part: float) -> None:
         self._write(f"{CLEAR_LINE}{title}: {100 * part:3.0f} %")

@@ -21,7 +21,7 @@ _FLAGS = ("image", "memory", "cpu", "prewarm", "secret", "allow", "trust_state")
 
 @dataclass(frozen=True)
 class Agent:
-    """What is rendered for the agent, and what a reader must know of it."""
+    """The manifests of the node agent, and the notes and warnings for their reader."""
 
     manifests: Sequence[dict[str, Any]] = ()
     notes: Sequence[str] = ()
@@ -64,7 +64,7 @@ def wanted(arguments: argparse.Namespace) -> bool:
 
 
 def agent(arguments: argparse.Namespace, placement: Placement, *, image: str, model: str | None) -> Agent:
-    """The agent for one function. ConfigError names a flag that cannot be used, or that needs ``--node-agent``."""
+    """Return the agent for one function. Raises ConfigError for a bad flag, or one that needs ``--node-agent``."""
     if not arguments.node_agent:
         for flag in _FLAGS:
             if getattr(arguments, f"node_agent_{flag}"):
@@ -99,7 +99,7 @@ def _of_cluster(placement: Placement, model: str | None) -> Agent:
 
 
 def _own_model(model: str | None) -> list[str]:
-    """A rule that lets functions have this model. Files are read by the functions themselves and need none."""
+    """Return a rule that lets functions have this model; none for files, which functions read themselves."""
     if model is None or "://" not in model:
         return []
     if "," in model:
@@ -108,7 +108,7 @@ def _own_model(model: str | None) -> list[str]:
 
 
 def _check(arguments: argparse.Namespace, allow: Sequence[str]) -> None:
-    """ConfigError for what `medusa node` would refuse."""
+    """Raise ConfigError for flags that `medusa node` would refuse."""
     from medusa_runtime.node.settings import node_settings
 
     given = {
@@ -154,10 +154,10 @@ def _warnings(arguments: argparse.Namespace, placement: Placement, allow: Sequen
 
 
 def check_namespace(namespace: str) -> None:
-    """DeployError when this namespace refuses pods that mount the agent's folder."""
+    """Raise DeployError if this namespace refuses pods that mount the agent's folder."""
     found = json.loads(kubectl("get", "namespace", namespace, "-o", "json"))
     ((label, level),) = node_agent.PRIVILEGED.items()
-    # Without the label the cluster's default holds, which need not be privileged but mostly is.
+    # Without the label, the cluster's default applies, which is usually privileged.
     present = (found["metadata"].get("labels") or {}).get(label, level)
     if present != level:
         raise DeployError(
@@ -167,7 +167,7 @@ def check_namespace(namespace: str) -> None:
 
 
 def keep_rules(documents: Sequence[Mapping[str, Any]]) -> None:
-    """Add to the agent in ``documents`` what the one in the cluster gives to other functions already."""
+    """Add to the agent in ``documents`` the rules of the one that already runs in the cluster, for other functions."""
     running = kubectl(
         *("get", "daemonset", node_agent.NAME, "-n", node_agent.NAMESPACE, "--ignore-not-found", "-o", "json")
     )

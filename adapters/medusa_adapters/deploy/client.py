@@ -18,16 +18,16 @@ _KUBECTL_TIMEOUT_S = 120
 
 
 def kubectl(*command: str, stdin: str | None = None) -> str:
-    """What `kubectl` printed. Raises DeployError as ``run_client`` does."""
+    """Run `kubectl` and return what it printed. Raises DeployError as ``run_client`` does."""
     return run_client(["kubectl", *command], timeout_s=_KUBECTL_TIMEOUT_S, stdin=stdin)
 
 
 def run_client(
     command: Sequence[str], *, timeout_s: float, stdin: str | None = None, folder: Path | None = None
 ) -> str:
-    """Return what the command printed.
+    """Run a command and return what it printed.
 
-    DeployError when it is not installed, fails (with what it said), or does not end.
+    Raises DeployError if it is not installed, fails (with its stderr), or takes longer than ``timeout_s``.
     """
     shown = " ".join(command)
     try:

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def render(arguments: argparse.Namespace) -> str:
-    """The service as YAML. ConfigError names a flag that cannot be used."""
+    """Return the service as YAML. Raises ConfigError, which names the flag that cannot be used."""
     values.within(arguments.timeout, 1, cloudrun.MOST_TIMEOUT_S, "--timeout-s", "seconds")
     check_scale(arguments, _MOST_INSTANCES)
     if arguments.region and not _REGION.fullmatch(arguments.region):

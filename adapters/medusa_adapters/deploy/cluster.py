@@ -19,7 +19,7 @@ from .placement import add_node_arguments, placement
 
 _MOST_NODES = 10_000
 _MOST_GATEWAYS = 100
-# Of the names that KubeRay and we make of it, with what they add.
+# KubeRay and we append to it for the names of further objects, which are limited.
 _LONGEST_NAME = 45
 _PLACEMENT_DEFAULTS = {"min_scale": 0, "max_scale": 0, "service_account": None}
 
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cluster(arguments: argparse.Namespace) -> RayCluster:
-    """Return the validated values for the manifests. ConfigError names a flag that cannot be used."""
+    """Return the validated values for the manifests. Raises ConfigError, which names the flag that cannot be used."""
     if len(values.name(arguments.name)) > _LONGEST_NAME:
         raise ConfigError(f"NAME={arguments.name!r} cannot be used: expected at most {_LONGEST_NAME} characters")
     most = arguments.nodes if arguments.max_nodes is None else arguments.max_nodes
@@ -108,7 +108,7 @@ def _cluster(arguments: argparse.Namespace) -> RayCluster:
 
 
 def _flags(arguments: argparse.Namespace) -> list[str]:
-    """Flags of `medusa cluster start`, checked as the node will check them."""
+    """Return the flags of `medusa cluster start`, checked as the node will check them."""
     from medusa_cluster.lab.link import Link
     from medusa_runtime.node.settings import node_settings
 
@@ -123,7 +123,7 @@ def _flags(arguments: argparse.Namespace) -> list[str]:
 
 
 def _keep_token(cluster: RayCluster) -> RayCluster:
-    """Without a new token where the cluster's Secret exists: running nodes have that one."""
+    """Return ``cluster`` without a new token if its Secret exists, because running nodes have that one."""
     if cluster.token is None:
         return cluster
     found = kubectl(

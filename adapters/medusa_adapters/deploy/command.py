@@ -1,4 +1,4 @@
-"""`medusa deploy PLATFORM`: what a platform needs of a function, printed or, with ``--apply``, brought there."""
+"""`medusa deploy PLATFORM`: print what a platform needs to run a function or, with ``--apply``, deploy it."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def print_or_apply(
     namespace: str,
     apply: bool,
 ) -> int:
-    """Print the documents below their comments, or apply them. ``agent``: what is among them of a node agent."""
+    """Print the documents below their comments, or apply them. ``agent`` is the node agent among them."""
     comments = [*comments, *agent.notes, *agent.warnings]
     if not apply:
         sys.stdout.write(document.text(documents, comments))

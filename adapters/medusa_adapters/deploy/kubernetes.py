@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``described``, which a Helm chart has, too."""
+    """Add the flags that ``described`` reads, which a Helm chart has, too."""
     add_pod_arguments(parser)
     parser.add_argument(
         "--autoscaler",
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 def described(
     arguments: argparse.Namespace, *, node_agent: bool = False
 ) -> tuple[Function, Placement, deployment.Scaling]:
-    """Return the validated values for the manifests. ConfigError names a flag that cannot be used."""
+    """Return the validated values for the manifests. Raises ConfigError, which names the flag that cannot be used."""
     values.within(arguments.timeout, 1, _MOST_TIMEOUT_S, "--timeout-s", "seconds")
     placed = placement(arguments, node_agent=node_agent)
     for host in arguments.host:

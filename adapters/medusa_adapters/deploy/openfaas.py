@@ -76,12 +76,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _folder(arguments: argparse.Namespace) -> str:
-    """The function's folder, relative to stack.yaml."""
+    """Return the function's folder, relative to stack.yaml."""
     return arguments.folder or f"./{arguments.name}"
 
 
 def _sources(arguments: argparse.Namespace) -> dict[str, bytes]:
-    """The template and, where there is none, the function's folder. ConfigError for a folder that cannot be built."""
+    """Return the files to write: the template and, if missing, the function's folder.
+
+    Raises ConfigError for a folder that cannot be built.
+    """
     folder = _folder(arguments)
     code = arguments.out / folder
     if arguments.lang == "dockerfile":
@@ -104,7 +107,7 @@ def _sources(arguments: argparse.Namespace) -> dict[str, bytes]:
 
 
 def render(arguments: argparse.Namespace) -> str:
-    """stack.yaml. ConfigError names a flag that cannot be used."""
+    """Return stack.yaml. Raises ConfigError, which names the flag that cannot be used."""
     values.within(arguments.timeout, 1, _MOST_TIMEOUT_S, "--timeout-s", "seconds")
     values.within(arguments.min_scale, 1, _MOST_INSTANCES, "--min-scale")
     values.within(arguments.max_scale, arguments.min_scale, _MOST_INSTANCES, "--max-scale")

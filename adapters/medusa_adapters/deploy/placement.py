@@ -20,7 +20,7 @@ _OWN_LABELS = ("app.kubernetes.io/name", "app.kubernetes.io/managed-by")
 
 
 def add_arguments(parser: argparse.ArgumentParser, timeouts: str = "") -> None:
-    """Add the flags of ``function``, the time limit (``timeouts``: what it may be) and those of ``placement``."""
+    """Add the flags of ``function`` and of ``placement``, and the time limit, whose range ``timeouts`` describes."""
     add_function_arguments(parser)
     add_timeout(parser, bounds=timeouts)
     parser.add_argument("--namespace", default="default", help="default: %(default)s")
@@ -49,7 +49,7 @@ def add_node_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def placement(arguments: argparse.Namespace, *, node_agent: bool = False) -> Placement:
-    """The checked placement. ConfigError names the flag that cannot be used."""
+    """Return the checked placement. Raises ConfigError, which names the flag that cannot be used."""
     values.within(arguments.gpu, 0, _MOST_GPUS, "--gpu")
     check_scale(arguments, _MOST_INSTANCES)
     return Placement(
@@ -72,7 +72,7 @@ def placement(arguments: argparse.Namespace, *, node_agent: bool = False) -> Pla
 
 
 def labels(arguments: argparse.Namespace) -> dict[str, str]:
-    """The labels given with ``--label``, checked."""
+    """Return the labels given with ``--label``, checked."""
     found = values.pairs(arguments.label, "--label")
     if ours := [key for key in found if key in _OWN_LABELS]:
         raise ConfigError(f"--label {', '.join(ours)}: set by medusa itself; expected another label")
@@ -80,7 +80,7 @@ def labels(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def pull_secrets(arguments: argparse.Namespace) -> Sequence[str]:
-    """The names given with ``--pull-secret``, checked."""
+    """Return the names given with ``--pull-secret``, checked."""
     return [values.subdomain(name, "--pull-secret") for name in arguments.pull_secret]
 
 

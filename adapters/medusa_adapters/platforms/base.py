@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """An adapter's module, and how its platform is recognized before it is imported.
+    """An adapter's module, and how its platform is recognized before the module is imported.
 
-    By any of these variables that is set (with ``*`` at its end: any whose name begins so), or by this folder.
+    One of the ``variables`` is set (a name with ``*`` at its end stands for all that begin so), or ``folder`` exists.
     """
 
     module: str
@@ -56,7 +56,7 @@ class Adapter(Protocol):
         """
 
     def platform(self, settings: Settings, environ: Mapping[str, str]) -> Platform:
-        """The protocol. Called in the function process."""
+        """Return the platform's protocol. Called in the function process."""
 
 
 def load(name: str) -> Adapter:
@@ -64,7 +64,7 @@ def load(name: str) -> Adapter:
 
 
 def resolve(name: str, environ: Mapping[str, str]) -> str:
-    """The platform's name; ``auto`` is resolved from the environment."""
+    """Return the platform's name; ``auto`` is resolved from the environment."""
     if name != "auto":
         return name
     return next((name for name, place in ADAPTERS.items() if place.is_here(environ)), _LOCAL)

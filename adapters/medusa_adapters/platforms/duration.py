@@ -1,4 +1,4 @@
-"""Durations as Go writes them (package time, ParseDuration): what OpenFaaS' variables and headers hold."""
+"""Durations as Go writes them (package time, ParseDuration), which OpenFaaS' variables and headers contain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ _MOST_S = 2**63 / 1e9  # Go counts nanoseconds in 64 bits
 
 
 def seconds(text: str) -> float:
-    """``30s``, ``1m30s``, ``500ms``; a bare number is seconds, as of-watchdog takes it. Raises ValueError."""
+    """Return the seconds of ``30s``, ``1m30s`` or ``500ms``. As in of-watchdog, a bare number is seconds.
+
+    Raises ValueError.
+    """
     text = text.removeprefix("+")
     parts = [(text, "s")] if re.fullmatch("[0-9]+", text) else _PART.findall(text)
     found = sum(float(number) * _UNITS_S[unit] for number, unit in parts)

@@ -1,7 +1,7 @@
 """Knative: Serving's container contract, and Eventing's data plane (knative/specs, runtime-contract and data-plane).
 
-An event reaches any function: one with a parameter of type CloudEvent as it is, another as its data with the
-attributes in ``ce-`` headers.
+Any function can receive an event. A parameter of type CloudEvent is given the event itself; other functions get the
+event's data as the body, and its attributes in ``ce-`` headers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _METHODS = "GET, POST, PUT, PATCH, DELETE, OPTIONS"
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    return {}  # PORT is ours, too
+    return {}  # Knative's only variable, PORT, is one of ours, too
 
 
 def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
@@ -38,7 +38,7 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
 
 
 def _preflight(headers: Mapping[str, str], allow: str) -> dict[str, str]:
-    """CloudEvents' webhook handshake (http-webhook, section 4): who may deliver, and how."""
+    """Return the headers of CloudEvents' webhook handshake (http-webhook, section 4): who may deliver, and how."""
     origin = headers.get("WebHook-Request-Origin")
     webhook = {"WebHook-Allowed-Origin": origin, "WebHook-Allowed-Rate": "*"} if origin else {}
     return {"Allow": allow, **webhook}
@@ -55,7 +55,7 @@ def _mimetype(request: Request) -> str:
 
 
 def _receive(request: Request) -> Request:
-    """An event in binary mode, whatever mode it came in. Raises HttpError 400, 415 for a batch."""
+    """Return a request whose event, if it has one, is in binary mode. Raises HttpError 400, and 415 for a batch."""
     if not _is_event(request):
         return request
     from medusa_handler.contract import Headers, HttpError
@@ -71,7 +71,7 @@ def _receive(request: Request) -> Request:
         event = from_http_event(HTTPMessage(headers=headers, body=request.body))
         if not _mimetype(request).startswith(_STRUCTURED):
             if _mimetype(request) == "application/json" and request.body:
-                json.loads(request.body)  # the package would pass on as text what is no JSON
+                json.loads(request.body)  # the package would pass invalid JSON on as text
             return request
         message = to_binary_event(event)
     except Exception as error:  # noqa: BLE001 the package's own errors, and those of its parsers: all mean a bad event
@@ -81,11 +81,11 @@ def _receive(request: Request) -> Request:
 
 
 def _reply(request: Request, result: Any, source: str) -> Any:
-    """200 with a reply event, 202 without one.
+    """Return the answer to an event: 200 with a reply event, or 202 without one.
 
-    A broker refuses a body that is no event, so a plain result becomes one: its id follows from the event's own, so
-    that a duplicate is answered by a duplicate. One that is such a reply itself gets none, or a trigger without a
-    filter would send them in circles.
+    A broker refuses a body that is not an event, so a plain result becomes one. Its id is made from that of the event,
+    so that a duplicate event gets a duplicate reply. An event that is such a reply itself gets none, because a trigger
+    without a filter would send replies in circles.
     """
     from medusa_handler.contract import Response
 

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 if TYPE_CHECKING:
     import http.client
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 _PORT = 8080
 _LOOK_S = 0.005
-_END_S = 1.0  # between a connection that breaks off and the end of the process
+_END_S = 1.0  # how long after its connection breaks the server may take to end
 _DRAIN_S = 0.2  # Lambda lets a process go on for 300 ms at most
 _MARGIN_S = 0.5  # an answer must reach Lambda before the function's own time is over
 _REMAINING = "X-Lambda-Remaining-Ms"
 _WARM = "provisioned-concurrency"
+_PATH_CHARACTERS = "/%:@!$&'()*+,;="  # allowed in a path, beside letters, digits and -._~ (RFC 3986, section 3.3)
 _server: Server | None = None  # awslambdaric calls a function of a module, which has no other place for it
 
 
@@ -53,13 +54,13 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
 
 
 def _limit_s(headers: Mapping[str, str]) -> float | None:
-    """Return what is left of the event's time. ``handler`` sets the header; one that a caller has sent is replaced."""
+    """Return how many seconds the event has left. ``handler`` sets the header, and replaces a caller's."""
     given = headers.get(_REMAINING, "")
     return max(0.1, int(given) / 1000 - _MARGIN_S) if given.isdigit() else None
 
 
 class Call(NamedTuple):
-    """An event as a request. ``direct``: the event was not an HTTP request but any JSON value."""
+    """An event as a request. ``direct`` says that the event was not an HTTP request but any JSON value."""
 
     method: str
     path: str
@@ -98,7 +99,8 @@ def _listed(value: Any) -> list[str]:
 
 
 def _target(path: str | None, query: str) -> str:
-    return (path or "/") + (f"?{query}" if query else "")
+    # The path may be decoded, with spaces or letters that a request line cannot have. Or it is encoded, so % is kept.
+    return quote(path or "/", _PATH_CHARACTERS) + (f"?{query}" if query else "")
 
 
 def write_response(call: Call, status: int, headers: list[tuple[str, str]], body: bytes) -> Any:
@@ -142,7 +144,7 @@ class Server:
         self._port = int(environ.get("PORT") or _PORT)
         self._token = environ.get("MEDUSA_TOKEN")
         command = [sys.executable, "-m", "medusa_adapters", "serve", "--host", "127.0.0.1", "--port", str(self._port)]
-        import subprocess  # as http.client below: not for starts on other platforms
+        import subprocess  # imported here, like http.client below, because no start on another platform needs it
 
         self._process = subprocess.Popen(
             command,
@@ -151,7 +153,7 @@ class Server:
         )
 
     def wait_ready(self) -> None:
-        """Return when the model is there. Raises SystemExit when the server has ended."""
+        """Wait until the model is there. Raises SystemExit if the server has ended."""
         while self._status("/readyz") != 200:
             time.sleep(_LOOK_S)
 
@@ -235,7 +237,7 @@ def main() -> None:
         ) from None
     _server = Server(os.environ)
     if os.environ.get("AWS_LAMBDA_INITIALIZATION_TYPE") == _WARM:
-        # Lambda stops all processes between the start and the first event; a model would be left half way.
+        # Lambda stops all processes between the start and the first event, and so would stop a load half way.
         _server.wait_ready()
     ask_for_events([sys.argv[0], "medusa_adapters.platforms.lambda_.handler"])
 

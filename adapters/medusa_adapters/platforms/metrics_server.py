@@ -1,4 +1,4 @@
-"""/metrics on a port of its own, as of-watchdog has it, so that Prometheus needs no way through the function's port."""
+"""/metrics on a port of its own, as in of-watchdog, so that Prometheus need not use the function's port."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class Calls:
-    """Counts under the names and labels that of-watchdog has given, which dashboards know."""
+    """Counts of calls under of-watchdog's names and labels, which dashboards know."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seconds: dict[tuple[str, str], Histogram] = {}  # by status and method
 
     def count(self, method: str, code: int, seconds: float) -> None:
-        # Clients invent methods; each would be twenty lines more on the page.
+        # Clients invent methods, and each would add twenty lines to the page.
         key = (str(code), method.lower() if method in _METHODS else "unknown")
         with self._lock:
             if key not in self._seconds:
@@ -47,7 +47,7 @@ class Calls:
 def serve(page: Callable[[], str], host: str, port: int) -> None:
     """Serve what ``page`` returns, in a thread; with port 0 do nothing.
 
-    A port that is taken costs the metrics, not the function.
+    If the port is taken, there are no metrics, but the function runs.
     """
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # 15 ms
 

@@ -1,8 +1,8 @@
 """SageMaker's multi-model API: models are loaded, invoked and unloaded by request.
 
-An instance runs one model, here as elsewhere: each loaded model is an instance of its own (`medusa serve` on a loopback
-port), with its own processes, function and failures, and its memory is free again when it is unloaded. This process
-passes requests on. The price is a process start for each model, and that models share no memory.
+Here, too, an instance runs one model: each loaded model is an instance of its own (`medusa serve` on a loopback port),
+with its own processes, function and failures. Unloading it frees all of its memory. This process passes requests on.
+The price is that each model starts its own processes, and that models share no memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _END_S = 30.0
 
 @dataclass
 class Loaded:
-    """A loaded model: its instance, and the port on which that listens."""
+    """A loaded model: its instance's process, and the port on which the instance listens."""
 
     url: str
     process: subprocess.Popen[str]
@@ -113,7 +113,7 @@ class Models:
         return _pass_on(self._find(name).port, request)
 
     def load(self, name: Any, url: Any) -> Loaded:
-        """Start the model's instance and wait until it is ready. Raises HttpError 400, 409, 507, 500."""
+        """Start the model's instance and wait until it is ready. Raises HttpError 400, 409, 500 or 507."""
         from medusa_handler.contract import HttpError
 
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -152,7 +152,7 @@ class Models:
             if line.startswith("listening on "):
                 loaded.port = int(line.rpartition(":")[2])
                 break
-        # Nobody reads the chart of the start, but a full pipe would stop the instance.
+        # The chart of the start is read only so that a full pipe does not stop the instance.
         threading.Thread(target=process.stdout.read, name="model-output", daemon=True).start()
         while not loaded.ready:
             try:
@@ -202,7 +202,7 @@ def _check_memory(folder: Path) -> None:
 
 
 def _copy_log(process: subprocess.Popen[str], last: list[str]) -> None:
-    """Copy the instance's stderr to ours, and keep its last line, which says why it ended."""
+    """Copy the instance's stderr to ours, and keep in ``last`` its last line, which says why it ended."""
     assert process.stderr is not None
     for line in process.stderr:
         last[0] = line.strip()
@@ -221,7 +221,7 @@ def _ping(port: int) -> int:
 
 
 def _pass_on(port: int, request: Request) -> Response:
-    """Return the answer of the instance on ``port``; a stream comes through piece by piece."""
+    """Return the answer of the instance on ``port``. A stream is passed on piece by piece."""
     from medusa_handler.contract import Headers, HttpError, Response
 
     not_theirs = (*_HOP_BY_HOP, "authorization")
@@ -238,7 +238,7 @@ def _pass_on(port: int, request: Request) -> Response:
 
 
 class _Pieces:
-    """An answer's bytes as they come. Closing it closes the connection."""
+    """The bytes of an answer, as they come. ``close`` closes the connection."""
 
     def __init__(self, connection: http.client.HTTPConnection, answer: http.client.HTTPResponse) -> None:
         self._connection = connection

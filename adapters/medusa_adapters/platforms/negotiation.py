@@ -14,7 +14,7 @@ _TEXT, _BYTES = "text/plain", "application/octet-stream"
 
 
 def collected(result: Any) -> Any:
-    """A stream as a whole, for a platform that passes none on: text joined, anything else as a list."""
+    """Return a stream as a whole, for a platform without streams: texts are joined, other items are a list."""
     if not isinstance(result, Iterator):
         return result
     items = list(result)
@@ -22,9 +22,9 @@ def collected(result: Any) -> Any:
 
 
 def negotiate(accept: str, result: Any) -> Any:
-    """``result`` as it is if that is accepted, else in the first accepted form that it has.
+    """Return ``result`` in the form of the type most wanted by ``accept``, the Accept header, that it can have.
 
-    Raises HttpError 406, with the forms there are.
+    Raises HttpError 406, which lists the possible forms.
     """
     if isinstance(result, tuple) and len(result) > 1 and isinstance(result[1], int):
         return result if result[1] >= 400 else _again(negotiate(accept, result[0]), result)
@@ -48,14 +48,14 @@ def _chosen(accept: str, result: Any, forms: dict[str, Any]) -> Any:
 
 
 def _again(body: Any, result: tuple[Any, ...]) -> Any:
-    """``result``, which is (body, status[, headers]), with another body."""
+    """Return ``result``, a tuple (body, status[, headers]), with another body."""
     if not isinstance(body, Response):
         return (body, *result[1:])
     return replace(body, status=result[1], headers=dict(result[2]) if len(result) > 2 else {})
 
 
 def _ranges(accept: str) -> list[str]:
-    """Media ranges, the most wanted first; those with q=0 are not wanted."""
+    """Return the media ranges of an Accept header, the most wanted first, without those of q=0."""
     weighed: list[tuple[float, str]] = []
     for entry in accept.split(","):
         kind, *parameters = (part.strip().lower() for part in entry.split(";"))
@@ -70,7 +70,10 @@ def _ranges(accept: str) -> list[str]:
 
 
 def _forms(result: Any) -> dict[str, Any]:
-    """Each content type the result can have, its own first; none for what nobody may change."""
+    """Return, by content type, functions that make the forms a result can have, its own first.
+
+    There are none for a result that must not be changed.
+    """
     if result is None or isinstance(result, Response) or type(result).__module__.split(".")[0] == "cloudevents":
         return {}
     if isinstance(result, Iterator):
@@ -84,7 +87,7 @@ def _forms(result: Any) -> dict[str, Any]:
 
 
 def _answer_forms(answer: Response) -> dict[str, Any]:
-    """The forms of a model's answer; none for an error."""
+    """Return the forms of a model's answer, like ``_forms``; none for an error."""
     if (answer.content_type or "").partition(";")[0] != _JSON or answer.status >= 400:
         return {}
     assert isinstance(answer.body, bytes)

@@ -31,7 +31,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     for theirs, ours in (("read_timeout", "MEDUSA_READ_TIMEOUT"), ("write_timeout", "MEDUSA_WRITE_TIMEOUT")):
         if given := _seconds(environ, theirs):
             meant[ours] = f"{given:g}"
-    # Go's server ends the connection of an answer that takes longer than write_timeout, whatever exec_timeout says.
+    # Go's server closes the connection after write_timeout, even if exec_timeout is longer.
     limits = [limit for name in ("exec_timeout", "write_timeout") if (limit := _seconds(environ, name))]
     if limits:
         meant["MEDUSA_TIMEOUT"] = f"{min(limits):g}"
@@ -82,7 +82,7 @@ def _call_id(headers: Mapping[str, str]) -> str | None:
 
 
 def _limit_s(headers: Mapping[str, str]) -> float | None:
-    """X-Timeout may only shorten exec_timeout; like of-watchdog, one that cannot be read is ignored."""
+    """Return the seconds of X-Timeout, which can only shorten exec_timeout. Like of-watchdog, ignore an invalid one."""
     try:
         return duration.seconds(headers.get("X-Timeout", "")) or None
     except ValueError:

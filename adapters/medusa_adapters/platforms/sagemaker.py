@@ -36,12 +36,15 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_multi_model(environ: Mapping[str, str]) -> bool:
-    """One container, models loaded and unloaded by request (CreateModel's Mode=MultiModel)."""
+    """Return whether one container loads and unloads models by request (CreateModel's Mode=MultiModel)."""
     return environ.get("SAGEMAKER_MULTI_MODEL", "").lower() in ("true", "1")
 
 
 def is_serverless(environ: Mapping[str, str]) -> bool:
-    """Serverless inference passes no stream on. It says nothing of itself; `medusa deploy` sets the variable."""
+    """Return whether this is serverless inference, which does not pass streams on.
+
+    SageMaker sets no variable for it, but `medusa deploy` does; and it has no /dev/shm.
+    """
     return environ.get("SAGEMAKER_SERVERLESS", "").lower() in ("true", "1") or not os.path.isdir("/dev/shm")
 
 
@@ -65,7 +68,7 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
         stop=None if models is None else models.close,
         streams=streams,
         paths={} if models is None else models.described_paths(),
-        early_heartbeats=False,  # the status that a client of InvokeEndpointWithResponseStream sees is the first one
+        early_heartbeats=False,  # a client of InvokeEndpointWithResponseStream sees the status that is sent first
     )
 
 
@@ -75,7 +78,7 @@ def _inference_id(headers: Mapping[str, str]) -> str | None:
 
 
 def _receive(request: Request) -> Request:
-    """The request with the path it has on other platforms. Raises HttpError 415 for a malformed content type."""
+    """Return the request with its path on other platforms. Raises HttpError 415 for a malformed content type."""
     from medusa_handler.contract import HttpError
 
     kind = request.headers.get("content-type", "")
@@ -99,7 +102,7 @@ def _receive_prompt(request: Request) -> Request:
 
 
 def _one_body(lines: bytes) -> bytes:
-    """Lines of {"prompt": …} that agree in everything else, as one body with all prompts."""
+    """Return one body with the prompts of all lines, each {"prompt": …}, which must agree in all else."""
     from medusa_handler.contract import HttpError
 
     try:

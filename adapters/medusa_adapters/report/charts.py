@@ -13,7 +13,7 @@ from .labels import Labels
 
 
 def bars(rows: Sequence[Row], labels: Labels, ours: str) -> str:
-    """Horizontal bars of medians, all from zero, with a thin line from the least to the most."""
+    """Return horizontal bars of medians, all from zero, with a thin line from the least to the most."""
     top = max(row.max for row in rows) or 1.0
     lines = []
     for row in rows:
@@ -31,7 +31,7 @@ def bars(rows: Sequence[Row], labels: Labels, ours: str) -> str:
 
 
 def timeline(stages: Sequence[Stage]) -> str:
-    """The start's stages by process; what no stage covers is shaded, and the first token is a line across."""
+    """Return the start's stages by process. Time without a stage is shaded; the first token is a line across."""
     start, end = window(stages)
     span = max(end - start, 1)
 

@@ -1,4 +1,4 @@
-"""The timeline of a cold start as a chart in a terminal, and what no stage accounts for."""
+"""The timeline of a cold start as a chart in a terminal, and the time that no stage accounts for."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Track(NamedTuple):
 
 
 def moment(stages: Sequence[Stage], name: str) -> int | None:
-    """When the first stage of this name ended; None before that."""
+    """Return when the first stage of this name ended; None if it has not."""
     return min((stage.end_ns for stage in stages if stage.name == name), default=None)
 
 
 def window(stages: Sequence[Stage]) -> tuple[int, int]:
-    """Start and end of the cold start: its first stage to the later of first token and ready.
+    """Return start and end of the cold start, from its first stage to the later of first token and ready.
 
-    When the first request came to an idle, ready instance, its token is no part of the start.
+    If the first request came to an idle, ready instance, its token is not part of the start.
     """
     start = min(stage.start_ns for stage in stages)
     ready, token = moment(stages, "ready"), moment(stages, "first_token")
@@ -52,7 +52,7 @@ def window(stages: Sequence[Stage]) -> tuple[int, int]:
 
 
 def tracks(stages: Sequence[Stage]) -> list[Track]:
-    """The stages of the start, one track for each process and name: processes in their order, names by start."""
+    """Return the start's stages as one track for each process and name: processes in their order, names by start."""
     start, end = window(stages)
     spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for stage in stages:
@@ -63,9 +63,9 @@ def tracks(stages: Sequence[Stage]) -> list[Track]:
 
 
 def gaps(stages: Sequence[Stage]) -> list[tuple[int, int]]:
-    """The times between the first stage's start and the first token in which no process was in any stage.
+    """Return the times between the first stage's start and the first token in which no process was in a stage.
 
-    Without a first token it looks up to the end of the start (see ``window``). Marks cover nothing.
+    Without a first token, they end with the start (see ``window``). Marks cover no time.
     """
     if not stages:
         return []
@@ -88,7 +88,10 @@ def largest_gap_ms(stages: Sequence[Stage]) -> float:
 
 
 def render_text(stages: Sequence[Stage], width: int = 100) -> str:
-    """The chart as lines of at most ``width`` columns (60 at least): start and duration in ms, and a bar, per stage."""
+    """Return the chart as lines of at most ``width`` columns (60 at least).
+
+    A stage has its start and duration in ms, and a bar.
+    """
     if not stages:
         return "no stages were recorded"
     start, end = window(stages)
@@ -139,7 +142,7 @@ def _at(row: Track, start: int) -> str:
 
 
 def _axis(width: int, total_ms: float) -> str:
-    """Four ticks and the end, each number starting at its place (the last ends there)."""
+    """Return the axis: four ticks and the end. Each number starts at its place; the last one ends there."""
     line = [" "] * width
     for quarter in range(4):
         text = f"{total_ms * quarter / 4:.0f}"
@@ -151,7 +154,7 @@ def _axis(width: int, total_ms: float) -> str:
 
 
 def _bar(row: Track, start: int, end: int, width: int) -> str:
-    """Full blocks, a part of a block at a span's end, and at least a thin line for what is short."""
+    """Return a bar: full blocks, a part of a block at a span's end, and a thin line for a short span."""
     scale = width * 8 / max(end - start, 1)
     cells = [" "] * width
     for begin, finish in row.spans:

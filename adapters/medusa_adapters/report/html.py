@@ -23,7 +23,7 @@ def html(
     subject: Mapping[str, str] | None = None,
     labels: Labels = OURS,
 ) -> str:
-    """The page. ``stages`` are those of our run with the median TTFT; ``subject`` says what was measured."""
+    """Return the page. ``stages`` are those of our run with the median TTFT; ``subject`` says what was measured."""
     sections = [
         _headline(result, ours, subject or {}, labels),
         *_charts(result, ours, labels),
@@ -149,7 +149,7 @@ def _rows(result: Result, labels: Labels) -> str:
 
 
 def _named(row: Row, labels: Labels) -> str:
-    """A row's label, with the name that the command and its JSON have for it."""
+    """Return a row's label, with its name in the command and the JSON."""
     shown = escape(_label(labels, row).name)
     return f"{shown}<small><code>{escape(row.name)}</code></small>" if row.name in labels else shown
 

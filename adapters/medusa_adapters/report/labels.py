@@ -1,4 +1,4 @@
-"""What a reader who knows no row names would call the rows of a report, and what each of them is."""
+"""Labels and explanations of a report's rows, for readers who do not know the rows' names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Label(NamedTuple):
-    """``yardstick``: it answers no request, and shows how long a part of a start takes by itself."""
+    """The label of a row. A ``yardstick`` answers no request, but shows how long a part of a start takes by itself."""
 
     name: str
     meaning: str = ""

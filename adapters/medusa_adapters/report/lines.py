@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-_WIDTH, _HEIGHT = 520, 280  # not wider, so that a phone shows its texts large enough
+_WIDTH, _HEIGHT = 520, 280  # not wider, so that texts are large enough on a phone
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 120, 30, 46
 _LINE = 14.0  # the height of a label
 _COLOURS = ("#0b7a75", "#c2410c", "#5b6ee1", "#a16207", "#9d3c8b", "#616b76", "#15803d", "#b4bec9")
@@ -15,7 +15,7 @@ Series = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def lines(series: Series, x: str, y: str, *, top: float | None = None) -> str:
-    """Draw points, joined in the order given. Both axes begin at zero, or at the least x. ``top``: of the y axis."""
+    """Draw points, joined in the given order. ``top`` ends the y axis. Both axes begin at zero, or at the least x."""
     points = [point for row in series.values() for point in row]
     if not points:
         return ""

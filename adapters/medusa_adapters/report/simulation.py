@@ -1,4 +1,4 @@
-"""Simulated strategies as one self-contained page: attainment, latency, cost, and what a change would bring."""
+"""Simulated strategies as one self-contained page: attainment, latency, cost, and the effect of a change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .lines import Series, lines
 
 
 def simulation_page(plan: Plan, runs: Sequence[Summary], changed: Sequence[Summary]) -> str:
-    """The page. ``changed``: the first strategy's runs in other fleets."""
+    """Return the page. ``changed`` are the first strategy's runs in other fleets."""
     sections = [
         _headline(plan, runs),
         _goal(plan, runs),
@@ -37,7 +37,7 @@ def simulation_page(plan: Plan, runs: Sequence[Summary], changed: Sequence[Summa
 
 
 def _headline(plan: Plan, runs: Sequence[Summary]) -> str:
-    """The best result under the hardest load: the one under which the first strategy does worst."""
+    """Return the best result under the hardest load, which is the one under which the first strategy does worst."""
     hardest = hardest_run(plan, runs)
     best = max(_under(runs, hardest), key=lambda run: (run.ttft_attainment, -run.device_hours))
     return (
@@ -49,7 +49,7 @@ def _headline(plan: Plan, runs: Sequence[Summary]) -> str:
 
 
 def _goal(plan: Plan, runs: Sequence[Summary]) -> str:
-    """The cheapest strategy that meets the goal, for each load."""
+    """Return the cheapest strategy that meets the goal, for each load."""
     rows = ""
     for load in {(run.rate, run.cv): run for run in runs}.values():
         same = _under(runs, load)

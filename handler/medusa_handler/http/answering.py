@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.25  # how soon a client that left is noticed
+_POLL_S = 0.25  # how soon it is noticed that a client has left
 _FIELD_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _FIELD_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 _AHEAD = 8  # chunks a function may be ahead of a slow client
 
 
 def respond(service: Service, result: Any, request: Request, gone: Callable[[], bool]) -> flask.Response:
-    """Return the response for a result. Raises TypeError for one that cannot be sent."""
+    """Return the response for a function's result. ``gone`` says whether the client has left.
+
+    Raises TypeError or ValueError for a result that cannot be sent.
+    """
     if isinstance(result, flask.Response):
         return result
     if isinstance(result, WerkzeugResponse):
@@ -66,7 +69,7 @@ def respond(service: Service, result: Any, request: Request, gone: Callable[[], 
 
 
 def _sendable(response: flask.Response) -> flask.Response:
-    """``response``. Raises ValueError for a status or a header that HTTP cannot carry (RFC 9110, sections 5 and 15)."""
+    """Return ``response``. Raises ValueError if HTTP cannot carry its status or a header (RFC 9110, sections 5, 15)."""
     problem = ""
     if not 200 <= response.status_code <= 999:
         problem = f"the status {response.status_code}; expected a number from 200 to 999"
@@ -84,7 +87,7 @@ def _is_stream(result: Any) -> bool:
 
 
 def _pieces(pieces: Iterator[str | bytes]) -> Iterator[bytes]:
-    """A response's body, piece by piece. What would end the process (``sys.exit``) ends this response alone."""
+    """Yield a response's body piece by piece. An error that would end the process (``sys.exit``) ends only this one."""
     try:
         for piece in pieces:
             yield piece.encode() if isinstance(piece, str) else piece
@@ -169,7 +172,7 @@ def _cloud_event(event: Any) -> flask.Response:
 
 
 class Events:
-    """An iterator as server-sent events, with heartbeats while it is silent."""
+    """An iterator that is sent as server-sent events, with heartbeats while it is silent."""
 
     def __init__(self, service: Service, items: Iterable[Any], request: Request, gone: Callable[[], bool]) -> None:
         self._service = service
@@ -179,9 +182,9 @@ class Events:
         self._looked = time.monotonic()
 
     def response(self, status: int) -> flask.Response:
-        """Wait for the first item, so that an error before it keeps its own status.
+        """Return the response once the first item has come, so that an error before it keeps its own status.
 
-        Where the platform allows early heartbeats, it waits for the time of one at most.
+        If the platform allows early heartbeats, wait for at most the time between two heartbeats.
         """
         try:
             first = self._next()
@@ -224,7 +227,7 @@ class Events:
                 item = self._next()
         except ClientGoneError:
             return
-        except Exception as error:  # noqa: BLE001 the status is sent; only the stream can still say it
+        except Exception as error:  # noqa: BLE001 the status has been sent, so only the stream can report it
             known = as_api_error(error)
             if known is None:
                 folder = self._service.function.folder if self._service.function else None

@@ -37,14 +37,14 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class ModelRoutes(NamedTuple):
-    """The routes of a served model, and what answers ``POST /`` where there is no function."""
+    """The routes of a served model. ``infer`` answers ``POST /`` if there is no function."""
 
     blueprint: Blueprint
     infer: Infer
 
 
 class _Rule(Rule):
-    """A rule that compiles what builds its URLs at the first use. Nothing here uses it, and it takes 0.5 ms."""
+    """A rule that compiles its URL builder at the first use: that takes 0.5 ms, and nothing here builds URLs."""
 
     def _compile_builder(self, append_unknown: bool = True) -> Callable[..., tuple[str, str]]:
         def build(rule: Rule, **values: Any) -> tuple[str, str]:
@@ -55,7 +55,7 @@ class _Rule(Rule):
 
 
 def create_app(service: Service, model_routes: Callable[[Service, Work], ModelRoutes] | None = None) -> Flask:
-    """All routes of one instance; ``model_routes`` where an engine serves the model."""
+    """Return the app with all routes of one instance. ``model_routes`` makes those of a model that an engine serves."""
     app = Flask("medusa_handler", static_folder=None, template_folder=None)
     app.url_rule_class = _Rule
     app.config["MAX_CONTENT_LENGTH"] = service.settings.max_body_mb * 1_000_000
@@ -74,7 +74,7 @@ def create_app(service: Service, model_routes: Callable[[Service, Work], ModelRo
 
     @app.before_request
     def keep_own() -> Response | None:
-        """Keep the function, which takes every path, from answering ours with another method."""
+        """Answer our own paths for other methods; else the function, which takes every path, would."""
         if request.method == "OPTIONS" and request.path == "/" and preflight is not None:
             return Response(status=204, headers=dict(preflight(Headers(request.headers.items()))))
         methods = own.get(request.path)
@@ -186,7 +186,7 @@ def _is_models(service: Service, path: str) -> bool:
 
 
 def _meant(service: Service) -> str:
-    """The route that a client probably meant, such as one whose base URL lacks /v1."""
+    """Return a hint at the route that the client probably meant (a base URL may lack /v1), or at the list of routes."""
     from difflib import get_close_matches
 
     known = sorted({rule.rule for rule in current_app.url_map.iter_rules() if _is_models(service, rule.rule)})
@@ -195,7 +195,7 @@ def _meant(service: Service) -> str:
 
 
 def _http_error(service: Service, error: HTTPException) -> ApiError:
-    """werkzeug's own errors, in words that help."""
+    """Return an error of werkzeug's in words that help."""
     status = error.code or 500
     keep = {name: value for name, value in error.get_headers() if name in ("Allow", "Location")}
     if status == 413:

@@ -20,10 +20,10 @@ _STEP_BYTES = 1 << 20
 
 
 def read_body() -> bytes:
-    """The whole body of the current request. May be called twice.
+    """Return the whole body of the current request. May be called twice.
 
-    Raises RequestEntityTooLarge over MAX_CONTENT_LENGTH, also when it came in chunks, ApiError 400 when it ends early,
-    and ApiError 503 when other bodies take the memory there is.
+    Raises RequestEntityTooLarge if it is larger than MAX_CONTENT_LENGTH, also in chunks; ApiError 400 if it ends early;
+    and ApiError 503 if other bodies take all of the memory.
     """
     if "body" not in g:
         grant = request.environ.get(GRANT)
@@ -34,7 +34,7 @@ def read_body() -> bytes:
                 grant.begin(request.content_length)
                 g.body = _read(grant.received)
             except BaseException:
-                _close()  # the rest of the body is in the way of the next request
+                _close()  # the rest of the body would be taken for the next request
                 raise
             finally:
                 grant.end()
@@ -51,15 +51,15 @@ def _is_there() -> bool:
 
 
 def _is_too_large() -> bool:
-    """Return whether reading raises at once."""
+    """Return whether the body is so large that reading it raises at once."""
     most = request.max_content_length
     return most is not None and (request.content_length or 0) > most
 
 
 def _read(received: Callable[[int], None]) -> bytes:
-    """Read in large steps, to the end.
+    """Read the body to the end, in large steps. ``received`` is called with the size of each, in bytes.
 
-    werkzeug itself reads 64 KiB at a time, for each of which gunicorn moves up to 1 MiB that it has read ahead. And it
+    werkzeug itself reads 64 KiB at a time, and gunicorn moves up to 1 MiB that it has read ahead for each. And werkzeug
     silently cuts a chunked body at the limit; only the next read, here the last one, raises.
     """
     body = io.BytesIO()
@@ -72,7 +72,7 @@ def _read(received: Callable[[int], None]) -> bytes:
     except (OSError, ParseException) as error:
         raise _incomplete(str(error)) from None
     data = body.getvalue()  # no copy: the bytes and the buffer are one
-    # gunicorn says that its input ends by itself, so werkzeug does not compare.
+    # gunicorn declares that its input ends by itself, so werkzeug does not compare the lengths.
     if request.content_length is not None and len(data) < request.content_length:
         raise _incomplete(f"expected {request.content_length} bytes, found {len(data)}")
     whole = request.environ.get(WHOLE)
@@ -93,7 +93,7 @@ def _incomplete(why: str) -> ApiError:
 
 
 def received() -> Request:
-    """The current request, as functions see it."""
+    """Return the current request, as functions see it."""
     return Request(
         method=request.method,
         path=request.path,
@@ -105,12 +105,12 @@ def received() -> Request:
 
 
 def json_object() -> dict[str, Any]:
-    """The body as a JSON object. Raises ApiError 400."""
+    """Return the current request's body as a JSON object. Raises ApiError 400."""
     return as_json_object(read_body())
 
 
 def as_json_object(data: bytes) -> dict[str, Any]:
-    """``data`` as a JSON object. Raises ApiError 400."""
+    """Return ``data`` as a JSON object. Raises ApiError 400."""
     try:
         body = json.loads(data)
     except RecursionError:

@@ -1,7 +1,7 @@
 """A limit on the memory of all request bodies together. A body is granted its memory before it is read.
 
-A small body arrives in the kernel's buffer as a whole (whole_requests.py) and is not counted. Others wait their turn,
-and are refused with 503 after a while. While one waits, clients that send too slowly lose their place.
+A small body arrives in the kernel's buffer as a whole (whole_requests.py) and is not counted. Larger bodies wait their
+turn, and are refused with 503 after a while. While some wait, clients that send too slowly lose their place.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from ..faults import ApiError, retry_after
 
-# What is taken beside a body while it is read: an eighth of it by Python, and gunicorn's copies of the last pieces.
+# Memory taken beside a body while it is read: an eighth of it by Python, and gunicorn's copies of the last pieces.
 _GROWTH, _COPIES, _COPIED_BYTES = 8, 4, 8 << 20
 _CHUNKED_BYTES = 1 << 20  # the step by which a body of unknown size grows
 _PATIENCE_S = 10.0
 _LOOK_S = 0.05
-_GRACE_S, _SLOW_BYTES_PER_S = 2.0, 256e3  # a client that is slower may be ended for the sake of those that wait
+_GRACE_S, _SLOW_BYTES_PER_S = 2.0, 256e3  # a slower client may be cut off while others wait
 
 
 class _Waiting(NamedTuple):
@@ -31,10 +31,13 @@ class _Waiting(NamedTuple):
 
 
 class BodyBudget:
-    """Limits bodies: at most ``readers`` are read at a time, and half as many wait. Each holds a thread meanwhile."""
+    """The memory for request bodies. At most ``readers`` bodies are read at a time, and half as many wait.
+
+    Each of them holds a thread meanwhile.
+    """
 
     def __init__(self, total_bytes: int, readers: int, on_full: Callable[[bool], None]) -> None:
-        """``on_full`` is given True when there is no place to wait any more, and False when there is one again."""
+        """``on_full`` is called with True when no further body may wait, and with False when one may."""
         self._total_bytes = total_bytes
         self._most_readers = max(readers, 1)
         self._most_waiting = max(readers // 2, 1)
@@ -63,7 +66,7 @@ class BodyBudget:
                 raise self._refusal(f"none became free within {_PATIENCE_S:g} s")
 
     def _advance(self) -> None:
-        """Give those that wait their turn, first come, first served."""
+        """Let waiting bodies begin while there is room, first come, first served."""
         while self._waiting and len(self._reading) < self._most_readers and self._fits(self._waiting[0].needed_bytes):
             grant, needed, turn = self._waiting.popleft()
             grant.began, grant.granted_bytes = time.monotonic(), needed
@@ -88,14 +91,14 @@ class BodyBudget:
             time.sleep(_LOOK_S)
 
     def has_read(self, grant: Grant) -> None:
-        """Free what was held beside the body while it was read."""
+        """Note that a body has been read, and free the memory that was held beside it."""
         with self._lock:
             if grant in self._reading:
                 self._reading.remove(grant)
                 self._give_back(grant, max(grant.granted_bytes - grant.received_bytes, 0))
 
     def release(self, grant: Grant) -> None:
-        """Free all of a grant, because nobody needs the body any more."""
+        """Free all memory of a grant, when its body is no longer needed."""
         with self._lock:
             self._reading.discard(grant)
             self._give_back(grant, grant.granted_bytes)
@@ -107,7 +110,7 @@ class BodyBudget:
             self._advance()
 
     def end_slow(self) -> None:
-        """End clients that send too slowly, the oldest first, as many as others wait. Call about once a second."""
+        """Cut off clients that send too slowly: the oldest first, one for each that waits. Call about once a second."""
         now = time.monotonic()
         with self._lock:
             slow = [grant for grant in self._reading if grant.is_slow(now - grant.began)]
@@ -134,10 +137,10 @@ class Grant:
         self.began = 0.0
         self.granted_bytes = self.received_bytes = 0
         self._budget = budget
-        self._room_bytes: int | None = None  # None: the size is known, and granted
+        self._room_bytes: int | None = None  # None if the body's size is known, and so granted as a whole
 
     def is_slow(self, age_s: float) -> bool:
-        """Return whether so little has come in ``age_s`` seconds that the client may lose its place."""
+        """Return whether so little has come in ``age_s`` seconds that the client may be cut off."""
         return age_s > _GRACE_S and self.received_bytes < age_s * _SLOW_BYTES_PER_S
 
     def begin(self, size_bytes: int | None) -> None:
@@ -153,16 +156,16 @@ class Grant:
         """Note that ``count`` bytes have come. Raises ApiError 503 when there is no room for those that follow."""
         self.received_bytes += count
         while self._room_bytes is not None and self.received_bytes >= self._room_bytes:
-            step = self._room_bytes  # twice as much, so that a large body does not ask too often
+            step = self._room_bytes  # doubled each time, so that a large body asks for memory only a few times
             self._budget.grow(self, step)
             self._room_bytes += step
 
     def end(self) -> None:
-        """Call when the body has been read, or never will be."""
+        """Free the memory that was held beside the body. Call when the body has been read, or will not be."""
         self._budget.has_read(self)
 
     def release(self) -> None:
-        """Free all of the grant, because nobody needs the body any more."""
+        """Free all memory of the grant, when the body is no longer needed."""
         self._budget.release(self)
 
 

@@ -6,6 +6,6 @@ ARRIVED = "medusa.arrived"  # a number that grows from request to request
 GRANT = "medusa.grant"  # the request's Grant of memory for its body
 WHOLE = "medusa.whole"  # a function to call when the whole request has been read
 CLOSE = "medusa.close"  # a function that ends the connection with this answer
-UNSENT = "medusa.unsent"  # the response of work, to be closed where the server never gets it
+UNSENT = "medusa.unsent"  # the response, to be closed if it never reaches the server
 
-SMALL_BODY_BYTES = 16 << 10  # a request begins when its head has come, and its body if it is not larger than this
+SMALL_BODY_BYTES = 16 << 10  # the largest body that is waited for before its request begins

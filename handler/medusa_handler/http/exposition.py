@@ -29,7 +29,7 @@ _ENGINE_TEXTS = {
 
 
 def exposition(service: Service) -> str:
-    """The whole page, in Prometheus' text format."""
+    """Return the whole page, in Prometheus' text format."""
     lines = _lines(service)
     if service.settings.model is not None:
         lines = (_with_model(line, escape(service.model.name)) for line in lines)
@@ -37,7 +37,7 @@ def exposition(service: Service) -> str:
 
 
 def _with_model(line: str, name: str) -> str:
-    """The line of a sample with the label ``model``, so that dashboards can distinguish functions."""
+    """Add the label ``model`` to the line of a sample, so that dashboards can distinguish functions."""
     if line.startswith("#"):
         return line
     sample, _, value = line.rpartition(" ")

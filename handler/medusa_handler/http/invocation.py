@@ -1,4 +1,4 @@
-"""POST /: the user's function, or without one a completion by the model."""
+"""POST /: the user's function or, without one, the model."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ Infer = Callable[["Service", Request, Callable[[], bool]], Response]
 
 
 def root(service: Service, work: Work, infer: Infer | None) -> Blueprint:
-    """``POST /`` and every path that is not the server's own; ``infer`` answers where there is no function."""
+    """Return the routes of the function: every path that is not the server's own.
+
+    Without a function, they are ``POST /`` and its aliases, which ``infer`` answers.
+    """
     routes = Blueprint("function", __name__)
     if service.function is not None:
         _add_function(routes, service, service.function, work)
     elif infer is not None:
         _add_model(routes, service, infer, work)
-    return routes  # without routes: a host of models that come by request
+    return routes  # an instance that hosts models by request has neither, and so no routes here
 
 
 def _add_model(routes: Blueprint, service: Service, infer: Infer, work: Work) -> None:
@@ -88,9 +91,10 @@ def _takes_only_events(called: Request) -> bool:
 
 
 def _held(service: Service, function: UserFunction, called: Request, gone: Callable[[], bool]) -> Response:
-    """An event stream that begins before the function is loaded: heartbeats, then the result's events or itself as one.
+    """Return an event stream that begins before the function is loaded.
 
-    Its status is 200 already, so an error is an event, too.
+    Heartbeats come first, then the events of the result, or the result as one event. The status has already been sent
+    as 200, so an error is an event, too.
     """
     from .answering import Events, respond
 
@@ -116,6 +120,6 @@ def _held(service: Service, function: UserFunction, called: Request, gone: Calla
 
 
 def _request(service: Service) -> Request:
-    """The request as the function sees it, whatever the platform made of it."""
+    """Return the request as the function sees it, translated by the platform if it translates requests."""
     translate = service.platform.receive
     return received() if translate is None else translate(received())

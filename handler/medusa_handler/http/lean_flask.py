@@ -1,8 +1,8 @@
-"""The lean import of Flask: without templates, commands, forms, signatures, and a server of its own.
+"""The lean import of Flask: without templates, commands, forms, signatures, and its development server.
 
-These are Jinja2, Click, parts of werkzeug, and modules of Python that those use, half of the time of ``import flask``.
-Here they are lazy (``medusa_runtime.imports.lazy_modules``): code that uses them gets the real ones. The names were
-found by experiment, and hold for the versions in ``TESTED``; another version is imported plainly.
+These parts are Jinja2, Click, some of werkzeug, and modules of Python that they use. They take half of the time of
+``import flask``. Here they are lazy (``medusa_runtime.imports.lazy_modules``): code that uses them gets the real ones.
+The names were found by experiment, and hold for the versions in ``TESTED``. Other versions are imported plainly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LAZY = (
     "click", "flask.cli", "flask.templating", "jinja2", "werkzeug.formparser", "werkzeug.serving", "werkzeug.test",
     *_OF_PYTHON,
 )  # fmt: skip
-# What others bind while Flask is imported, or call for each app that is made.
+# Names that other modules bind while Flask is imported, or call for each new app.
 _BOUND = {
     "flask.templating": (
         "DispatchingJinjaLoader", "Environment", "_default_template_ctx_processor", "render_template",
@@ -36,7 +36,7 @@ _BOUND = {
 
 
 class CommandGroup:
-    """Stands in for flask.cli.AppGroup: an app's commands for the command ``flask``, which is not used to serve."""
+    """A stand-in for flask.cli.AppGroup: an app's commands for the command ``flask``, which is not used to serve."""
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name
@@ -57,7 +57,7 @@ class CommandGroup:
 
 
 def import_leanly() -> None:
-    """Make the next import of Flask a lean one, if it is of a tested version; call it before that import."""
+    """Make the next import of Flask a lean one, if its version is a tested one. Call it before that import."""
     if "flask" in sys.modules:
         return
     LazyFinder(
@@ -75,7 +75,10 @@ def import_leanly() -> None:
 
 
 def _why_not(file: Path) -> str | None:
-    """Why the Flask in this file is imported plainly; None where it is not. Reading its metadata would take longer."""
+    """Return why the Flask in this file is imported plainly, or None for a lean import.
+
+    The version is taken from the name of a folder, because reading the package's metadata would take longer.
+    """
     found = next(file.parent.parent.glob("flask-*.dist-info"), None)
     version = "" if found is None else found.name.removeprefix("flask-").removesuffix(".dist-info")
     if sys.implementation.name != "cpython" or sys.version_info[:2] not in TESTED_PYTHONS:

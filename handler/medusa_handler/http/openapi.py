@@ -15,7 +15,7 @@ _FUNCTION_METHODS = ("get", "post", "put", "patch", "delete")
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """A field's schema that also accepts null, which means the default."""
+    """Return the schema of a field that also accepts null, which means the default."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
@@ -136,7 +136,7 @@ _SUMMARIES = {
 
 
 def describe(service: Service, probes: Mapping[str, str]) -> dict[str, Any]:
-    """The document; ``probes`` maps paths to what each reports."""
+    """Return the OpenAPI document. ``probes`` maps each probe's path to what it reports, such as LIVE."""
     paths: dict[str, Any] = {path: {"get": _probe(kind)} for path, kind in probes.items()}
     paths["/metrics"] = {"get": _operation("Metrics in Prometheus' text format", {"200": _answer("text/plain")})}
     paths["/timeline"] = {"get": _operation("Where this start's time went", {"200": _answer("application/json")})}
@@ -161,7 +161,10 @@ def _probe(kind: str) -> dict[str, Any]:
 
 
 def _bodies(service: Service) -> dict[str, dict[str, Any]]:
-    """The model's routes with what each takes; all of them while the engine has not said what the model is."""
+    """Return the model's routes with the schema of each one's body.
+
+    That is all of them until the engine has reported whether the model is an encoder.
+    """
     info = service.engine.info if service.engine is not None else None
     vocab_size = None if info is None else info.vocab_size
     embeds = {"/v1/embeddings": _embeddings(vocab_size)}
@@ -192,7 +195,7 @@ def _object(name: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _function_paths(service: Service) -> dict[str, Any]:
-    """The function's own types are its own; a model without one takes a prompt."""
+    """Return the paths of ``POST /``. A function may take and return anything; the model takes its routes' bodies."""
     if service.function is not None:
         answers = {"default": {"description": "What the function answers", "content": {"*/*": {"schema": _ANY}}}}
         call: dict[str, Any] = {"summary": "The function", "responses": answers}
@@ -219,5 +222,5 @@ def _operation(summary: str, responses: dict[str, Any]) -> dict[str, Any]:
     return {"summary": summary, "responses": responses}
 
 
-def _answer(*kinds: str, text: str = "As asked") -> dict[str, Any]:
+def _answer(*kinds: str, text: str = "The answer") -> dict[str, Any]:
     return {"description": text, "content": {kind: {"schema": _ANY} for kind in kinds}}

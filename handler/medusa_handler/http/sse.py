@@ -16,7 +16,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def heartbeat(service: Service) -> bytes:
-    """A comment for a silent stream; while the model is fetched it says how far that is."""
+    """Return a comment for a silent stream. While the model is fetched, it reports the progress."""
     if service.ready or service.region is None:
         return HEARTBEAT
     progress = service.region.progress()
@@ -29,7 +29,7 @@ def _waiting(fetched_bytes: int, total_bytes: int, eta_s: float) -> bytes:
 
 
 def event(data: Any) -> bytes:
-    """One event: text as it is, a line of it per ``data:`` line; anything else as JSON."""
+    """Return one event. Text is sent as it is, each line in a ``data:`` line of its own; anything else as JSON."""
     if isinstance(data, bytes | bytearray):
         data = bytes(data).decode("utf-8", "replace")
     if isinstance(data, str):

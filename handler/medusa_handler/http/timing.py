@@ -12,9 +12,9 @@ _MOST_STAGES = 40  # keeps the header under the 8 KiB that proxies allow
 
 
 def server_timing(stages: Sequence[Stage], *, internals: bool) -> str:
-    """The Server-Timing header (W3C Server Timing): how long the start took, from its first stage to its last.
+    """Return the Server-Timing header (W3C Server Timing): how long the start took, from its first stage to its last.
 
-    With ``internals`` the duration of each stage as well, repeated stages summed up.
+    With ``internals`` it has the duration of each stage, too; stages of the same name and process are summed up.
     """
     start_ms = (
         (max(stage.end_ns for stage in stages) - min(stage.start_ns for stage in stages)) / 1e6 if stages else 0.0
@@ -32,7 +32,7 @@ def server_timing(stages: Sequence[Stage], *, internals: bool) -> str:
 
 
 def as_json(stages: Sequence[Stage]) -> dict[str, Any]:
-    """Stages with milliseconds since the first one began, and on CLOCK_MONOTONIC."""
+    """Return the stages with times in milliseconds since the first one began, and in nanoseconds on CLOCK_MONOTONIC."""
     origin = stages[0].start_ns if stages else 0
     return {
         "clock": "CLOCK_MONOTONIC",
@@ -49,7 +49,7 @@ def as_json(stages: Sequence[Stage]) -> dict[str, Any]:
 
 
 def as_chrome_trace(stages: Sequence[Stage]) -> dict[str, Any]:
-    """Chrome's trace event format, for chrome://tracing and Perfetto; times in microseconds."""
+    """Return the stages in Chrome's trace event format, for chrome://tracing and Perfetto, in microseconds."""
     origin = stages[0].start_ns if stages else 0
     rows = {process: number for number, process in enumerate(dict.fromkeys(stage.process for stage in stages))}
     events: list[dict[str, Any]] = [

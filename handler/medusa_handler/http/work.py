@@ -1,4 +1,4 @@
-"""What surrounds every request that is work, not a probe: admission, counting, the client's presence."""
+"""What every request that is work has in common: admission, counting, and an end when the client leaves."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ _CLIENT_CLOSED = 499  # nginx's status for a client that left; only metrics see 
 
 
 class Work:
-    """Runs requests that are work: admitted, counted, and ended when their client leaves or their time is over."""
+    """The frame around requests that are work. They are admitted, counted, and ended when their client leaves."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def gone(self) -> Callable[[], bool]:
-        """Return a function that checks whether the client has left, and raises ApiError 504 when time is over."""
+        """Return a function that returns whether the client has left, and raises ApiError 504 when time is over."""
         left = gone(request.environ)
         limit_s = self._service.limit_s(dict(request.headers))
         return left if limit_s is None else Deadline(limit_s, g.began, left)
 
     def run(self, route: str, answer: Callable[[], Response]) -> Response:
-        """Run a request that is admitted until its last byte has been written. Raises OverloadedError when full."""
+        """Admit a request, and return what ``answer`` does. It stays admitted until its last byte has been written.
+
+        ``route`` is its name in the metrics. Raises OverloadedError if too many requests are in flight.
+        """
         service = self._service
         began = time.monotonic()
         try:
-            # A body that comes slowly takes no place; where there is none, the body need not come at all.
+            # A request takes a place only when its body has come, so a slow body takes none. A request that would be
+            # refused anyway is refused before its body is read.
             service.admission.check(service.ready, service.model.eta_s)
             read_body()
             service.admission.enter(service.ready, service.model.eta_s)
@@ -73,7 +77,7 @@ class Work:
 
     @staticmethod
     def close_unsent(environ: MutableMapping[str, Any]) -> None:
-        """Close a response that cannot be sent, and with it give its request's places back."""
+        """Close a response that cannot be sent, so that its request gives its places back."""
         response: Response | None = environ.pop(UNSENT, None)
         if response is not None:
             response.close()

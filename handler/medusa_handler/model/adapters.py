@@ -1,4 +1,4 @@
-"""The LoRA adapters of a served model, by name: which of them are in memory, and which one goes for another."""
+"""The LoRA adapters of a served model, by name: which are in memory, and which one makes room for another."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.25  # how soon a client that left is noticed
-_FIRST_TOKEN_S = 2.0  # adapters that nobody has asked for come after the first token, or when none has come so long
+_POLL_S = 0.25  # how soon it is noticed that a client has left
+_FIRST_TOKEN_S = 2.0  # unused adapters are fetched after the first token, or after this time
 _MOST_NAMES = 1000
 
 
@@ -48,7 +48,7 @@ class _Entry:
 
 
 class AdapterUse:
-    """An adapter that a request uses, so that it stays. ``close`` may be called twice."""
+    """A request's use of an adapter, which keeps it in memory until ``close``. ``close`` may be called twice."""
 
     def __init__(self, adapters: Adapters, entry: _Entry) -> None:
         self._adapters = adapters
@@ -61,7 +61,7 @@ class AdapterUse:
 
 
 class Adapters:
-    """The adapters that requests may name. One is fetched when it is first used, or after the base's first token."""
+    """The adapters that requests may name. Each is fetched at its first use, or after the base model's first token."""
 
     def __init__(self, settings: Settings, engine: EngineClient | None, timeline: Timeline) -> None:
         self._settings = settings
@@ -76,15 +76,15 @@ class Adapters:
         return name in self._entries
 
     def urls(self) -> dict[str, str]:
-        """Return where each adapter lies, by its name."""
+        """Return each adapter's URL, by its name."""
         with self._changed:
             return {name: entry.url for name, entry in self._entries.items()}
 
     def use(self, name: str, look: Callable[[], None]) -> AdapterUse:
-        """Wait until the engine knows this adapter, which then stays at least until the use is closed.
+        """Wait until the engine has this adapter, which then stays at least until the use is closed.
 
-        ``look`` is called a few times a second meanwhile; what it raises ends the wait. Raises the store's errors, and
-        ApiError: 404 for an unknown name, 503 when all places are in use for longer than ``hold_s``.
+        Meanwhile ``look`` is called a few times a second, and an error that it raises ends the wait. Raises the store's
+        errors, and ApiError: 404 for an unknown name, 503 if all places are in use for longer than ``hold_s``.
         """
         with self._changed:
             entry = self._entries.get(name)
@@ -109,7 +109,7 @@ class Adapters:
             self._changed.notify_all()
 
     def add(self, name: str, url: str, *, replace: bool = False) -> None:
-        """Make another adapter known. ApiError 400 for a name that is taken, unless it is to be replaced."""
+        """Add an adapter's name. Raises ApiError 400 if it is taken, unless ``replace``, or there are too many."""
         with self._changed:
             if name in self._entries and not replace:
                 raise ApiError(
@@ -118,13 +118,13 @@ class Adapters:
                     param="lora_name",
                     code="invalid_value",
                 )
-            if len(self._entries) >= _MOST_NAMES:
+            if name not in self._entries and len(self._entries) >= _MOST_NAMES:
                 raise ApiError(400, f"expected at most {_MOST_NAMES} adapters", param="lora_name")
             self._forget(name)
             self._entries[name] = _Entry(name, url)
 
     def remove(self, name: str) -> None:
-        """Make an adapter unknown; requests that use it go on. ApiError 404 for an unknown name."""
+        """Remove an adapter's name. Requests that use the adapter continue. Raises ApiError 404 for an unknown name."""
         with self._changed:
             if name not in self._entries:
                 raise ApiError(404, f"the adapter {shown(name)} does not exist", param="lora_name", code="not_found")
@@ -132,7 +132,7 @@ class Adapters:
             self._changed.notify_all()
 
     def warm(self) -> None:
-        """Once the engine is ready: fetch those adapters that nobody has asked for, as far as there are places."""
+        """Fetch unused adapters, as far as there are places. Call once the engine is ready; later calls do nothing."""
         with self._changed:
             if self._warming or not self._entries:
                 return
@@ -175,7 +175,7 @@ class Adapters:
                     )
 
     def _make_room(self) -> bool:
-        """Return whether another adapter has a place; if all are taken, drop the least recently used idle one."""
+        """Return whether an adapter has a place. If all are taken, drop the idle one used least recently."""
         taken = [entry for entry in self._entries.values() if entry.takes_place]
         if len(taken) < self._settings.max_loras:
             return True

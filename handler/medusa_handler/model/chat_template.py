@@ -1,7 +1,7 @@
-"""Messages → prompt, with the checkpoint's own chat template.
+"""The checkpoint's own chat template, which turns messages into a prompt.
 
-What a template may use (raise_exception, strftime_now, tojson, loop controls, the ``generation`` tag) is what
-Hugging Face transformers gives it. transformers itself is not imported: that takes over two seconds.
+A template may use the same as in Hugging Face transformers: raise_exception, strftime_now, tojson, loop controls, the
+``generation`` tag. transformers itself is not imported, because that takes over two seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cl
 
 
 class ChatTemplate:
-    """The templates of one checkpoint by name, and its special tokens. ``read`` gives a file's bytes or None."""
+    """The templates of one checkpoint by name, and its special tokens. ``read`` returns a file's bytes or None."""
 
     def __init__(self, read: ReadFile) -> None:
         config = _json(read, "tokenizer_config.json")
@@ -38,11 +38,11 @@ class ChatTemplate:
         return "\n".join(self._sources.values())
 
     def takes(self, name: str) -> bool:
-        """Return whether a template mentions the variable ``name``; what none mentions would not reach the model."""
+        """Return whether a template mentions the variable ``name``. If none does, it would not reach the model."""
         return re.search(rf"\b{name}\b", self.source) is not None
 
     def render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
-        """The prompt. Raises ApiError 400 when there is no template or it refuses the messages."""
+        """Return the prompt. Raises ApiError 400 if there is no template or it refuses the messages."""
         name = "tool_use" if arguments.get("tools") and "tool_use" in self._sources else "default"
         if name not in self._sources:
             raise ApiError(
@@ -93,7 +93,7 @@ def _environment() -> Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Marks the assistant's part, for training; here its body is all that matters."""
+        """The tag that marks the assistant's part, for training. Here only its body matters."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -113,7 +113,7 @@ def _environment() -> Environment:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """jinja2's own filter escapes HTML, which no model was trained on."""
+    """Return a value as JSON. jinja2's own filter would escape HTML, and no model was trained on that."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -124,7 +124,10 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _with_parsed_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI sends a call's arguments as JSON in a string; templates are written for the object."""
+    """Return the message with the arguments of its calls as objects, which templates expect.
+
+    OpenAI sends them as JSON in a string.
+    """
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -140,7 +143,7 @@ def _parsed(call: Any) -> Any:
 
 
 def _cut_behind(text: str, content: str) -> str:
-    """``text`` up to the end of the last message's content, for the model to go on from there."""
+    """Return ``text`` up to the end of the last message's content, where the model continues."""
     at = text.rfind(content.strip())
     if at < 0 or not content.strip():
         raise ApiError(400, "continue_final_message: the chat template changes the last message", param="messages")

@@ -1,4 +1,4 @@
-"""Texts to vectors: held while the model loads, given up when the client leaves."""
+"""Vectors of texts. A request waits while the model loads, and ends when the client leaves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Input = str | tuple[int, ...] | tuple[str, str]
 
-_BATCH = 64  # inputs given to the engine at once; between batches a client that left is noticed
+_BATCH = 64  # inputs given to the engine at once; between batches it is noticed that a client has left
 
 
 def embeddings(
@@ -25,9 +25,9 @@ def embeddings(
     truncate: int | None = None,
     classify: bool = False,
 ) -> list[Embedding]:
-    """A vector for each input, in order; of a classifier (``classify``) the probabilities of its labels.
+    """Return a vector for each input, in order; with ``classify``, the probabilities of a classifier's labels.
 
-    ``truncate`` cuts inputs at so many tokens, -1 at the model's limit.
+    ``truncate`` is the number of tokens to which inputs are cut, -1 for the model's limit.
 
     Raises RequestError, EngineError, ClientGoneError, and ApiError 503 after ``hold_s``.
     """
@@ -46,5 +46,5 @@ def embeddings(
 
 
 def floats(data: bytes) -> list[float]:
-    """A vector's bytes as numbers."""
+    """Return a vector's bytes (float32) as numbers."""
     return array("f", data).tolist()

@@ -1,4 +1,4 @@
-"""One API request's token streams: held while the model loads, cancelled when the client leaves."""
+"""The token streams of one API request. They wait while the model loads, and end when the client leaves."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from .adapters import AdapterUse
     from .served_model import ServedModel
 
-_POLL_S = 0.25  # how soon a client that left is noticed
+_POLL_S = 0.25  # how soon it is noticed that a client has left
 
 
 class Generation:
-    """Iterate over ``events``; a context manager that cancels what still runs."""
+    """The token streams of one API request, read with ``events``. Leaving it as a context cancels what still runs."""
 
     def __init__(self, model: ServedModel, requests: Sequence[GenerateRequest], gone: Callable[[], bool]) -> None:
-        """Begin the requests, all with one adapter or with none. With one, wait until the engine is given it."""
+        """Start the requests, which all have the same adapter, or none. Wait until the engine has been given it."""
         assert model.engine is not None
         self._model = model
         self._gone = gone
@@ -41,14 +41,14 @@ class Generation:
                 self._use = model.adapters.use(requests[0].adapter, model.watch(gone))
             for request in requests:
                 self._streams.append(model.engine.generate(request))
+            if len(self._streams) > 1:  # it starts threads, which may fail
+                self._merge = Merge([self._read(stream) for stream in self._streams])
         except BaseException:
             self.close()
             raise
-        if len(self._streams) > 1:
-            self._merge = Merge([self._read(stream) for stream in self._streams])
 
     def events(self, heartbeat_s: float | None = None) -> Iterator[Item[Delta] | None]:
-        """The deltas with the number of their request; None after each ``heartbeat_s`` of silence.
+        """Yield the deltas with the number of their request, and None after each ``heartbeat_s`` of silence.
 
         Raises ClientGoneError, RequestError, OverloadedError, EngineError, and ApiError 503 after ``hold_s``.
         """
@@ -78,7 +78,7 @@ class Generation:
         return None if delta is None else Item(0, delta)
 
     def _read(self, stream: TokenStream) -> Iterator[Delta]:
-        while not self._closed:  # a closed stream stays silent, so look at it now and then
+        while not self._closed:  # a closed stream stays silent, so return to this check now and then
             delta = stream.get(_POLL_S)
             if delta is not None:
                 yield delta

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from medusa_runtime.region.reader import Region
     from medusa_runtime.timeline import Timeline
 
-_POLL_S = 0.25  # how soon a client that left is noticed
+_POLL_S = 0.25  # how soon it is noticed that a client has left
 _LONGEST_GUESS_S = 60.0
 
 
 class ServedModel:
-    """``engine`` is None where the function runs the model itself, ``region`` where there is no model."""
+    """The served model. ``engine`` is None if the function runs the model itself, ``region`` if there is no model."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ServedModel:
 
     @property
     def ready(self) -> bool:
-        """The engine answers, or is started by the first request."""
+        """Whether the engine answers, or will be started by the first request."""
         return self.engine is None or self.engine.ready or self.settings.engine_start == "request"
 
     @property
@@ -67,7 +67,7 @@ class ServedModel:
         return "starting" if self.engine.info is None else "loading"
 
     def chat_template(self, gone: Callable[[], bool]) -> ChatTemplate:
-        """The checkpoint's chat template, once the prefetcher has brought the small files (it does so first)."""
+        """Return the checkpoint's chat template. Waits for the small files, which the prefetcher fetches first."""
         if self._chat_template is None:
             assert self.region is not None
             self._wait_for_files(self.region, gone)
@@ -90,7 +90,10 @@ class ServedModel:
                 raise not_ready(f"the model's files were not there within {self.settings.hold_s:g} s of the request")
 
     def check_hold(self, began: float) -> None:
-        """Raise 503 for a request that came at ``began`` and has waited ``hold_s`` for the model, or would in vain."""
+        """Raise 503 if a request that came at ``began`` has waited ``hold_s`` for the model, or would wait in vain.
+
+        ``began`` is in seconds, as from ``time.monotonic``.
+        """
         if self.engine is None or self.engine.ready:
             return
         if self._draining.is_set():
@@ -100,7 +103,7 @@ class ServedModel:
             raise not_ready(text, self.eta_s())
 
     def watch(self, gone: Callable[[], bool]) -> Callable[[], None]:
-        """A function to call while a new request waits: it raises ClientGoneError, and 503 like ``check_hold``."""
+        """Return a function to call while a new request waits: it raises ClientGoneError, or as ``check_hold``."""
         began = time.monotonic()
 
         def look() -> None:
@@ -111,10 +114,10 @@ class ServedModel:
         return look
 
     def eta_s(self) -> float:
-        """Seconds until it is worth asking again for what is not there yet.
+        """Return after how many seconds a client that was refused should try again.
 
-        While weights are fetched: the rest of the fetch at the present rate. Nothing measures progress after it; a
-        start that has taken some time is taken to need as long again.
+        While weights are fetched, that is the rest of the fetch at the present rate. After the fetch, nothing measures
+        the progress, so the start is assumed to need as long again as it has taken, up to a minute.
         """
         fetch_s = 0.0 if self.region is None else self.region.progress().eta_s
         if fetch_s:

@@ -1,4 +1,4 @@
-"""``structured_outputs``, as vLLM's clients write it → the form that the engine gives the text."""
+"""The form of a text, read from ``structured_outputs`` as vLLM's clients write it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _OBJECT = '{"type": "object"}'
 
 
 def form_of(value: Any, name: str = "structured_outputs") -> StructuredOutputs | None:
-    """The one form that an object like ``{"regex": "[a-z]+"}`` has. Raises ApiError 400; ``name`` is the field's."""
+    """Return the one form in an object like ``{"regex": "[a-z]+"}``; None if it has none.
+
+    ``name`` is the object's field, for the error. Raises ApiError 400.
+    """
     if not isinstance(value, Mapping):
         raise _invalid(name, f"an object with one of {', '.join(FORMS)}", value)
     given = {key: form for key, form in value.items() if form is not None and form is not False}
@@ -32,11 +35,11 @@ def form_of(value: Any, name: str = "structured_outputs") -> StructuredOutputs |
 
 
 def json_schema(schema: Any, name: str) -> StructuredOutputs:
-    """A JSON schema as object, boolean or text. Raises ApiError 400."""
+    """Return the form of a JSON schema, given as object, boolean or text. Raises ApiError 400."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _invalid(name, "a JSON schema", schema) from None
     if not isinstance(schema, Mapping | bool):
         raise _invalid(name, "a JSON schema", schema)

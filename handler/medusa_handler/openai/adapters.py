@@ -1,4 +1,4 @@
-"""/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them, and the adapters among /v1/models."""
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM, and the adapters among /v1/models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNLOAD = frozenset(("lora_name", "lora_int_id"))
 
 
 def adapter_models(service: Service) -> list[dict[str, Any]]:
-    """The adapters as /v1/models lists them, with the base model as their parent."""
+    """Return the adapters as /v1/models lists them, with the base model as their parent."""
     base = service.model.name
     return [model_entry(service, name, redacted(url), base) for name, url in service.model.adapters.urls().items()]
 
@@ -30,7 +30,7 @@ def adapter_models(service: Service) -> list[dict[str, Any]]:
 def model_entry(
     service: Service, name: str, root: str, parent: str | None = None, max_model_len: int | None = None
 ) -> dict[str, Any]:
-    """A model as /v1/models lists it, in the form of vLLM's."""
+    """Return a model as /v1/models lists it, in vLLM's form."""
     return {
         "id": name,
         "object": "model",
@@ -43,7 +43,7 @@ def model_entry(
 
 
 def load_adapter(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
-    """Load an adapter and answer when it can be used. ApiError 403 where the operator has not allowed its place."""
+    """Load an adapter, and answer when it can be used. Raises ApiError 403 unless the operator allows its location."""
     fields.check_fields(body, _LOAD)
     name, url = _text(body, "lora_name"), _text(body, "lora_path")
     inplace = parameters.flag(body, "load_inplace")
@@ -72,7 +72,7 @@ def load_adapter(service: Service, body: Body, gone: Callable[[], bool]) -> Resp
 
 
 def unload_adapter(service: Service, body: Body) -> Response:
-    """Forget an adapter; requests that use it go on."""
+    """Forget an adapter. Requests that use it continue."""
     fields.check_fields(body, _UNLOAD)
     name = _text(body, "lora_name")
     if service.settings.allow_lora is None:

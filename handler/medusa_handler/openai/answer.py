@@ -1,4 +1,4 @@
-"""Deltas → the objects of one answer: whole, or as chunks of a stream."""
+"""The objects of one answer, made from an engine's deltas: a whole answer, or the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Shape(Protocol):
     def choice(self, index: int, choice: Choice) -> dict[str, Any]: ...
 
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
-        """The chunks that a stream sends before a choice's first delta."""
+        """Return the chunks that a stream sends before a choice's first delta."""
 
     def chunk(self, index: int, choice: Choice, delta: Delta) -> dict[str, Any]:
-        """``choice`` already contains ``delta``."""
+        """Return the chunk for ``delta``, which ``choice`` already contains."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Envelope:
 
 
 def usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, int]:
-    """Count the tokens. Each prompt counts once, however many sequences (``per_prompt``) continue it."""
+    """Count an answer's tokens. A prompt counts once, however many sequences (``per_prompt``) continue it."""
     prompt = sum(max(c.prompt_tokens for c in choices[i : i + per_prompt]) for i in range(0, len(choices), per_prompt))
     completion = sum(choice.completion_tokens for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

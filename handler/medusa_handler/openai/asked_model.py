@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def check_model(service: Service, body: Body) -> str:
-    """The name of the model or of the adapter that the body asks for. Raises ApiError 404 when it names another one."""
+    """Return the name of the model or adapter that the body asks for. Raises ApiError 404 if it names another one."""
     asked = body.get("model")
-    # The name that the location has is known before config.json is there, and goes on being one.
+    # A name made from the location is known before config.json is there, and stays valid when that gives another one.
     if asked in (None, "", service.model.name, service.settings.model, served_name(service.settings)):
         return service.model.name
     if isinstance(asked, str) and asked in service.model.adapters:
@@ -32,7 +32,7 @@ def check_model(service: Service, body: Body) -> str:
 
 
 def adapter_of(service: Service, model: str) -> str | None:
-    """The adapter that a model's name, as ``check_model`` returns it, stands for; None for the base model."""
+    """Return the adapter of a model's name, as ``check_model`` returns it; None for the base model."""
     return model if model != service.model.name and model in service.model.adapters else None
 
 

@@ -1,6 +1,6 @@
 """The calls of the OpenAI interface: body → generation → answer.
 
-The modules of chats, embeddings and classifiers are imported at the first such call: a start need not wait for them.
+The modules of chats, embeddings and classifiers are imported at the first such call, so that no start waits for them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response
     elif parser is not None:  # what marks a call may be a special token
         params = replace(params, skip_special_tokens=False)
     prompt = template.render(messages, arguments)
-    # Where tool_choice forces a call, the form of the answer has the tools.
+    # If tool_choice forces a call, the answer's form contains the tools, so the template need not show them.
     for field, given in (("tools", tools.choice == "auto" and tools.offered), ("documents", arguments["documents"])):
         if given and not template.takes(field):
             raise ApiError(
@@ -154,7 +154,7 @@ def _adapted(service: Service, model: str, requests: list[GenerateRequest]) -> l
 
 
 def _base_only(service: Service, model: str) -> str:
-    """The model's name. Raises ApiError 400 for an adapter."""
+    """Return the model's name. Raises ApiError 400 for an adapter."""
     if adapter_of(service, model) is not None:
         raise ApiError(
             400,
@@ -178,14 +178,14 @@ def _requests(
     requests: list[GenerateRequest] = []
     for prompt in prompts:
         for number in range(per_prompt):
-            # Sequences of one prompt must differ, and be the same again with the same seed.
+            # The sequences of one prompt must differ from each other, but be the same for another request of this seed.
             own = params if params.seed is None or not number else replace(params, seed=params.seed + number)
             requests.append(GenerateRequest(f"{name}-{len(requests)}", prompt, own, add_special_tokens))
     return requests
 
 
 def _form(body: Body, tools: Tools) -> Form | None:
-    """The form of a chat's answer, which the tools or the body itself may ask for. Raises ApiError 400."""
+    """Return the form of a chat's answer, if the tools or the body ask for one. Raises ApiError 400."""
     asked, forced = form(body), tools.form()
     if forced is None:
         return asked
@@ -199,14 +199,14 @@ def _names(asked: Form | None) -> dict[str, str]:
 
 
 def _usage(body: Body) -> tuple[bool, bool]:
-    """Return whether a stream ends with the usage, and whether each of its chunks has what there is of it."""
+    """Return whether a stream ends with the usage, and whether each chunk has the usage so far."""
     options: Any = body.get("stream_options")
     if options is None:
         return False, False
     if not isinstance(options, dict):
         raise parameters.invalid("stream_options", "an object", options)
     fields.check_inner_fields(options, "stream_options", _STREAM_OPTIONS)
-    parameters.flag(options, "include_obfuscation")  # random characters; there are none
+    parameters.flag(options, "include_obfuscation")  # it asks for random characters, which are never sent
     return parameters.flag(options, "include_usage"), parameters.flag(options, "continuous_usage_stats")
 
 

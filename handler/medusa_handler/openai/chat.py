@@ -18,7 +18,7 @@ from .tools.formats import CallDelta, Parsed, ToolParser
 
 
 def messages(body: Body) -> list[dict[str, Any]]:
-    """The messages with their content as text. Raises ApiError 400; parts that are not text are refused."""
+    """Return the messages with their content as text. Raises ApiError 400, also for parts that are not text."""
     value = body.get("messages")
     if not isinstance(value, list) or not value:
         raise invalid("messages", "a list of at least one message", value)
@@ -58,7 +58,7 @@ def _text(content: Any, name: str) -> str:
 
 
 def template_arguments(body: Body) -> dict[str, Any]:
-    """The arguments of the chat template besides the messages. Raises ApiError 400."""
+    """Return the arguments of the chat template besides the messages. Raises ApiError 400."""
     tools = tools_of(body)
     extra = body.get("chat_template_kwargs") or {}
     if not isinstance(extra, Mapping):
@@ -85,10 +85,10 @@ def template_arguments(body: Body) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ChatShape:
-    """``logprobs`` is the number of alternatives, or None for no log-probabilities.
+    """The form of a chat's answer.
 
-    ``parser`` makes what finds the calls in an answer, all of them or, with ``parallel`` false, the first;
-    ``named``: the one call is the only answer that there can be.
+    ``logprobs`` is the number of alternatives, or None for no log-probabilities. ``parser`` makes a parser for the
+    calls in one answer; unless ``parallel``, only the first call counts. With ``named``, one certain call is forced.
     """
 
     logprobs: int | None
@@ -138,12 +138,12 @@ class ChatShape:
         return _chunk(index, content) | {"logprobs": logprobs, "finish_reason": reason}
 
     def _reason(self, reason: str | None, parsing: _Parsing) -> str | None:
-        """As OpenAI: a model that has called says so, one that was made to call a certain function has stopped."""
+        """Return the finish reason as OpenAI does: "tool_calls" after calls, but "stop" if one function was forced."""
         return "tool_calls" if reason == "stop" and parsing.called and not self.named else reason
 
 
 class _Parsing:
-    """A parser on its way through one answer."""
+    """The parser of one answer, and whether it has found a call."""
 
     def __init__(self, parser: ToolParser, parallel: bool) -> None:
         self._parser = parser

@@ -16,7 +16,7 @@ Prompt = str | tuple[int, ...]
 
 
 def prompts(body: Body) -> list[Prompt]:
-    """The prompts of a body: text, token ids, or a list of either. Raises ApiError 400."""
+    """Return the prompts of a body: text, token ids, or a list of either. Raises ApiError 400."""
     value = body.get("prompt")
     expected = "text, a list of token ids, or a list of either"
     if isinstance(value, str):
@@ -38,7 +38,11 @@ def prompts(body: Body) -> list[Prompt]:
 
 @dataclass(frozen=True)
 class CompletionShape:
-    """``echoes`` has the text to put in front of each choice, or is empty."""
+    """The form of a completion's answer.
+
+    ``logprobs`` is the number of alternatives, or None for no log-probabilities. ``echoes`` has the text to put before
+    each choice, or is empty.
+    """
 
     logprobs: int | None
     echoes: Sequence[str] = ()

@@ -38,7 +38,7 @@ def embed(service: Service, body: Body, model: str, gone: Callable[[], bool]) ->
 
 
 def inputs(body: Body) -> list[Input]:
-    """The inputs of a body. Raises ApiError 400."""
+    """Return the inputs of a body. Raises ApiError 400."""
     value = body.get("input")
     if isinstance(value, list) and value and not isinstance(value[0], str | list):
         return [token_ids(value, "input")]
@@ -59,7 +59,7 @@ def inputs(body: Body) -> list[Input]:
 
 
 def truncation(body: Body) -> int | None:
-    """To how many tokens inputs are cut, -1 for the model's limit. Raises ApiError 400."""
+    """Return to how many tokens inputs are cut: -1 for the model's limit, None for no cut. Raises ApiError 400."""
     truncate = parameters.integer(body, "truncate_prompt_tokens", None, -1)
     if truncate == 0:
         raise invalid("truncate_prompt_tokens", "-1 (the model's limit) or 1 and more", truncate)

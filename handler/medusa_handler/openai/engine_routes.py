@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a chat template and the model's name are made of. The tokenizer stays where the engine is.
+# The files that a chat template and the model's name are made from. The tokenizer stays with the engine.
 FILES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "chat_template.json",
@@ -58,7 +58,7 @@ def engine_routes(service: Service, work: Work) -> Blueprint:
 
 
 def _describe(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
-    """Return what the engine says of itself, and the checkpoint's small files."""
+    """Answer with the engine's description of itself (EngineInfo), and the checkpoint's small files."""
     check_model(service, body)
     assert service.engine is not None
     look = service.model.watch(gone)
@@ -73,7 +73,7 @@ def _describe(service: Service, body: Body, gone: Callable[[], bool]) -> Respons
 
 
 def _generate(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
-    """Run one request of the engine's socket, and stream its deltas."""
+    """Run one request, in the form of the engine's socket, and stream its deltas."""
     adapter = adapter_of(service, check_model(service, body))
     frame = body.get("frame")
     if not isinstance(frame, dict):

@@ -11,7 +11,7 @@ _LEAST = -9999.0  # JSON has no infinity; OpenAI sends this for it
 
 
 def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int, alternatives: int) -> dict[str, Any]:
-    """The shape of /v1/completions; ``offset`` is where the first token begins in the choice's text."""
+    """Return the form of /v1/completions. ``offset`` is where the first token begins in the choice's text."""
     offsets = []
     for token in tokens:
         offsets.append(offset)
@@ -20,7 +20,7 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int, alternative
         "tokens": [token.text for token in tokens],
         "token_logprobs": [_finite(token.logprob) for token in tokens],
         "top_logprobs": [
-            # The chosen token is among its alternatives, even where it is not one of the likeliest.
+            # The chosen token is always listed, even if it is not one of the likeliest.
             {text: _finite(logprob) for _, text, logprob in token.top[:alternatives]}
             | {token.text: _finite(token.logprob)}
             if alternatives
@@ -32,7 +32,7 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int, alternative
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob], alternatives: int) -> dict[str, Any]:
-    """The shape of /v1/chat/completions."""
+    """Return the form of /v1/chat/completions."""
     return {
         "content": [
             {

@@ -1,4 +1,4 @@
-"""``POST /`` without a function: the model answers, a body of OpenAI's or a bare prompt."""
+"""``POST /`` without a function: the model answers a body of the OpenAI routes, or a bare prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def infer(service: Service, called: Request, gone: Callable[[], bool]) -> Response:
-    """Answer a JSON body as the OpenAI routes do (``messages``: chat, ``input``: embeddings); any other is a prompt."""
+    """Answer a JSON body like an OpenAI route (with ``messages``: chat, ``input``: embeddings, else completion).
+
+    Any other body is a prompt.
+    """
     if called.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
         return _answer(service, as_json_object(called.body), gone)
     prompt = called.body.decode(errors="replace")
@@ -30,7 +33,7 @@ def infer(service: Service, called: Request, gone: Callable[[], bool]) -> Respon
 
 
 def _answer(service: Service, body: dict[str, object], gone: Callable[[], bool]) -> Response:
-    from .calls import complete, converse, embed_texts  # what the app does not wait for
+    from .calls import complete, converse, embed_texts  # imported here, so that the app does not wait for it
 
     if "messages" in body:
         answer, target = converse, "/v1/chat/completions"

@@ -1,4 +1,4 @@
-"""/classify and /rerank: what a sequence classifier says of texts, in the shape of vLLM's answers."""
+"""/classify and /rerank: the results of a sequence classifier, in the form of vLLM's answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def classify(service: Service, body: Body, model: str, gone: Callable[[], bool])
 
 
 def rerank(service: Service, body: Body, model: str, gone: Callable[[], bool]) -> Response:
-    """Answer with the documents that belong to a query best, by a classifier with one label."""
+    """Answer with the documents that fit a query best, by a classifier with one label."""
     query, documents = body.get("query"), body.get("documents")
     if not isinstance(query, str) or not query:
         raise invalid("query", "a text that is not empty", query)
@@ -69,7 +69,7 @@ def rerank(service: Service, body: Body, model: str, gone: Callable[[], bool]) -
 
 
 def _labels(service: Service) -> dict[str, Any]:
-    """The labels' names, by their numbers as text. The weights are there, so the small files are."""
+    """Return the labels' names, by their numbers as text. Call when the weights are there: then the file is, too."""
     region = service.model.region
     found = json.loads((region.file("config.json") if region is not None else None) or b"{}").get("id2label")
     return found if isinstance(found, dict) else {}

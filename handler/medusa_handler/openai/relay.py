@@ -1,8 +1,8 @@
-"""Passes requests that our routes do not cover on to the HTTP server that the engine has of its own.
+"""Passes requests that our routes do not support on to the engine's own HTTP server.
 
 The request waits, like every other, until the model is loaded, and then until that server is up. The answer's bytes are
-passed on as they come; where they end early, the client's connection breaks. When the client leaves, the connection to
-the server is closed, which cancels the request there.
+passed on as they come. If they end early, the client's connection breaks. When the client leaves, the connection to the
+server is closed, which cancels the request there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.25
 _AHEAD = 64
 _FORM = "application/x-www-form-urlencoded"
-# Of a connection, not of a message (RFC 9110, section 7.6.1), or ours to say.
+# Headers that belong to a connection, not to a message (RFC 9110, section 7.6.1), or that we set ourselves.
 _OF_THE_CONNECTION = frozenset(
     ("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "host", "expect",
      "content-length")
@@ -43,9 +43,9 @@ _NOT_RETURNED = frozenset(("connection", "keep-alive", "transfer-encoding", "dat
 def light_or_relayed(
     service: Service, answer: Callable[[], Response], gone: Callable[[], bool], target: str, body: bytes | None = None
 ) -> Response:
-    """Our own answer where it covers the request, else that of the engine's server, where there is one.
+    """Return our own ``answer`` if it supports the request, else that of the engine's server, if there is one.
 
-    ``target`` is the server's route. Raises what both raise.
+    ``target`` is the path on that server; ``body`` is that of the current request by default. Raises what both raise.
     """
     if service.light_routes:
         try:
@@ -57,7 +57,7 @@ def light_or_relayed(
 
 
 def relay(service: Service, gone: Callable[[], bool], target: str | None = None, body: bytes | None = None) -> Response:
-    """The answer of the engine's own server to the current request, or to another target and body.
+    """Return the answer of the engine's own server to the current request, or to another target and body.
 
     Raises ClientGoneError, EngineError, RequestError, and ApiError 503 after ``hold_s``.
     """
@@ -71,7 +71,7 @@ def relay(service: Service, gone: Callable[[], bool], target: str | None = None,
     try:
         connection.sendall(head + body)
         pieces: Merge[bytes] = Merge([answer], _AHEAD)
-        while pieces.get(_POLL_S) is None:  # the head; where none comes, an error does
+        while pieces.get(_POLL_S) is None:  # until the head has come; if none comes, this raises
             look()
     except BaseException:
         answer.cancel()
@@ -88,7 +88,7 @@ def relay(service: Service, gone: Callable[[], bool], target: str | None = None,
                     yield item.value
                 elif not pieces.done and gone():
                     return
-        except (EngineError, ApiError) as error:  # the status is sent: only a connection that breaks can still say it
+        except (EngineError, ApiError) as error:  # the status has been sent, so only a broken connection can report it
             logger.warning("an answer of the engine's HTTP server is cut off: %s", error)
             raise ConnectionResetError(errno.ECONNRESET, str(error)) from error  # gunicorn does not log it as a defect
         finally:
@@ -112,7 +112,7 @@ def _head(service: Service, target: str | None, body: bytes) -> bytes:
 
 
 class _Answer:
-    """The pieces of an answer, and its head once the first is asked for."""
+    """The pieces of an answer. ``response`` is its head, once the first piece, which is empty, has come."""
 
     def __init__(self, connection: socket.socket, method: str) -> None:
         self._connection = connection
@@ -123,7 +123,7 @@ class _Answer:
         from medusa_runtime.engine.http_answer import (
             FieldError,
             HttpAnswer,
-        )  # after the request: the engine is busy now
+        )  # imported after the request has been sent, while the engine works on it
 
         response = HttpAnswer(self._connection, self._method)
         try:

@@ -1,4 +1,4 @@
-"""A plan → its response: whole, or as a stream."""
+"""The response of a plan: whole, or as a stream."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-_OTHERS = "engine"  # all routes of an engine's own server in the metrics, where each path would be a line
+_OTHERS = "engine"  # stands for all routes of an engine's own server in the metrics, where each path would add a line
 
 
 def model_routes(service: Service, work: Work) -> ModelRoutes:
-    """The routes and the answer to ``POST /`` that ``http.app`` adds for a served model."""
+    """Return the routes and the answer to ``POST /`` that ``http.app`` adds for a served model."""
     return ModelRoutes(_blueprint(service, work), infer)
 
 
@@ -68,7 +68,7 @@ def _blueprint(service: Service, work: Work) -> Blueprint:
 
 
 def _calls() -> Any:
-    """Import the functions that answer requests, at the first one: a tenth of the app's imports.
+    """Import the functions that answer requests. They are a tenth of the app's imports, so the first request does it.
 
     A request that is passed on to the engine's own server does not need them.
     """
@@ -90,7 +90,7 @@ def _add_models(routes: Blueprint, service: Service) -> None:
 
 
 def _add_others(routes: Blueprint, service: Service, work: Work) -> None:
-    """Add every path that is not ours. With a function those below /v1 and /v2 only: the function has the others."""
+    """Pass every other path on to the engine's server; with a function, which takes the rest, only /v1 and /v2."""
 
     def others(_path: str) -> Response:
         return work.run(_OTHERS, lambda: relay(service, work.gone()))
@@ -106,7 +106,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 def _tokenize(service: Service, body: Body) -> Response:
-    """vLLM's /tokenize: ``prompt`` as text, or ``messages``."""
+    """Answer like vLLM's /tokenize: the body has ``prompt`` as text, or ``messages``."""
     assert service.engine is not None
     fields.check_fields(body, fields.TOKENIZE)
     check_model(service, body)

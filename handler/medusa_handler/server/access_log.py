@@ -12,7 +12,10 @@ Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class Answer:
-    """What a request was answered with; ``ended`` is called once, when the last byte was given to the server."""
+    """The answer to one request: its status, size and duration.
+
+    ``ended`` is called once, after the last byte has been given to the server.
+    """
 
     def __init__(self, environ: dict[str, Any], ended: Callable[[Answer], None]) -> None:
         self.method = str(environ["REQUEST_METHOD"])
@@ -27,7 +30,7 @@ class Answer:
         self._ended: Callable[[Answer], None] | None = ended
 
     def start(self, start_response: Callable[..., Any]) -> Callable[..., Any]:
-        """``start_response`` that also notes status and request id."""
+        """Return a ``start_response`` that also notes the status and the request's id."""
 
         def start(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
             self.status = int(status.split(" ", 1)[0])
@@ -44,7 +47,7 @@ class Answer:
 
 
 class _Counted:
-    """A response's body, whose end is noticed."""
+    """A response's body that counts its bytes, and ends ``answer`` when it is closed."""
 
     def __init__(self, body: Iterable[bytes], answer: Answer) -> None:
         self._body = body
@@ -74,7 +77,10 @@ def watched(app: Wsgi, answer: Answer, environ: dict[str, Any], start_response: 
 
 
 def with_access_log(app: Wsgi, form: str) -> Wsgi:
-    """Log each answered request as ``form`` says: text or json. The query is left out, as it may hold secrets."""
+    """Wrap ``app`` so that each answered request is logged, in the ``form`` text or json.
+
+    The query is left out, because it may hold secrets.
+    """
     write = _as_json if form == "json" else _as_text
 
     def show(answer: Answer) -> None:

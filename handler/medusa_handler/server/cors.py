@@ -15,11 +15,14 @@ _ORIGIN = re.compile(rb"\r\norigin:[ \t]*([!-~]*)[ \t]*(?=\r\n)", re.IGNORECASE)
 
 
 def sharing(origins: str) -> Callable[[str], list[tuple[str, str]]]:
-    """Return what makes the headers that let a page of an origin read an answer, if it is one of ``origins``."""
+    """Return a function that maps a page's origin to the headers of the answer.
+
+    If it is one of ``origins`` (``*`` or a list with commas), the headers let the page read the answer.
+    """
     allowed = frozenset(origin.strip().rstrip("/") for origin in origins.split(","))
 
     def headers(origin: str) -> list[tuple[str, str]]:
-        # A cache must not give a page what another page, or no page, was answered.
+        # A cache must not give a page the answer that another page, or a client without an origin, was given.
         shared = [("Vary", "Origin")]
         if origin and (origin in allowed or "*" in allowed):
             shared.append(("Access-Control-Allow-Origin", "*" if "*" in allowed else origin))
@@ -29,14 +32,14 @@ def sharing(origins: str) -> Callable[[str], list[tuple[str, str]]]:
 
 
 def head_sharing(origins: str, data: bytes) -> list[tuple[str, str]]:
-    """The headers of an answer to a request of which ``data``, its head or a part of it, has come."""
+    """Return the headers of the answer to a request of which only ``data`` has come: its head, or a part of it."""
     found = _ORIGIN.findall(data.partition(b"\r\n\r\n")[0] + b"\r\n")
     shared = sharing(origins)(found[0].decode() if len(found) == 1 else "")
     return [*shared, ("Access-Control-Expose-Headers", _EXPOSED)] if len(shared) > 1 else shared
 
 
 def with_cors(app: Wsgi, origins: str) -> Wsgi:
-    """Answer preflights, and let these origins (``*`` or a list with commas) read what ``app`` answers."""
+    """Wrap ``app``: answer preflights, and let these origins (``*`` or a list with commas) read the answers."""
     shared_with = sharing(origins)
 
     def call(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:

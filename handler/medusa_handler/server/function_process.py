@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 def serve(
     listener: socket.socket, instance: InstanceHandle, settings: Settings, platform: Platform | None = None
 ) -> int:
-    """Serve on ``listener`` until SIGTERM; returns the exit status. Runs in a forked process without threads."""
+    """Serve on ``listener`` until SIGTERM, and return the exit status. Call it in a forked process without threads."""
     platform = platform or Platform()
     _check(settings)
     probes = Probes(settings, platform, instance.region, instance.heartbeats)
@@ -73,7 +73,7 @@ def serve(
 
 
 def _check(settings: Settings) -> None:
-    """Raise the ConfigError of what each worker will need, before there is one."""
+    """Check, before there is a worker, what each worker will need. Raises ConfigError and MissingPackageError."""
     if settings.vllm_args is not None:
         from ..service import routes_of
 
@@ -106,11 +106,12 @@ def _watch(watchdog: Watchdog, heartbeats: Heartbeats) -> None:
 def _boot(
     instance: InstanceHandle, settings: Settings, platform: Platform, probes: Probes
 ) -> tuple[WsgiGateway, Callable[[], bool]]:
-    """Make, in the worker, the WSGI callable and what drains it. What takes long is made in the background."""
+    """Return the WSGI callable, and the function that drains it. Runs in the worker; slow parts load beside it."""
     from ..service import Service
     from .wsgi_gateway import WsgiGateway
 
-    # A hundred streams that wake at once must not make a probe wait for a whole interval (5 ms) of each.
+    # By default, each thread may keep the interpreter for 5 ms. After a hundred streams that wake at once, a probe
+    # would wait for half a second.
     sys.setswitchinterval(0.001)
     service = Service(instance, settings, platform, probes)
 
@@ -145,7 +146,7 @@ def _boot(
     threading.Thread(target=_warm, args=(service, gateway), name="load-handler", daemon=True).start()
 
     def drain() -> bool:
-        """Go on answering after SIGTERM, no longer ready, until the last request has been served."""
+        """Keep answering after SIGTERM, reported as not ready, until no request is left. Return whether none is."""
         service.draining.set()
         service.publish()
         if waiting := service.admission.in_flight:
@@ -169,17 +170,17 @@ def _warm(service: Service, gateway: WsgiGateway) -> None:
     with service.timeline.stage("app"):
         gateway.app()
     if service.engine is not None:
-        from ..openai import calls  # noqa: F401  what most requests want next
+        from ..openai import calls  # noqa: F401  most requests need it next
     if service.function is not None:
         service.function.load()
-    # Imported for good: a full collection that looked at all of it would hold up a hundred streams and every probe.
+    # What is imported stays. A full collection that looked at all of it would hold up every stream and probe.
     gc.freeze()
     if service.engine is None and service.ready:
         service.timeline.mark("ready")
 
 
 def _keep_sigterm_over_forks() -> None:
-    """Hold SIGTERM back during a fork: until a child has its own handlers, gunicorn's would lose the signal."""
+    """Block SIGTERM during a fork: gunicorn's handlers would lose it, until the child has handlers of its own."""
 
     def default() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _SPARE_THREADS = 32  # for probes, metrics and requests that are about to be refused
 _IDLE_CONNECTIONS = 2048
-_LARGEST_BODIES = 8  # this many have memory at the same time, if nothing else was set
+_LARGEST_BODIES = 8  # how many of the largest bodies have memory at the same time, unless body_memory_mb is set
 STOP_GRACE_S = 1  # for responses that have been made, and idle connections
 
 
@@ -30,7 +30,7 @@ def worker_folder() -> str | None:
 
 
 def body_memory_mb(settings: Settings) -> int:
-    """Return how much memory all request bodies may take together, at least enough for one of the largest."""
+    """Return how many MB all request bodies may take together: at least enough for one of the largest."""
     return max(settings.body_memory_mb or _LARGEST_BODIES * settings.max_body_mb, settings.max_body_mb + 4)
 
 
@@ -44,7 +44,7 @@ def options(acceptor: ProbeAcceptor, settings: Settings, heartbeats: Heartbeats)
         "workers": 1,
         "worker_class": "medusa_handler.server.gunicorn_worker.Worker",
         "threads": threads(settings),
-        # One more would end gunicorn's worker when the process may open no further file.
+        # With more, the process could reach its limit of open files, at which gunicorn's worker would end.
         "worker_connections": min(threads(settings) + _IDLE_CONNECTIONS, most_files() - LEAST_FILES // 2),
         "worker_tmp_dir": worker_folder() or "/dev/shm",
         "timeout": 0,
@@ -53,7 +53,7 @@ def options(acceptor: ProbeAcceptor, settings: Settings, heartbeats: Heartbeats)
         "limit_request_line": 8190,
         "limit_request_fields": 100,
         "limit_request_field_size": 8190,
-        # A proxy beside us (queue-proxy) passes on what clients send: no header of theirs may move our routes.
+        # A proxy beside us (queue-proxy) passes clients' headers on, and none of them may move our routes.
         "forwarded_allow_ips": "",
         "forwarder_headers": "",
         "control_socket_disable": True,

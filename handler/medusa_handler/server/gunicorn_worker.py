@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OLDEST, BELOW = (27, 0), (27, 1)  # 26.2 and older keep a pipelined request that was read ahead waiting for more bytes
-_RETRY_S = 0.05  # until the next look for a free descriptor
+_RETRY_S = 0.05  # how long to wait before looking for a free descriptor again
 _STATUSES = (
     (errors.LimitRequestLine, 414),
     (errors.LimitRequestHeaders, 431),
@@ -58,7 +58,7 @@ _STATUSES = (
 
 
 def _closed(graceful: bool = False) -> None:
-    """Replaces a connection's close() where closing it is left to LateClients."""
+    """Do nothing: the ``close`` of a connection that LateClients will close."""
 
 
 def check_version(found: tuple[int, ...] = version_info) -> None:
@@ -91,7 +91,7 @@ def _correct(req: Any) -> None:
 
 
 def _has_more(req: Any) -> bool:
-    """Return whether the client still owes a large part of a body that nobody has read.
+    """Return whether a large part of the body has not been read from the client.
 
     gunicorn would wait five seconds for it in this thread, to use the connection again.
     """
@@ -100,9 +100,10 @@ def _has_more(req: Any) -> bool:
 
 
 class FunctionServer(BaseApplication):  # type: ignore[misc]
-    """The gunicorn application. ``boot`` runs in the worker and returns the WSGI callable and the function to drain it.
+    """The gunicorn application.
 
-    ``starting`` runs here, in the parent, before each worker is forked.
+    ``boot`` runs in the worker, and returns the WSGI callable and the function that drains it. ``starting`` runs in the
+    parent, before each worker is forked.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
         self.serving = threading.local()  # each thread's request
         self.slow_clients = SlowClients(settings.read_timeout_s)
         self.write_timeout_s = settings.write_timeout_s
-        # Bodies that are read take a third of the threads; with those that wait, half of them.
+        # Bodies that are being read take at most a third of the threads; with those that wait, half of them.
         self.body_budget = BodyBudget(
             body_memory_mb(settings) * 1_000_000, readers=threads(settings) // 3, on_full=probes.set_bodies_full
         )
@@ -160,11 +161,11 @@ class _Pool(ThreadPoolExecutor):
 
 
 class Worker(ThreadWorker):  # type: ignore[misc]
-    """Accepts until it is drained, also after SIGTERM: a platform's probes must see 503, not a refused connection."""
+    """The worker. It accepts until it is drained, also after SIGTERM: probes must see 503, not a refused connection."""
 
     def init_process(self) -> None:
-        # A signal handler that needs a lock hangs if it interrupts the thread that holds it; this queue takes none. The
-        # thread is started now, because that takes a lock, too, and at the end there may be no room for a thread.
+        # A signal handler that needs a lock hangs if it interrupts the thread that holds the lock. A SimpleQueue needs
+        # none, but starting a thread does, and might fail later for lack of room; so the thread starts here.
         self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._late_clients = LateClients()
         threading.Thread(target=self._drain, name="drain", daemon=True).start()
@@ -183,9 +184,10 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             time.sleep(_RETRY_S)
 
     def enqueue_req(self, conn: Any) -> None:
-        """Give a connection a thread when it has sent a whole request; the acceptor passes on no other ones.
+        """Give a connection a thread once it has sent a whole request.
 
-        So this concerns a connection's further requests, to which gunicorn would give a thread at their first byte.
+        The acceptor has waited for the first request of the connection. At a further one, gunicorn would use a thread
+        from the first byte on.
         """
         if not getattr(conn, "initialized", True):
             conn.data_ready = True
@@ -199,7 +201,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
     def on_client_socket_readable(self, conn: Any, client: Any) -> None:
         whole = self._is_whole(conn)
-        # One that has begun a request is idle no more: from its first byte on it has the time of SlowClients.
+        # A connection that has begun a request is not idle: from its first byte on, SlowClients limits its time.
         if (whole or conn.incoming.seen) and conn in self.keepalived_conns:
             self.keepalived_conns.remove(conn)
         if whole:
@@ -207,7 +209,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             super().enqueue_req(conn)
 
     def _is_whole(self, conn: Any) -> bool:
-        """Return whether the connection's next request has arrived; else the poller is quiet until more has come."""
+        """Return whether the connection's next request has arrived. If not, the poller is quiet until more has come."""
         if not hasattr(conn, "incoming"):
             conn.incoming = Incoming(conn.sock)
         seen = conn.incoming.seen
@@ -220,14 +222,14 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         return True
 
     def notify(self) -> None:
-        """gunicorn calls this about once a second, from the loop that accepts."""
+        """Beat for the watchdog. gunicorn calls this about once a second, from the loop that accepts."""
         super().notify()
         self.app.heartbeats.beat("worker")
 
     def handle(self, conn: Any) -> Any:
-        # Head and body are two sends: without this the second waits up to 40 ms for the client's delayed ACK (Nagle).
+        # Head and body are two sends. Without this, the second waits up to 40 ms for the client's delayed ACK (Nagle).
         conn.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # One send, not the whole answer: a stream may take long, only its reader must not stall.
+        # The limit is for one send, not for the whole answer: a stream may take long, but its reader must not stall.
         conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(self.app.write_timeout_s))
         self.app.slow_clients.begin(conn.sock)
         try:
@@ -238,7 +240,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         finally:
             self.app.slow_clients.end(conn.sock)
         if not kept:
-            # gunicorn waits for the client's end in its loop, up to two seconds, and everybody else with it.
+            # gunicorn would wait in its loop until the client closes, up to two seconds, and so hold up all others.
             self._late_clients.leave(conn.sock)
             conn.close = _closed
         return kept
@@ -267,7 +269,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             client.sendall(head.encode() + body)
 
     def murder_pending(self) -> None:
-        """gunicorn calls this about once a second."""
+        """End clients that are too slow. gunicorn calls this about once a second."""
         super().murder_pending()
         self.app.slow_clients.shut()
         self.app.body_budget.end_slow()
@@ -279,7 +281,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         self._stop.get()
         if self.app.drain is not None:
             self.app.drain()
-        # What is still open are idle connections: no reason to wait for them as long as for work.
+        # Only idle connections are still open, which need not be waited for as long as work.
         self.cfg.set("graceful_timeout", STOP_GRACE_S)
         self.alive = False
         self.method_queue.defer(lambda: None)  # wakes the loop

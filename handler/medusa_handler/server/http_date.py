@@ -11,7 +11,7 @@ _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct",
 
 @functools.lru_cache(maxsize=1)
 def http_date(unix_s: int) -> str:
-    """Return a time as the ``Date`` field has it, such as ``Sun, 06 Nov 1994 08:49:37 GMT``, in any locale."""
+    """Return a time in the form of the ``Date`` field, such as ``Sun, 06 Nov 1994 08:49:37 GMT``, in any locale."""
     at = time.gmtime(unix_s)
     date = f"{_DAYS[at.tm_wday]}, {at.tm_mday:02} {_MONTHS[at.tm_mon - 1]} {at.tm_year:04}"
     return f"{date} {at.tm_hour:02}:{at.tm_min:02}:{at.tm_sec:02} GMT"

@@ -1,4 +1,4 @@
-"""Clients that close late: one thread throws away what all of them still send.
+"""Clients that close late: one thread throws away the bytes that they still send.
 
 Closing at once would reset the connection of a client that is still sending, which would then lose the answer. Waiting
 in the thread that answered would let such clients hold every thread, and probes would wait.

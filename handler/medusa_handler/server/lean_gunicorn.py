@@ -1,7 +1,7 @@
-"""The lean import of gunicorn: without what it only needs for TLS, error pages, help texts and files of log settings.
+"""The lean import of gunicorn: without the modules for TLS, error pages, help texts and files of log settings.
 
-These are modules of the standard library, which take half of the time of ``import gunicorn``. While it is imported
-there are placeholders for them, which stay gunicorn's own: other code gets the real modules.
+These modules of the standard library take half of the time of ``import gunicorn``. While gunicorn is imported, it finds
+placeholders in their place, and keeps them. All other code gets the real modules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .http_date import http_date
 
 
 class _Placeholder(ModuleType):
-    """A module with a few names; all others are looked up in the real one, which is imported for that."""
+    """A module with a few names. Any other name is looked up in the real module, which is then imported."""
 
     def __init__(self, name: str, **names: Any) -> None:
         super().__init__(name)
@@ -41,7 +41,7 @@ class _Placeholder(ModuleType):
 
 
 class _NoTlsError(Exception):
-    """Stands in for ssl.SSLError: this server's connections have no TLS, so it never comes from them."""
+    """A placeholder for ssl.SSLError, which never occurs: this server's connections have no TLS."""
 
 
 def _formatdate(timestamp: float, localtime: bool = False, usegmt: bool = False) -> str:
@@ -53,7 +53,7 @@ def _from_log_files(name: str) -> Callable[..., Any]:
 
 
 def import_leanly() -> None:
-    """Import what is used of gunicorn, if it is not imported yet."""
+    """Import the parts of gunicorn that this package uses, unless gunicorn is imported already."""
     if "gunicorn" in sys.modules or sys.version_info[:2] not in TESTED_PYTHONS:
         return
     dates = _Placeholder("email.utils", formatdate=_formatdate)
@@ -73,7 +73,7 @@ def import_leanly() -> None:
     finally:
         for each in placeholders:
             each.leave()
-    del help_texts.dedent  # from now on texts of answers would be dedented
+    del help_texts.dedent  # from now on it would be called for the text of answers, which needs the real one
 
 
 __all__ = ["import_leanly"]

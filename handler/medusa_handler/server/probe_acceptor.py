@@ -1,8 +1,8 @@
-"""Accepts every connection, answers probes itself, and passes all other connections on to the worker.
+"""The acceptor: takes every connection, answers probes itself, and passes all other connections on to the worker.
 
-It runs in gunicorn's arbiter, a process that otherwise sleeps, and starts before gunicorn is imported. So a probe waits
-for no imports, no user code that holds the interpreter's lock, and no two hundred requests that begin at once. The
-worker is given a connection when a whole request has arrived (whole_requests.py), so slow clients hold no thread.
+It runs in gunicorn's arbiter, a process that otherwise sleeps, and starts before gunicorn is imported. So a probe does
+not wait for imports, for user code that holds the interpreter's lock, or for two hundred requests that begin at once.
+The worker is given a connection once a whole request has arrived (whole_requests.py), so slow clients hold no thread.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .whole_requests import HEAD_BYTES, Incoming, Sent
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 75.0  # how long a connection may send nothing
-_RETRY_S = 0.02  # until the next look for room in the socket to the worker, or for a free descriptor
-_MOST_WAITING = 1024  # connections for which the worker has no room
+_RETRY_S = 0.02  # how long to wait for room in the socket to the worker, or for a free descriptor
+_MOST_WAITING = 1024  # connections with a whole request that wait for room in the socket to the worker
 _MOST_THROWN_AWAY = 8  # pieces of 64 KiB
-_MOST_HELD = 8192  # connections that have sent no whole request; then the oldest one is closed
+_MOST_HELD = 8192  # connections that have not sent a whole request; if there are more, the oldest one is closed
 # All of a request's head, and nothing behind it; anything unusual is left to the worker.
 _HEAD = re.compile(
     rb"(GET|HEAD) (/[!-\"$->@-~]*)(?:\?[!-~]*)? HTTP/1\.([01])\r\n((?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~]*\r\n)*)\r\n"
@@ -58,11 +58,14 @@ class _Held:
 
     incoming: Incoming
     end: float
-    look_at: float | None = None  # when it is looked at next, where the kernel cannot say that more has come
+    look_at: float | None = None  # when to look at it again, if the kernel cannot report that more has come
 
 
 class ProbeAcceptor:
-    """Accepts connections in a thread, but none while a worker is forked; calls ``tick`` about every half second."""
+    """A thread that accepts connections, but none while a worker is forked.
+
+    It calls ``tick`` about every half second. From its first byte on, a request has ``read_timeout_s`` to arrive.
+    """
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class ProbeAcceptor:
     def open(self) -> None:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        # A signal that the kernel gave to this thread would wake nobody: only the main thread handles it.
+        # Only the main thread handles signals. One that the kernel gave to this thread would not wake it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             threading.Thread(target=self._run, name="probe-acceptor", daemon=True).start()
@@ -97,7 +100,7 @@ class ProbeAcceptor:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def stand_still_over_forks(self) -> None:
-        """Accept nothing while a worker is forked: it would keep open a connection that is just being accepted."""
+        """Accept nothing while a worker is forked, because the worker would keep such a connection open, too."""
         release = self._busy.release
         os.register_at_fork(before=self._busy.acquire, after_in_parent=release, after_in_child=release)
 
@@ -147,7 +150,7 @@ class ProbeAcceptor:
             self._look(connection)
 
     def _look(self, connection: socket.socket) -> None:
-        """Look at what the connection has sent, and decide who answers. Only a probe is taken from it."""
+        """Look at what the connection has sent, and decide who answers. Only a probe is read from the socket."""
         held = self._held.get(connection)
         incoming = Incoming(connection) if held is None else held.incoming
         before = incoming.seen
@@ -155,9 +158,9 @@ class ProbeAcceptor:
         if sent is Sent.NOTHING:
             self._hold(connection, incoming, KEEPALIVE_S)
         elif sent is Sent.PART:
-            # The first byte ends the time for silence; from then on the client has ``read_timeout_s`` for the request.
+            # The first byte ends the time for silence. From then on, the client has ``read_timeout_s`` for the request.
             held = self._hold(connection, incoming, self._read_timeout_s, anew=not before)
-            if before == incoming.seen:  # the kernel woke us for nothing, and would again at once
+            if before == incoming.seen:  # the kernel woke us for nothing, and would do so again at once
                 held.look_at = time.monotonic() + LOOK_S
                 self._selector.unregister(connection)
         elif sent is Sent.WHOLE and (answer := self._answer(incoming.data)) is not None:
@@ -216,7 +219,7 @@ class ProbeAcceptor:
             shared = head_sharing(self._cors_origins, data)
         answer = _response(status, {"error": error}, lasting=False, only_head=False, more=shared)
         with contextlib.suppress(OSError):
-            # What has come is taken first: closing with unread bytes would reset the connection before the answer.
+            # Take the bytes that have come: closing with unread bytes would reset the connection before the answer.
             for _ in range(_MOST_THROWN_AWAY):
                 if not connection.recv(1 << 16, socket.MSG_DONTWAIT):
                     break
@@ -261,7 +264,7 @@ class ProbeAcceptor:
                 self._selector.register(connection, selectors.EVENT_READ, connection)
 
     def _close_late(self, connection: socket.socket) -> None:
-        """Close a connection that has sent no whole request in its time. If it has sent a part, it gets 408 first."""
+        """Close a connection that has not sent a whole request in time. If it has sent a part, it gets 408 first."""
         incoming = self._held[connection].incoming
         begun = incoming.seen
         self._forget(connection)
@@ -294,7 +297,7 @@ def _response(
 
 
 class HandoffSocket:
-    """Hands connections from the acceptor to the worker. To gunicorn it is a listening socket."""
+    """A pair of sockets that hands connections from the acceptor to the worker. To gunicorn it is a listener."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
@@ -303,7 +306,7 @@ class HandoffSocket:
             end.setblocking(False)
 
     def send(self, connection: socket.socket) -> bool:
-        """Hand over a connection; False when there is no room. One that nobody will take is dropped (True)."""
+        """Send a connection to the worker. Return False if there is no room, True if it is sent or can never be."""
         try:
             socket.send_fds(self._writing, [b"c"], [connection.fileno()])
         except OSError as error:

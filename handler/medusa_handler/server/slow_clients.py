@@ -12,7 +12,7 @@ import time
 
 
 class SlowClients:
-    """The connections that are sending a request, and since when."""
+    """The connections that are sending a request, and until when each may."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -25,12 +25,12 @@ class SlowClients:
             self._reading.setdefault(id(connection), (connection, time.monotonic() + self._limit_s))
 
     def end(self, connection: socket.socket) -> None:
-        """Call when all of the request has been read, or the connection is closed."""
+        """Stop a client's time. Call when all of the request has been read, or the connection is closed."""
         with self._lock:
             self._reading.pop(id(connection), None)
 
     def shut(self) -> None:
-        """Shut down the connections that are overdue. Call about once a second; its reader then sees the end."""
+        """Shut down the connections that are overdue, so that their readers see an end. Call about once a second."""
         now = time.monotonic()
         with self._lock:
             for key, (connection, end) in tuple(self._reading.items()):

@@ -1,4 +1,4 @@
-"""The tokens that a request may bear: the one of the settings, and those of a file that can change meanwhile."""
+"""The tokens that give access: one from the settings, and those of a file that may change while the server runs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _LOOK_S = 1.0
 
 
 class Tokens:
-    """``file`` has a token a line; empty lines and those that begin with # do not count.
+    """The valid tokens. ``file`` has one on each line; empty lines and those that begin with # do not count.
 
-    It is read again when it has changed, so tokens are rotated without a restart: add the new one, let clients change
-    over, remove the old one. A change that cannot be used is logged, and the tokens before it stay.
+    The file is read again when it has changed, so tokens are rotated without a restart: add the new one, let clients
+    change over, remove the old one. If the changed file cannot be used, that is logged, and the earlier tokens stay.
     """
 
     def __init__(self, token: str | None, file: str | None) -> None:
-        """Raises ConfigError for a file that cannot be used."""
+        """Read the file. Raises ConfigError if it cannot be used."""
         self._own = () if token is None else (token.encode(),)
         self._path = file
         self._lock = threading.Lock()
@@ -36,7 +36,7 @@ class Tokens:
 
     @property
     def wanted(self) -> bool:
-        """Whether requests need one."""
+        """Whether requests need a token."""
         return self._path is not None or bool(self._own)
 
     def accept(self, header: str) -> bool:
@@ -44,7 +44,7 @@ class Tokens:
         import hmac  # with OpenSSL: 3 ms, and most servers want no token
 
         scheme, _, given = header.partition(" ")
-        # A near miss takes as long as any other. Bytes, because compare_digest refuses text that is not ASCII.
+        # The time does not depend on how much of a token is right. compare_digest refuses text that is not ASCII.
         sent = given.strip().encode("latin-1", "replace")
         same = [hmac.compare_digest(sent, token) for token in (*self._own, *self._current())]
         return any(same) and scheme.lower() == "bearer"

@@ -1,7 +1,7 @@
 """Traces by OpenTelemetry: a span for each request, and the cold start with its stages.
 
-Requests only note what a span needs. A thread makes spans of it and sends them, and imports OpenTelemetry's packages
-(half a second) once the function is ready, so that no start waits for them.
+Requests only note what a span needs. A thread makes the spans and sends them. It imports OpenTelemetry's packages (half
+a second) once the function is ready, so that no start waits for them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _POLL_S = 0.25
 _SEND_S = 1.0
 _MOST = 10_000  # spans that wait; more are dropped
 _LAST_SEND_S = 3.0
-_LONGEST_PATH = 256  # of a caller's path in a span: 10,000 whole ones could take 150 MB
+_LONGEST_PATH = 256  # characters of a caller's path in a span: 10,000 whole paths could take 150 MB
 
 
 @dataclass
@@ -45,11 +45,11 @@ class _Noted:
     end_ns: int
     attributes: dict[str, Any]
     failed: bool = False
-    inner: bool = False  # no request
+    inner: bool = False  # a stage of the start, not a request
 
 
 def check_installed() -> None:
-    """Raise MissingPackageError where OpenTelemetry is not installed."""
+    """Raise MissingPackageError if OpenTelemetry is not installed."""
     from importlib.util import find_spec
 
     try:
@@ -71,7 +71,7 @@ class Tracer:
         self._thread.start()
 
     def around(self, app: Wsgi) -> Wsgi:
-        """Note each request, as a child of the span that its ``traceparent`` names, and pass its own on."""
+        """Wrap ``app``: note each request as a child of the span in its ``traceparent``, and put its own span there."""
 
         def call(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
             given = _PARENT.fullmatch(environ.get("HTTP_TRACEPARENT", "").strip())
@@ -93,7 +93,7 @@ class Tracer:
         return call
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the spans that are left; wait for that at most three seconds."""
         self._stopping.set()
         self._thread.join(_LAST_SEND_S)
 
@@ -115,7 +115,7 @@ class Tracer:
                 return
 
     def _cold_start(self) -> list[_Noted]:
-        """The stages of the start as spans below one, all of the same trace."""
+        """Return the stages of the start as spans of one trace, below a span for the whole start."""
         stages = [stage for stage in self._service.timeline.stages() if stage.end_ns >= stage.start_ns]
         if not stages:
             return []
@@ -154,7 +154,7 @@ def _of_request(answer: Answer, trace: str, span: str, parent: str) -> _Noted:
 
 
 def _exporter(name: str) -> Callable[[list[_Noted]], None]:
-    """Return what sends spans to where OTEL_EXPORTER_OTLP_ENDPOINT says. Imports OpenTelemetry."""
+    """Return a function that sends spans to OTEL_EXPORTER_OTLP_ENDPOINT. Imports OpenTelemetry."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan

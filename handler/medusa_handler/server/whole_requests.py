@@ -1,9 +1,9 @@
-"""Finds out whether a connection has sent a whole request, without taking anything from it.
+"""Finds out whether a connection has sent a whole request, without reading anything from it.
 
-A request that is still coming must hold no thread: a few hundred clients that send a byte now and then would hold all
-of them. So the head waits in the kernel's buffer until it is complete, and with it a small body, or the beginning of a
-large one. The worker reads the rest within its budget (body_budget.py). The kernel is told how much must
-come before it is worth another look.
+A request that is still coming must not hold a thread: a few hundred clients that send a byte now and then would hold
+all of them. So the head waits in the kernel's buffer until it is complete, and with it a small body, or the beginning
+of a large one. The worker reads the rest within its budget (body_budget.py). A socket option (SO_RCVLOWAT) says how
+much must come before the connection is reported as readable again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..http.environ import SMALL_BODY_BYTES
 HEAD_BYTES = 32 << 10  # the largest head; less than what a socket's buffer holds from the start
 _PEEK_BYTES = 2 * HEAD_BYTES
 _PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
-_MOST_DIGITS = 20  # of a length
+_MOST_DIGITS = 20  # of a body's length
 _CLOSE_WAIT = 8  # TCP_INFO's state of a connection whose client will send no more
 _BEGINS = re.compile(rb"(?:\r\n)*(?:[!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}(?: |\Z)|\r?\Z)")
 _FRAMING = re.compile(rb"\r\n(content-length|transfer-encoding|expect)[ \t]*:[ \t]*([^\r\n]*)", re.IGNORECASE)
@@ -31,15 +31,15 @@ class Sent(Enum):
 
     NOTHING = "nothing"
     PART = "part"
-    WHOLE = "whole"  # or the rest will never come
-    HEAD = "head"  # and what is waited for of a body that is large, or comes in chunks
+    WHOLE = "whole"  # or the client will send no more
+    HEAD = "head"  # and as much of a body that is large or comes in chunks as is waited for
     TOO_LARGE = "too large"  # a head over HEAD_BYTES
     NO_HTTP = "no HTTP"
     CLOSED = "closed"
 
 
 class Judgement(NamedTuple):
-    """How much of a request has come. ``least``: after a part, how many bytes must come to make it more."""
+    """How much of a request has come. ``least`` is set for PART: at least so many more bytes are missing."""
 
     sent: Sent
     least: int = 0
@@ -68,7 +68,7 @@ def judge(data: bytes) -> Judgement:
 
 
 def _judge_chunks(data: bytes, start: int) -> Judgement:
-    """HEAD when all chunks have come, SMALL_BODY_BYTES of them, or something that the worker has to refuse."""
+    """Return HEAD when all chunks have come, SMALL_BODY_BYTES of them, or something that the worker has to refuse."""
     room = start + SMALL_BODY_BYTES - len(data)
     at = start
     while room > 0:
@@ -88,7 +88,7 @@ def _judge_chunks(data: bytes, start: int) -> Judgement:
 
 
 def _missing_line(data: bytes, at: int) -> int:
-    """Return how many more bytes the line of the chunk that begins ``at`` needs at least, to be complete or wrong."""
+    """Return the least number of bytes after which the line of a chunk's size, which begins at ``at``, is decided."""
     ending = data.endswith(b"\r", at)
     right = _CHUNK.fullmatch(data, at, len(data) - ending) is not None
     return 2 + right - ending
@@ -99,7 +99,7 @@ def _missing_end(data: bytes) -> Judgement:
 
 
 class Incoming:
-    """The part of a connection's next request that has come. Nothing is taken from the socket."""
+    """The part of a connection's next request that has come. Nothing is read from the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -107,7 +107,7 @@ class Incoming:
         self.data = b""
 
     def look(self, before: bytes = b"") -> Sent:
-        """Call when the connection can be read. After PART it becomes readable again only when enough has come.
+        """Return how much of the request has come. After PART, the socket becomes readable only once enough has come.
 
         ``before`` holds the bytes of the request that were already taken from the socket.
         """
@@ -128,18 +128,18 @@ class Incoming:
             return sent
         if peeked == b"" or (peeked and len(self.data) == self._seen and self._ended()):
             self.release()
-            return Sent.WHOLE  # the reader finds the end at once
+            return Sent.WHOLE  # whoever reads it finds the end at once
         self._seen = len(self.data)
         self._wake_at(len(peeked or b"") + least)
         return Sent.PART
 
     @property
     def seen(self) -> int:
-        """Bytes that were there at the last look."""
+        """The number of bytes that were there at the last look, if it found PART, else 0."""
         return self._seen
 
     def release(self) -> None:
-        """Let the connection be read as usual again."""
+        """Let the connection be readable at the first byte again."""
         if self._seen:
             self._seen = 0
             self._wake_at(1)

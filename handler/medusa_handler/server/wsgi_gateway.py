@@ -1,4 +1,4 @@
-"""The WSGI callable. Answers probes by itself, asks for the token, and hands everything else to the Flask app.
+"""The WSGI callable. It answers probes itself, checks the token, and hands all else to the Flask app.
 
 Importing Flask costs 100 to 200 ms; a probe that arrives before it is there must not wait for it.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
-_REPORTS = ("/metrics", "/timeline", "/openapi.json")  # these routes are not work, and are not refused
+_REPORTS = ("/metrics", "/timeline", "/openapi.json")  # these routes are not work, so they are never refused
 _TOKEN_WANTED = {
     "error": {
         "message": "expected the header Authorization: Bearer <token> with this server's token",
@@ -35,7 +35,7 @@ _PROBE_IS_READ_ONLY = ApiError(405, "a probe takes GET and HEAD alone", code="ba
 
 
 class WsgiGateway:
-    """The WSGI callable; ``build`` makes the Flask app, and is called once."""
+    """The WSGI callable. ``build`` makes the Flask app, and is called once."""
 
     def __init__(self, service: Service, build: Callable[[], Wsgi]) -> None:
         self._service = service
@@ -59,7 +59,7 @@ class WsgiGateway:
             self._outermost = with_access_log(self._outermost, settings.access_log)
         self._app: Wsgi | None = None
         self._building = threading.Lock()
-        # Locks are given in no order, so requests that wait for the app keep theirs in a number.
+        # Threads do not get a lock in the order in which they came, so each request has a number.
         self._arrivals = itertools.count()
         self._cap = service.settings.max_waiting + service.settings.max_concurrency
         self._room = threading.Semaphore(self._cap)
@@ -84,7 +84,7 @@ class WsgiGateway:
             return _json(start_response, "405 Method Not Allowed", _PROBE_IS_READ_ONLY, ("Allow", "GET, HEAD"))
         environ[ARRIVED] = next(self._arrivals)
         if self._app is None and environ["PATH_INFO"] not in _REPORTS:
-            # Each of these holds a thread until the app is there; beyond the cap that must be none of the probes' own.
+            # Each of these holds a thread until the app is there. Above the cap, they would take the probes' threads.
             if not self._room.acquire(blocking=False):
                 return self._refuse(start_response)
             try:

@@ -1,4 +1,4 @@
-"""A user function's parameters: what each is given, from its annotation or name."""
+"""The arguments of a user's function: what each parameter is given, according to its annotation or name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Resolve = Callable[[Request], Any]
 
 
 class InvalidBodyError(HttpError):
-    """The body does not fit the declared type; ``fields`` says where: [{"field": "a.b", "message": …}]."""
+    """The error for a body that does not fit the declared type. ``fields``: [{"field": "a.b", "message": …}]."""
 
     def __init__(self, status: int, message: str, fields: list[dict[str, str]]) -> None:
         super().__init__(status, message)
@@ -24,7 +24,7 @@ class InvalidBodyError(HttpError):
 
 
 class Binding:
-    """Turns a request into the arguments of ``function``. Raises HandlerLoadError for a signature it cannot serve."""
+    """A function's arguments, made from a request. Raises HandlerLoadError for a signature that cannot be served."""
 
     def __init__(self, function: Callable[..., Any], context: Context) -> None:
         name = getattr(function, "__qualname__", repr(function))
@@ -49,7 +49,7 @@ class Binding:
                 self._named[parameter.name] = resolve
 
     def arguments(self, request: Request) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and named arguments. Raises HttpError 400 or 422 when the body does not fit."""
+        """Return the positional and named arguments. Raises HttpError 400 or 422 if the body does not fit."""
         named = {name: resolve(request) for name, resolve in self._named.items()}
         return [resolve(request) for resolve in self._positional], named
 
@@ -111,7 +111,7 @@ def _is_cloud_event(kind: Any) -> bool:
 
 
 def _cloud_event(kind: Any, request: Request) -> Any:
-    """The event in the body, binary or structured, as the class of the package (1.x or 2.x) that ``kind`` is."""
+    """Return the event in the request, binary or structured, in the class of the package's version (1.x or 2.x)."""
     headers = {name.lower(): value for name, value in request.headers.items()}
     try:
         if kind.__module__.startswith("cloudevents.core"):

@@ -19,7 +19,7 @@ from .loop import AsyncItems, EventLoop
 
 
 class UserCode:
-    """Asynchronous code runs in ``loop``. ``folder`` is where the code lies, known while it is loaded."""
+    """The user's function or class. Its asynchronous code runs in ``loop``; ``folder`` is known from ``load`` on."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
@@ -30,11 +30,14 @@ class UserCode:
 
     @property
     def is_event_style(self) -> bool:
-        """Whether it is an OpenFaaS ``handle(event, context)``, whose result has a statusCode."""
+        """Whether the function is an OpenFaaS ``handle(event, context)``, whose result has a statusCode."""
         return self._binding is not None and self._binding.is_event_style
 
     def load(self, spec: str, context: Context) -> None:
-        """Import it and run its ``load``. Raises HandlerError and HandlerLoadError, with its own error as cause."""
+        """Import the code that ``spec`` names, and run its ``load``.
+
+        Raises HandlerError and HandlerLoadError, with the code's own error as cause.
+        """
         target = load_target(spec)
         source = getattr(sys.modules.get(getattr(target, "__module__", "")), "__file__", None)
         self.folder = Path(source).parent if source else None
@@ -61,9 +64,9 @@ class UserCode:
         return self._instance  # type: ignore[no-any-return]
 
     def call(self, request: Request, gone: Callable[[], bool] = lambda: False) -> Any:
-        """Call it, once it is loaded, and return its result; an asynchronous iterator comes back as a plain one.
+        """Call the function and return its result; an asynchronous iterator becomes a plain one. Call after ``load``.
 
-        Raises what it raises, ClientGoneError, and 504 when its time is over.
+        Raises the function's errors, ClientGoneError, and 504 when the request's time is over.
         """
         assert self._binding is not None
         positional, named = self._binding.arguments(request)
@@ -75,7 +78,7 @@ class UserCode:
         return self._loop.run(result, gone) if inspect.iscoroutine(result) else result
 
     def close(self) -> None:
-        """Run its ``close``. Raises what that raises."""
+        """Run the ``close`` of the user's class, if it has one. Raises its errors."""
         close = getattr(self._instance, "close", None)
         if callable(close):
             self._wait(close())

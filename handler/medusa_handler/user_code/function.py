@@ -1,4 +1,4 @@
-"""The user's function: loaded in the background, called once a request, closed at the end."""
+"""The user's function: loaded in the background, called for each request, closed at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class UserFunction:
-    """``ready`` when ``load`` has returned. ``fail`` ends the instance, ``on_loaded`` is called once it is ready."""
+    """The user's function, ``ready`` once ``load`` has returned.
+
+    ``fail`` ends the instance; ``on_loaded`` is called once the function is ready.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class UserFunction:
 
     @property
     def is_event_style(self) -> bool:
-        """Whether it is an OpenFaaS ``handle(event, context)``, whose result has a statusCode."""
+        """Whether the function is an OpenFaaS ``handle(event, context)``, whose result has a statusCode."""
         return self._code.is_event_style
 
     @property
@@ -62,7 +65,7 @@ class UserFunction:
         return self._code.folder
 
     def load(self) -> None:
-        """Import the user's code and run its ``load``; an error ends the instance with one message."""
+        """Import the user's code and run its ``load``. An error ends the instance with one message."""
         try:
             with self._timeline.stage("handler"):
                 self._load()
@@ -85,13 +88,13 @@ class UserFunction:
         self._code.load(settings.handler, Context(model, settings, weights))
 
     def _weights_failed(self, error: BaseException) -> None:
-        """End the instance: a module was built whose weights cannot be loaded, now or ever."""
+        """End the instance, because the weights of a module that was built can never be loaded."""
         if not isinstance(error, MedusaError):
             error = WeightsError(f"a module's weights could not be loaded: {type(error).__name__}: {error}")
         self._fail(error)
 
     def call(self, request: Request, gone: Callable[[], bool]) -> Any:
-        """Like ``UserCode.call``. When the client leaves, what the function asked of ``context.model`` is cancelled."""
+        """Call the function, as ``UserCode.call`` does. When the client leaves, its calls of ``context.model`` end."""
         client_gone.set(gone)
         return self._code.call(request, gone)
 

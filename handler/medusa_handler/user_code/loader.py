@@ -1,4 +1,4 @@
-"""User code, from ``file.py:name`` or ``module:name`` to the object of that name."""
+"""Loads user code: the object that ``file.py:name`` or ``module:name`` names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_NAMES = ("Handler", "handle")
 
 
 def load_target(spec: str) -> Any:
-    """The function, class or object that ``spec`` names. Raises HandlerLoadError, with the user's error as cause."""
+    """Return the object that ``spec`` names: a function or a class. Raises HandlerLoadError, from the user's error."""
     place, _, name = spec.partition(":")
     path = _source(place)
     module = _import_module(place) if path is None else _import_file(path)
@@ -37,7 +37,7 @@ def load_target(spec: str) -> Any:
 
 
 def _source(place: str) -> Path | None:
-    """The file that a spec's first part means; None when it is a module that Python itself must find."""
+    """Return the file that a spec's first part means; None for a module that Python itself must find."""
     if place.endswith(".py") or "/" in place:
         path = Path(place).absolute()
         if not path.is_file():
@@ -50,7 +50,7 @@ def _source(place: str) -> Path | None:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Run the file as a module under a private name, so that it collides with no package; its folder is importable."""
+    """Run the file as a module under a private name, which collides with no package. Make its folder importable."""
     name = f"_medusa_function_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_POLL_S = 0.25  # how soon a client that left is noticed
+_POLL_S = 0.25  # how soon it is noticed that a client has left
 
 
 class EventLoop:
@@ -35,7 +35,7 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T], gone: Callable[[], bool] = lambda: False) -> T:
-        """The coroutine's result; it is cancelled when the client leaves (ClientGoneError)."""
+        """Return the coroutine's result. When the client leaves, cancel the coroutine and raise ClientGoneError."""
         future = self.submit(coroutine)
         while True:
             done, _ = concurrent.futures.wait([future], _POLL_S)
@@ -52,7 +52,7 @@ class EventLoop:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop for good: ``sys.exit`` in a coroutine ends that coroutine and would end the loop, too."""
+    """Run the loop forever: without this, ``sys.exit`` in a coroutine would end the loop, too."""
     while True:
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
             loop.run_forever()

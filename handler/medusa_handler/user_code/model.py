@@ -37,25 +37,25 @@ class Model:
 
     @property
     def info(self) -> EngineInfo:
-        """The engine and the model that it runs; waits until it does."""
+        """The engine and the model that it runs. Waits until the engine is ready, at most ``hold_s``."""
         assert self._served.engine is not None
         return self._served.engine.wait_ready(self._served.settings.hold_s)
 
     def generate(self, prompt: Prompt, **sampling: Any) -> str:
-        """The whole completion. Raises RequestError, OverloadedError, EngineError."""
+        """Return the whole completion. Raises RequestError, OverloadedError, EngineError."""
         return "".join(self.stream(prompt, **sampling))
 
     def stream(self, prompt: Prompt, **sampling: Any) -> Iterator[str]:
-        """The completion's text as it comes."""
+        """Yield the completion's text as it comes."""
         text = prompt if isinstance(prompt, str) else tuple(prompt)
         return self._stream(text, _params(sampling), add_special_tokens=True)
 
     def chat(self, messages: list[dict[str, Any]], **sampling: Any) -> str:
-        """The whole answer to ``messages``, rendered with the model's chat template."""
+        """Return the whole answer to ``messages``, rendered with the model's chat template."""
         return "".join(self.stream_chat(messages, **sampling))
 
     def stream_chat(self, messages: list[dict[str, Any]], **sampling: Any) -> Iterator[str]:
-        """The answer's text as it comes."""
+        """Yield the answer's text as it comes."""
         params = _params({"max_tokens": None, **sampling})
         template = self._served.chat_template(_gone())
         return self._stream(
@@ -63,7 +63,10 @@ class Model:
         )
 
     def embed(self, texts: Sequence[str | Sequence[int]], dimensions: int | None = None) -> list[list[float]]:
-        """A vector for each text, by an encoder; texts beyond its length are cut. Raises RequestError, EngineError."""
+        """Return an encoder's vector for each text; texts beyond its length are cut.
+
+        Raises RequestError, EngineError.
+        """
         given = [text if isinstance(text, str) else tuple(text) for text in texts]
         found = embeddings(self._served, given, _gone(), dimensions=dimensions, truncate=-1)
         return [floats(vector.data) for vector in found]

@@ -1,4 +1,4 @@
-"""Finds, offline, the order in which a function uses the weights of its own modules, by a request (Cicada §3.3)."""
+"""Records, offline and with a request, in which order a function uses its modules' weights (Cicada §3.3)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class _ThisThread(EventLoop):
-    """Runs asynchronous code where it is waited for: what torch does is noted for one thread."""
+    """A loop that runs asynchronous code in the calling thread, because torch's work is recorded in one thread."""
 
     def __init__(self, runner: asyncio.Runner) -> None:
         super().__init__()
@@ -40,11 +40,11 @@ class _ThisThread(EventLoop):
 
 
 def execution_order(region: Region, settings: Settings, body: bytes) -> list[str]:
-    """The checkpoint's tensors in the order in which the function of ``settings.handler`` uses them for ``POST /``
-    with this body; those that it does not use come last.
+    """Return the checkpoint's tensors in the order in which a function uses them to answer a request.
 
-    ``region`` holds the whole checkpoint. The request is made twice: the first one may build modules. Raises
-    HandlerLoadError, and HandlerError when the function fails, refuses the request, or uses none of the weights.
+    The function is that of ``settings.handler``, the request ``POST /`` with ``body``. Tensors that it does not use
+    come last. ``region`` holds the whole checkpoint. The request is made twice, since the first may build modules.
+    Raises HandlerLoadError, and HandlerError if the function fails, refuses the request, or uses none of the weights.
     """
     assert settings.handler is not None
     from medusa_runtime.load.trace import ExecutionTrace

@@ -16,7 +16,7 @@ _OURS = (str(Path(__file__).parents[1]), str(Path(medusa_runtime.__file__).paren
 
 
 def user_traceback(error: BaseException, folder: Path | None = None) -> str:
-    """The traceback from the first frame in ``folder`` on; without one, from the first frame that is not ours."""
+    """Return the traceback from the first frame in ``folder`` on, or whole if there is none, without our frames."""
     found = traceback.TracebackException(type(error), error, _first_in(folder, error.__traceback__))
     found.stack[:] = [frame for frame in found.stack if not frame.filename.startswith(_OURS)]
     return "".join(found.format()).rstrip()

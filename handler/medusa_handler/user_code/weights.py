@@ -52,14 +52,14 @@ class Weights:
         exact: bool = True,
         release: bool = False,
     ) -> M:
-        """The module that ``factory`` constructs, without waiting for its weights; it may be called at once.
+        """Return the module that ``factory`` constructs, without waiting for its weights. It may be called at once.
 
-        Any code that makes a ``torch.nn.Module`` will do; parameters take no memory and are not initialised while it
-        runs. Each part of a forward waits for its own weights, and what a forward waits for is fetched first.
-        Parameters need no gradient. The options are those of ``medusa_runtime.load.factory.options.BuildOptions``.
+        The factory is any code that makes a ``torch.nn.Module``; while it runs, parameters take no memory and are not
+        initialised. Each part of a forward pass waits for its own weights, and weights that it waits for are fetched
+        first. Parameters need no gradient. ``medusa_runtime.load.factory.options.BuildOptions`` describes the options.
 
-        Raises what the factory raises. What is wrong with the checkpoint or its fetch is raised by the forward and by
-        ``wait``; where nobody waits, it ends the instance.
+        Raises the factory's errors. Errors of the checkpoint or its fetch are raised by the forward pass and by
+        ``wait``; if neither runs, such an error ends the instance.
         """
         region = self._region()
         self._import_torch()
@@ -82,12 +82,12 @@ class Weights:
         return module
 
     def wait(self) -> None:
-        """Wait until every module that was built has all its weights. Raises the error that came instead."""
+        """Wait until every module that was built has all its weights. Raises the error that prevented it."""
         for loader in list(self._loaders):
             loader.wait()
 
     def names(self) -> dict[int, str]:
-        """Wait for all built modules, and return the checkpoint's name of each of their tensors, by its id."""
+        """Wait for all built modules, and return the checkpoint's names of their tensors, by ``id(tensor)``."""
         self.wait()
         return {key: name for loader in self._loaders for key, name in loader.names().items()}
 

@@ -98,7 +98,7 @@ class CompatibleEngine:
         self._tokenizer.wait()
 
     def open_http(self) -> Callable[[socket.socket], None]:
-        """Return what takes a connection, and passes its bytes on to vLLM's server and back."""
+        """Return a function that takes a connection and passes its bytes to vLLM's server and back."""
         return self._pass_on
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -210,7 +210,7 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 
 
 def _failure(status: int, body: bytes) -> MedusaError:
-    """Why vLLM's server gave no completion: by the request's fault, or by its own."""
+    """Return the error for a completion that vLLM's server refused: the request's fault, or the server's."""
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
@@ -226,7 +226,7 @@ def _structured(asked: StructuredOutputs) -> dict[str, Any]:
 
 
 def _sampled(logprobs: dict[str, Any] | None, position: int, token: int) -> Sampled:
-    """A token with its log-probabilities, whose texts are of the form ``token_id:7``."""
+    """Return a token with its log-probabilities, in which texts have the form ``token_id:7``."""
     if not logprobs or position >= len(logprobs.get("token_logprobs") or ()):
         return Sampled(token)
     top = (logprobs.get("top_logprobs") or [{}] * (position + 1))[position] or {}

@@ -27,7 +27,7 @@ from ..weights.attached import settings_for
 _LOOK_S = 0.1
 _END_S = 10.0
 _GIB = 1024
-# `vllm serve`. vLLM's own main asks for a distribution named vllm, which a build for CPUs is not.
+# `vllm serve`. vLLM's own main needs a distribution named vllm, but builds for CPUs have another name.
 _MAIN = """
 import sys
 try:
@@ -45,14 +45,14 @@ command.cmd(arguments)
 
 
 class Exchange:
-    """An answer that is being read; on exit its connection is closed."""
+    """An answer that is being read. As a context manager, it closes the connection."""
 
     def __init__(self, connection: socket.socket, response: http.client.HTTPResponse) -> None:
         self._connection = connection
         self.response = response
 
     def hang_up(self) -> None:
-        """End the connection, also while another thread reads from it."""
+        """End the connection, even while another thread reads from it."""
         hang_up(self._connection)
 
     def __enter__(self) -> Self:
@@ -64,7 +64,7 @@ class Exchange:
 
 
 class VllmServer:
-    """The process. ``folder`` has the checkpoint's small files, and gets the socket."""
+    """The process of `vllm serve`. ``folder`` has the checkpoint's small files; the socket is created there."""
 
     def __init__(self, folder: Path, region: Region, settings: Settings, timeline: Timeline, name: str) -> None:
         self._socket = folder / "vllm.sock"
@@ -92,12 +92,12 @@ class VllmServer:
         parent = os.getpid()
 
         def prepare() -> None:
-            die_with_parent(parent, signal.SIGTERM)  # with which vLLM's server ends its own processes, too
+            die_with_parent(parent, signal.SIGTERM)  # at this signal, vLLM's server ends its own processes, too
 
         self._process = subprocess.Popen([*command, *flags], env=environment, preexec_fn=prepare)
 
     def wait_ready(self) -> None:
-        """Wait until it answers. Raises EngineError when it ends first; its log has said why."""
+        """Wait until the server answers. Raises EngineError if it ends first; its log says why."""
         while True:
             self.check()
             try:
@@ -114,7 +114,7 @@ class VllmServer:
             raise EngineError(f"vLLM's own server {how}; its log says why")
 
     def connect(self) -> socket.socket:
-        """A connection to the server. Raises OSError."""
+        """Return a connection to the server. Raises OSError."""
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(str(self._socket))
@@ -124,7 +124,7 @@ class VllmServer:
         return connection
 
     def get(self, path: str) -> tuple[int, bytes]:
-        """The status and the body of a GET. Raises OSError."""
+        """Return the status and the body of a GET. Raises OSError."""
         with self.ask("GET", path, None) as exchange:
             return exchange.response.status, exchange.response.read()
 

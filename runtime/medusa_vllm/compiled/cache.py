@@ -2,8 +2,8 @@
 
 Offline, ``capture`` starts the engine once in a new process, with empty caches, and packs what was compiled. Online,
 the engine's worker unpacks it with ``restore`` and attaches it to its model. The file contains no path, host name or
-user of the machine it was made on. What it is valid for (engine, torch, Python, CPU, model) is its key in the manifest;
-what only vLLM can tell is checked before it is used.
+user of the machine it was made on. Its key in the manifest says what it is valid for (engine, torch, Python, CPU,
+model). What only vLLM can decide is checked before the code is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from medusa_runtime.state.offline import run_module
 
 _CAPTURE = "medusa_vllm.compiled.capture"
 _MODEL = "model-1"  # the folder in the archive; another number is another format
-# What zipfile raises for bytes that are no archive, or an archive with wrong bytes in it.
+# Errors that zipfile raises for bytes that are not an archive, and for a damaged archive.
 _DAMAGE: tuple[type[Exception], ...] = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, OverflowError)
 _DAMAGE += (KeyError, ValueError, RuntimeError)
 
@@ -51,7 +51,7 @@ def pack(folder: Path, blob: Path) -> Path:
 def restore(blob: bytes, folder: Path) -> Path:
     """Unpack into ``folder``, which is private to this process, and return the CompiledModel's folder in it.
 
-    Raises StateError when the file is damaged or of another format. The engine then starts as if there were none.
+    Raises StateError if the file is damaged or of another format. The engine then starts without it.
     """
     with _opened(blob) as archive:
         for name in archive.namelist():
@@ -75,7 +75,7 @@ def _opened(blob: bytes) -> Iterator[zipfile.ZipFile]:
 
 
 def cache_folders(folder: Path) -> dict[str, str]:
-    """The environment that keeps every cache of vLLM, Inductor and Triton in ``folder``."""
+    """Return the environment variables that keep every cache of vLLM, Inductor and Triton in ``folder``."""
     return {
         "VLLM_CACHE_ROOT": str(folder / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),

@@ -1,4 +1,4 @@
-"""Counts what this process compiled with torch.compile, from the times that torch keeps of each step."""
+"""Counts what this process compiled with torch.compile, from the durations that torch records for each step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Compilations(NamedTuple):
 
 
 def compilations() -> Compilations:
-    """Count since the process started, including the processes that it was forked from. Imports nothing."""
+    """Return the counts of this process, including the processes that it was forked from. Imports nothing."""
     utils = sys.modules.get("torch._dynamo.utils")
     times = {} if utils is None else utils.compilation_time_metrics
 

@@ -1,4 +1,4 @@
-"""Imports what loading a compiled model needs: 0.3 s that an idle process need not leave to the first request."""
+"""Imports what loading a compiled model needs. It takes 0.3 s, in which an idle process spares the first request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MODULES = (
 
 
 def import_compiled() -> None:
-    """Import it in a process that will only fork, on a machine that computes on the CPU.
+    """Import what loading a compiled model needs, in a process that will only fork and on a CPU.
 
     Compiles nothing and starts no thread.
     """

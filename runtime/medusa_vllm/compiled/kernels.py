@@ -89,7 +89,7 @@ class CompiledKernels:
         if module is None:
             if not path.exists():
                 raise StateError(f"the compile cache lacks the kernel {name}: it was made from another graph")
-            # What Inductor's own loader does: the extension reads the address of this function when it is initialised.
+            # As in Inductor's own loader: the extension reads the address of this function when it is initialised.
             address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
             os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
             spec = importlib.util.spec_from_file_location(module_name, path)
@@ -104,7 +104,7 @@ class CompiledKernels:
 
 
 def digest(argtypes: Sequence[str], source: str) -> str:
-    """The name of a kernel: its C++ source and the types of its arguments."""
+    """Return the name of a kernel: a digest of its C++ source and its arguments' types."""
     return hashlib.sha256("\0".join([*argtypes, source]).encode()).hexdigest()[:32]
 
 
@@ -114,7 +114,7 @@ def _in_place_of_inductors(substitute: Callable[[Callable[..., Any]], Callable[.
 
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 
-    # Both ways into it (at once, and from a pool of compilers) go through this one class method.
+    # Inductor compiles at once or in a pool of compilers. Both ways go through this class method.
     replacement = classmethod(substitute(Bindings.load_pybinding_async))
     with patch.object(Bindings, "load_pybinding_async", replacement):
         yield

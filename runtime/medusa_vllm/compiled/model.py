@@ -1,8 +1,8 @@
 """Takes vLLM's compiled model out of one process and puts it into another, without vLLM's own cache.
 
-vLLM's cache depends on the checkpoint's path, among others. And where vLLM compiles with plain Inductor, as on a CPU,
-it cannot load what it kept: it calls ``finalize_loading`` on a function that has none, and compiles again. But a
-decorated module runs its ``aot_compiled_fn``, whatever that is, so a worker may set it.
+vLLM's cache depends on the checkpoint's path, among other things. And if vLLM compiles with plain Inductor, as on a
+CPU, it cannot load its own cache: it calls ``finalize_loading`` on a function that has none, and compiles again. But a
+decorated module runs whatever its ``aot_compiled_fn`` is, so a worker may set it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CompiledModel:
 
     @contextmanager
     def record(self, model: Any, config: Any) -> Iterator[None]:
-        """Serialize what is compiled of ``model`` (a loaded vLLM module) in this context.
+        """Serialize the functions of ``model`` (a loaded vLLM module) that are compiled in this context.
 
         Raises StateError at its end when nothing was compiled.
         """
@@ -92,7 +92,7 @@ def check_index(index: bytes, config: Any) -> None:
 
 
 def config_key(config: Any) -> str:
-    """vLLM's own hash of what shapes a graph (versions, configuration, environment).
+    """Return vLLM's own hash of what determines a graph (versions, configuration, environment).
 
     It leaves out the model's path, and the settings of a compiler that does not run again.
     """
@@ -115,7 +115,7 @@ def config_key(config: Any) -> str:
 
 
 def _parse(index: bytes) -> tuple[list[str], str]:
-    """The names of the compiled modules, and the configuration's key."""
+    """Return the names of the compiled modules, and the configuration's key."""
     try:
         found = json.loads(index)
         return [str(name) for name in found["modules"]], str(found["config"])
@@ -130,7 +130,7 @@ def _compiled_modules(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _load(module: Any, config: Any, path: Path) -> Any:
-    """Load a function as vLLM loads its own: check that the traced source is the same, and drop the guards."""
+    """Load a function as vLLM loads its own: check that the traced source is unchanged, and drop the guards."""
     import torch
     from vllm.compilation.decorators import _verify_source_unchanged
     from vllm.config import set_current_vllm_config

@@ -26,7 +26,7 @@ _RESTORED, _CAPTURED, _ALWAYS = "medusa_compiled", "medusa_capture", "medusa_com
 
 
 class CompiledStart:
-    """How one engine starts: compiled or eager (``wanted``), and with the bundle's compile cache if there is one.
+    """The way one engine starts: compiled or eager (``wanted``), and with the bundle's compile cache if there is one.
 
     ``auto`` compiles only where a bundle makes the compiler unnecessary; ``always`` compiles where there is no bundle.
     ``extra`` passes that to the workers, in the load configuration.
@@ -47,9 +47,9 @@ class CompiledStart:
         return self._always or self._blob is not None
 
     def suits(self, config: Any) -> bool:
-        """Return whether this VllmConfig is the one that was compiled for.
+        """Return whether the code was compiled for this VllmConfig.
 
-        Returns False once; then the configuration has to be made again, for a start without the cache.
+        After it has returned False, the configuration must be made again, for a start without the cache.
         """
         if self._blob is None:
             return True
@@ -71,7 +71,7 @@ class CompiledStart:
         return True
 
     def close(self) -> None:
-        """Remove what only loading workers need."""
+        """Remove the files that only loading workers need."""
         self._blob = None
         if self._fd >= 0:
             os.close(self._fd)
@@ -120,7 +120,7 @@ def _attach(blob: Path, model: Any, config: Any) -> int:
 
 
 def _run_eagerly(model: Any) -> None:
-    """Run a model eagerly that could not be attached, because compiling now would take longer than a request waits.
+    """Run a model eagerly if no code could be attached: compiling now would take longer than a request waits.
 
     This includes operators that vLLM compiles by themselves.
     """

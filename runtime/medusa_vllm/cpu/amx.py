@@ -1,13 +1,13 @@
-"""Permission for AMX's tile registers, which Linux gives a process only when it asks."""
+"""Permission for AMX's tile registers, which Linux only gives a process on request."""
 
 from __future__ import annotations
 
 
 def ask_for_tiles() -> None:
-    """Ask for them where the CPU has them; processes that are forked from this one inherit the permission.
+    """Request tile registers if the CPU has them. Processes that are forked from this one inherit the permission.
 
-    vLLM's bf16 attention uses them without asking, and the kernel ends a process that does so by SIGILL. oneDNN asks at
-    its first product with them, to which a small model may never come.
+    vLLM's bf16 attention uses them without a request, for which the kernel ends the process with SIGILL. oneDNN
+    requests them at its first product that uses them, but a small model may have no such product.
     """
     import torch
 

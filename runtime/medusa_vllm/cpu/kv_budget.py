@@ -1,4 +1,4 @@
-"""Decides how much memory vLLM's KV cache may take, from a recorded plan or the model's shape, and what is free.
+"""Decides how much memory vLLM's KV cache may take: from a recorded plan or the model's shape, and the free memory.
 
 vLLM would run a forward of the largest batch to measure it; this runs none (``state/kv_plan.py`` explains how).
 """

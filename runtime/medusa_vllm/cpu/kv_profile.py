@@ -30,7 +30,7 @@ _PLENTY_BYTES = 1 << 60
 
 
 def capture(model: str, settings: Settings, folder: Path) -> Path | None:
-    """Write a file with the plan. None for the other engine, and on a GPU, where vLLM's worker looks at memory itself.
+    """Write a file with the plan. Return None for the other engine, and on a GPU, where vLLM's worker measures itself.
 
     Raises StateError with the last line of the process's output when it fails.
     """
@@ -43,7 +43,7 @@ def capture(model: str, settings: Settings, folder: Path) -> Path | None:
 
 def main() -> int:
     model, out = sys.argv[1], Path(sys.argv[2])
-    # Another start looks itself at what is free then.
+    # Each start determines the free memory itself.
     settings = replace(Settings(**json.load(sys.stdin)), model=model, compile="never", state="none", kv_cache_mb=None)
     settings = replace(settings, tensor_parallel=1)
     region, timeline = fetch_and_import(settings)
@@ -99,7 +99,7 @@ def _measured(engine: VllmEngine, settings: Settings, tokens: int, stays_bytes: 
 
 
 def _forward(engine: VllmEngine, token: int, tokens: int) -> None:
-    """Run a forward of so many tokens, none of which vLLM has cached."""
+    """Run a forward pass of ``tokens`` tokens, none of which vLLM has cached."""
     ended = queue.SimpleQueue[Delta]()
 
     def sink(delta: Delta) -> None:

@@ -14,7 +14,7 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 
 
 class LazyZeros(TorchFunctionMode):
-    """In this context a large ``torch.zeros`` of bytes on the CPU is memory the kernel zeroes at its first use.
+    """A context in which a large ``torch.zeros`` of bytes on the CPU is memory that the kernel zeroes at its first use.
 
     torch.zeros writes its zeros: 2 s for a 1 GiB cache of which the first request uses a few blocks.
     """

@@ -1,8 +1,7 @@
 """vLLM's linear layers on a CPU without 16-bit products: computed from the checkpoint's own bytes by our kernels.
 
-There vLLM packs each weight for oneDNN and multiplies in fp32, which takes two and a half times as long as our kernels,
-after a copy of the whole model. A layer's ``quant_method`` is where vLLM lets others decide how a weight is kept and
-multiplied.
+On such a CPU, vLLM copies the whole model, packed for oneDNN, and multiplies in fp32, which takes two and a half times
+as long as our kernels. With a layer's ``quant_method``, vLLM lets others decide how a weight is kept and multiplied.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class StoredLinear(UnquantizedLinearMethod):  # type: ignore[misc]
             self.weights = (layer.weight.data,)
         self._given = {}
         self._rows = [weight.shape[0] for weight in self.weights]
-        # As vLLM does after packing a weight. A fused layer's was never written, so it has taken no memory.
+        # vLLM does the same after packing a weight. A fused layer's weight was never written, so it took no memory.
         layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -100,7 +99,7 @@ class StoredHead(UnquantizedEmbeddingMethod):  # type: ignore[misc]
 
 
 def _part_ids(layer: Any) -> dict[Hashable, int]:
-    """For a fused layer that has all of its rows: vLLM's name and the rows of each part, in order."""
+    """Return vLLM's name and the rows of each part of a fused layer, in order, if the layer has all of its rows."""
     if layer.tp_size > 1 or not isinstance(layer, MergedColumnParallelLinear | QKVParallelLinear):
         return {}
     names: tuple[Hashable, ...] = ("q", "k", "v")

@@ -66,7 +66,7 @@ class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
 
 
 def share_cpus(settings: Settings) -> None:
-    """Give each rank its CPUs. Otherwise vLLM wants a NUMA node for each."""
+    """Give each rank its CPUs. Without this, vLLM requires a NUMA node for each."""
     ranks, cpus = settings.tensor_parallel, sorted(os.sched_getaffinity(0))[: settings.threads]
     if len(cpus) < ranks:
         raise ConfigError(f"--tensor-parallel={ranks} cannot be used: expected a CPU for each, found {len(cpus)}")
@@ -75,7 +75,7 @@ def share_cpus(settings: Settings) -> None:
 
 
 def become_rank() -> None:
-    """Make this process a rank: end with the engine, drop its connections, and take this rank's CPUs."""
+    """Make this process a rank: it ends with the engine, drops the engine's connections, and takes its CPUs."""
     die_with_parent(os.getppid())
     leave_sockets()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
@@ -86,7 +86,7 @@ def become_rank() -> None:
 
 
 def leave_sockets() -> None:
-    """Drop the engine's connections: its clients see its end only when no rank has one open."""
+    """Drop the engine's connections: clients only see the engine's end once no rank holds one open."""
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:

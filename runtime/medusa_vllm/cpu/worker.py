@@ -1,4 +1,4 @@
-"""vLLM's worker on a CPU: times what it does before a request, and defers what can wait."""
+"""vLLM's worker on a CPU. It times its work before the first request, and defers what can wait."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .lazy_zeros import LazyZeros
 
 @contextmanager
 def _unfinished_prompts_draw_nothing(runner: Any) -> Iterator[None]:
-    """Keep the random numbers of seeded requests whose prompts are not whole yet, in this context.
+    """Keep requests with a seed from drawing random numbers in this context before their prompts are computed.
 
-    vLLM samples for them, too, forgets the token, and turns the generator back, which a CPU's generator cannot do.
+    vLLM samples for them, too, drops the token, and rewinds the generator, which a CPU's generator cannot do.
     """
     batch, mask = getattr(runner, "input_batch", None), getattr(runner, "discard_request_mask", None)
     if batch is None or mask is None or not batch.generators:

@@ -15,7 +15,7 @@ _REPLACED = {"enforce_eager": "--enforce-eager", "compilation_config": "--compil
 
 
 def gpu_arguments(settings: Settings, *, compiled: bool) -> dict[str, Any]:
-    """The part of EngineArgs for a GPU: our worker, and full graphs of decodes for MEDUSA's batch sizes.
+    """Return the part of EngineArgs for a GPU: our worker, and full graphs of decodes for MEDUSA's batch sizes.
 
     Piecewise graphs belong to compiled models and are vLLM's own: each holds a piece of one of its compiled functions.
     """
@@ -26,16 +26,16 @@ def gpu_arguments(settings: Settings, *, compiled: bool) -> dict[str, Any]:
 
 
 def warn_of_flags_without_use(given: dict[str, Any]) -> None:
-    """Say which of the user's flags of ``vllm serve`` the arguments for a GPU replace."""
+    """Log which of the user's flags of ``vllm serve`` the arguments for a GPU replace."""
     unused = [flag for name, flag in _REPLACED.items() if given.get(name)]
     if unused:
         logger.warning("%s of vllm serve: not used on a GPU, where medusa has graphs of its own", ", ".join(unused))
 
 
 def bundle_arguments(settings: Settings) -> dict[str, str | None]:
-    """The part of ``model_loader_extra_config`` that says whose bundle a worker's region has, and whether to use it.
+    """Return the part of ``model_loader_extra_config`` that names the bundle, and says whether to use it.
 
-    The worker writes there that a graph broke the context.
+    A worker also records in the bundle's quarantine that a graph broke the context.
     """
     return {"medusa_model": settings.model, "medusa_state": settings.state, "medusa_graphs": settings.graphs}
 

@@ -1,6 +1,6 @@
 """Lets vLLM capture its decode graphs on this GPU, and materializes them, offline.
 
-Two processes do so one after the other, and nothing lies at the same address in both.
+Two processes do so, one after the other. Nothing has the same address in both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     settings = Settings(**json.load(sys.stdin))
-    if settings.compile == "auto":  # as an instance runs it, since the bundle has the compiled code, too
+    if settings.compile == "auto":  # as in an instance: the bundle has the compiled code, too
         settings = replace(settings, compile="always")
     out, second = Path(arguments[0]), Path(arguments[1]) if len(arguments) > 1 else None
     from medusa_runtime.device.cupti import ModuleRecorder

@@ -84,7 +84,7 @@ class VllmGraphState:
         device: str = "cuda",
         pool: GraphPool | None = None,
     ) -> None:
-        """``pool``: what the graphs were captured in, where that is not torch's own."""
+        """``pool`` is the pool in which the graphs were captured, if it is not torch's own."""
         self._driver, self._runner, self._manager = driver, runner, manager
         self._pool = pool
         self._segments = segments or torch.cuda.memory_snapshot
@@ -99,14 +99,14 @@ class VllmGraphState:
         return self._driver.read(memory_range.address, memory_range.size)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what must be equal at a restore. Sizes of memory are compared separately, for each range."""
+        """Return facts that must be equal at a restore. Sizes of memory are compared separately, for each range."""
         config = self._runner.model_config
         model = hashlib.sha256(repr(config.hf_config).encode()).hexdigest()[:16]
         own = {"torch": torch.__version__, "vllm": __version__, "model": model, "dtype": str(config.dtype)}
         return fingerprint(self._driver, own)
 
     def dump(self, images: ImageStore) -> Blueprints:
-        """Read all captured graphs as they are. ``images``: those of all modules loaded so far."""
+        """Read all captured graphs as they are. ``images`` are those of all modules loaded so far."""
         handles = {key_of(one): int(graph.raw_cuda_graph()) for one, graph in self._full()}
         handles |= {key: int(entry.cudagraph.raw_cuda_graph()) for key, (_, _, entry) in self._pieces().items()}
         known = self.named()
@@ -125,7 +125,7 @@ class VllmGraphState:
         *,
         stream: Any,
     ) -> Blueprints:
-        """Make blueprints. ``second``: the dump of another process, in which everything has another address."""
+        """Make blueprints. ``second`` is the dump of another process, in which everything has another address."""
         dump = self.dump(images)
         numbers = {memory_range.name: number for number, memory_range in enumerate(dump.ranges)}
         full = dict(self._full())
@@ -169,9 +169,9 @@ class VllmGraphState:
     def restore(
         self, data: Blueprints | bytes, *, trigger: Trigger | None = None, validate: str = "ends"
     ) -> Restored | None:
-        """Restore the full graphs that fit. Why others do not is logged once.
+        """Restore the full graphs that fit, and log once why others do not.
 
-        Raises DeviceError when the context is broken.
+        Raises DeviceError if the context is broken.
         """
         blueprints = Blueprints.load(data) if isinstance(data, bytes) else data
         used = blueprints.used_ranges()
@@ -182,7 +182,7 @@ class VllmGraphState:
             return None
         here = {memory_range.name: memory_range for memory_range in self.named()}
         here[HIDDEN] = MemoryRange(HIDDEN, RangeKind.NAMED, hidden.data_ptr(), hidden.nbytes)
-        # A range of another size has other strides or rows. It counts as missing, and each graph's reason will say so.
+        # A range of another size has other strides or rows. It counts as missing, which each graph's reason will say.
         placed = {
             name: here[name].address
             for name, memory_range in recorded.items()
@@ -218,8 +218,8 @@ class VllmGraphState:
     def restore_pieces(self, create_forward: Callable[..., Any]) -> list[BatchExecutionDescriptor]:
         """Restore piecewise graphs, and return the batches whose graphs are all there.
 
-        Call it after ``restore``, and after a first forward has made the compiled functions. ``create_forward``: vLLM's
-        function that makes the forward of a batch.
+        Call it after ``restore``, and after a first forward has made the compiled functions. ``create_forward`` is
+        vLLM's function that makes the forward of a batch.
         """
         if self._restored is None:
             return []
@@ -343,7 +343,7 @@ def _output(place: list[Any], rows: int) -> Piece:
 
 
 def _without_pinned(made: Blueprints) -> Blueprints:
-    """Refuse graphs that are only right at their captured addresses: vLLM's memory lies elsewhere in each process."""
+    """Refuse graphs that are only right at their captured addresses, because vLLM's memory moves between processes."""
     why = f"{Reason.ADDRESS}: it only fits where it was captured, and vLLM puts memory elsewhere in each process"
     refused = {graph.key: why for graph in made.graphs if graph.pinned}
     graphs = tuple(graph for graph in made.graphs if not graph.pinned)

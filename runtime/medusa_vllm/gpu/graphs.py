@@ -37,7 +37,7 @@ class Restored(NamedTuple):
 
 
 class NoTimeline:
-    """A timeline that keeps nothing, for a vLLM that somebody else started with our worker."""
+    """A timeline that keeps nothing, for a vLLM that was started with our worker, but not by us."""
 
     def stage(self, name: str, **detail: Any) -> nullcontext[dict[str, Any]]:
         return nullcontext(detail)
@@ -45,12 +45,12 @@ class NoTimeline:
     def record(self, name: str, start_ns: int, end_ns: int, **detail: Any) -> None: ...
 
 
-Pieces = Callable[[Any], Sequence[Any]]  # given vLLM's create_forward_fn: the batches whose pieces were restored
-Restore = Callable[[Any], Restored | None]  # given the manager; None: there is nothing that fits
+Pieces = Callable[[Any], Sequence[Any]]  # from vLLM's create_forward_fn to the batches whose pieces were restored
+Restore = Callable[[Any], Restored | None]  # from the manager to the restored graphs; None if nothing fits
 
 
 def key_of(description: BatchExecutionDescriptor) -> str:
-    """The name of a batch's description in a bundle: equal for equal descriptions in every process."""
+    """Return the name of a batch's description in a bundle. Equal descriptions have equal names in every process."""
     return "vllm " + " ".join(f"{name}={value}" for name, value in _fields(description))
 
 
@@ -92,7 +92,7 @@ def keeping_nodes() -> AbstractContextManager[Any]:
 def _one_layer(model: Any) -> Iterator[None]:
     """Let vLLM's model run only its first layer in this context.
 
-    Raises EngineError where the layers are not listed as in most models.
+    Raises EngineError if the layers are not listed as in most models.
     """
     stacks = [one for one in model.modules() if hasattr(one, "start_layer") and hasattr(one, "end_layer")]
     if len(stacks) != 1:
@@ -106,7 +106,7 @@ def _one_layer(model: Any) -> Iterator[None]:
 
 
 class _Pieces(CudaGraphManager):  # type: ignore[misc]
-    """The part of a manager that vLLM calls to capture: restores piecewise graphs where it can."""
+    """The part of a manager that vLLM calls to capture. It restores piecewise graphs if it can."""
 
     def capture(self, create_forward_fn: Any, *arguments: Any, **options: Any) -> None:
         batches = self._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
@@ -156,7 +156,7 @@ class GraphManager(ModelCudaGraphManager, _Pieces):  # type: ignore[misc]
     def first_layer(self, key: str) -> int:
         """Capture a step of one layer with this batch, which loads the modules of its kernels (MEDUSA §5.2)."""
         (one,) = [one for one in self._capture_descs[CUDAGraphMode.FULL] if key_of(one) == key]
-        # In a pool of its own, since what is captured here is never run.
+        # In a pool of its own, because this graph is never run.
         own = {"_capture_descs": {CUDAGraphMode.FULL: [one]}, "graphs": {}, "hidden_states": None}
         scratch = remade(ModelCudaGraphManager, self)
         scratch.__dict__.update(own, pool=torch.cuda.graph_pool_handle())
@@ -167,7 +167,7 @@ class GraphManager(ModelCudaGraphManager, _Pieces):  # type: ignore[misc]
         return int(scratch.graphs[one].raw_cuda_graph())
 
     def capture(self, *arguments: Any, **options: Any) -> None:
-        """Restore what fits, and let vLLM capture the rest. Never fails because of a bundle."""
+        """Restore the graphs that fit, and let vLLM capture the others. A bundle never makes this fail."""
         start_ns = time.monotonic_ns()
         self._arguments = arguments, options
         restored = self._restored()
@@ -208,7 +208,7 @@ class GraphManager(ModelCudaGraphManager, _Pieces):  # type: ignore[misc]
 
 @contextmanager
 def _only(descriptions: dict[Any, list[Any]], wanted: dict[Any, list[Any]]) -> Iterator[None]:
-    """In this context only these descriptions are to be captured."""
+    """A context in which only these descriptions are captured."""
     everything = dict(descriptions)
     descriptions.clear()
     descriptions.update(wanted)
@@ -220,7 +220,7 @@ def _only(descriptions: dict[Any, list[Any]], wanted: dict[Any, list[Any]]) -> I
 
 
 class _without:
-    """In this context descriptions that have a graph are not to be captured."""
+    """A context in which descriptions that have a graph are not captured."""
 
     def __init__(self, descriptions: dict[Any, list[Any]], graphs: Mapping[Any, Any]) -> None:
         self._descriptions = descriptions

@@ -1,4 +1,4 @@
-"""Names all device memory that vLLM's graphs may point into, equally in every process.
+"""Names all device memory that vLLM's graphs may point into, with the same names in every process.
 
 vLLM allocates weights, KV cache and its static inputs where torch puts them. A tensor's name is the shortest path of
 attributes to it from the model runner, such as ``input_buffers.positions`` or
@@ -20,7 +20,7 @@ _UNSAID = ("_modules", "_parameters", "_buffers")
 
 
 def named_ranges(root: object, wanted: Callable[[Tensor], bool]) -> list[MemoryRange]:
-    """One range for each storage that is reached from ``root``. ``wanted``: whether a tensor is on the device."""
+    """Return a range for each storage that is reached from ``root``. ``wanted`` says if a tensor is on the device."""
     found: dict[int, MemoryRange] = {}
     for name, tensor in _tensors(root):
         if wanted(tensor):
@@ -41,11 +41,11 @@ def apart(ranges: Iterable[MemoryRange]) -> list[MemoryRange]:
 
 
 def _tensors(root: object) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor below ``root``, with its name.
+    """Yield every tensor below ``root``, with its name.
 
     Breadth first, so that the shortest path gives the name, and in the order in which attributes were made.
     """
-    seen: dict[int, object] = {id(root): root}  # the objects are kept: an id may be used again
+    seen: dict[int, object] = {id(root): root}  # the objects are kept, because an id may be used again
     waiting: deque[tuple[str, object]] = deque([("", root)])
     while waiting:
         path, thing = waiting.popleft()

@@ -101,7 +101,7 @@ def results_of(output: Any, ranges: Sequence[MemoryRange]) -> Results:
 
 
 def made_of(results: Results, ranges: Sequence[MemoryRange], addresses: Mapping[str, int], device: torch.device) -> Any:
-    """Rebuild a function's return value from JSON, with tensors in the ranges at their present addresses."""
+    """Rebuild a function's return value from JSON, with tensors at the ranges' present addresses."""
     kinds: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "list": list}
 
     def made(value: Results) -> Any:

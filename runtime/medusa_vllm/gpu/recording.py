@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 
 from .graphs import keeping_nodes, remade
 
-HIDDEN = "cudagraph_manager.hidden_states"  # what all graphs write their results to
+HIDDEN = "cudagraph_manager.hidden_states"  # all graphs write their results there
 _KINDS = 16  # how many different rows a reference has, each in a block of its own
 _LARGEST_INPUT_BYTES = 16 << 20
 
@@ -24,7 +24,7 @@ Snapshot = tuple[tuple[MemoryRange, bytes], ...]
 
 
 class _Kept(CudaGraphManager):  # type: ignore[misc]
-    """The part of a manager that vLLM calls to capture: keeps the graphs' nodes, and what a replay reads."""
+    """The part of a manager that vLLM calls to capture. It keeps the graphs' nodes, and the inputs of a replay."""
 
     def capture(self, create_forward_fn: Any, *arguments: Any, **options: Any) -> None:
         def create(description: BatchExecutionDescriptor, warmup: bool) -> Any:
@@ -61,12 +61,12 @@ class RecordingManager(ModelCudaGraphManager, _Kept):  # type: ignore[misc]
 
 
 class Recording:
-    """One capture of all graphs. ``inputs``: description → what its reference replay reads, as ranges and bytes."""
+    """One capture of all graphs. ``inputs`` maps descriptions to their reference replay's inputs: ranges and bytes."""
 
     def __init__(self, pool_base: int, *, shifts: Iterable[int] = ()) -> None:
-        """``pool_base``: the address of the pool that graphs are captured in.
+        """``pool_base`` is the address of the pool in which graphs are captured.
 
-        ``shifts``: bytes to allocate at each stage of a start, so that memory moves from process to process.
+        ``shifts`` are bytes to allocate at each stage of a start, so that memory moves from process to process.
         """
         self.pool: GraphPool | None = None
         self._pool_base = pool_base
@@ -81,7 +81,7 @@ class Recording:
         self._held: list[Tensor] = []
 
     def open_pool(self, driver: CudaDriver) -> None:
-        """Let vLLM capture all graphs in one pool at the chosen address. Called before it makes anything that does."""
+        """Let vLLM capture all graphs in one pool at the chosen address. Call before it makes what captures."""
         self.pool = open_pool(driver, self._pool_base)
         if self.pool is not None:
             type(current_platform)._global_graph_pool = self.pool.id
@@ -102,7 +102,7 @@ class Recording:
             self._held.append(torch.empty(self._shifts.pop(), dtype=torch.uint8, device=device))
 
     def prepared(self, description: BatchExecutionDescriptor) -> None:
-        """Keep the contents of all small memory that has a name and is no weight. A graph may read any of it."""
+        """Keep the contents of all small memory that has a name and is not a weight. A graph may read any of it."""
         runner = self.runner
         if self.state is None:
             assert self._make_state is not None
@@ -111,7 +111,7 @@ class Recording:
             blocks = runner.kv_cache_config.num_blocks
             vocab = runner.model_config.get_vocab_size()
             lay_out(runner.input_buffers, runner.block_tables, description.num_tokens, blocks=blocks, vocab=vocab)
-        elif description.num_reqs is None:  # for any number of requests; what vLLM laid out for attention stays
+        elif description.num_reqs is None:  # the graph is for any number of requests; vLLM's layout for attention stays
             ids = runner.input_buffers.input_ids[: description.num_tokens]
             ids.copy_(torch.arange(len(ids), device=ids.device) * 37 % runner.model_config.get_vocab_size())
         if not self._small:  # it is neither made nor moved between two captures
@@ -120,7 +120,7 @@ class Recording:
 
 
 def is_input(memory_range: MemoryRange) -> bool:
-    """Return whether a replay may read something here that each step writes anew."""
+    """Return whether a replay may read data in this range that each step writes anew."""
     if memory_range.name.startswith(("model.", "kv_caches.")) or memory_range.name == HIDDEN:
         return False
     return memory_range.size <= _LARGEST_INPUT_BYTES

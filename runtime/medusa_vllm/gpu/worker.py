@@ -1,7 +1,8 @@
 """vLLM's worker on a GPU (vLLM 0.32): a planned KV cache, restored graphs, every stage on the timeline.
 
-Between weights and the first request vLLM runs some work only to measure it: the largest forward, whose free memory is
-recorded instead (MEDUSA §6), and throw-away captures. Those are left out. Warm-ups of kernels stay.
+Between loading the weights and the first request, vLLM does some work only to measure it: the largest forward, which
+shows the free memory, and captures that it throws away. Both are left out; the free memory is recorded instead (MEDUSA
+§6). Warm-ups of kernels stay.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .recording import Recording, RecordingManager
 
 logger = logging.getLogger(__name__)
 
-_LEAST_FREE_BYTES = 512 << 20  # for activations; a plan that leaves less is not taken
+_LEAST_FREE_BYTES = 512 << 20  # for activations; a plan that leaves less is not used
 
 
 class GpuWorker(Worker):  # type: ignore[misc]
@@ -50,7 +51,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
         self._shift()
 
     def determine_available_memory(self) -> int:
-        """The planned bytes, where the GPU has them free now. Otherwise vLLM measures, by running a forward."""
+        """Return the planned bytes, if the GPU has them free now. Otherwise vLLM measures, by running a forward."""
         with self._timeline.stage("kv_plan") as detail:
             planned = self._graphs_kv_bytes() or self.cache_config.kv_cache_memory_bytes
             if planned:
@@ -96,7 +97,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
             return super().compile_or_warm_up_model()
 
     def restore_graphs(self, manager: GraphManager) -> Restored | None:
-        """The graphs that the state bundle holds for this model here; None where it holds none."""
+        """Restore the graphs that the state bundle has for this model and GPU; None if it has none."""
         blueprints = self._blueprints
         if blueprints is None:
             return None
@@ -124,7 +125,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
 
     @cached_property
     def _blueprints(self) -> Blueprints | None:
-        """The bundle's graphs, read once. If they cannot be used, that is logged once."""
+        """Return the bundle's graphs, which are read once. If they cannot be used, that is logged once."""
         bundled = self._bundled
         if bundled is None or self.recording is not None:
             return None
@@ -153,7 +154,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
         return graphs_of(attached.region, settings)
 
     def _graphs_kv_bytes(self) -> int | None:
-        """The size of the KV cache that the bundle's graphs were captured with. They fit no other."""
+        """Return the size of the KV cache with which the bundle's graphs were captured. They fit no other."""
         blueprints = self._blueprints
         found = blueprints.fingerprint.get(KV_BYTES, "") if blueprints is not None else ""
         return int(found) if found.isdigit() else None
@@ -166,7 +167,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
     def _timeline(self) -> Timeline | NoTimeline:
         try:
             timeline: Timeline = Attached.of(self.load_config).timeline
-        except ConfigError:  # somebody else started vLLM with this worker
+        except ConfigError:  # vLLM was started with this worker, but not by us
             return NoTimeline()
         return timeline
 

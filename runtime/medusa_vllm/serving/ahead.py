@@ -1,4 +1,4 @@
-"""What mounting vLLM's server needs and does not depend on the model: made by processes that wait, used once."""
+"""The parts of vLLM's server that do not depend on the model, made in advance by idle processes, and used once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .replacement import instead
 logger = logging.getLogger(__name__)
 
 _OF_THE_MODEL = {"model", "model_tag", "served_model_name"}
-# Variables that a start of the engine sets itself. Any other that differs may be one of the server's, such as its key.
+# Variables that an engine's start sets itself. Any other that differs may concern the server, such as its key.
 _SET_BY_A_START = (
     "VLLM_CPU_", "VLLM_DISABLE_SHARED_EXPERTS_STREAM", "VLLM_DIST_IDENT", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME",
     "VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_WORKER_MULTIPROC_METHOD",
@@ -52,7 +52,7 @@ def make_ahead(tasks: tuple[str, ...]) -> Any:
 
 
 def arguments_for(words: list[str], model: str) -> argparse.Namespace:
-    """Like ``server_arguments``; where there are no flags, without making vLLM's parser again."""
+    """Return the same as ``server_arguments``, but without flags do not make vLLM's parser again."""
     if words or _made is None:
         return server_arguments(words, model)
     arguments = copy.copy(_made.arguments)
@@ -61,11 +61,11 @@ def arguments_for(words: list[str], model: str) -> argparse.Namespace:
 
 
 def app_for(arguments: argparse.Namespace, tasks: tuple[str, ...], model_config: Any) -> Any:
-    """The app that was made ahead, where it is for these flags, tasks and environment; else a new one."""
+    """Return the app that was made ahead, if it fits these flags, tasks and environment; else a new one."""
     global _made, _in_use
     from vllm.entrypoints.launchers.app import build_app
 
-    made, _made = _made, None  # it is one model's from now on
+    made, _made = _made, None  # from now on it belongs to one model
     if made is None or made.key != _key(arguments, tasks):
         return build_app(arguments, tasks, model_config)
     _in_use = made
@@ -74,7 +74,7 @@ def app_for(arguments: argparse.Namespace, tasks: tuple[str, ...], model_config:
 
 
 def give_back(app: Any) -> None:
-    """Let the next front end have an app that was made ahead, from one that has ended and deleted the app's state."""
+    """Keep for the next front end an app that was made ahead. The front end that used it has deleted its state."""
     global _made, _in_use
     from starlette.datastructures import State
 
@@ -84,9 +84,9 @@ def give_back(app: Any) -> None:
 
 
 def _key(arguments: argparse.Namespace, tasks: tuple[str, ...]) -> Any:
-    """Return what routes and middleware depend on.
+    """Return the values on which routes and middleware depend.
 
-    Those of pooling models look at the model, too, but have other tasks.
+    Those of pooling models also depend on the model, but such models have other tasks.
     """
     values = {name: value for name, value in vars(arguments).items() if name not in _OF_THE_MODEL}
     environment = {
@@ -107,7 +107,7 @@ def known_plugins() -> AbstractContextManager[None]:
 
 
 def quiet_uvicorn() -> None:
-    """Have uvicorn log warnings only. To set a level looks at every logger, so it is not set again."""
+    """Have uvicorn log warnings only. Setting a level goes through all loggers, so it is not set twice."""
     for name in ("uvicorn.error", "uvicorn.access", "uvicorn.asgi"):
         named = logging.getLogger(name)
         if named.level != logging.WARNING:
@@ -115,9 +115,9 @@ def quiet_uvicorn() -> None:
 
 
 def fill_caches() -> None:
-    """Make what vLLM's libraries keep from the first model or request on, and is the same for all.
+    """Fill caches of vLLM's libraries that the first model or request would fill, and that are the same for all.
 
-    Their places differ between versions; what is not found is made later, as without us.
+    Their names differ between versions. A cache that is not found here is filled later, as usual.
     """
     for fill in (_read_a_template, _compile_patterns, _complete_answers):
         try:

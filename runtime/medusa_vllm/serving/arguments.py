@@ -16,14 +16,14 @@ from .replacement import instead
 
 
 def engine_arguments(words: list[str]) -> dict[str, Any]:
-    """The fields of vLLM's EngineArgs that flags set. Flags of the front end are left; ConfigError for bad values."""
+    """Return the fields of vLLM's EngineArgs that flags set; front-end flags are ignored. Raises ConfigError."""
     if not words:
         return {}
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]
-        """Keeps what is not the engine's. vLLM's ``parse_args`` understands spellings that others do not."""
+        """A parser that ignores other flags than the engine's. vLLM's ``parse_args`` also takes its own spellings."""
 
         def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
             found, left = super().parse_known_args(args, namespace)
@@ -45,7 +45,7 @@ def engine_arguments(words: list[str]) -> dict[str, Any]:
         found = vars(parser.parse_args(list(words)))
     except MedusaError:
         raise
-    except Exception as error:  # what reading the file of --config raises
+    except Exception as error:  # reading the file of --config may raise anything
         raise ConfigError(f"flags of vllm serve cannot be read: {error}") from error
     refuse_medusas_own(name.replace("_", "-") for name in found)  # such a file may have them, too
     known = {field.name for field in fields(AsyncEngineArgs)}
@@ -53,7 +53,7 @@ def engine_arguments(words: list[str]) -> dict[str, Any]:
 
 
 def server_arguments(words: list[str], model: str) -> argparse.Namespace:
-    """All arguments of ``vllm serve MODEL``, with vLLM's defaults. Importing its parser takes about a second.
+    """Return all arguments of ``vllm serve MODEL``, with vLLM's defaults. Importing its parser takes about a second.
 
     Raises ConfigError for a flag that vLLM does not know.
     """
@@ -84,7 +84,7 @@ def server_arguments(words: list[str], model: str) -> argparse.Namespace:
 
 @contextmanager
 def _muted_once() -> Iterator[None]:
-    """Mute what vLLM logs while it makes its flags. It would do so flag by flag, and look at all loggers each time."""
+    """Mute vLLM's log while it makes its flags. It would do so for each flag, and go through all loggers each time."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:

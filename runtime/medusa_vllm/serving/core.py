@@ -59,7 +59,7 @@ class PlainCore(vllm_core.EngineCore):  # type: ignore[misc]
 
 
 def core_class() -> Any:
-    """The class of the engine's core: one that takes vLLM's front end, where this version of vLLM has what it needs."""
+    """Return the class of the engine's core: one that takes vLLM's front end, if this version of vLLM allows it."""
     if (missing := missing_seam()) is not None:
         logger.warning("vLLM's own routes are not available: this version of vLLM has no %s", missing)
         return PlainCore
@@ -67,7 +67,7 @@ def core_class() -> Any:
 
 
 def missing_seam() -> str | None:
-    """Return what a core with a front end needs and this version of vLLM does not have; None where all is there."""
+    """Return which part of vLLM a core with a front end needs and this version lacks; None if all are there."""
     base = getattr(vllm_core, "EngineCoreProc", None)
     if base is None:
         return "EngineCoreProc"
@@ -79,7 +79,7 @@ def missing_seam() -> str | None:
 
 
 def fronted_core() -> Any:
-    """Make the class. It is not made at import, because another version of vLLM may have no base for it."""
+    """Return the class. It is not made at import, because another version of vLLM may lack its base class."""
 
     class FrontedCore(vllm_core.EngineCoreProc):  # type: ignore[misc]
         """The core with a place for a front end."""
@@ -121,18 +121,18 @@ def fronted_core() -> Any:
                 self._outputs.put((client, each))
             self.post_step(executed)
             if not executed and self.scheduler.has_requests():
-                time.sleep(0.001)  # as vLLM's loop: the work waits for other threads
+                time.sleep(0.001)  # as in vLLM's loop, since the work waits for other threads
             return bool(executed)
 
         def complete_idle(self) -> None:
-            """Complete what waits for an idle engine, such as a pause."""
+            """Complete operations that wait for an idle engine, such as a pause."""
             if notify := getattr(self, "_notify_idle_state_callbacks", None):
                 notify()
 
         def attach_front_end(self, input_address: str, output_address: str) -> Callable[[], None]:
             """Start vLLM's threads for a front end that listens, or soon will, on these ``ipc://`` addresses.
 
-            To call what is returned when it listens saves a look's interval.
+            Call the returned function once the front end listens: that saves the wait until it is noticed.
             """
             ready, listens = threading.Event(), threading.Event()
             identity = self.engine_index.to_bytes(length=2, byteorder="little")
@@ -145,7 +145,7 @@ def fronted_core() -> Any:
                     while not os.path.exists(address.removeprefix("ipc://")):
                         if not self._inputs.attached:
                             return
-                        listens.wait(_LOOK_S)  # a connection that finds nobody is tried again after 100 ms only
+                        listens.wait(_LOOK_S)  # a connection to nothing is only retried after 100 ms
                         listens.clear()
                 threading.Thread(target=outputs, name="vllm-outputs", daemon=True).start()
                 inputs()
@@ -154,7 +154,7 @@ def fronted_core() -> Any:
             return listens.set
 
         def detach_front_end(self) -> None:
-            """End vLLM's threads for a front end: of outputs now, of inputs at the front end's next message."""
+            """End vLLM's threads for a front end: the one for outputs now, the one for inputs at the next message."""
             self._inputs.attached = False
             self._outputs.detach()
 
@@ -162,7 +162,7 @@ def fronted_core() -> Any:
 
 
 class _Inputs(queue.Queue[Any]):
-    """What the front end sends, as calls between two steps."""
+    """The front end's messages, as calls to make between two steps."""
 
     def __init__(self, inbox: Inbox, core: Any) -> None:
         super().__init__()
@@ -172,12 +172,12 @@ class _Inputs(queue.Queue[Any]):
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         if not self.attached:
-            raise SystemExit  # vLLM's thread, which would read messages for ever; it closes its socket on its way
+            raise SystemExit  # ends vLLM's thread, which would read messages forever, and closes its socket
         self._inbox.post(lambda: self._core._handle_client_request(*item))
 
 
 class _Outputs(queue.Queue[Any]):
-    """What the core answers: ours at once, by the thread that steps; the front end's through vLLM's thread."""
+    """The core's outputs: ours are handed on at once by the stepping thread, the front end's by vLLM's thread."""
 
     def __init__(self, ours: Outputs) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """vLLM's HTTP server, unchanged, as a thread of the engine's process: its own ``AsyncLLM`` over our running core.
 
-It is mounted once the engine has given its first token, or when a request wants it. It listens nowhere: connections are
-handed to it.
+It is mounted once the engine has given its first token, or when a request needs it. It does not listen on any port:
+connections are handed to it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _KEEP_ALIVE_S = 75
 
 
 class Served(NamedTuple):
-    """What a front end serves.
+    """The model that a front end serves, and how.
 
     core: the engine's core, of ``serving.core``.
     folder: gives the folder with the checkpoint's small files, which stays.
@@ -66,7 +66,7 @@ class Served(NamedTuple):
 
 
 class FrontEnd:
-    """vLLM's server. ``open`` mounts it, once; any thread may call it but the engine's."""
+    """vLLM's server. ``open`` mounts it, once. Any thread but the engine's may call it."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -79,7 +79,7 @@ class FrontEnd:
         self._end: Callable[[], Any] | None = None
 
     def open(self, served: Served) -> Callable[[socket.socket], None]:
-        """Mount the server unless it is, and return what takes a connection. Raises EngineError, ConfigError."""
+        """Mount the server, once, and return a function that takes a connection. Raises EngineError and ConfigError."""
         with self._lock:
             if not self._up.is_set() and self._error is None:
                 with self._timeline.stage("vllm_server"), uncollected():
@@ -91,7 +91,7 @@ class FrontEnd:
         return self._take
 
     def close(self) -> None:
-        """End a server that nobody uses any more, and all that was started for it."""
+        """End a server that is no longer used, and everything that was started for it."""
         if self._thread is not None and self._loop is not None and self._end is not None:
             self._loop.call_soon_threadsafe(self._end)
             self._thread.join()
@@ -209,7 +209,7 @@ async def _make(served: Served, mounted: AsyncExitStack) -> tuple[Any, Any]:
     return app, arguments
 
 
-# Every caller could stop the model with them, and its core has no other processes to scale to.
+# With these routes, any caller could stop the model; and its core cannot scale to other processes.
 _NOT_SERVED = ("/scale_elastic_ep", "/is_scaling_elastic_ep")
 _ADDRESSES = ("input_address", "output_address")
 

@@ -1,8 +1,8 @@
-"""The lean import of vLLM's HTTP server, for a request that waits for it: it takes half of the CPU time.
+"""The lean import of vLLM's HTTP server, which halves the CPU time of a request that waits for it.
 
-vLLM uses some classes of OpenAI's client, whose import makes all of it: the client, and 500 modules of types. Here a
-package of types imports what is looked up in it. And pydantic builds the checks of a class at its definition; here at
-its first use, as it does FastAPI's for each route, and an instance uses few of them.
+vLLM uses a few classes of OpenAI's client, but importing them imports the whole client and 500 modules of types. Here,
+a package of types only imports the names that are looked up. And pydantic builds the checks of each class, and of
+FastAPI's routes, at the definition; here it does so at the first use, and an instance uses few of them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _checks_built_late() -> Iterator[None]:
 
 
 class _LatePackages(MetaPathFinder):
-    """Finds OpenAI's package and its packages of types, to be executed late or never. Other modules are plain."""
+    """A finder of OpenAI's package and its packages of types, which are executed late or never."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""vLLM's server over a core that runs already: what is known of the model is not read or made a second time."""
+"""vLLM's server over a core that already runs. What that has read or made is not read or made again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_
 def front_configuration(
     core: Any, folder: str, *, name: str | list[str], generation_config: str, max_model_len: int
 ) -> Any:
-    """The front end's VllmConfig: the core's, but with the checkpoint's small files of ``folder`` and a tokenizer."""
+    """Return the front end's VllmConfig: the core's, but with a tokenizer, and the small files in ``folder``."""
     from vllm.config.model import get_served_model_name
 
     config = copy.copy(core)
@@ -42,7 +42,7 @@ def front_configuration(
 
 @contextmanager
 def known_configuration(config: Any) -> Iterator[None]:
-    """In this context vLLM gets the model's configuration from the core's, instead of reading config.json again.
+    """A context in which vLLM takes the model's configuration from the core's, instead of reading config.json again.
 
     Its tokenizers ask for it, and the settings of sampling of a checkpoint without generation_config.json.
     """
@@ -62,15 +62,15 @@ def known_configuration(config: Any) -> Iterator[None]:
 
 
 def one_copy() -> AbstractContextManager[None]:
-    """In this context vLLM's renderer begins with one copy of its tokenizer, and makes others when it needs them.
+    """A context in which vLLM's renderer begins with one copy of its tokenizer, and makes others when it needs them.
 
-    It would begin with two. To copy a tokenizer is to read it again: a fifth of a second for 128k tokens.
+    It would begin with two. Copying a tokenizer means reading it again: a fifth of a second for 128k tokens.
     """
     return instead("vllm.renderers.hf", "maybe_make_thread_pool", lambda before, tokenizer, *_: before(tokenizer, 1))
 
 
 def told_of_sockets(listens: Callable[[], None]) -> AbstractContextManager[None]:
-    """In this context ``listens`` is called after each ZMQ socket that a client of vLLM's core makes."""
+    """A context in which ``listens`` is called after each ZMQ socket that a client of vLLM's core makes."""
 
     def make(before: Any, *arguments: Any, **options: Any) -> Any:
         made = before(*arguments, **options)
@@ -82,9 +82,9 @@ def told_of_sockets(listens: Callable[[], None]) -> AbstractContextManager[None]
 
 @contextmanager
 def taken_as_read() -> Iterator[None]:
-    """In this context transformers keeps the tokenizer that it has read from its file, instead of a copy of it.
+    """A context in which transformers keeps the tokenizer that it has read from its file, instead of a copy.
 
-    Nobody else has the one that it read. To copy it is to read it again.
+    Nothing else uses that one, and copying it means reading it again.
     """
     try:
         from tokenizers import Tokenizer
@@ -108,7 +108,7 @@ def taken_as_read() -> Iterator[None]:
 
 @contextmanager
 def computed_once(target: Any, method: str) -> Iterator[None]:
-    """In this context a method of ``target`` without arguments runs once; each caller gets a copy of its result.
+    """A context in which a method of ``target`` without arguments runs once, and each caller gets a copy of its result.
 
     vLLM's classes of routes each compute the same hash of the configuration, and read the same file, again.
     """
@@ -128,7 +128,7 @@ def computed_once(target: Any, method: str) -> Iterator[None]:
 
 @contextmanager
 def probed_once() -> Iterator[None]:
-    """In this context vLLM tries a chat template once for its Anthropic routes, which compile it four times."""
+    """A context in which vLLM's Anthropic routes try a chat template once. They would compile it four times."""
     try:
         from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as Messages
     except ImportError:
@@ -146,7 +146,7 @@ def probed_once() -> Iterator[None]:
 
 
 def described_once() -> AbstractContextManager[None]:
-    """In this context vLLM's hash of a configuration describes a model's own once, where it has it under two names."""
+    """A context in which vLLM's hash of a configuration describes a model's own one once, though it has two names."""
     found: dict[int, tuple[Any, Any]] = {}  # each with the object, so that no other one gets its id
 
     def once(before: Any, value: Any) -> Any:
@@ -160,9 +160,9 @@ def described_once() -> AbstractContextManager[None]:
 
 
 def frozen_as_it_is() -> AbstractContextManager[None]:
-    """In this context vLLM's server freezes the heap without three collections first.
+    """A context in which vLLM's server freezes the heap without three collections before it.
 
-    They take 0.15 s in a cold process, and free 8 KB: what is there was imported, and stays.
+    They take 0.15 s in a cold process and free 8 KB, because the heap was imported and stays.
     """
     return instead("vllm.entrypoints.launchers.utils.server_utils", "freeze_gc_heap", lambda before: gc.freeze())
 
@@ -177,7 +177,7 @@ def load_processors(model_config: Any) -> None:
 
 
 def without_processor(config: Any, folder: Path) -> None:
-    """Tell vLLM that a model without a processor's files has no processor, whose chat template it would look for.
+    """Tell vLLM that a model without a processor's files has no processor. It would look for the processor's template.
 
     Its search loads the configuration and the tokenizer once more.
     """

@@ -1,4 +1,4 @@
-"""Requests to a server that is mounted for a rehearsal, so that what it does once, at its first requests, is done."""
+"""Requests to a server that is mounted as a rehearsal: work that only first requests cause is then done."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REQUESTS = (
 
 
 def ask_for_answers(take: Callable[[socket.socket], None], model: str) -> list[int]:
-    """Send a request of each kind to the server that ``take`` hands a connection to; their statuses, 0 for none."""
+    """Send a request of each kind to a server, and return the statuses, 0 for none. ``take`` takes a connection."""
     return [_ask(take, path, {"model": model, **body}) for path, body in _REQUESTS]
 
 
@@ -43,7 +43,7 @@ def _ask(take: Callable[[socket.socket], None], path: str, body: dict[str, objec
             answer.begin()
             for _ in answer.pieces():
                 pass
-        except (OSError, FieldError) as error:  # the first request of an instance takes longer then, and is answered
+        except (OSError, FieldError) as error:  # the first request of an instance then takes longer, but is answered
             logger.debug("%s of a rehearsal: %s", path, error)
             return 0
     return answer.status

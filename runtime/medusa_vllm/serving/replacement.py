@@ -1,4 +1,4 @@
-"""A function of a module that is another one for a while."""
+"""A temporary replacement for a function of a module."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 @contextmanager
 def instead(place: str, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """In this context ``name`` of the module ``place`` is ``function``, whose first argument is the one it replaces.
+    """A context in which ``name`` of the module ``place`` is ``function``. Its first argument is the replaced one.
 
-    What is not there stays away: it may be another version of vLLM.
+    A name that does not exist is not added, because this may be another version of vLLM.
     """
     try:
         module = importlib.import_module(place)

@@ -20,19 +20,19 @@ _SHARED, _LAYERS = "medusa_shared", "medusa_layers"
 
 
 def settings_for(region: Region, timeline: Timeline, settings: Settings) -> dict[str, str]:
-    """The ``model_loader_extra_config`` of processes that load from this region."""
+    """Return the ``model_loader_extra_config`` for processes that load from this region."""
     own = f"/proc/{os.getpid()}/fd"
     paths = {_REGION: f"{own}/{region.fd}", _TIMELINE: f"{own}/{timeline.fd}", _KERNELS: settings.kernels}
     return paths | ({_SHARED: "1"} if region.shared else {})
 
 
 def only_layers(start: int, stop: int) -> dict[str, str]:
-    """Return what to add for a process that loads only these layers, and what goes with the first or the last one."""
+    """Return a setting to add for a process that loads only these layers, and what belongs to the first or the last."""
     return {_LAYERS: f"{start}:{stop}"}
 
 
 def layers_of(load_config: Any) -> tuple[int, int] | None:
-    """The layers [start, stop) that a load configuration is limited to; None: all."""
+    """Return the layers [start, stop) to which a load configuration is limited; None for all."""
     found = (load_config.model_loader_extra_config or {}).get(_LAYERS)
     if found is None:
         return None
@@ -41,7 +41,7 @@ def layers_of(load_config: Any) -> tuple[int, int] | None:
 
 
 class Attached:
-    """A region and a timeline, opened by a process that was given their paths. ``kernels`` is the setting."""
+    """A region and a timeline, opened from their paths. ``kernels`` is the setting of that name."""
 
     def __init__(self, region: str, timeline: str, kernels: str, shared: bool) -> None:
         self._paths = region, timeline
@@ -50,7 +50,7 @@ class Attached:
 
     @classmethod
     def of(cls, load_config: Any) -> Attached:
-        """The region and the timeline of a load configuration. Raises ConfigError where vLLM was not started by us."""
+        """Open the region and timeline of a load configuration. Raises ConfigError if we did not start this vLLM."""
         extra = load_config.model_loader_extra_config
         if not isinstance(extra, dict) or _REGION not in extra:
             raise ConfigError(
@@ -61,7 +61,7 @@ class Attached:
 
     @cached_property
     def region(self) -> Region:
-        """The region, mapped private and writable: what vLLM changes in place is this process's own copy of a page."""
+        """Map the region private and writable: a page that vLLM changes in place becomes this process's own copy."""
         return Region(os.open(self._paths[0], os.O_RDONLY | os.O_CLOEXEC), private=True, shared=self._shared)
 
     @cached_property

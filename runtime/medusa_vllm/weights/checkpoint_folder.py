@@ -48,7 +48,7 @@ class CheckpointFolder:
 
 
 def _with_dtype(config: dict[str, Any], region: Region) -> dict[str, Any]:
-    """Give a config that names no dtype that of the weights, as the torch engine does."""
+    """Return the config, with the weights' dtype if it names none, as in the torch engine."""
     if config.get("dtype") is None and config.get("torch_dtype") is None:
         return config | {"dtype": weights_dtype(region.wait_index())}
     return config

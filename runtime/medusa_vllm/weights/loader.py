@@ -23,8 +23,8 @@ from .sharing import share
 class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
     """The loader for ``load_format="medusa"``. Names, quantization, checks and slices for ranks are vLLM's.
 
-    It reads views of tensors, so a rank that takes a slice touches only that slice's pages. One that has a range of
-    layers waits for no others.
+    It reads views of tensors, so a rank that takes a slice touches only that slice's pages. A process with a range of
+    layers does not wait for other layers.
     """
 
     def __init__(self, load_config: Any) -> None:

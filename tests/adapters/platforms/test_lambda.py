@@ -195,6 +195,14 @@ def test_rest_apis_and_load_balancers() -> None:
     assert write_response(url, 200, [("Set-Cookie", "a=1"), ("X", "1")], b"y")["cookies"] == ["a=1"]
 
 
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [("/a b", "/a%20b"), ("/käse", "/k%C3%A4se"), ("/what?#", "/what%3F%23"), ("/a%20b;c=1", "/a%20b;c=1"), ("", "/")],
+)
+def test_a_decoded_path_is_encoded_again(given: str, sent: str) -> None:
+    assert read_event(url_event(given, query="q=a%20b")).path == f"{sent}?q=a%20b"
+
+
 def test_a_direct_call_that_fails_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="answered 500: no"):
         write_response(read_event({"a": 1}), 500, [], b"no")

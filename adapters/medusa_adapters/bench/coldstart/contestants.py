@@ -32,7 +32,7 @@ class Question:
 
     @property
     def body(self) -> dict[str, Any]:
-        """The completion request."""
+        """Return the body of the completion request."""
         return {"prompt": self.prompt, "max_tokens": self.max_tokens, "temperature": 0, "ignore_eos": True}
 
 
@@ -104,7 +104,7 @@ class Medusa:
             )
 
     def close(self) -> None:
-        """Nothing is kept from one sample to the next."""
+        """Do nothing: this contestant keeps nothing from one sample to the next."""
 
 
 def weights_mb(question: Question) -> float | None:

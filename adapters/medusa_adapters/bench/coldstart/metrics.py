@@ -36,5 +36,5 @@ METRICS = {
 
 
 def add(result: Result, name: str, metric: str, samples: Sequence[float]) -> None:
-    """Add a row of ``name`` where there are samples. Raises KeyError for a metric that is not listed above."""
+    """Add a row of ``name`` if there are samples. Raises KeyError for a metric that is not listed above."""
     result.add(name, metric, METRICS[metric].unit, samples)

@@ -19,11 +19,11 @@ from .metrics import add
 def measure_node(result: Result, ours: Medusa, question: Question, *, runs: int, functions: int) -> None:
     """Add rows of PSS in MB, taken when every function has answered a request, so that all weights have been read.
 
-    ``alone``: one function without an agent. ``function``: its supervisor, function process and the engine process
-    that it took, the median one of all. ``agent``: the agent, its zygote and its idle engine process. ``node``: all of
-    them, each shared page once, and ``fall_mb``, by how much the machine's available memory has fallen. ``origin``:
-    what it has sent to the node, where it is not a local folder. Raises MedusaError for a function that started an
-    engine of its own, or that answers otherwise than the others.
+    ``alone`` is one function without an agent. ``function`` is the median of all functions: supervisor, function
+    process and the engine process that it took. ``agent`` is the agent, its zygote and its idle engine process.
+    ``node`` is all of them, with each shared page once, and ``fall_mb``, the fall of the machine's available memory.
+    ``origin`` is what the store has sent to the node, unless it is a local folder. Raises MedusaError if a function
+    started an engine of its own, or answers differently from the others.
     """
     alone, each, agent, total, fall, sent = [], [], [], [], [], []
     for number in range(runs):
@@ -71,7 +71,7 @@ def node_targets(result: Result, functions: int) -> list[Target]:
     node, alone = result.median("node", "pss_mb"), result.median("alone", "pss_mb")
     sent, size = result.median("origin", "sent_mb"), result.median("weights", "size_mb")
     if node and alone and size:
-        # The weights once, and all that a function has besides for each: more would mean weights that are there twice.
+        # The weights once, and each function's other memory. More would mean that weights are in memory twice.
         bound = (size + functions * max(alone - size, 0.0)) / (functions * alone)
         text = f"memory of {functions} functions on the node, to {functions} alone"
         found.append(Target(text, node / (functions * alone), bound, at_least=False))
@@ -81,7 +81,7 @@ def node_targets(result: Result, functions: int) -> list[Target]:
 
 
 def _answered(stack: ExitStack, ours: Medusa, question: Question, *flags: str) -> tuple[ServedInstance, str]:
-    """An instance that has answered a request, so that all its weights have been read, and its answer."""
+    """Return an instance that has answered a request, and so read all its weights, and its answer."""
     instance = stack.enter_context(ours.start(question, *flags))
     return instance, instance.completion(question.body).text
 

@@ -14,7 +14,7 @@ from .prewarmed import Prewarmed
 _EAGER = ("--compile", "never")
 Maker = Callable[[str], Contestant]
 
-# Name → what makes the contestant, of the interpreter that has vLLM.
+# Name → a function from the interpreter that has vLLM to the contestant.
 ROWS: dict[str, Maker] = {
     "torch": lambda _: Medusa(),
     "torch-prewarmed": lambda _: Prewarmed("torch", name="torch-prewarmed", python=sys.executable),

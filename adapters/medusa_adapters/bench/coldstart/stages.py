@@ -13,11 +13,11 @@ _SHOWN_MS = 1.0
 
 
 def stages_table(name: str, samples: Sequence[Sample]) -> str:
-    """A line for each stage of a process that began before the first token and took a millisecond, in order of begin.
+    """Return a line for each stage that began before the first token and took a millisecond, in the order of beginning.
 
-    ``at`` is when it began, after the sample did; ``ms`` how long it was at work until the first token came; ``alone``
-    for how much of that no other stage was, so what the first token would gain at most without it. Stages that not
-    every sample has are left out.
+    ``at`` is when the stage began, from the begin of the sample; ``ms`` is how long it worked until the first token.
+    ``alone`` is the part of that in which no other stage worked: at most that much earlier would the first token come
+    without the stage. Stages that are not in every sample are left out.
     """
     begins, takes, alones = defaultdict(list), defaultdict(list), defaultdict(list)
     for sample in samples:
@@ -51,7 +51,7 @@ def stages_table(name: str, samples: Sequence[Sample]) -> str:
 
 
 def _uncovered_ns(own: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> int:
-    """The time of ``own``, which do not overlap each other, in which there is none of ``others``."""
+    """Return the time of ``own`` that no interval of ``others`` covers. ``own`` do not overlap each other."""
     total = 0
     for start, stop in own:
         reached = start

@@ -56,7 +56,7 @@ def summarize(checkpoint: Checkpoint, settings: Settings, *, verify: bool) -> di
 
 
 def _artifact(artifact: Artifact, bundle: Bundle, facts: Facts, verify: bool) -> dict[str, Any]:
-    """One artifact as a line. ``problem``: why a start here would not use it."""
+    """Return one artifact as plain values. ``problem`` says why a start here would not use it."""
     found: dict[str, Any] = {"kind": artifact.kind, "bytes": artifact.size, "key": artifact.key, "problem": None}
     kind = KINDS.get(artifact.kind)
     if kind is None:
@@ -75,7 +75,7 @@ def _artifact(artifact: Artifact, bundle: Bundle, facts: Facts, verify: bool) ->
 
 
 def _content(kind: str, data: bytes) -> str | None:
-    """Describe the content in one line. Raises StateError when it is not what its kind says."""
+    """Describe the content in one line. Raises StateError if it is not of the form of its kind."""
     if kind == WEIGHT_INDEX.name:
         recorded = RecordedIndex.from_bytes(data)
         order = "order of a forward" if recorded.index.recorded else "order by names"

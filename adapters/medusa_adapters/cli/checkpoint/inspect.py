@@ -31,7 +31,7 @@ _SHAPE_FIELDS = {
 }
 
 
-# What decides which artifacts are valid; as a start would be told.
+# These settings decide which artifacts are valid, as at a start.
 _STATE_FLAGS = (
     "model",
     "state",

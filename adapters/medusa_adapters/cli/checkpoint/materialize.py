@@ -116,7 +116,7 @@ def leftovers(arguments: argparse.Namespace) -> list[Leftovers | _Uncommitted]:
 
 
 class _Uncommitted:
-    """Return what an interrupted command wrote into a bundle's folder and no manifest names."""
+    """Files that an interrupted command wrote into a bundle's folder, and that no manifest names."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -130,7 +130,7 @@ class _Uncommitted:
 
 
 def _ordered(settings: Settings, request: str | None) -> Callable[[Region], Sequence[str]] | None:
-    """Return what records the order in which a handler's module uses its tensors; None where an engine runs it."""
+    """Return a function that records the order in which a handler's module uses its tensors; None for an engine's."""
     if settings.engine != "none" or settings.handler is None:
         if request is not None:
             raise ConfigError("--request is for a handler that builds its own module: expected --engine none --handler")

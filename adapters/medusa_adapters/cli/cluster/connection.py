@@ -49,7 +49,7 @@ def ask(arguments: argparse.Namespace, operation: str, given: dict[str, Any]) ->
 
 
 def access(arguments: argparse.Namespace) -> PeerAccess:
-    """The token and the certificates that the flags of ``add_connection`` name. Raises ConfigError."""
+    """Return the token and the certificates that the flags of ``add_connection`` name. Raises ConfigError."""
     from medusa_runtime.storage.peer_access import PeerAccess
 
     tls = tls_files(arguments)

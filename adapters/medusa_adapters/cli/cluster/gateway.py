@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _addresses(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """The node servers to ask: those given, or all that this machine's own knows."""
+    """Return the node servers to ask: those given, or all that this machine's own one knows."""
     if arguments.address is None:
         return tuple(str(node["address"]) for node in ask(arguments, "status", {})["nodes"])
     given = tuple(part.strip() for part in arguments.address.split(",") if part.strip())

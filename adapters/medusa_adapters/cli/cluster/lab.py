@@ -94,7 +94,7 @@ def _cluster(lab: Laboratory, arguments: argparse.Namespace) -> int:
             return _program(lab, arguments.program, env=os.environ | {DIR_VARIABLE: folder})
         return _wait(cluster.servers)
     finally:
-        # Once: a second Ctrl-C would leave the laboratory in the middle of its end.
+        # Only the first Ctrl-C counts: a second one would interrupt the laboratory's orderly end.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         cluster.stop()
@@ -115,7 +115,7 @@ def _program(lab: Laboratory, command: list[str], **options: Any) -> int:
 
 
 def _wait(servers: dict[str, subprocess.Popen[bytes]]) -> int:
-    """Until Ctrl-C; node servers that end meanwhile are named."""
+    """Wait until Ctrl-C, and name node servers that end meanwhile."""
     _say("Ctrl-C ends it")
     ended: set[str] = set()
     while True:
@@ -127,7 +127,7 @@ def _wait(servers: dict[str, subprocess.Popen[bytes]]) -> int:
 
 
 def _models(given: list[str]) -> dict[str, Path]:
-    """Names and folders of the checkpoints. Raises ConfigError for what is no folder of a checkpoint."""
+    """Return names and folders of the checkpoints. Raises ConfigError for one that is not a checkpoint's folder."""
     found: dict[str, Path] = {}
     for text in given:
         name, sign, place = text.partition("=") if "://" not in text else ("", "", text)

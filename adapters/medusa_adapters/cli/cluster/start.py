@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def require_extra(packages: Sequence[str] = _NEEDED) -> None:
-    """Raises MissingPackageError without these packages of the extra `cluster`."""
+    """Raise MissingPackageError if one of these packages of the extra `cluster` is missing."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise MissingPackageError(f"medusa cluster needs {package}: {INSTALL}")
@@ -104,7 +104,7 @@ def _settings(arguments: argparse.Namespace) -> NodeServerSettings:
 
 
 def head_address(text: str) -> tuple[str, int]:
-    """``HOST[:PORT]`` as host and port. Raises ConfigError with the accepted form."""
+    """Return the host and port of ``HOST[:PORT]``. Raises ConfigError with the accepted form."""
     from medusa_cluster.node.settings import DATA_PORT
 
     host, colon, port = text.rpartition(":") if text.count(":") == 1 or "]:" in text else (text, "", "")
@@ -140,7 +140,7 @@ def tls_files(arguments: argparse.Namespace) -> TlsFiles | None:
 
 
 def _reached_from(head: str | None) -> str:
-    """This machine's address on the way to the head, or to the world. Nothing is sent."""
+    """Return this machine's address in the network of the head, or on the route to the internet. Nothing is sent."""
     target = head or "192.0.2.1"
     try:
         family, *_, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
@@ -161,7 +161,7 @@ def _autoscaling_config(arguments: argparse.Namespace) -> Path | None:
 
 
 def _least_nodes(arguments: argparse.Namespace) -> int | None:
-    """The nodes that stay; None without an autoscaler. Raises ConfigError."""
+    """Return how many nodes an autoscaler always keeps; None without one. Raises ConfigError."""
     scaled = arguments.autoscaling_config is not None or arguments.external_autoscaler
     least: int | None = arguments.least_nodes
     if least is not None and not scaled:

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write_page(arguments: argparse.Namespace) -> int:
-    """The page that a gateway has under ``/``, as it is now."""
+    """Write the page that a gateway serves under ``/`` to a file, as it is now."""
     from medusa_cluster.gateway.page import page
 
     if arguments.json or arguments.watch:
@@ -63,7 +63,7 @@ def _count(number: int, what: str) -> str:
 
 
 def table(status: dict[str, Any]) -> str:
-    """The status as lines of text."""
+    """Return the status as lines of text."""
     lines = [_count(len(status["nodes"]), "node")]
     lines += [f"  {line}" for node in status["nodes"] for line in _node(node)]
     lines.append(_count(len(status["models"]), "model"))

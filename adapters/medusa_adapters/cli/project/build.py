@@ -20,7 +20,7 @@ TOOLS = ("podman", "docker", "buildah")
 _BASE = "medusa-runtime"
 _TAG = re.compile(r"[a-z0-9][a-z0-9._:/@-]{0,254}")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
-_QUOTED = re.compile(r'["\\$`]')  # what means something between quotes: $ stands for a variable of the build
+_QUOTED = re.compile(r'["\\$`]')  # characters with a meaning between quotes: $ begins a variable of the build
 _ENTRIES = ("handler.py", "function.py", "main.py")
 _IGNORED = (".git", ".venv", "__pycache__", "*.pyc", ".pytest_cache", ".env")
 _SHOWN = 3  # files in a warning
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def dockerfile(folder: Path, base: str, handler: str | None, model: str | None) -> str:
-    """The Dockerfile of a folder that has none. Raises ConfigError when there is nothing to serve in it."""
+    """Return a Dockerfile for a folder that has none. Raises ConfigError if the folder has nothing to serve."""
     if handler is None:
         handler = next((name for name in _ENTRIES if (folder / name).is_file()), None)
         if handler is None and model is None:
@@ -107,7 +107,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def _write(scratch: Path, folder: Path, text: str) -> Path:
-    """The Dockerfile outside of the folder, with what must not be copied; the folder's own list of that counts."""
+    """Write the Dockerfile outside of the folder, with a list of files not to copy unless the folder has its own."""
     file = scratch / "Dockerfile"
     file.write_text(text)
     if not any((folder / name).is_file() for name in (".dockerignore", ".containerignore")):

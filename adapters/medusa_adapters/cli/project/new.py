@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def create(name: str, template: str, parent: Path, *, replace: bool = False) -> Path:
-    """Make the project and return its folder. ConfigError for a name that no platform accepts, or files in the way."""
+    """Make the project and return its folder. Raises ConfigError for an invalid name, or if files are in the way."""
     values.name(name)
     if template not in TEMPLATES:
         raise ConfigError(f"--template={template!r} cannot be used: expected one of {', '.join(TEMPLATES)}")

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _run_served(settings: Settings, body: bytes, content_type: str) -> int:
     """Print the answer of an instance that ends with it; what the instance prints follows on stderr.
 
-    Where the instance ends by itself, what it says is the whole story, and its status is ours.
+    If the instance ends by itself, its output says all, and its status becomes ours.
     """
     from ...bench.served_instance import ServedInstance, serve_command
 
@@ -104,7 +104,7 @@ def _run_served(settings: Settings, body: bytes, content_type: str) -> int:
 def _ended(instance: ServedInstance) -> bool:
     """Wait a few seconds, and return whether the instance has ended.
 
-    One that cannot start answers what waits with 503, prints why, and ends.
+    An instance that cannot start answers waiting requests with 503, prints the reason, and ends.
     """
     try:
         instance.process.wait(_LAST_WORDS_S)

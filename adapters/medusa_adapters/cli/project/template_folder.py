@@ -28,7 +28,7 @@ def template_files(folder: Path) -> dict[str, bytes]:
 
 
 def write_files(files: dict[str, bytes], folder: Path, *, replace: bool = False) -> list[Path]:
-    """Write files below ``folder``. ConfigError when another file is in the way, before anything is written."""
+    """Write files below ``folder``. Raises ConfigError before it writes anything if another file is in the way."""
     targets = {folder / name: content for name, content in files.items()}
     in_the_way = [path for path, content in targets.items() if path.exists() and not _same(path, content)]
     if in_the_way and not replace:

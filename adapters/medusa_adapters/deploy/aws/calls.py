@@ -1,4 +1,4 @@
-"""Calls of AWS' services through boto3, checked against the services' own models before any is made."""
+"""Calls of AWS' services through boto3. They are checked against the services' own models before any is made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MISSING = 'deploying to AWS needs an optional package: pip install "medusa-runt
 
 
 class Aws:
-    """A session in one region. What AWS says when it refuses a call becomes the text of a DeployError."""
+    """A session in one region. If AWS refuses a call, its reason becomes the text of a DeployError."""
 
     def __init__(self, region: str | None) -> None:
         try:
@@ -40,7 +40,7 @@ class Aws:
         self.region = str(self._session.region_name)
 
     def client(self, service: str) -> Any:
-        """boto3's client of a service."""
+        """Return boto3's client of a service."""
         if service not in self._clients:
             try:
                 self._clients[service] = self._session.client(service)
@@ -49,7 +49,7 @@ class Aws:
         return self._clients[service]
 
     def call(self, service: str, operation: str, parameters: Mapping[str, Any]) -> Any:
-        """Make one call. DeployError with AWS' reason when it is refused."""
+        """Make one call. Raises DeployError, with AWS' reason, if it is refused."""
         method = "".join("_" + c.lower() if c.isupper() else c for c in operation).lstrip("_")
         try:
             return getattr(self.client(service), method)(**parameters)
@@ -75,13 +75,13 @@ def add_arguments(
 
 
 def check_action(arguments: argparse.Namespace) -> None:
-    """ConfigError for more than one of ``--update`` and ``--delete``."""
+    """Raise ConfigError if both ``--update`` and ``--delete`` are given."""
     if arguments.update and arguments.delete:
         raise ConfigError("--update and --delete: expected one of them")
 
 
 def check_role(arguments: argparse.Namespace) -> None:
-    """ConfigError without ``--role``."""
+    """Raise ConfigError if ``--role`` is missing."""
     if not arguments.role:
         raise ConfigError(
             "--role is missing: expected the ARN of the execution role, e.g. arn:aws:iam::123456789012:role/fn"
@@ -89,7 +89,7 @@ def check_role(arguments: argparse.Namespace) -> None:
 
 
 def planned(calls: Calls, service: str) -> Calls:
-    """The calls, each checked against the service's own model. Raises ConfigError."""
+    """Return the calls, each checked against the service's own model. Raises ConfigError."""
     try:
         for operation, parameters in calls:
             check_call(service, operation, parameters)
@@ -99,13 +99,13 @@ def planned(calls: Calls, service: str) -> Calls:
 
 
 def print_calls(calls: Calls) -> None:
-    """The calls as JSON; and, on stderr, that none of them was made."""
+    """Print the calls as JSON and, on stderr, that none of them was made."""
     print(json.dumps([{"operation": operation, "parameters": given} for operation, given in calls], indent=2))
     print("medusa: nothing was called; add --apply to make these calls", file=sys.stderr)
 
 
 def tags(given: list[str]) -> dict[str, str]:
-    """The tags given with ``--tag``. AWS' own model checks their form."""
+    """Return the tags given with ``--tag``. AWS' own model checks their form."""
     found = {}
     for text in given:
         key, sign, value = text.partition("=")

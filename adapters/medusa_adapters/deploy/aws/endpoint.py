@@ -27,7 +27,7 @@ class EndpointClient:
         self._timeout_s = timeout_s
 
     def call(self, operation: str, **parameters: Any) -> Any:
-        """Call SageMaker. DeployError with its reason when it refuses."""
+        """Call SageMaker. Raises DeployError, with its reason, if it refuses."""
         return self._aws.call("sagemaker", operation, parameters)
 
     def scale(self, calls: Calls) -> None:
@@ -51,7 +51,7 @@ class EndpointClient:
                 given = {key: target[key] for key in ("ServiceNamespace", "ResourceId", "ScalableDimension")}
                 self._aws.call(_AUTOSCALING, "DeregisterScalableTarget", given)
                 self._tell(f"DeregisterScalableTarget {target['ResourceId']}")
-        except DeployError as error:  # a role that may not even look need not have scaled anything
+        except DeployError as error:  # a role without the right to look has hardly set up any scaling
             self._tell(str(error))
 
     def describe(self, name: str) -> dict[str, Any] | None:
@@ -77,7 +77,7 @@ class EndpointClient:
             )
 
     def create(self, calls: Calls) -> None:
-        """Make all of ``calls`` in order; when one fails, what the earlier ones made is deleted again."""
+        """Make all of ``calls`` in order. If one fails, delete again what the earlier ones made."""
         made: Calls = []
         try:
             for operation, parameters in calls:
@@ -92,13 +92,13 @@ class EndpointClient:
             raise
 
     def wait(self, name: str, config: str) -> None:
-        """Wait until the endpoint is in service with this configuration. DeployError with SageMaker's reason otherwise.
+        """Wait until the endpoint is in service with this configuration. Raises DeployError, with SageMaker's reason.
 
-        When SageMaker rolled an update back, nothing uses the new configuration any more: it is deleted.
+        If SageMaker rolls an update back, the new configuration is deleted, because nothing uses it.
         """
         status = self._settled(name)
         for _ in range(_LATE_POLLS):
-            # Just after UpdateEndpoint it may still be as before.
+            # Just after UpdateEndpoint, the endpoint may still be reported as before.
             if status is None or status["EndpointStatus"] != "InService" or status["EndpointConfigName"] == config:
                 break
             time.sleep(self._poll_s)

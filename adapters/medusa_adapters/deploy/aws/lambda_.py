@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def plan(arguments: argparse.Namespace) -> Calls:
-    """The calls, checked against the limits and against Lambda's own model. Raises ConfigError."""
+    """Return the calls, checked against the limits and against Lambda's own model. Raises ConfigError."""
     if arguments.delete:
         return planned([("DeleteFunction", {"FunctionName": values.name(arguments.name)})], "lambda")
     values.within(arguments.timeout, 1, lambda_.MOST_TIMEOUT_S, "--timeout-s", "seconds")
@@ -76,7 +76,7 @@ def plan(arguments: argparse.Namespace) -> Calls:
 
 
 def _wait(aws: Aws, operation: str, name: str) -> None:
-    """Until Lambda has done it: it takes no other call for the function before."""
+    """Wait until Lambda has finished a call: until then, it refuses other calls for the function."""
     waiter = {"CreateFunction": _CREATED}.get(operation, _UPDATED if operation.startswith("UpdateFunction") else None)
     if waiter is None:
         return

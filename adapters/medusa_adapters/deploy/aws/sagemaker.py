@@ -102,7 +102,7 @@ class Plan(NamedTuple):
 
 
 def plan(arguments: argparse.Namespace, name: str) -> Plan:
-    """The calls, checked against the limits and against AWS' own models. Raises ConfigError."""
+    """Return the calls, checked against the limits and against AWS' own models. Raises ConfigError."""
     capacity = _capacity(arguments)
     sagemaker.check(capacity, arguments.model_data)
     vpc = None
@@ -138,7 +138,7 @@ def plan(arguments: argparse.Namespace, name: str) -> Plan:
 def _scaling(
     arguments: argparse.Namespace, capacity: sagemaker.Capacity, described: Function
 ) -> sagemaker.Autoscaling | None:
-    """Between how many instances it scales; None without ``--max-scale``."""
+    """Return between how many instances the endpoint scales; None without ``--max-scale``."""
     if arguments.max_scale is None:
         if arguments.min_scale is not None:
             raise ConfigError("--min-scale needs --max-scale: the endpoint scales between them")
@@ -159,7 +159,7 @@ def _scaling(
 
 
 def _capacity(arguments: argparse.Namespace) -> sagemaker.Capacity:
-    """Serverless or real-time; ConfigError for a flag of the other."""
+    """Return the capacity, serverless or real-time. Raises ConfigError for a flag that only the other kind has."""
     given = {
         name: value
         for name in ("memory_mb", "max_concurrency", "provisioned_concurrency", "instance_count")

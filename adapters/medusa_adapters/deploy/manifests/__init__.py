@@ -1,1 +1,1 @@
-"""What the platforms are told of a function: rendered as plain values, checked before anything is applied."""
+"""The manifests of a function for each platform: plain values, checked before anything is applied."""

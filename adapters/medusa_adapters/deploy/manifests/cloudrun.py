@@ -42,7 +42,7 @@ class CloudRun:
 
 
 def check(where: CloudRun) -> None:
-    """ConfigError for what Cloud Run refuses, in the words of the flags."""
+    """Raise ConfigError for values that Cloud Run refuses. It names the flag."""
     if where.cpu not in CPUS:
         raise ConfigError(f"--cpu={where.cpu} cannot be used: expected one of {', '.join(CPUS)}")
     for key, value in where.labels.items():
@@ -65,7 +65,7 @@ def check(where: CloudRun) -> None:
 
 
 def service(function: Function, where: CloudRun) -> dict[str, Any]:
-    """The service, checked."""
+    """Return the service, with checked values."""
     check(where)
     if reserved := _RESERVED & set(function.env):
         raise ConfigError(f"--env {', '.join(sorted(reserved))}: Cloud Run sets it itself")
@@ -96,7 +96,7 @@ def _annotations(where: CloudRun) -> dict[str, str]:
     if where.max_scale:
         found["autoscaling.knative.dev/maxScale"] = str(where.max_scale)
     if where.accelerator:
-        found["run.googleapis.com/cpu-throttling"] = "false"  # a GPU is given with this alone
+        found["run.googleapis.com/cpu-throttling"] = "false"  # Cloud Run only gives a GPU with this setting
         found["run.googleapis.com/gpu-zonal-redundancy-disabled"] = "true"
     return {**found, **where.annotations}
 

@@ -1,4 +1,4 @@
-"""Manifests as YAML text, with what a reader must know as comments above it."""
+"""Manifests as YAML text, with notes for the reader as comments above it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from medusa_runtime.errors import MissingPackageError
 
 
 def text(documents: Sequence[Mapping[str, Any]], comments: Sequence[str] = ()) -> str:
-    """YAML documents in the order and with the keys in the order given."""
+    """Return YAML documents in the given order, with their keys in the given order."""
     try:
         import yaml
     except ModuleNotFoundError:
@@ -18,7 +18,7 @@ def text(documents: Sequence[Mapping[str, Any]], comments: Sequence[str] = ()) -
         ) from None
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]
-        """Without anchors: what is one object in Python is still written twice."""
+        """A dumper without anchors: an object that occurs twice in Python is written twice."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True

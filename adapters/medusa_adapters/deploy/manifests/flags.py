@@ -22,7 +22,7 @@ def add_labels(parser: argparse.ArgumentParser) -> None:
 
 
 def check_scale(arguments: argparse.Namespace, most: int) -> None:
-    """ConfigError for a ``--min-scale`` or ``--max-scale`` that cannot be; 0 is no limit."""
+    """Raise ConfigError for an impossible ``--min-scale`` or ``--max-scale``, where 0 is no limit."""
     values.within(arguments.min_scale, 0, most, "--min-scale")
     values.within(arguments.max_scale, 0, most, "--max-scale")
     if 0 < arguments.max_scale < arguments.min_scale:

@@ -1,4 +1,4 @@
-"""What a person says of a function to deploy it, whatever the platform."""
+"""The description of a function to deploy, on any platform."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Function:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that all platforms share."""
+    """Add the flags that all platforms share."""
     parser.add_argument("name", metavar="NAME", help="the function's name")
     parser.add_argument("--image", help="its image")
     parser.add_argument("--model", help="checkpoint, as `medusa serve --model` takes it (MEDUSA_MODEL)")
@@ -64,7 +64,7 @@ def add_timeout(parser: argparse.ArgumentParser, default_s: int = 300, bounds: s
 
 
 def function(arguments: argparse.Namespace, *, platform: str, timeout_s: int) -> Function:
-    """The checked function. ConfigError names the flag that cannot be used."""
+    """Return the checked function. Raises ConfigError, which names the flag that cannot be used."""
     values.name(arguments.name)
     # SageMaker's own --max-concurrency counts instances.
     flag = "--concurrency" if platform == "sagemaker" else "--max-concurrency"
@@ -79,7 +79,7 @@ def function(arguments: argparse.Namespace, *, platform: str, timeout_s: int) ->
     env = {"MEDUSA_PLATFORM": platform}
     env |= {variable: value for variable, value in given.items() if value is not None}
     env |= {"MEDUSA_HOLD": str(hold_s(measured, timeout_s))}
-    if platform != "openfaas":  # where max_inflight says it
+    if platform != "openfaas":  # which sets it with max_inflight
         env |= {"MEDUSA_MAX_CONCURRENCY": str(arguments.concurrency)}
     env |= values.variables(arguments.env)
     _check_environment(env, platform)
@@ -89,7 +89,7 @@ def function(arguments: argparse.Namespace, *, platform: str, timeout_s: int) ->
 
 
 def _check_environment(env: Mapping[str, str], platform: str) -> None:
-    """ConfigError for a variable with which an instance would not start."""
+    """Raise ConfigError for a variable with which an instance would not start."""
     adapter = load(platform)
     from_env({**adapter.variables(env), **env})
     for variable in ("MEDUSA_MODEL", "MEDUSA_STATE"):

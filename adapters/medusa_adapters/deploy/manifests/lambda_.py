@@ -21,7 +21,7 @@ _URL = "medusa-function-url"
 
 @dataclass(frozen=True)
 class Capacity:
-    """What an instance has, and how its network is. ``url``: None, or how a function URL authorizes its callers."""
+    """The resources and the network of an instance. ``url`` is how a function URL authorizes callers, or None."""
 
     role: str
     memory_mb: int = 2048
@@ -34,7 +34,7 @@ class Capacity:
 
 
 def check(capacity: Capacity) -> None:
-    """ConfigError for what Lambda refuses, in the words of the flags."""
+    """Raise ConfigError for values that Lambda refuses. It names the flag."""
     values.within(capacity.memory_mb, _LEAST_MEMORY_MB, _MOST_MEMORY_MB, "--memory-mb")
     values.within(capacity.storage_mb, _LEAST_STORAGE_MB, _MOST_MEMORY_MB, "--storage-mb")
     if bool(capacity.subnets) is not bool(capacity.security_groups):
@@ -42,7 +42,7 @@ def check(capacity: Capacity) -> None:
 
 
 def configuration(function: Function, capacity: Capacity) -> dict[str, Any]:
-    """What CreateFunction and UpdateFunctionConfiguration have in common."""
+    """Return the parameters that CreateFunction and UpdateFunctionConfiguration share."""
     # An instance is given one event at a time.
     environment = {**function.env, "MEDUSA_MAX_CONCURRENCY": "1"}
     found: dict[str, Any] = {
@@ -63,14 +63,14 @@ def configuration(function: Function, capacity: Capacity) -> dict[str, Any]:
 
 
 def creation(function: Function, capacity: Capacity) -> list[tuple[str, dict[str, Any]]]:
-    """The calls of a new function."""
+    """Return the calls that create a function."""
     tags = {"Tags": dict(capacity.tags)} if capacity.tags else {}
     image = {"PackageType": "Image", "Code": {"ImageUri": function.image}, "Architectures": [capacity.architecture]}
     return [("CreateFunction", {**configuration(function, capacity), **image, **tags}), *_url(function.name, capacity)]
 
 
 def update(function: Function, capacity: Capacity) -> list[tuple[str, dict[str, Any]]]:
-    """The calls that give a function this version. Between them Lambda must have finished the one before."""
+    """Return the calls that update a function. Before each, Lambda must have finished the one before it."""
     code = {"FunctionName": function.name, "ImageUri": function.image, "Architectures": [capacity.architecture]}
     return [
         ("UpdateFunctionConfiguration", configuration(function, capacity)),
@@ -79,7 +79,7 @@ def update(function: Function, capacity: Capacity) -> list[tuple[str, dict[str, 
 
 
 def _url(name: str, capacity: Capacity) -> list[tuple[str, dict[str, Any]]]:
-    """A function URL, which everybody may call where nothing else is asked of callers."""
+    """Return the calls for a function URL. Without authorization, anyone may call it."""
     if capacity.url is None:
         return []
     calls: list[tuple[str, dict[str, Any]]] = [

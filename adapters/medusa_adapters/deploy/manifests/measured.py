@@ -19,7 +19,7 @@ _NS = 1e9
 
 
 class Measured(NamedTuple):
-    """``cold_start_s``: from the first stage to ready; ``ttft_s``: to the first token, None where there was none."""
+    """A measured start. ``cold_start_s`` ends when the instance was ready, ``ttft_s`` at the first token, if any."""
 
     cold_start_s: float
     ttft_s: float | None
@@ -27,14 +27,14 @@ class Measured(NamedTuple):
 
     @property
     def answer_s(self) -> float:
-        """From the start to the first byte of an answer."""
+        """The seconds from the start to the first byte of an answer."""
         return max(self.cold_start_s, self.ttft_s or 0.0)
 
 
 def measure(source: str) -> Measured:
-    """The numbers of a ``/timeline`` document: a file, or an instance's URL (``/timeline`` is added where it lacks).
+    """Return the times of a ``/timeline`` document: a file, or an instance's URL (``/timeline`` is added if missing).
 
-    Raises ConfigError for what cannot be read, is no timeline, or ends before the instance was ready.
+    Raises ConfigError if it cannot be read, is not a timeline, or ends before the instance was ready.
     """
     stages = _stages(_read(source), source)
     ready, token = moment(stages, "ready"), moment(stages, "first_token")
@@ -44,7 +44,7 @@ def measure(source: str) -> Measured:
             f"{len(stages)} stages and no 'ready'; ask it again when /readyz answers 200"
         )
     start, end = window(stages)
-    # A first token behind the window belongs to a request that came to an idle instance: it tells nothing of a start.
+    # A first token after the window belongs to a request to an idle instance, and says nothing about a start.
     ttft = (token - start) / _NS if token is not None and token <= end else None
     return Measured((ready - start) / _NS, ttft, redacted(source))
 

@@ -29,14 +29,14 @@ class Stack:
     max_scale: int = 20
     scale_to_zero: bool = False
     profile: str | None = None  # GPUs come only through a Profile
-    secrets: Sequence[str] = ()  # those of a registry among them: the gateway tells them by their type
+    secrets: Sequence[str] = ()  # also those of a registry, which the gateway recognizes by their type
     labels: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)
     base_image: str | None = None  # None: as the template's Dockerfile has it
 
 
 def stack(function: Function, stack: Stack) -> dict[str, Any]:
-    """stack.yaml as plain values."""
+    """Return stack.yaml as plain values."""
     return {
         "version": 1.0,
         "provider": {"name": "openfaas", "gateway": stack.gateway},
@@ -88,7 +88,7 @@ def _entry(function: Function, stack: Stack) -> dict[str, Any]:
 
 
 def _labels(function: Function, stack: Stack) -> dict[str, str]:
-    """Labels are text; most need OpenFaaS Pro, and the Community Edition ignores what it does not know."""
+    """Return the labels, as text. Most need OpenFaaS Pro; the Community Edition ignores those."""
     labels = {
         _SCALE + "min": str(stack.min_scale),
         _SCALE + "max": str(stack.max_scale),

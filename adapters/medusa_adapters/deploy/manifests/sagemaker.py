@@ -27,7 +27,7 @@ _MOST_NAME = 63 - len("-20261231-235959-999")
 
 @dataclass(frozen=True)
 class Capacity:
-    """Serverless when ``instance_type`` is None."""
+    """The capacity of an endpoint, which is serverless if ``instance_type`` is None."""
 
     memory_mb: int = 4096
     max_concurrency: int = 10
@@ -63,7 +63,7 @@ class Autoscaling:
 
 
 def check_network(capacity: Capacity, vpc: Vpc | None) -> None:
-    """ConfigError for half a VPC, and for one around a serverless endpoint."""
+    """Raise ConfigError for an incomplete VPC, and for a VPC around a serverless endpoint."""
     if vpc is None:
         return
     if not vpc.subnets or not vpc.security_groups:
@@ -73,7 +73,7 @@ def check_network(capacity: Capacity, vpc: Vpc | None) -> None:
 
 
 def check_scaling(capacity: Capacity, scaling: Autoscaling) -> None:
-    """ConfigError for limits between which the endpoint's first size does not lie."""
+    """Raise ConfigError if the endpoint's first size is not between the limits."""
     values.within(scaling.least, 1, 1000, "--min-scale")
     values.within(scaling.most, scaling.least, 1000, "--max-scale")
     first, flag = capacity.instance_count, "--instance-count"
@@ -87,7 +87,7 @@ def check_scaling(capacity: Capacity, scaling: Autoscaling) -> None:
 
 
 def check(capacity: Capacity, model_data: str | None) -> None:
-    """ConfigError for what SageMaker refuses, in the words of the flags."""
+    """Raise ConfigError for values that SageMaker refuses. It names the flag."""
     if model_data is not None and not _S3.fullmatch(model_data):
         raise ConfigError(
             f"--model-data={model_data!r} cannot be used: expected s3://bucket/prefix/ or s3://…/model.tar.gz"
@@ -118,7 +118,7 @@ def check(capacity: Capacity, model_data: str | None) -> None:
 
 
 def check_image_size(size_bytes: int, image: str) -> None:
-    """ECR tells the compressed size; the limit is for the unpacked one, so this refuses what can never fit."""
+    """Raise ConfigError for an image that can never fit: the limit is for its unpacked size, which is larger."""
     if size_bytes > MOST_SERVERLESS_IMAGE_BYTES:
         raise ConfigError(
             f"--image={image!r} has {size_bytes / 1e9:.1f} GB even compressed; SageMaker serverless takes at most "
@@ -131,7 +131,7 @@ def is_archive(model_data: str) -> bool:
 
 
 def check_name(name: str) -> str:
-    """Models and configurations carry a time stamp behind the endpoint's name."""
+    """Raise ConfigError for a bad name. It must leave room for a time stamp, which models and configurations add."""
     if len(values.name(name)) > _MOST_NAME:
         raise ConfigError(f"NAME={name!r} cannot be used: expected at most {_MOST_NAME} characters")
     return name
@@ -147,8 +147,8 @@ def model(
     vpc: Vpc | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Parameters of CreateModel."""
-    # Serverless does not say what it is, and passes no stream on.
+    """Return the parameters of CreateModel."""
+    # Serverless sets no variable that identifies it, and does not pass streams on.
     environment = ({"SAGEMAKER_SERVERLESS": "true"} if serverless else {}) | dict(function.env)
     container: dict[str, Any] = {"Image": function.image, "Environment": environment}
     if model_data is not None:
@@ -172,7 +172,7 @@ def model(
 def endpoint_config(
     name: str, capacity: Capacity, *, startup_timeout_s: int, tags: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Parameters of CreateEndpointConfig, for the model of the same name."""
+    """Return the parameters of CreateEndpointConfig, for the model of the same name."""
     variant: dict[str, Any] = {"VariantName": VARIANT, "ModelName": name}
     if capacity.serverless:
         serverless = {"MemorySizeInMB": capacity.memory_mb, "MaxConcurrency": capacity.max_concurrency}
@@ -191,17 +191,17 @@ def endpoint_config(
 
 
 def endpoint(name: str, config: str, tags: Mapping[str, str] | None = None) -> Mapping[str, Any]:
-    """Parameters of CreateEndpoint and, without tags, of UpdateEndpoint."""
+    """Return the parameters of CreateEndpoint and, without tags, of UpdateEndpoint."""
     return {"EndpointName": name, "EndpointConfigName": config} | tagged(tags)
 
 
 def tagged(tags: Mapping[str, str] | None) -> dict[str, Any]:
-    """The parameter ``Tags``, or nothing."""
+    """Return the parameter ``Tags``, or nothing."""
     return {"Tags": [{"Key": key, "Value": value} for key, value in tags.items()]} if tags else {}
 
 
 def autoscaling(name: str, capacity: Capacity, scaling: Autoscaling) -> list[tuple[str, dict[str, Any]]]:
-    """The two calls of Application Auto Scaling that scale an endpoint which is in service."""
+    """Return the two calls of Application Auto Scaling that scale an endpoint in service."""
     target = {
         "ServiceNamespace": "sagemaker",
         "ResourceId": f"endpoint/{name}/variant/{VARIANT}",

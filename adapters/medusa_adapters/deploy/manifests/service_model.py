@@ -1,6 +1,6 @@
-"""Parameters of an AWS call against the service's own model (botocore's JSON), strictly.
+"""A strict check of an AWS call's parameters against the service's own model (botocore's JSON).
 
-boto3 itself checks types and minima; maxima, patterns and enumerations it leaves to the service, which answers late.
+boto3 itself checks types and minima. It leaves maxima, patterns and enumerations to the service, which answers late.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from medusa_runtime.errors import ConfigError
 
 
 def check_call(service: str, operation: str, parameters: Mapping[str, Any]) -> None:
-    """ConfigError with every parameter that the service would refuse. Needs botocore, and no network."""
+    """Raise ConfigError, which lists every parameter that the service would refuse. Needs botocore, but no network."""
     model = _described(service).operation_model(operation)
     found = list(_problems(model.input_shape, parameters, ""))
     if found:
@@ -87,7 +87,7 @@ def _string_problems(shape: Any, value: Any, where: str) -> Iterator[str]:
 
 
 def _fits(pattern: str, value: str) -> bool:
-    """True also for a pattern that Python cannot read (they are Java's): the service itself will check it."""
+    """Return whether the value fits. A pattern that Python cannot read (they are Java's) is left to the service."""
     try:
         return re.fullmatch(pattern, value) is not None
     except re.error:

@@ -1,4 +1,7 @@
-"""The forms that Kubernetes accepts of names, quantities and labels. ConfigError names flag and expected form."""
+"""Checks of names, quantities and labels, as Kubernetes accepts them.
+
+Each function returns its value if it is valid, and raises ConfigError, which names the flag and the expected form.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _SUFFIXES = {"m": 1e-3, "": 1.0, "k": 1e3} | {
 
 
 def name(value: str) -> str:
-    """A function's name: an RFC 1035 label, which all platforms accept."""
+    """Check a function's name: an RFC 1035 label, which all platforms accept."""
     if len(value) > _LONGEST or not _SERVICE.fullmatch(value):
         raise ConfigError(
             f"NAME={value!r} cannot be used: expected a lower-case letter, then letters, digits and '-', "
@@ -38,7 +41,7 @@ def name(value: str) -> str:
 
 
 def namespace(value: str) -> str:
-    """The name of a namespace: an RFC 1123 label."""
+    """Check the name of a namespace: an RFC 1123 label."""
     if len(value) > _LONGEST or not _LABEL.fullmatch(value):
         raise ConfigError(
             f"--namespace={value!r} cannot be used: expected lower-case letters, digits and '-', "
@@ -48,7 +51,7 @@ def namespace(value: str) -> str:
 
 
 def subdomain(value: str, flag: str) -> str:
-    """The name of a secret, a service account, a runtime class: RFC 1123 labels with dots between them."""
+    """Check the name of a secret, a service account or a runtime class: RFC 1123 labels with dots between them."""
     if len(value) > _LONGEST_SUBDOMAIN or not all(map(_LABEL.fullmatch, value.split("."))):
         raise ConfigError(
             f"{flag}={value!r} cannot be used: expected lower-case letters, digits, '-' and '.', "
@@ -58,7 +61,7 @@ def subdomain(value: str, flag: str) -> str:
 
 
 def image(value: str | None, flag: str = "--image") -> str:
-    """The name of an image, with or without registry, tag and digest."""
+    """Check the name of an image, with or without registry, tag and digest."""
     if not value:
         raise ConfigError(f"{flag} is missing: expected the function's image, e.g. {flag} registry.example/fn:1")
     if not _IMAGE.fullmatch(value):
@@ -67,14 +70,14 @@ def image(value: str | None, flag: str = "--image") -> str:
 
 
 def quantity(value: str, flag: str) -> str:
-    """A Kubernetes quantity above zero, e.g. ``500m``, ``2``, ``4Gi``."""
+    """Check a Kubernetes quantity above zero, such as ``500m``, ``2`` or ``4Gi``."""
     if not _QUANTITY.fullmatch(value) or not 0 < amount(value) < _LARGEST:
         raise ConfigError(f"{flag}={value!r} cannot be used: expected a quantity above 0 such as 500m, 2 or 4Gi")
     return value
 
 
 def memory(value: str, flag: str) -> str:
-    """A quantity of memory; a bare number is in bytes, which nobody means who writes ``8``."""
+    """Check a quantity of memory. A small bare number is refused: it would be bytes, but ``8`` is never meant so."""
     if not _QUANTITY.fullmatch(value) or not _LEAST_MEMORY <= amount(value) < _LARGEST:
         raise ConfigError(
             f"{flag}={value!r} cannot be used: expected at least 1Mi with a unit of Kubernetes, such as 512Mi or 8Gi"
@@ -83,7 +86,7 @@ def memory(value: str, flag: str) -> str:
 
 
 def amount(value: str) -> float:
-    """A quantity as a number: bytes, or CPUs."""
+    """Return a quantity as a number of bytes or CPUs."""
     match = re.fullmatch(r"([\d.]+(?:[eE][+-]?\d+)?)([A-Za-z]*)", value)
     assert match is not None, value
     return float(match[1]) * _SUFFIXES[match[2]]
@@ -95,7 +98,7 @@ def within(value: int | float, low: float, high: float, flag: str, unit: str = "
 
 
 def pairs(values: Sequence[str], flag: str) -> dict[str, str]:
-    """``KEY=VALUE`` flags for labels and node selectors."""
+    """Check ``KEY=VALUE`` flags for labels and node selectors."""
     found = {}
     for text in values:
         key, sign, value = text.partition("=")
@@ -106,7 +109,7 @@ def pairs(values: Sequence[str], flag: str) -> dict[str, str]:
 
 
 def annotation_pairs(values: Sequence[str]) -> dict[str, str]:
-    """The annotations given with ``--annotation``, whose values may be any text."""
+    """Return the annotations given with ``--annotation``. Their values may be any text."""
     found = {}
     for text in values:
         key, sign, value = text.partition("=")
@@ -117,12 +120,12 @@ def annotation_pairs(values: Sequence[str]) -> dict[str, str]:
 
 
 def is_variable(text: str) -> bool:
-    """Return whether an environment variable may be called so."""
+    """Return whether an environment variable may have this name."""
     return _VARIABLE.fullmatch(text) is not None
 
 
 def variables(values: Sequence[str]) -> dict[str, str]:
-    """The variables given with ``--env``. The value stays out of the message: it may be a secret."""
+    """Return the variables given with ``--env``. An error's message omits the value, because it may be a secret."""
     found = {}
     for text in values:
         variable, sign, value = text.partition("=")

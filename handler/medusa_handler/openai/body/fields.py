@@ -1,6 +1,6 @@
 """The fields of each route: those that count, those that change no answer, and those that are refused with a reason.
 
-Nothing else is taken, so that a misspelt field does not silently get its default. A test compares the names with the
+Any other field is refused, so that a misspelt one does not silently get its default. A test compares the names with the
 request models of the installed vLLM and of the openai client.
 """
 
@@ -41,7 +41,10 @@ WITHOUT_EFFECT = _names(
 
 
 class Refusal(NamedTuple):
-    """Why a field is refused, and the values beside null, false and empty ones with which it asks for nothing."""
+    """Why a field is refused. The ``neutral`` values are allowed, because they ask for nothing.
+
+    Null is always neutral. False and empty values are, unless true is listed as neutral.
+    """
 
     reason: str
     neutral: tuple[Any, ...] = ()
@@ -108,7 +111,7 @@ REFUSED: dict[str, Refusal] = {
     "embed_dtype": Refusal("vectors are float32", ("float32",)),
     "endianness": Refusal("vectors are little-endian", ("little", "native")),
 }
-# Of OpenAI's or of old interfaces: vLLM's server would ignore them without a word.
+# Fields of OpenAI's interface or of old ones, which vLLM's server would silently ignore.
 _TAKEN_BY_NONE = _names(
     "audio early_stopping function_call functions guided_choice guided_decoding guided_decoding_backend guided_grammar "
     "guided_json guided_regex guided_whitespace_pattern logits_processors modalities moderation verbosity "
@@ -120,7 +123,7 @@ _ECHO = Refusal("a chat does not repeat its messages")  # /v1/completions has it
 def check_fields(body: Body, known: frozenset[str]) -> None:
     """Raise ApiError 400 for the first field that would change the answer and is not among the ``known`` ones.
 
-    NotCoveredError where an engine's own server may know the field.
+    It is a NotCoveredError if an engine's own server may know the field.
     """
     for name, value in body.items():
         if name in known or name in WITHOUT_EFFECT:

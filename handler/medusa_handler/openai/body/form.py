@@ -21,7 +21,7 @@ class Form(NamedTuple):
 
 
 def form(body: Body) -> Form | None:
-    """The form of a body's answer; None for any text. Raises ApiError 400."""
+    """Return the form that a body asks for; None if any text will do. Raises ApiError 400."""
     wanted = body.get("structured_outputs")
     structured = None if wanted is None else form_of(wanted)
     formatted = _response_format(body)

@@ -1,6 +1,6 @@
-"""A request's JSON body → SamplingParams. One clear 400 for a bad value, naming the field.
+"""SamplingParams from a request's JSON body. A bad value is refused with a 400 that names its field.
 
-Fields and defaults: OpenAI's API reference; the extras (top_k, min_p, ignore_eos …) are vLLM's.
+Fields and defaults are those of OpenAI's API reference; the extras (top_k, min_p, ignore_eos …) are vLLM's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def invalid(param: str, expected: str, found: Any) -> ApiError:
 def number(
     body: Body, name: str, default: float, least: float | None = None, most: float | None = None, *, above: bool = False
 ) -> float:
-    """A finite number in [least, most], or in (least, most] with ``above``. Null is the default."""
+    """Return a finite number in [least, most], or in (least, most] with ``above``; the default for null."""
     value = body.get(name)
     if value is None:
         return default
@@ -46,7 +46,7 @@ def number(
 def integer(
     body: Body, name: str, default: int | None, least: int | None = None, most: int | None = None
 ) -> int | None:
-    """A whole number in [least, most]. Null is the default."""
+    """Return a whole number in [least, most] that fits 64 bits; the default for null."""
     value = body.get(name)
     if value is None:
         return default
@@ -73,7 +73,7 @@ def flag(body: Body, name: str, default: bool = False) -> bool:
 
 
 def sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    """The sampling part of a body. Raises ApiError 400."""
+    """Return the sampling parameters of a body. Raises ApiError 400."""
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=number(body, "temperature", 1.0, 0.0),

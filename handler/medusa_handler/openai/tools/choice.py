@@ -19,7 +19,10 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a request. ``forced`` is "", "required", or the name of the function that must be called."""
+    """The tools of a request. ``choice`` is "auto", "none", "required" or "named".
+
+    ``forced`` is "", "required", or the name of the function that must be called.
+    """
 
     offered: list[dict[str, Any]]
     choice: str
@@ -31,13 +34,13 @@ class Tools:
         return frozenset(str(tool["function"]["name"]) for tool in self.offered)
 
     def form(self) -> StructuredOutputs | None:
-        """The form of the answer where a call is forced."""
+        """Return the form of the answer if a call is forced, else None. Raises ApiError 400."""
         if not self.forced:
             return None
         if self.forced != "required":
             tool = next(tool for tool in self.offered if tool["function"]["name"] == self.forced)
             return _schema(_parameters(tool))
-        # Each tool's schema stands below $defs, and what refers to its root refers to that place.
+        # Each tool's schema is placed below $defs, and its references to its own root are changed to lead there.
         try:
             schemas = {f"tool{number}": _moved(_parameters(tool), number) for number, tool in enumerate(self.offered)}
         except RecursionError:
@@ -58,7 +61,7 @@ class Tools:
         return _schema({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": schemas})
 
     def parser(self, found: Format | None) -> Callable[[], ToolParser] | None:
-        """Return what makes the parser of one answer; None where answers are text."""
+        """Return a function that makes the parser of one answer; None if answers are plain text."""
         if not self.offered or self.choice == "none":
             return None
         named = () if found is None else (found.new_id,)
@@ -70,7 +73,7 @@ class Tools:
 
 
 def tools_of(body: Body) -> Tools:
-    """Raises ApiError 400."""
+    """Return the tools of a body. Raises ApiError 400."""
     offered = body.get("tools")
     if offered is not None and not isinstance(offered, list):
         raise invalid("tools", "a list of objects", offered)
@@ -123,7 +126,7 @@ def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moved(schema: Any, number: int) -> Any:
-    """A schema whose references from the root lead to where the schema is now."""
+    """Return the schema with references to its root changed to its place below $defs."""
     if isinstance(schema, list):
         return [_moved(item, number) for item in schema]
     if not isinstance(schema, Mapping):

@@ -1,8 +1,8 @@
-"""The ways in which models write calls, and the calls in a text as it comes.
+"""The formats in which models write calls of tools, and parsers that find the calls while the text comes.
 
 Hermes and Qwen write ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, Llama 3 ``{"name": …, "parameters":
 {…}}`` alone, perhaps behind ``<|python_tag|>``, several with ``;`` between them, and Mistral ``[TOOL_CALLS]`` and a
-list of such objects or, in newer versions, a name and its arguments. vLLM's parsers of these names read the same.
+list of such objects or, in newer versions, a name and its arguments. vLLM has parsers of the same names for them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SPACE = " \t\r\n"
 
 
 class CallDelta(NamedTuple):
-    """What has become known of a call; ``id`` and ``name`` come once, with the first of them."""
+    """The next part of a call. Only the first part has ``id`` and ``name``."""
 
     number: int
     id: str | None
@@ -26,14 +26,14 @@ class CallDelta(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """What a piece of text has made certain."""
+    """The content and the parts of calls that have become certain with a piece of text."""
 
     content: str
     calls: list[CallDelta]
 
 
 class ToolParser(Protocol):
-    """Tells calls from the rest of one text."""
+    """A parser that separates the calls in one text from its other content."""
 
     def push(self, text: str) -> Parsed: ...
 
@@ -46,18 +46,18 @@ def _call_id() -> str:
 
 
 def _short_id() -> str:
-    """Mistral's templates take nine letters and digits only."""
+    """Return an id of nine letters and digits, the only form that Mistral's templates take."""
     return os.urandom(16).hex()[:9]
 
 
 class _Parser:
-    """Takes characters one by one; subclasses say what a character means, outside of a call."""
+    """A parser that takes the text character by character. Subclasses handle the characters outside of a call."""
 
     new_id: Callable[[], str] = staticmethod(_call_id)
 
     def __init__(self) -> None:
         self._content = ""
-        self._space: list[str] = []  # held back: before a call it is no content
+        self._space: list[str] = []  # held back, because space before a call is not content
         self._calls: list[CallDelta] = []
         self._count = 0
         self._scanner: CallScanner | None = None
@@ -84,17 +84,17 @@ class _Parser:
         raise NotImplementedError
 
     def opening(self) -> str:
-        """Return what stood before the call that turned out to be none."""
+        """Return the text before what turned out not to be a call."""
         return ""
 
     def end(self) -> None:
-        """The text ends outside of a call."""
+        """Handle the end of the text, outside of a call."""
 
     def accepts(self, name: str) -> bool:
         return True
 
     def say(self, text: str) -> None:
-        """Content; trailing space waits for what follows it."""
+        """Add content. Trailing space is held back until more content follows."""
         kept = text.rstrip(_SPACE)
         if kept:
             self._content += "".join((*self._space, kept))
@@ -106,7 +106,7 @@ class _Parser:
         self._announced = False
 
     def announce(self, name: str) -> None:
-        """A call begins in the answer."""
+        """Begin a call in the answer."""
         self._space = []
         self._calls.append(CallDelta(self._count, self.new_id(), name, ""))
         self._count += 1
@@ -132,7 +132,7 @@ class _Parser:
             self._scanner = None
 
     def refuse(self, raw: str) -> None:
-        """What looked like a call is text."""
+        """Take text that looked like a call as content."""
         self.say(raw)
 
     def _flush(self) -> Parsed:
@@ -177,7 +177,7 @@ class Hermes(Marked):
 
     def __init__(self) -> None:
         super().__init__()
-        self._behind: str | None = None  # what came of the closing tag
+        self._behind: str | None = None  # the part of the closing tag that has come
 
     def outside(self, character: str) -> None:
         if self._behind is not None and self._behind != self._closing:
@@ -264,7 +264,7 @@ class Mistral(Marked):
 
 
 class Llama3(_Parser):
-    """Only a text that is nothing but calls has any. ``names`` are those of the request's tools."""
+    """Calls only count if the text is nothing but calls. ``names`` are those of the request's tools."""
 
     _tag = "<|python_tag|>"
 
@@ -312,7 +312,7 @@ class Llama3(_Parser):
 
 
 class Forced(_Parser):
-    """A list of calls that structured outputs have made certain: nothing of it is content, even where it is cut."""
+    """A list of calls, to which structured outputs restrict the text. No part of it is content, even if it is cut off."""
 
     def __init__(self, new_id: Callable[[], str] = _call_id) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ class Forced(_Parser):
 
 
 class Named:
-    """The arguments of one call, nothing else."""
+    """A text that is nothing but the arguments of one call."""
 
     def __init__(self, name: str, new_id: Callable[[], str] = _call_id) -> None:
         self._first: CallDelta | None = CallDelta(0, new_id(), name, "")
@@ -344,7 +344,7 @@ class Named:
 
 
 class Format(NamedTuple):
-    """A way to write calls: what its templates contain, and how its calls are named."""
+    """A format of calls. ``signs`` are what chat templates of it contain; ``new_id`` makes a call's id."""
 
     name: str
     signs: tuple[str, ...]
@@ -360,14 +360,14 @@ FORMATS = (
 
 
 def format_of(name: str, template: str) -> Format | None:
-    """The format with this name; for ``auto``, the one that a chat template tells its model of, if any."""
+    """Return the format with this name; for ``auto``, the one that a chat template describes. None if there is none."""
     if name == "auto":
         return next((format for format in FORMATS if any(sign in template for sign in format.signs)), None)
     return next((format for format in FORMATS if format.name == name), None)
 
 
 def _joined(calls: list[CallDelta]) -> list[CallDelta]:
-    """One delta for each call."""
+    """Merge the deltas of each call into one."""
     first: dict[int, CallDelta] = {}
     arguments: dict[int, list[str]] = {}
     for call in calls:

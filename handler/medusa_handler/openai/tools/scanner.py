@@ -9,9 +9,9 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class ValueScanner:
-    """Finds the end of one JSON value. ``done`` when it has been reached; ``text`` is what there is of it.
+    """A scanner that finds the end of one JSON value, where it is ``done``. ``text`` is the value so far.
 
-    Characters are kept in lists, here and below: to add each to a text would copy the text, and models write megabytes.
+    Here and below, characters are kept in lists: adding each to a text would copy the text, and models write megabytes.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class ValueScanner:
         return self._characters[:1] in (["{"], ["["])
 
     def feed(self, character: str) -> bool:
-        """Take a character; False for one that belongs to what follows the value."""
+        """Take a character. Return False if it is already behind the value."""
         if self._in_string:
             self._in_string = self._escaped or character != '"'
             self._escaped = character == "\\" and not self._escaped
@@ -50,7 +50,7 @@ class ValueScanner:
 
 
 class CallScanner:
-    """One call. ``take`` gives the argument text that has become known, once ``name`` is."""
+    """A scanner of one call. Once ``name`` is known, ``take`` returns the argument text since it was last called."""
 
     def __init__(self) -> None:
         self._raw: list[str] = []
@@ -68,7 +68,7 @@ class CallScanner:
         return "".join(self._raw)
 
     def feed(self, character: str) -> None:
-        """Take a character. ``failed`` where no call can have it, ``done`` at the closing brace."""
+        """Take a character. Set ``failed`` if no call can have it there, and ``done`` at the closing brace."""
         self._raw.append(character)
         if self._value is not None:
             value = self._value
@@ -89,7 +89,7 @@ class CallScanner:
         return "".join(fresh)
 
     def _structure(self, character: str) -> None:
-        """A character between keys and values."""
+        """Take a character between keys and values."""
         if self._expects != "value" and character not in self._expects:
             self.failed = True
             return
@@ -119,7 +119,7 @@ class CallScanner:
                 self._fresh.append(character)
 
     def _end(self, value: ValueScanner) -> None:
-        """A key or a value is there."""
+        """Take a complete key or value."""
         self._value = None
         try:
             found = json.loads(value.text) if not value.is_container else None

@@ -18,13 +18,13 @@ _STARTS = 10  # as in scaling.py: idle for ten times as long as coming back take
 _DEFAULT_COOLDOWN_S = 300
 _MOST_INSTANCES = 10  # unless --max-scale says otherwise: an HPA must have a limit
 _CPU_PERCENT = 80
-_LEAVING_S = 5  # for so long after SIGTERM is due, other nodes still send requests
+_LEAVING_S = 5  # how long after SIGTERM is due other nodes still send requests
 _UTILIZATION = 0.7
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Which autoscaler, and where it learns of the load.
+    """The autoscaler, and where it gets the load from.
 
     ``prometheus``: the address of a Prometheus that scrapes the pods, for ``keda``; ``hosts``: the names whose requests
     KEDA's HTTP add-on passes on, for ``keda-http``.
@@ -36,7 +36,7 @@ class Scaling:
 
 
 def check(scaling: Scaling, placement: Placement) -> None:
-    """ConfigError for an autoscaler that could not work as it is asked to."""
+    """Raise ConfigError for an autoscaler that could not work with these values."""
     kind = scaling.autoscaler
     if kind == "hpa" and not placement.cpu:
         raise ConfigError(
@@ -59,7 +59,7 @@ def least_instances(scaling: Scaling, placement: Placement) -> int:
 
 
 def manifests(function: Function, placement: Placement, scaling: Scaling) -> list[dict[str, Any]]:
-    """Deployment, Service, and the autoscaler's object."""
+    """Return the Deployment, the Service, and the autoscaler's object."""
     where = pod.metadata(function, placement)
     found = [_deployment(function, placement, scaling, where), _service(function, where)]
     if scaling.autoscaler == "hpa":
@@ -72,7 +72,7 @@ def manifests(function: Function, placement: Placement, scaling: Scaling) -> lis
 
 
 def network_policy_of(function: Function, placement: Placement) -> dict[str, Any]:
-    """Only pods of the function's own namespace may connect to it."""
+    """Return a policy by which only pods of the function's own namespace may connect to it."""
     return network_policy.of_namespace(pod.metadata(function, placement), _selector(function))
 
 
@@ -88,7 +88,7 @@ def _deployment(function: Function, placement: Placement, scaling: Scaling, wher
         # A failing one kills nothing, so a start may take as long as it likes.
         readiness={"httpGet": {"path": "/readyz", "port": pod.PORT}, "periodSeconds": 1, "timeoutSeconds": 2},
     )
-    # Until every node knows that the pod goes, requests still come.
+    # Requests still come until every node knows that the pod is ending.
     container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(_LEAVING_S)]}}}
     template: dict[str, Any] = {"labels": where["labels"]}
     if placement.annotations:
@@ -154,7 +154,7 @@ def _hpa(function: Function, placement: Placement, scaling: Scaling, where: dict
 
 
 def _scaled_object(function: Function, placement: Placement, scaling: Scaling, where: dict[str, Any]) -> dict[str, Any]:
-    """By the requests that are in flight or held. Pods that do not exist report none, so one always runs."""
+    """Scale by the requests in flight or held. If no pod ran, none would be reported, so one always runs."""
     pods = f'namespace="{placement.namespace}",pod=~"{function.name}-.*"'
     query = f"sum(medusa_requests_in_flight{{{pods}}}) + sum(medusa_requests_held{{{pods}}})"
     trigger = {

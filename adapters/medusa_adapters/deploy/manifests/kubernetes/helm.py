@@ -1,4 +1,4 @@
-"""A function as a Helm chart: what `medusa deploy kubernetes` renders, with what differs between releases left open.
+"""A function as a Helm chart: the manifests of `medusa deploy kubernetes`, with values for what releases change.
 
 The manifests are those of deployment.py. Names become the release's, and what a release may want otherwise is moved to
 values.yaml, so that a chart whose values are left alone renders exactly these manifests.
@@ -14,7 +14,7 @@ from ..function import Function
 from . import deployment
 from .pod import Placement
 
-# Stand for the release in the manifests, where any text may follow or precede them.
+# These names stand for the release in the manifests. Any text may precede or follow them.
 RELEASE, NAMESPACE = "medusa-release-name", "medusa-release-namespace"
 _FILES = {
     "Deployment": "deployment.yaml",
@@ -23,7 +23,7 @@ _FILES = {
     "ScaledObject": "autoscaler.yaml",
     "HTTPScaledObject": "autoscaler.yaml",
 }
-# Of the pod: the field in values.yaml is called as the field there.
+# Fields of the pod that have the same name in values.yaml.
 _OF_POD = ("nodeSelector", "tolerations", "imagePullSecrets")
 _LIMITS = {
     "HorizontalPodAutoscaler": (("minReplicas",), ("maxReplicas",)),
@@ -35,7 +35,7 @@ _LIMITS = {
 def chart(
     name: str, function: Function, placement: Placement, scaling: deployment.Scaling, comments: list[str]
 ) -> dict[str, str]:
-    """The chart's files. ``function`` and ``placement`` are named RELEASE and NAMESPACE."""
+    """Return the chart's files. ``function`` and ``placement`` have the names RELEASE and NAMESPACE."""
     values: dict[str, Any] = {}
     files = {}
     for manifest in deployment.manifests(function, placement, scaling):
@@ -95,7 +95,7 @@ class _Opened:
     def move(
         self, manifest: Mapping[str, Any], path: tuple[str, ...], to: tuple[str, ...], *, text: bool = False
     ) -> None:
-        """``text``: a value that must be text, also when a user sets a number."""
+        """Move a value to values.yaml. ``text`` says that it must be text, even if a user sets a number."""
         target: Any = manifest
         for part in path[:-1]:
             target = target[part]
@@ -109,7 +109,7 @@ class _Opened:
         target[path[-1]] = mark
 
     def text(self, manifest: Mapping[str, Any]) -> str:
-        """The manifest as a template. JSON, which the expressions give, is YAML."""
+        """Return the manifest as a template. Its expressions give JSON, which is YAML."""
         found = document.text([manifest])
         for mark, expression in self._expressions.items():
             found = found.replace(mark, expression)

@@ -22,7 +22,7 @@ _OF_RUNTIME = ("volumes", "imagePullSecrets")
 
 
 def manifests(function: Function, placement: Placement, *, mode: str) -> list[dict[str, Any]]:
-    """ServingRuntime and InferenceService. ``mode``: a key of MODES."""
+    """Return the ServingRuntime and the InferenceService. ``mode`` is a key of MODES."""
     knative = mode == "knative"
     if not knative and placement.min_scale == 0:
         raise ConfigError(
@@ -33,7 +33,7 @@ def manifests(function: Function, placement: Placement, *, mode: str) -> list[di
         placement,
         name="kserve-container",
         drain_s=function.timeout_s - (_QUIET_S + 5 if knative else 5),
-        # queue-proxy asks every 50 ms where no period is given; a kubelet asks every second at most.
+        # Without a period, queue-proxy probes every 50 ms; a kubelet probes at most once a second.
         readiness={"httpGet": {"path": "/readyz", "port": pod.PORT}, "successThreshold": 1}
         | ({} if knative else {"periodSeconds": 1}),
     )

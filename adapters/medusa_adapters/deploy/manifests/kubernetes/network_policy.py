@@ -11,24 +11,24 @@ _NAMESPACE = "kubernetes.io/metadata.name"  # a label that every namespace has
 
 
 def closed(metadata: Mapping[str, Any], pods: Mapping[str, str]) -> dict[str, Any]:
-    """Nobody connects to these pods. The kubelet's probes are no pods' connections, and come through."""
+    """Return a policy by which no pod may connect to these pods. The kubelet's probes are still allowed."""
     return policy(metadata, pods, [])
 
 
 def of_knative(metadata: Mapping[str, Any], pods: Mapping[str, str]) -> dict[str, Any]:
-    """Knative itself (its activator and autoscaler), its gateways, and pods of the function's own namespace."""
+    """Return a policy that admits Knative (activator, autoscaler), its gateways, and the function's own namespace."""
     systems = {"key": _NAMESPACE, "operator": "In", "values": [SYSTEM, *GATEWAYS]}
     peers = [{"namespaceSelector": {"matchExpressions": [systems]}}, {"podSelector": {}}]
     return policy(metadata, pods, [{"from": peers}])
 
 
 def of_namespace(metadata: Mapping[str, Any], pods: Mapping[str, str]) -> dict[str, Any]:
-    """Pods of the function's own namespace."""
+    """Return a policy that admits pods of the function's own namespace."""
     return policy(metadata, pods, [{"from": [{"podSelector": {}}]}])
 
 
 def policy(metadata: Mapping[str, Any], pods: Mapping[str, str], ingress: list[dict[str, Any]]) -> dict[str, Any]:
-    """Only what these rules name may connect to these pods."""
+    """Return a policy by which only what the ``ingress`` rules name may connect to these pods."""
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

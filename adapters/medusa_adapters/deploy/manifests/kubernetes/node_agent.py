@@ -23,7 +23,7 @@ PRIVILEGED = {"pod-security.kubernetes.io/enforce": "privileged"}
 
 
 def label_command(namespace: str) -> str:
-    """The command after which a namespace may have pods that mount the agent's folder."""
+    """Return the command that allows pods of a namespace to mount the agent's folder."""
     ((label, level),) = PRIVILEGED.items()
     return f"kubectl label namespace {namespace} {label}={level}"
 
@@ -37,7 +37,7 @@ def mount(*, read_only: bool) -> dict[str, Any]:
 
 
 def variables(daemon: Mapping[str, Any]) -> dict[str, str]:
-    """The plain variables of an agent's DaemonSet."""
+    """Return the plain variables of an agent's DaemonSet."""
     (container,) = daemon["spec"]["template"]["spec"]["containers"]
     return {entry["name"]: entry["value"] for entry in container.get("env", ()) if "value" in entry}
 
@@ -59,7 +59,7 @@ def manifests(
     node_selector: Mapping[str, str] | None = None,
     tolerations: Sequence[Mapping[str, str]] = (),
 ) -> list[dict[str, Any]]:
-    """Namespace, ServiceAccount, Role, RoleBinding, NetworkPolicy, DaemonSet.
+    """Return Namespace, ServiceAccount, Role, RoleBinding, NetworkPolicy and DaemonSet.
 
     ``memory`` and ``cpu`` are for regions and engine processes: those that were taken run on in the agent's container.
     ``environment`` has `medusa node`'s variables, those without a value are left out; ``secrets`` (in the agent's
@@ -75,7 +75,7 @@ def manifests(
             "metadata": {"name": NAMESPACE, "labels": {**_LABELS, **PRIVILEGED}},
         },
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": where, "automountServiceAccountToken": False},
-        # The agent asks nothing of the Kubernetes API: an account of its own, bound to no right at all.
+        # The agent does not use the Kubernetes API, so it has an account of its own without any rights.
         {"apiVersion": f"{rbac}/v1", "kind": "Role", "metadata": where, "rules": []},
         {
             "apiVersion": f"{rbac}/v1",
@@ -121,8 +121,8 @@ def _container(
             "periodSeconds": 30,
             "timeoutSeconds": 10,
         },
-        # The command gives up by itself before the kubelet does. An agent that answers nobody for a minute is replaced;
-        # functions go on with what they have.
+        # The command gives up before the kubelet does. An agent that does not answer for a minute is replaced; the
+        # functions keep what they have.
         "livenessProbe": {
             "exec": {"command": ["medusa", "node", "ping"]},
             "initialDelaySeconds": 10,

@@ -1,4 +1,4 @@
-"""The container and the pod of a function, as every platform on Kubernetes has them."""
+"""The container and the pod of a function, common to all platforms on Kubernetes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIVENESS = {
 
 @dataclass(frozen=True)
 class Placement:
-    """Where instances run, and what each of them has of a node."""
+    """Where instances run, and which resources of a node each has."""
 
     namespace: str = "default"
     cpu: str | None = None
@@ -44,7 +44,7 @@ class Placement:
 
 
 def metadata(function: Function, placement: Placement) -> dict[str, Any]:
-    """Name, namespace, labels and annotations of everything that belongs to a function."""
+    """Return name, namespace, labels and annotations of a function's objects."""
     found: dict[str, Any] = {
         "name": function.name,
         "namespace": placement.namespace,
@@ -60,9 +60,9 @@ def metadata(function: Function, placement: Placement) -> dict[str, Any]:
 def container(
     function: Function, placement: Placement, *, drain_s: int, readiness: Mapping[str, Any], name: str = "function"
 ) -> dict[str, Any]:
-    """One container. Its root is read-only, and it has no capabilities.
+    """Return the container. Its root is read-only, and it has no capabilities.
 
-    ``drain_s``: how long running requests may go on after SIGTERM.
+    ``drain_s`` is how long running requests may continue after SIGTERM.
     """
     env = {"MEDUSA_DRAIN": str(drain_s)} | dict(function.env)
     mounts: list[dict[str, Any]] = [{"name": "tmp", "mountPath": "/tmp"}]
@@ -86,7 +86,7 @@ def container(
 
 
 def pod(placement: Placement, container: Mapping[str, Any]) -> dict[str, Any]:
-    """The pod around a container: its volumes, and which nodes may have it."""
+    """Return the pod around a container: its volumes, and which nodes may run it."""
     found: dict[str, Any] = {
         "enableServiceLinks": False,
         "containers": [dict(container)],
@@ -105,7 +105,7 @@ def pod(placement: Placement, container: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resources(placement: Placement) -> dict[str, Any]:
-    """Requests and limits. Memory's limit is its request, so that the node never takes weights back; CPU has none."""
+    """Return requests and limits. Memory's limit is its request, so the node never evicts weights. CPU has no limit."""
     requests, limits = {}, {}
     if placement.cpu:
         requests["cpu"] = values.quantity(placement.cpu, "--cpu")

@@ -36,7 +36,7 @@ _SHARED_MEMORY = "256Mi"  # of Ray's object store, which carries control message
 
 @dataclass(frozen=True)
 class RayCluster:
-    """What `medusa deploy cluster` was told. ``token`` is None where the Secret exists already."""
+    """The values given to `medusa deploy cluster`. ``token`` is None if the Secret exists already."""
 
     name: str
     image: str
@@ -53,7 +53,7 @@ class RayCluster:
 
     @property
     def head(self) -> str:
-        """The Service of the head's node server."""
+        """The name of the Service of the head's node server."""
         return f"{self.name}-head"
 
     @property
@@ -66,7 +66,7 @@ class RayCluster:
 
 
 def manifests(cluster: RayCluster) -> list[dict[str, Any]]:
-    """Secret, volume claim, RayCluster, Services, gateways and NetworkPolicies, as far as they are asked for."""
+    """Return Secret, volume claim, RayCluster, Services, gateways and NetworkPolicies, as far as they are needed."""
     found = []
     if cluster.token is not None:
         secret = {"apiVersion": "v1", "kind": "Secret", "metadata": _metadata(cluster, cluster.token_secret)}
@@ -165,7 +165,7 @@ _ALONE = {
 
 def _services(cluster: RayCluster) -> list[dict[str, Any]]:
     head = {"ray.io/cluster": cluster.name, "ray.io/node-type": "head"}
-    # Nodes that join ask the head before it is ready.
+    # Nodes that join connect to the head before it is ready.
     spec = {"selector": head, "publishNotReadyAddresses": True, "ports": [_port("medusa", DATA_PORT, DATA_PORT)]}
     entrance = {"selector": _labels(cluster, "gateway"), "ports": [_port("http", 80, GATEWAY_PORT)]}
     return [
@@ -190,7 +190,7 @@ def _gateways(cluster: RayCluster) -> dict[str, Any]:
         "env": [_field("POD_NAME", "metadata.name")],
         "readinessProbe": {"httpGet": {"path": "/readyz", "port": GATEWAY_PORT}, "periodSeconds": 2},
         "livenessProbe": {"httpGet": {"path": "/livez", "port": GATEWAY_PORT}, "periodSeconds": 10},
-        # A pod that is being removed still gets requests until every machine knows.
+        # A pod that is being removed still gets requests until every machine knows about it.
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", "5"]}}},
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
         "securityContext": CONFINED_ROOT,
@@ -228,7 +228,7 @@ def _network_policies(cluster: RayCluster) -> list[dict[str, Any]]:
 
 
 def _pod(cluster: RayCluster, container: Mapping[str, Any], *, account: bool) -> dict[str, Any]:
-    """The pod around a container. ``account``: KubeRay gives it one of its own, for the autoscaler."""
+    """Return the pod around a container. ``account`` says that KubeRay gives it an account, for the autoscaler."""
     placement = cluster.placement
     pod: dict[str, Any] = {"enableServiceLinks": False, "containers": [dict(container)]}
     if not account:
@@ -261,6 +261,6 @@ def _port(name: str, port: int, target: int) -> dict[str, Any]:
 
 
 def _token_volume(secret: str, name: str) -> dict[str, Any]:
-    """The token as a file that its owner alone can read, which is root."""
+    """Return a volume with the token as a file that only its owner, root, can read."""
     items = [{"key": TOKEN_KEY, "path": "token"}]
     return {"name": name, "secret": {"secretName": secret, "defaultMode": 0o400, "items": items}}

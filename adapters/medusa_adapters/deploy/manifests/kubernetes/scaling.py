@@ -1,7 +1,7 @@
 """Knative's autoscaling annotations, from what a cold start was measured to cost.
 
-The faster a start, the sooner an instance may go and the fuller it may run: what waits for a start that takes 300 ms
-need not be kept warm. Each rule is one line below; docs/deploy.md has the table.
+The faster a start, the sooner an instance may end and the fuller it may run: if a start takes 300 ms, requests can wait
+for it, and no instance has to stay warm. Each rule is one line below; docs/deploy.md has the table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STARTS = 10  # an average over ten starts is not moved by the load that queued 
 
 
 def scale(measured: Measured | None, *, concurrency: int, min_scale: int, max_scale: int) -> dict[str, str]:
-    """Values are strings, as Kubernetes wants them; without a measurement Knative's defaults stay."""
+    """Return the annotations, whose values are strings. Without a measurement, Knative's defaults stay."""
     found = {
         PREFIX + "class": "kpa.autoscaling.knative.dev",
         PREFIX + "metric": "concurrency",
@@ -36,7 +36,7 @@ def scale(measured: Measured | None, *, concurrency: int, min_scale: int, max_sc
         # Load that grows while an instance starts must fit into the others' headroom.
         PREFIX + "target-utilization-percentage": str(round(min(max(85 - 3 * answer_s, 50), 85))),
         PREFIX + "window": f"{window_s}s",
-        # Going is worth it once nothing came for as long as coming back costs, ten times over.
+        # Ending an instance pays once no request has come for ten times as long as a start takes.
         PREFIX + "scale-to-zero-pod-retention-period": f"{retention_s}s",
         PREFIX + "scale-down-delay": f"{math.ceil(start_s) if start_s >= 1 else 0}s",
         # -1 keeps the activator in the path, where a burst may wait; 0 spares the hop when starts are short

@@ -15,7 +15,7 @@ FORM = "SECRET or VARIABLE=SECRET/KEY"
 
 
 class Secret(NamedTuple):
-    """``key`` and ``variable`` are None when every entry becomes the variable of its own name."""
+    """A Secret. ``key`` and ``variable`` are None if every entry becomes the variable of its own name."""
 
     name: str
     key: str | None = None
@@ -23,7 +23,7 @@ class Secret(NamedTuple):
 
 
 def secret(text: str, flag: str) -> Secret:
-    """``SECRET`` or ``VARIABLE=SECRET/KEY``. Raises ConfigError, which names the flag."""
+    """Parse ``SECRET`` or ``VARIABLE=SECRET/KEY``. Raises ConfigError, which names the flag."""
     variable, sign, rest = text.rpartition("=")
     if not sign:
         return Secret(values.subdomain(text, flag))
@@ -34,12 +34,12 @@ def secret(text: str, flag: str) -> Secret:
 
 
 def sources(secrets: Sequence[Secret]) -> list[dict[str, Any]]:
-    """A container's ``envFrom``: the secrets that are taken whole."""
+    """Return a container's ``envFrom``: the secrets of which all entries are used."""
     return [{"secretRef": {"name": found.name}} for found in secrets if found.key is None]
 
 
 def environment(variables: Mapping[str, str], secrets: Sequence[Secret]) -> list[dict[str, Any]]:
-    """A container's ``env``: plain variables, and the secrets of which one key is taken."""
+    """Return a container's ``env``: plain variables, and the secrets of which one entry is used."""
     entries = [
         {"name": found.variable, "valueFrom": {"secretKeyRef": {"name": found.name, "key": found.key}}}
         for found in secrets
