@@ -1,9 +1,9 @@
-"""The expensive steps of a forward pass on a CPU, as fast as its memory allows; for a GPU see ``cuda``.
+"""The expensive steps of a forward pass on a CPU, as fast as its memory allows. For a GPU see ``cuda``.
 
 ``linear`` is F.linear for weights that stay where they are (read-only, shared, unpacked). torch's own product is slow
-for few rows, unless the CPU has matrix units (AMX), and for 16-bit weights on CPUs without dot products of these. There
-a compiled kernel is used, or, where there is none, fp32 products of slices of 16-bit weights. ``paged_attention`` reads
-keys and values from the paged cache, without gathering them.
+for few rows, unless the CPU has matrix units (AMX), and for 16-bit weights on CPUs without dot products of 16 bits.
+There a compiled kernel is used, or, if there is none, fp32 products of slices of 16-bit weights. ``paged_attention``
+reads keys and values from the paged cache, without gathering them.
 """
 
 from __future__ import annotations
@@ -42,17 +42,19 @@ class _Path(NamedTuple):
     product: Product | None  # None: F.linear
     reason: str  # for describe()
     compiled: native.NativeKernels | None = None
-    most_rows: float = math.inf  # more are torch's
+    most_rows: float = math.inf  # products of more rows are left to torch
 
 
 _TORCH = _Path(None, "torch")
-_FEW_ROWS = 32  # of fp32, or with bf16 dot products; torch packs the weights for each product, which pays from here on
+_FEW_ROWS = (
+    32  # for fp32, or with bf16 dot products; for more rows, packing the weights each time as torch does pays off
+)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """x [..., depth] @ weight [cols, depth]^T + bias [cols] → [..., cols], accumulated in fp32 and rounded once.
+    """Return x [..., depth] @ weight [cols, depth]^T + bias [cols] → [..., cols], accumulated in fp32, rounded once.
 
-    It is F.linear itself where that is the fastest, and for other dtypes, other devices, and gradients. ``residual``
+    This is F.linear itself where that is fastest, and for other dtypes, other devices, and gradients. ``residual``
     [..., cols] is added to the rounded product, and the sum is rounded again.
     """
     path = _path_of(x, weight, bias)
@@ -71,10 +73,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
 
 
 def small_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, depth] @ weight [cols, depth]^T → [rows, cols], for products that are too small for several threads.
+    """Return x [rows, depth] @ weight [cols, depth]^T → [rows, cols], a product too small for several threads.
 
-    With 16-bit weights our kernel computes these on one thread, also where torch's is faster for large products:
-    torch's would wait for its other threads each time.
+    With 16-bit weights our kernel computes it on one thread, even where torch's is faster for large products: torch's
+    would wait for its other threads each time.
     """
     kernels = compiled() if weight.dtype in (torch.bfloat16, torch.float16) else None
     if not isinstance(kernels, native.NativeKernels) or not _plain(x, weight):
@@ -83,7 +85,10 @@ def small_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """``linear`` of x [rows, depth] with each weight and bias, in one call where possible; views of one result."""
+    """Return ``linear`` of x [rows, depth] with each weight and bias, in one call where possible.
+
+    The products may be views of one result.
+    """
     if x.dim() == 2:
         path = _TORCH
         for weight, bias in zip(weights, biases, strict=True):
@@ -101,7 +106,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 
 
 def side_by_side(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """``linear`` of x [..., depth] with each weight [cols, depth] and bias, concatenated: [..., all cols]."""
+    """Return ``linear`` of x [..., depth] with each weight [cols, depth] and bias, concatenated: [..., all cols]."""
     paths = [_path_of(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     kernel = paths[0].compiled
     if kernel is None or any(path.compiled is None for path in paths):
@@ -112,7 +117,7 @@ def side_by_side(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
 
 
 def compiled_for(dtype: torch.dtype) -> bool:
-    """Return whether our compiled kernels do all products of this dtype on this machine, those of many rows, too."""
+    """Return whether our compiled kernels do all products of this dtype on this machine, with any number of rows."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False
     path = _path(dtype)
@@ -130,14 +135,14 @@ def paged_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention of new tokens over a paged KV cache (PagedAttention, Kwon et al. 2023, section 4.1).
+    """Return causal attention of new tokens over a paged KV cache (PagedAttention, Kwon et al. 2023, section 4.1).
 
-    q: [tokens, heads, head_dim], any mix of prefill and decode, the tokens of a sequence side by side.
-    keys, values: [blocks, block_size, kv_heads, head_dim], with those of the new tokens already in place.
-    block_tables: int32 [sequences, max_blocks].
+    q: [tokens, heads, head_dim], any mix of prefill and decode, with the tokens of a sequence next to each other.
+    keys, values: [blocks, block_size, kv_heads, head_dim], which already include those of the new tokens.
+    block_tables: int32 [sequences, max_blocks], the blocks of each sequence.
     sequences: int32 [tokens], each token's row of ``block_tables``.
-    contexts: int32 [tokens], how many tokens of its sequence a token sees, itself included (position + 1).
-    window: how many of those it sees at most.
+    contexts: int32 [tokens], how many tokens of its sequence a token sees, including itself (position + 1).
+    window: the most of them that it sees, the last ones; None for all.
 
     Returns [tokens, heads, head_dim]. Blocks that no token sees are not read.
     """
@@ -160,7 +165,7 @@ def paged_attention(
 
 
 def describe() -> dict[str, str]:
-    """Return how products of each dtype are computed on this machine, and why; and how attention is."""
+    """Return how products of each dtype, and attention, are computed on this machine, and why."""
     kernels = compiled()
     attention = f"torch: {kernels}" if isinstance(kernels, str) else "native"
     return {name: _path(getattr(torch, name)).reason for name in cpu.FAST_IN_TORCH} | {"attention": attention}
@@ -181,7 +186,7 @@ def _path_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> _Path:
 
 
 def _plain(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the kernels can take these tensors; F.linear raises what is wrong with others."""
+    """Return whether the kernels can take these tensors. For the others F.linear raises an error if they do not fit."""
     if not (x.is_cpu and weight.is_cpu and x.dtype is weight.dtype):
         return False
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):

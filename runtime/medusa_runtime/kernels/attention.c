@@ -1,4 +1,4 @@
-/* paged attention: spreads tiles of query rows over the threads. */
+/* Paged attention: spreads tiles of query rows over the threads. */
 #include "attention.h"
 
 #include <stdatomic.h>
@@ -24,8 +24,8 @@ static void attend_tiles(void *argument, int thread)
         run->attend(run->attention, &run->tiles[tile]);
 }
 
-/* Tokens of one sequence that stand together share their keys; they are cut into tiles of MAX_QUERY_ROWS rows. Writes them when
- * `tiles` is not null; returns how many there are. */
+/* Consecutive tokens of one sequence share their keys. Cut them into tiles of MAX_QUERY_ROWS rows, write the tiles if `tiles` is
+ * not null, and return how many there are. */
 static long cut(const struct attention *a, struct query_rows *tiles)
 {
     const long group = a->heads / a->kv_heads;
@@ -53,7 +53,7 @@ static attend_fn variant_for(const struct attention *a, int dtype)
 #endif
 }
 
-/* 0 on success, 1 when memory ran out. */
+/* Return 0 on success, 1 when memory ran out. */
 int medusa_attention(const struct attention *a, int dtype, int threads)
 {
     struct run run = {.attention = a, .attend = variant_for(a, dtype), .count = cut(a, NULL)};

@@ -1,4 +1,4 @@
-/* What the dispatcher (attention.c) and the instruction-set variants (attention_tile.c) share. */
+/* Declarations that the dispatcher (attention.c) and the instruction-set variants (attention_tile.c) share. */
 #pragma once
 
 #include <stdint.h>
@@ -19,11 +19,11 @@ struct attention {
     struct kv_pool keys, values;
     const int32_t *block_tables; /* [sequences][block_table_stride] */
     const int32_t *sequences;    /* [tokens]: row of block_tables */
-    const int32_t *contexts;     /* [tokens]: how many tokens of its sequence a token sees, itself included */
+    const int32_t *contexts;     /* [tokens]: how many tokens of its sequence a token sees, including itself */
     long q_stride;               /* bytes from token to token */
     long block_table_stride;
     long tokens, heads, kv_heads, head_dim, block_size;
-    long window; /* of those it sees, only the last so many; 0: all */
+    long window; /* a token sees only this many of them, the last ones; 0: all */
     float scale;
 };
 

@@ -81,7 +81,7 @@ INLINE void score(struct rows *rows, long row, const char *key, long number, con
         rows->scores[row + r][number] = SUM(acc[r]);
 }
 
-/* Scores become weights relative to the largest score so far; what was summed before is rescaled to it. */
+/* Turn scores into weights relative to the largest score so far, and rescale the earlier sums to it. */
 static void soften(struct rows *rows, long position, long count)
 {
     for (long r = 0; r < rows->count; r++) {
@@ -90,7 +90,7 @@ static void soften(struct rows *rows, long position, long count)
         float largest = rows->largest[r];
         for (long j = low > 0 ? low : 0; j < count && j < high; j++)
             largest = scores[j] > largest ? scores[j] : largest;
-        if (largest == -INFINITY) { /* sees none of these keys, nor any before */
+        if (largest == -INFINITY) { /* the row sees neither these keys nor any before */
             memset(scores, 0, (size_t)count * sizeof(float));
             continue;
         }
@@ -163,8 +163,8 @@ static const char *slot(const struct attention *a, const struct kv_pool *pool, c
            head * pool->head_stride;
 }
 
-/* Where a chunk's keys and values lie, which are asked for at once: the hardware does not know where a head's next key is, and
- * a few query rows are done with one before the next has come from memory. */
+/* The addresses of a chunk's keys and values. All are prefetched at once: the hardware cannot guess where a head's next key is,
+ * and a few query rows are done with one key before the next has come from memory. */
 struct chunk {
     long count;
     const char *keys[KEYS], *values[KEYS];

@@ -1,4 +1,4 @@
-/* simd.h's vectors for x86-64: AVX-512F where the object is compiled for it, else AVX2 with FMA and F16C. */
+/* The vectors of simd.h on x86-64: AVX-512F where the object is compiled for it, else AVX2 with FMA and F16C. */
 #pragma once
 
 #include <immintrin.h>
@@ -45,17 +45,17 @@ static inline float sum_avx2(__m256 v)
 }
 #define SUM(v) sum_avx2(v)
 
-/* What follows is for pointwise.c and dequantize.c, which memory bounds already with these vectors. */
+/* The rest is for pointwise.c and dequantize.c, which are already as fast as memory with these vectors. */
 #define WIDEN_BF16(p) AS_FLOAT(SHIFT_LEFT_16(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p)))))
 #define NARROW_HALF(v) _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)
 #define STORE_HALF(p, v) _mm_storeu_si128((__m128i *)(p), NARROW_HALF(v))
 #define ROUND_TO_HALF(v) _mm256_cvtph_ps(NARROW_HALF(v))
 #define CLAMP(v, low, high) _mm256_min_ps(_mm256_max_ps(v, SPLAT(low)), SPLAT(high))
 #define ROUND(v) _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
-/* 2 to the power of v, whose elements are whole numbers. */
+/* 2 to the power of v, whose elements must be whole numbers. */
 #define POWER_OF_TWO(v) AS_FLOAT(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(v), SPLAT_INT(127)), 23))
 
-/* v as bf16, still in 32 bits each. */
+/* v rounded to bf16, one number in each element of 32 bits. */
 INLINE vi bf16_bits(vf v)
 {
     const vi bits = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), SPLAT_INT(1));
@@ -70,7 +70,7 @@ INLINE void store_bf16(void *p, vf v)
     _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1)));
 }
 
-/* Eight numbers of 16 bits; of two vectors, the elements of their low or high halves in turn, as so wide numbers. */
+/* Eight numbers of 16 bits. LOW_n and HIGH_n interleave the low or high halves of two vectors, as numbers of n bits. */
 typedef __m128i v8;
 #define LOAD_8(p) _mm_load_si128((const __m128i *)(p))
 #define STORE_8(p, v) _mm_storeu_si128((__m128i *)(p), v)

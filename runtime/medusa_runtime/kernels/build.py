@@ -8,7 +8,7 @@ from pathlib import Path
 
 SOURCE_DIR = Path(__file__).parent
 LIBRARY_NAME = "libmedusa_kernels.so"
-INTERFACE = 4  # raised with every change of what an exported function takes; a library of another one is not used
+INTERFACE = 4  # raised when the arguments of an exported function change; a library with another number is not used
 # Without traps and errno the compiler may vectorize rintf and selections. No other rule of IEEE 754 is relaxed.
 FLAGS = (
     f"-DMEDUSA_INTERFACE={INTERFACE}",
@@ -20,7 +20,7 @@ FLAGS = (
     "-Wall",
     "-Wextra",
 )
-# Each object has its own instruction set, and the machine decides which one runs: never -march=native.
+# Each object has its own instruction set, and the choice is made when the library runs: never use -march=native.
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f")
 AVX512_BF16 = (*AVX512, "-mavx512vl", "-mavx512bf16")
@@ -62,8 +62,8 @@ class KernelBuildError(Exception):
 def build(target: Path = SOURCE_DIR / LIBRARY_NAME) -> Path:
     """Compile with ``$CC`` (default ``cc``) and replace ``target`` in one step: running processes keep the old file.
 
-    Raises KernelBuildError: no compiler, one that makes code for another machine than x86-64 or aarch64 Linux, or the
-    compiler's message.
+    Raises KernelBuildError if there is no compiler, if it compiles for a machine other than x86-64 or aarch64 Linux, or
+    with the compiler's message.
     """
     from concurrent.futures import ThreadPoolExecutor  # a start needs only the library's name from this module
 
@@ -81,9 +81,9 @@ def build(target: Path = SOURCE_DIR / LIBRARY_NAME) -> Path:
 
 
 def machine() -> str:
-    """The machine that ``$CC`` compiles for: x86_64 or aarch64, which may be another than this one.
+    """Return the machine that ``$CC`` compiles for: x86_64 or aarch64. It may be another than this one.
 
-    Raises KernelBuildError: no compiler, or one for another machine.
+    Raises KernelBuildError if there is no compiler, or it compiles for another machine.
     """
     target = _run([*_compiler(), "-dumpmachine"]).strip()
     name, _, system = target.partition("-")

@@ -1,7 +1,8 @@
-/* Chunks on their way between a socket and a region (region/layout.py), each behind its frame (storage/framing.py).
+/* Sends and receives chunks between a socket and a region (region/layout.py), each after its frame (storage/framing.py).
  *
- * A step of the interpreter for each chunk would take more time than the bytes do, and the threads of a fetch would wait for
- * its lock. The functions return when all is done, or when the caller has something to decide; called again, they go on. */
+ * In Python, each chunk's share of the interpreter would take longer than its bytes, and the threads of a fetch would wait for
+ * the interpreter's lock. The functions return when everything is done, or when the caller has to decide something. When they
+ * are called again, they go on where they stopped. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <limits.h>
@@ -21,12 +22,13 @@
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
 
-enum { LOOK_MS = 100, WAKE_BYTES = 512 << 10 }; /* the kernel's receive buffer grows to hold twice as much */
+/* LOOK_MS: how often a wait checks whether it was stopped. WAKE_BYTES: the kernel's receive buffer grows to twice this size. */
+enum { LOOK_MS = 100, WAKE_BYTES = 512 << 10 };
 
-/* What a function returns; an errno is negative. */
+/* The return value of a function, or else a negative errno. */
 enum status { DONE, SILENT, ENDED, WRONG, STOPPED };
 
-/* As storage/framing.py packs it: little-endian, as the machines are for which this library is built. */
+/* The frame that storage/framing.py packs: little-endian, like the machines for which this library is built. */
 struct frame {
     uint32_t size, nothing;
     uint64_t checksum;
@@ -37,14 +39,14 @@ struct chunks {
     long count, bytes, last_bytes;
     _Atomic uint8_t *table;
     uint64_t *checksums;
-    _Atomic uint64_t *fetched, *first_ns; /* words of the region's header; who waits for chunks sleeps on the first one */
+    _Atomic uint64_t *fetched, *first_ns; /* words of the region's header; waits for chunks sleep on `fetched` */
 };
 
 struct receiving {
     struct chunks chunks;
     uint8_t *data;
     uint64_t (*checksum)(const void *, size_t);
-    long stop; /* return when so many chunks are complete */
+    long stop; /* return when this many chunks are complete */
     long done, filled; /* complete chunks, and bytes of the next one with its frame */
     int connection, silence_ms, wake_bytes, populate;
     struct frame frame;
@@ -76,13 +78,13 @@ static int least(int64_t one, int64_t other)
     return (int)(one < other ? one : other);
 }
 
-/* Raised with every change of the structures and functions, of which storage/compiled_chunks.py has the other side. */
+/* Raised with every change of the structures and functions. storage/compiled_chunks.py is their other side. */
 int medusa_chunks_interface(void)
 {
     return 1;
 }
 
-/* Let readers have a chunk whose bytes are complete. Any thread may; only the first one counts. */
+/* Publish a chunk whose bytes are complete. Several threads may do so for one chunk; only the first one counts. */
 void medusa_publish_chunk(struct chunks *chunks, long number, uint64_t checksum)
 {
     if (atomic_load(&chunks->table[number]))
@@ -96,7 +98,7 @@ void medusa_publish_chunk(struct chunks *chunks, long number, uint64_t checksum)
     syscall(SYS_futex, chunks->fetched, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* Have the kernel wake us when so much is there, and not for each segment. */
+/* Have the kernel wake us when this many bytes have arrived, not for each segment. */
 static void wake_at(struct receiving *r, long bytes)
 {
     int wanted = least(bytes, WAKE_BYTES);
@@ -132,7 +134,7 @@ static int receive_one(struct receiving *r, uint8_t *data, long size)
     return DONE;
 }
 
-/* Receive chunks into a region, and publish each that has its checksum. */
+/* Receive chunks into a region, and publish each one whose checksum is right. */
 int medusa_receive_chunks(struct receiving *r)
 {
     uint8_t *data = r->data + r->done * r->chunks.bytes;
@@ -141,7 +143,7 @@ int medusa_receive_chunks(struct receiving *r)
         long size = size_of(&r->chunks, r->done);
         if (r->populate && !r->filled) {
             uint8_t *page = data - (uintptr_t)data % page_bytes;
-            madvise(page, (size_t)(data + size - page), MADV_POPULATE_WRITE); /* else they fault */
+            madvise(page, (size_t)(data + size - page), MADV_POPULATE_WRITE); /* if it fails, the pages fault one by one */
         }
         int status = receive_one(r, data, size);
         if (status != DONE)
@@ -156,12 +158,12 @@ int medusa_receive_chunks(struct receiving *r)
     return DONE;
 }
 
-/* Sleep until a chunk is there. SILENT when it has not come within `idle_ms`. */
+/* Sleep until a chunk is there. Returns SILENT when it has not come within `idle_ms`. */
 static int await_chunk(struct sending *s)
 {
     int64_t until = now_ns() + s->idle_ms * 1000000LL;
     for (;;) {
-        uint64_t seen = atomic_load(s->chunks.fetched); /* first: what comes after this look ends the wait */
+        uint64_t seen = atomic_load(s->chunks.fetched); /* read first, so that a chunk published after it ends the wait */
         if (atomic_load(&s->chunks.table[s->done]))
             return DONE;
         if (s->stopped)
@@ -181,7 +183,7 @@ static int send_one(struct sending *s, long offset, long size)
     int64_t until = now_ns() + s->patience_ms * 1000000LL;
     while (s->filled < head + size) {
         ssize_t sent;
-        if (s->filled < head) { /* together with what follows, so that it wakes the reader once */
+        if (s->filled < head) { /* MSG_MORE sends it together with the bytes, so that the reader wakes once */
             const uint8_t *frame = (const uint8_t *)&s->frame;
             sent = send(s->connection, frame + s->filled, (size_t)(head - s->filled), MSG_MORE | MSG_DONTWAIT | MSG_NOSIGNAL);
         } else {
@@ -207,7 +209,7 @@ static int send_one(struct sending *s, long offset, long size)
     return DONE;
 }
 
-/* Send chunks of a region, each as soon as it is there. The bytes are never copied here. */
+/* Send chunks of a region, each as soon as it is there. The kernel sends the bytes; this process does not copy them. */
 int medusa_send_chunks(struct sending *s)
 {
     long offset = s->offset + s->done * s->chunks.bytes;

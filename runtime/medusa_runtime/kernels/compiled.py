@@ -12,7 +12,7 @@ from medusa_runtime.kernels import cpu, native
 
 @functools.cache
 def compiled() -> native.NativeKernels | str:
-    """The kernels, or the reason why there are none."""
+    """Return the kernels, or the reason why there are none."""
     features = cpu.features()
     if not features >= cpu.NEEDED:
         return f"the kernels need {', '.join(sorted(cpu.NEEDED))}, which this CPU does not name"
@@ -26,7 +26,7 @@ def compiled() -> native.NativeKernels | str:
 
 
 def compiled_for(*tensors: Tensor) -> native.NativeKernels | None:
-    """The kernels, if they can take these tensors: on the CPU, of one known dtype, without gradients."""
+    """Return the kernels if they can take these tensors: on the CPU, of one known dtype, without gradients."""
     kernels = compiled()
     dtype = tensors[0].dtype
     if isinstance(kernels, str) or dtype not in native.DTYPES or torch.is_grad_enabled():

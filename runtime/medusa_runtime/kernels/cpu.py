@@ -7,27 +7,27 @@ import functools
 import os
 from pathlib import Path
 
-# With these torch (oneDNN) multiplies 16-bit numbers in hardware; only few rows can be faster with our kernels. fp32
-# needs none.
+# With these features torch (oneDNN) multiplies 16-bit numbers in hardware, and our kernels can be faster only for few
+# rows. fp32 needs none of them.
 FAST_IN_TORCH = {
     "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
     "float16": frozenset({"avx512_fp16", "amx_fp16"}),
     "float32": frozenset(),
 }
-# Dot products of bf16 that our kernels use, too.
+# Dot products of bf16, which our kernels use, too.
 DOTS = frozenset({"avx512_bf16", "bf16"})
 _AARCH64 = os.uname().machine == "aarch64"
 NEEDED = frozenset({"asimd"}) if _AARCH64 else frozenset({"avx2", "fma", "f16c"})
-# Of Linux's <asm/hwcap.h> for aarch64: the auxiliary vector's entry, the bit, and the name in /proc/cpuinfo.
+# From Linux's <asm/hwcap.h> for aarch64: the entry of the auxiliary vector, the bit, and the name in /proc/cpuinfo.
 _AT_HWCAP, _AT_HWCAP2 = 16, 26
 _HWCAPS = ((_AT_HWCAP, 1 << 1, "asimd"), (_AT_HWCAP2, 1 << 14, "bf16"))
 
 
 @functools.cache
 def features() -> frozenset[str]:
-    """Return what the CPU has, as Linux names it:
+    """Return the names that Linux gives to the features of this CPU.
 
-    all of it on x86; on aarch64 what the kernels use; elsewhere nothing.
+    On x86 these are all of its features, on aarch64 those that the kernels use, and elsewhere none.
     """
     if _AARCH64:
         getauxval = ctypes.CDLL(None).getauxval

@@ -13,7 +13,7 @@ from medusa_runtime.kernels.pointwise import write_kv
 
 @functools.cache
 def triton_obstacle() -> str | None:
-    """Why the triton kernels cannot be used here; None when they can."""
+    """Return why the triton kernels cannot be used here; None when they can."""
     try:
         from medusa_runtime.kernels import paged_triton  # noqa: F401
     except ImportError as error:
@@ -24,7 +24,10 @@ def triton_obstacle() -> str | None:
 def paged_decode(
     q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, contexts: Tensor, *, scale: float, window: int | None
 ) -> Tensor:
-    """Attention of one new token per sequence: ``paged_triton.decode``, or without triton a product per sequence."""
+    """Return attention of one new token per sequence.
+
+    It is computed by ``paged_triton.decode``, or without triton by a product per sequence.
+    """
     if triton_obstacle() is None:
         from medusa_runtime.kernels import paged_triton
 
@@ -49,7 +52,7 @@ def write_decoded(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Ten
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One tensor with the rows of all, without a copy; None where they are not adjacent in one allocation."""
+    """Return one tensor with the rows of all, without a copy; None if they are not adjacent in one allocation."""
     first = tensors[0]
     if not first.is_contiguous():
         return None
@@ -65,7 +68,7 @@ def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def fused(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
-    """The weight and bias of one product that does the work of several; None where they are not adjacent."""
+    """Return the weight and bias of one product that does the work of several; None if they are not adjacent."""
     weight = adjacent(weights)
     if weight is None:
         return None

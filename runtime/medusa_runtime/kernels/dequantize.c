@@ -1,19 +1,19 @@
-/* Quantized weights as the floats they stand for: (value - zero) * scale in fp32, rounded once. For AVX2 and NEON: memory is slower. */
+/* Turns quantized weights into floats: (value - zero) * scale in fp32, rounded once. AVX2 and NEON suffice: memory is slower. */
 #include <stdatomic.h>
 
 #include "parallel.h"
 #include "simd.h"
 
-enum { SIGNED, UNSIGNED, TABLE, NIBBLES, DOWN4, DOWN8, INTERLEAVED }; /* as in dequantize.py */
+enum { SIGNED, UNSIGNED, TABLE, NIBBLES, DOWN4, DOWN8, INTERLEAVED }; /* as in load/quantized/codes.py */
 enum { TILE_ROWS = 32, TILE_COLS = 64, CHUNK = 1024, TICKET = 1 << 16 };
 
-/* A matrix [rows, columns] as it is stored. A scale is for `high` rows and `wide` columns. */
+/* A stored matrix [rows, columns]. Each scale is for a block of `high` rows and `wide` columns. */
 struct codes {
     const void *values;
-    const float *scale, *zero; /* zero may be null, or has one number for all */
+    const float *scale, *zero; /* zero may be null; with one_zero it is a single number for all */
     const int64_t *group_of;   /* the scale's column (transposed: row) for each stored column (row); may be null */
-    const float *table;        /* of the 256 values of a byte */
-    void *out;                 /* [rows, columns], or [columns, rows] */
+    const float *table;        /* the float that each of the 256 bytes stands for */
+    void *out;                 /* [rows, columns], or [columns, rows] if transposed */
     long rows, columns, high, wide, scale_columns;
     int one_zero, packing, transposed, dtype;
 };
@@ -24,7 +24,7 @@ struct run {
     atomic_long next;
 };
 
-/* The values [begin, begin + count) of a row; begin is a multiple of 8. */
+/* Decode the values [begin, begin + count) of a row; begin is a multiple of 8. */
 static void decode(const struct codes *codes, long row, long begin, long count, float *restrict out)
 {
     const long columns = codes->columns;
@@ -60,7 +60,7 @@ static void decode(const struct codes *codes, long row, long begin, long count, 
         for (long i = 0, shift = row % 4 * 8; i < count; i++)
             out[i] = (float)(int)(words[i] >> shift & 255);
         break;
-    default: /* INTERLEAVED: first the even, then the odd ones of eight */
+    default: /* INTERLEAVED: of eight values, first the even and then the odd ones */
         words += (row * columns + begin) / 8;
         for (long i = 0; i < count / 8; i++)
             for (long k = 0; k < 8; k++)
@@ -125,7 +125,7 @@ static void rows_as_they_lie(const struct codes *codes, long first, long stop)
         }
 }
 
-/* Eight rows of eight numbers of 16 bits as columns; strides in numbers. */
+/* Write eight rows of eight numbers of 16 bits as columns. Strides are in numbers. */
 static void transpose8(const uint16_t *from, uint16_t *to, long to_stride)
 {
     v8 a[8], b[8];

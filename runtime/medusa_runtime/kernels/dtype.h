@@ -1,4 +1,4 @@
-/* The stored dtypes; the numbers are known to native.py. */
+/* The stored dtypes. native.py uses the same numbers. */
 #pragma once
 
 enum { DTYPE_BF16 = 0, DTYPE_FP16 = 1, DTYPE_FP32 = 2 };

@@ -1,4 +1,4 @@
-/* linear: x @ weight^T + bias, accumulated in fp32. */
+/* Linear layers: x @ weight^T + bias, accumulated in fp32. */
 #include "linear.h"
 
 #include <stdatomic.h>
@@ -7,7 +7,7 @@
 #include "dtype.h"
 #include "parallel.h"
 
-#define ROW_BLOCK 256L             /* rows of x that are packed at a time: bounds the scratch memory */
+#define ROW_BLOCK 256L             /* rows of x that are packed at a time: limits the scratch memory */
 #define SERIAL_WORK (1L << 18)     /* multiply-adds below which waking threads costs more than it brings */
 #define SERIAL_PACK (1L << 16)     /* the same for packing x, in elements */
 
@@ -63,7 +63,7 @@ static void spread(work_fn work, struct run *run, int threads)
     medusa_spread(work, run, threads);
 }
 
-/* Scratch memory is kept between calls, as fresh pages would cost a fault each; a second caller at a time gets its own. */
+/* Scratch memory is kept between calls, because fresh pages would cost a fault each. A concurrent call gets memory of its own. */
 static atomic_flag scratch_taken = ATOMIC_FLAG_INIT;
 static float *scratch;
 static size_t scratch_bytes;
@@ -100,8 +100,8 @@ static const struct linear_variant *variant_for(int dtype)
 #endif
 }
 
-/* x times each part's weight, the results side by side in out [rows, cols of all parts]; a residual goes with a single part.
- * 0 on success, 1 when there is no memory for the scratch space. */
+/* Multiply x by each part's weight, with the results side by side in out [rows, cols of all parts]. A residual is possible only
+ * with a single part. Returns 0 on success, 1 when there is no memory for the scratch space. */
 int medusa_products(char *out, const char *x, const struct linear_part *parts, long count, const char *residual, long rows,
                     long depth, long x_stride, long residual_stride, int dtype, int threads)
 {
@@ -112,7 +112,7 @@ int medusa_products(char *out, const char *x, const struct linear_part *parts, l
     for (long i = 0; i < count; i++)
         cols += parts[i].cols;
     const int wanted = rows * cols * depth > SERIAL_WORK ? threads : 1;
-    long block = at_most(MOST_BLOCK_COLS, cols / (wanted * 4) + 1); /* several tasks a thread: a neighbour may hold one up */
+    long block = at_most(MOST_BLOCK_COLS, cols / (wanted * 4) + 1); /* several tasks per thread, as some threads are held up */
     block = (block + variant->tile_cols - 1) / variant->tile_cols * variant->tile_cols;
     const long block_rows = at_most(rows, ROW_BLOCK);
     const size_t floats = (size_t)(block_rows * padded + wanted * block_rows * block);

@@ -1,7 +1,7 @@
-/* What the dispatcher (linear.c) and the instruction-set variants (linear_tile.c) share. */
+/* Declarations that the dispatcher (linear.c) and the instruction-set variants (linear_tile.c) share. */
 #pragma once
 
-/* One weight of several that x is multiplied with; strides in elements. */
+/* One of the weights that x is multiplied with; strides in elements. */
 struct linear_part {
     const void *weight, *bias; /* [cols, depth] and [cols]; bias may be null */
     long cols, weight_stride;
@@ -15,7 +15,7 @@ struct linear_job {
     long rows, cols, depth;
     long padded_depth; /* depth rounded up to a whole step */
     long block_cols;   /* weight rows that one task works on */
-    void *packed;      /* x in tiles: [tile][step][row of the tile][step elements], fp32 or as it is */
+    void *packed;      /* x in tiles: [tile][step][row of the tile][step elements], in fp32 or its own dtype */
 };
 
 int medusa_products(char *out, const char *x, const struct linear_part *parts, long count, const char *residual, long rows,
@@ -24,11 +24,11 @@ int medusa_products(char *out, const char *x, const struct linear_part *parts, l
 #define MOST_BLOCK_COLS 96L /* weight rows that one task works on: a multiple of every variant's tile_cols */
 
 struct linear_variant {
-    long step;      /* elements of depth a loop turn consumes; the unit of padding */
+    long step;      /* elements of depth that one iteration consumes; the unit of padding */
     long tile_cols; /* weight rows per register tile */
     void (*pack)(const struct linear_job *, long tile);
     long (*tiles)(long rows);
-    void (*block)(const struct linear_job *, float *sums, long col, long cols); /* sums: [rows][block_cols] of the thread */
+    void (*block)(const struct linear_job *, float *sums, long col, long cols); /* sums: the thread's [rows][block_cols] */
 };
 
 /* Indexed by dtype. */

@@ -1,9 +1,9 @@
-/* The product for one instruction set, for bf16, fp16 and fp32. Compiled with AVX2, with AVX-512F, and with AVX-512's dot products of
- * bf16; on aarch64 with NEON, and with its dot products of bf16.
+/* The product for one instruction set, for bf16, fp16 and fp32. This file is compiled with AVX2, with AVX-512F, and with
+ * AVX-512's dot products of bf16; on aarch64 with NEON, and with its dot products of bf16.
  *
- * Dot-product form: weights are read as they lie in memory (rows of depth), and those of 16 bits widened in registers where
- * the CPU cannot multiply them so; nothing is repacked, so read-only shared memory serves. A register tile of R rows of x times C
- * weight rows keeps R*C vector accumulators, so each weight vector is used R times and each x vector C times. */
+ * Weights are read as they lie in memory (rows of depth), and are never repacked, so they may be read-only shared memory. Weights
+ * of 16 bits are widened in registers where the CPU cannot multiply them directly. A register tile of R rows of x times C weight
+ * rows keeps R*C vector accumulators, so each weight vector is used R times and each x vector C times. */
 #include <string.h>
 
 #include "linear.h"
@@ -29,21 +29,21 @@
 #define VARIANT linear_avx2
 #define MAX_ROWS 4
 #define TILE_COLS 3
-#define FEW_ROWS 8 /* up to so many are one tile, of fewer weight rows: it reads each weight once */
+#define FEW_ROWS 8 /* up to this many rows are one tile, with fewer weight rows: it reads each weight once */
 #endif
 #ifndef FEW_ROWS
 #define FEW_ROWS MAX_ROWS
 #endif
 
 #define DEPTH_BLOCK 1024L /* a tile of x (16 KB) stays in the first-level cache, a block of weights in the second */
-#define FEW_BYTES 16384L  /* of a tile of more rows: it is read from the first-level cache for each of its few weight rows */
+#define FEW_BYTES 16384L  /* of x in a tile of more than MAX_ROWS rows, which is read again for each of its few weight rows */
 
-/* Depth is added up in pieces of this many elements, whatever the number of rows: the lanes of an accumulator are added to each
- * other at a piece's end alone. So a row's product has the same bits in every batch. */
+/* Depth is summed in pieces of this many elements, whatever the number of rows: only at the end of a piece are the lanes of an
+ * accumulator added to each other. So a row's product has the same bits in every batch. */
 #define PIECE(dtype) (packed_size(dtype) == 4 ? 2 * DEPTH_BLOCK : DEPTH_BLOCK)
 
-/* How far ahead weights are asked for, in bytes, and into which cache: the first (3) or the second (2). The first level's few
- * outstanding misses would bound the bandwidth, where the work between them is short. */
+/* How many bytes ahead weights are prefetched, and into which cache: the first level (3) or the second (2). The first level
+ * allows few outstanding misses, which would limit the bandwidth where the work between them is short. */
 #ifdef DOT_BF16
 #define AHEAD 8192L
 #define NEAR 2
@@ -107,9 +107,9 @@ INLINE void step(vf acc[FEW_ROWS][TILE_COLS], const char *x, const char *w, long
     }
 }
 
-/* sums[rows][cols] += x tile @ weight rows^T over `depth` elements. `fetch`: these weights come from memory, so those that many
- * elements behind them are asked for meanwhile (the hardware does not know where rows begin). A piece may come in two parts: the
- * accumulators are left in `to` (not null: the piece goes on) and found in `from`. */
+/* sums[rows][cols] += x tile @ weight rows^T over `depth` elements. If `fetch` is not 0, these weights come from memory, so the
+ * weights `fetch` bytes further on are prefetched meanwhile (the hardware cannot guess where rows begin). A piece may come in
+ * several parts: its accumulators are kept in `to` if it goes on after this part, and taken from `from` if it began before. */
 INLINE void tile(const char *x, const char *w, long stride, long depth, float *sums, long sums_stride, const int dtype,
                  const long fetch, const float *from, float *to, const int rows, const int cols)
 {
@@ -126,7 +126,7 @@ INLINE void tile(const char *x, const char *w, long stride, long depth, float *s
             PREFETCH(w + c * stride + fetch + k * size_of(dtype), NEAR);
         step(acc, x + k * rows * packed_size(dtype), w + k * size_of(dtype), stride, dtype, rows, cols);
     }
-    if (k < depth) { /* never read behind a row: its end may be the end of the mapping */
+    if (k < depth) { /* never read beyond a row: its end may be the end of the mapping */
         char tail[TILE_COLS][STEP * 4] = {{0}};
         for (int c = 0; c < cols; c++)
             memcpy(tail[c], w + c * stride + k * size_of(dtype), (size_t)((depth - k) * size_of(dtype)));
@@ -184,7 +184,7 @@ INLINE void any_tile(const char *x, const char *w, long stride, long depth, floa
     }
 }
 
-/* Weight rows of a register tile with so many rows of x. */
+/* The weight rows of a register tile with this many rows of x. */
 static inline long cols_of(long rows) { return rows <= MAX_ROWS ? TILE_COLS : rows <= 6 ? 2 : 1; }
 
 static inline long at_most(long value, long limit) { return value < limit ? value : limit; }
@@ -229,7 +229,7 @@ INLINE void put(void *p, long at, float value, const int dtype)
         ((uint16_t *)p)[at] = narrow(value, dtype);
 }
 
-/* All rows of x times the weight rows [col, col + cols). */
+/* Multiply all rows of x by the weight rows [col, col + cols). */
 INLINE void block(const struct linear_job *job, float *sums, long col, long cols, const int dtype)
 {
     const long count = tiles(job->rows), stride = job->weight_stride * size_of(dtype), sums_stride = job->block_cols;

@@ -14,8 +14,8 @@ from medusa_runtime.kernels.build import INTERFACE, LIBRARY_NAME
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # the enum in dtype.h
 MAX_HEAD_DIM = 256  # attention.h
-INPUTS = 16  # of a program: program.c
-LANES = 8  # what lies between products has sizes that are multiples of it
+INPUTS = 16  # how many inputs a program has: INPUTS in program.c
+LANES = 8  # sizes in the steps between products (pointwise.c) are multiples of it
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 
 
@@ -67,11 +67,13 @@ class _Codes(ctypes.Structure):
 
 
 class NativeKernels:
-    """The loaded library. ``instruction_set``, which the CPU must have, is 256 (AVX2), 512 (AVX-512F) or 128 (NEON).
+    """The loaded library of compiled kernels.
 
-    ``bf16_dots``: it also has AVX-512's or NEON's dot products of bf16, and products use them.
+    ``instruction_set``, which the CPU must have, is 256 (AVX2), 512 (AVX-512F) or 128 (NEON). With ``bf16_dots`` it
+    also has AVX-512's or NEON's dot products of bf16, and products use them.
 
-    It has threads of its own (parallel.h says why), as many as torch is set to use; they sleep when there is no work.
+    The library has threads of its own (parallel.h says why), as many as torch is set to use. They sleep when there is
+    no work.
     """
 
     def __init__(self, instruction_set: int, path: Path | None = None, *, bf16_dots: bool = False) -> None:
@@ -114,10 +116,10 @@ class NativeKernels:
     def products(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], residual: Tensor | None = None
     ) -> Tensor:
-        """x [rows, depth] @ each weight [cols, depth]^T + its bias, concatenated → [rows, all cols].
+        """Return x [rows, depth] @ each weight [cols, depth]^T + its bias, concatenated → [rows, all cols].
 
-        All have one dtype and contiguous rows. With a single weight, ``residual`` [rows, cols] is added to the
-        rounded product.
+        All have one dtype and contiguous rows. With a single weight, ``residual`` [rows, cols] is added to the rounded
+        product. Raises MemoryError if there is no memory for scratch space.
         """
         rows, depth = x.shape
         parts = (_Part * len(weights))()
@@ -145,11 +147,11 @@ class NativeKernels:
         return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [rows, depth] @ weight [cols, depth]^T → [rows, cols]; both have one dtype and contiguous rows."""
+        """Return x [rows, depth] @ weight [cols, depth]^T → [rows, cols]; both have one dtype and contiguous rows."""
         return self.products(x, (weight,), (bias,))
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, once: bool, offset: float) -> Tensor:
-        """Like ``pointwise.rms_norm`` of x [rows, size], whose rows are contiguous and size a multiple of 8."""
+        """Return ``pointwise.rms_norm`` of x [rows, size], whose rows are contiguous and size a multiple of 8."""
         rows, size = x.shape
         out = x.new_empty(rows, size)
         stride = x.stride(0) * x.element_size()
@@ -178,7 +180,7 @@ class NativeKernels:
         )
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up, [rows, size], rows contiguous, size a multiple of 8."""
+        """Return silu(gate) * up, each [rows, size], with contiguous rows and a size that is a multiple of 8."""
         rows, size = gate.shape
         out = gate.new_empty(rows, size)
         item = gate.element_size()
@@ -196,7 +198,7 @@ class NativeKernels:
         return out
 
     def add(self, one: Tensor, other: Tensor, out: Tensor) -> None:
-        """one + other, both contiguous and of one shape with a multiple of 8 elements."""
+        """Write one + other to ``out``. All are contiguous and have one shape, with a multiple of 8 elements."""
         places = (out.data_ptr(), one.data_ptr(), other.data_ptr())
         self._add(*places, one.numel(), DTYPES[one.dtype], torch.get_num_threads())
 
@@ -227,7 +229,7 @@ class NativeKernels:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """Like ``paged_attention``; all on the CPU, q's heads and last dimensions contiguous, integers int32."""
+        """Return the same as ``paged_attention``. All on the CPU, q contiguous within a token, integers int32."""
         out = torch.empty(q.shape, dtype=q.dtype)
         job = _Attention(
             q=q.data_ptr(),
@@ -265,10 +267,10 @@ class NativeKernels:
         table: Tensor | None,
         transposed: bool,
     ) -> None:
-        """Fill ``out`` with ``(values - zero) * scale``; dequantize.c says what is what.
+        """Fill ``out`` with ``(values - zero) * scale``. dequantize.c explains the arguments.
 
-        ``shape`` of the stored matrix, ``size`` of the blocks that share a scale. All are contiguous, scale and zero in
-        fp32, and ``group_of`` int64 in bounds.
+        ``shape`` is that of the stored matrix, and ``size`` that of the blocks that share a scale. All tensors are
+        contiguous, scale and zero in fp32, and ``group_of`` is int64 and within bounds.
         """
         codes = _Codes(
             values=values.data_ptr(),

@@ -1,5 +1,5 @@
-/* simd.h's vectors for aarch64: NEON, which every such CPU has, and its dot products of bf16 where the object is compiled for
- * them. */
+/* The vectors of simd.h on aarch64: NEON, which every such CPU has, with its dot products of bf16 where the object is compiled
+ * for them. */
 #pragma once
 
 #include <arm_neon.h>
@@ -30,10 +30,10 @@ typedef uint32x4_t vi;
 #define ROUND_TO_HALF(v) vcvt_f32_f16(NARROW_HALF(v))
 #define CLAMP(v, low, high) vminq_f32(vmaxq_f32(v, SPLAT(low)), SPLAT(high))
 #define ROUND(v) vrndnq_f32(v)
-/* 2 to the power of v, whose elements are whole numbers. */
+/* 2 to the power of v, whose elements must be whole numbers. */
 #define POWER_OF_TWO(v) vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(v), vdupq_n_s32(127)), 23))
 
-/* v as bf16, still in 32 bits each. */
+/* v rounded to bf16, one number in each element of 32 bits. */
 INLINE vi bf16_bits(vf v)
 {
     const vi bits = vreinterpretq_u32_f32(v), odd = vandq_u32(vshrq_n_u32(bits, 16), SPLAT_INT(1));
@@ -43,7 +43,7 @@ INLINE vi bf16_bits(vf v)
 
 INLINE void store_bf16(void *p, vf v) { vst1_u16(p, vmovn_u32(bf16_bits(v))); }
 
-/* Eight numbers of 16 bits; of two vectors, the elements of their low or high halves in turn, as so wide numbers. */
+/* Eight numbers of 16 bits. LOW_n and HIGH_n interleave the low or high halves of two vectors, as numbers of n bits. */
 typedef uint16x8_t v8;
 #define LOAD_8(p) vld1q_u16(p)
 #define STORE_8(p, v) vst1q_u16(p, v)

@@ -20,9 +20,10 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Like ``paged_attention``, on any device and in any floating point dtype.
+    """Return the same as ``paged_attention``, on any device and in any floating point dtype.
 
-    ``softcap`` bounds the scores (Gemma 2), and ``sinks`` [heads] are scores of a place that holds nothing (GPT-OSS).
+    ``softcap`` bounds the scores (Gemma 2). ``sinks`` [heads] are the scores of an extra position that has no value
+    (GPT-OSS).
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     block_size = keys.shape[1]
@@ -60,7 +61,11 @@ def weighed(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Like ``attention``, for one sequence: query [heads, tokens, size], key and value [kv_heads, places, size]."""
+    """Return the attention of one sequence, with ``softcap`` and ``sinks`` as in ``attention``.
+
+    query is [heads, tokens, size], key and value are [kv_heads, positions, size], and mask [tokens, positions] is True
+    for positions that a token sees.
+    """
     group = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
     scores = query @ key.transpose(1, 2) * scale

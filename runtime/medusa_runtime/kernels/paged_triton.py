@@ -1,4 +1,4 @@
-"""Decode attention over a paged KV cache on a GPU: one new token per sequence, its context split over the processors.
+"""Decode attention over a paged KV cache on a GPU: one new token per sequence, its context split over processors.
 
 This is Flash-decoding (Dao et al., 2023) over a block table (PagedAttention, Kwon et al. 2023, section 4.1). The grid
 depends only on the number of sequences, and the contexts are read from memory, so a captured launch is right for any
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 64  # tokens of context looked at together
-_LEAST_ROWS = 16  # what tl.dot multiplies at least
+_TILE = 64  # how many tokens of context are loaded together
+_LEAST_ROWS = 16  # the fewest rows that tl.dot multiplies
 _MOST_SPLITS = 16
 _PROGRAMS_A_PROCESSOR = 2
 
@@ -48,7 +48,7 @@ def _attend(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program: a sequence's queries of one kv head over a part of the context. ``out`` is not normalized yet."""
+    """Attend with a sequence's queries of one kv head to one part of its context. ``out`` is not normalized yet."""
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -106,7 +106,10 @@ def _combine(  # type: ignore[no-untyped-def]
     parts, sums, maxima, out,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head of one token. A split without context has sum 0 and maximum -inf, and adds nothing."""
+    """Combine the splits of one head of one token.
+
+    A split without context has sum 0 and maximum -inf: it adds nothing.
+    """
     head = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, DIMS)
     splits = tl.arange(0, SPLITS)
@@ -124,7 +127,7 @@ def _write(  # type: ignore[no-untyped-def]
     k_token, k_head, v_token, v_head,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one kv head of one token."""
+    """Write one kv head of one token."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dims = tl.arange(0, DIMS)
@@ -152,12 +155,12 @@ def write(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> 
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, contexts: Tensor, *, scale: float, window: int | None
 ) -> Tensor:
-    """Attention of one new token per sequence; returns [sequences, heads, head_dim].
+    """Return attention of one new token per sequence: [sequences, heads, head_dim].
 
     q: [sequences, heads, head_dim].
     keys, values: [blocks, block_size, kv_heads, head_dim], contiguous in the last dimension.
     block_tables: int32 [sequences, max_blocks].
-    contexts: [sequences], the number of tokens that are seen, the new one included (at least 1).
+    contexts: [sequences], how many tokens are seen, including the new one (at least 1).
 
     Blocks that no token sees are not read.
     """
@@ -189,7 +192,10 @@ def decode(
 
 
 def splits_for(programs: int, processors: int) -> int:
-    """The number of parts of each context, a power of two: the fewer sequences there are, the more parts."""
+    """Return into how many parts to split each context, a power of two: the fewer sequences, the more parts.
+
+    ``programs`` is how many programs one part needs, ``processors`` how many the GPU has.
+    """
     splits = 1
     while splits < _MOST_SPLITS and programs * splits * 2 <= processors * _PROGRAMS_A_PROCESSOR:
         splits *= 2

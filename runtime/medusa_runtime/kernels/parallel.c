@@ -14,10 +14,10 @@
 enum {
     MAX_WORKERS = 255,
     SPINS = 4000,       /* some 50 to 150 µs: longer than what lies between two products of a decode step */
-    CLOSED = 1 << 30,   /* in the gate: nobody may enter */
+    CLOSED = 1 << 30,   /* a bit of the gate: no worker may enter */
 };
 
-/* The same functions have newer versions in glibc 2.32 and 2.34, with which the library would not load on older systems. */
+/* glibc 2.32 and 2.34 have newer versions of these functions. A library linked with them would not load on older systems. */
 #ifdef __GLIBC__
 #ifdef __aarch64__
 #define FIRST_VERSION "GLIBC_2.17"
@@ -32,11 +32,11 @@ __asm__(".symver pthread_sigmask, pthread_sigmask@" FIRST_VERSION);
 int medusa_instruction_set, medusa_has_bf16_dots;
 
 static struct {
-    atomic_flag taken;           /* one job at a time; who finds it taken works alone */
+    atomic_flag taken;           /* one job at a time: a caller that finds it taken works alone */
     atomic_uint generation;      /* counts jobs; idle workers wait on it */
     atomic_int sleepers;
     atomic_int gate;             /* how many workers are at the job, and CLOSED */
-    work_fn work;                /* these are valid while the gate is open or someone is inside */
+    work_fn work;                /* from here to `helpers`: valid while the gate is open or a worker is inside */
     void *argument;
     int helpers;
     int workers; /* threads that were started */
@@ -82,7 +82,7 @@ static void *idle(void *argument)
 
 static void forget_workers(void)
 {
-    pool.workers = 0; /* they stayed in the parent */
+    pool.workers = 0; /* the parent's threads are not in the child */
     pool.sleepers = 0;
     pool.gate = CLOSED;
     atomic_flag_clear(&pool.taken);
@@ -96,7 +96,7 @@ static void start_workers(int wanted)
     while (pool.workers < wanted && pool.workers < MAX_WORKERS) {
         pthread_t thread;
         if (pthread_create(&thread, NULL, idle, (void *)(intptr_t)(pool.workers + 1)))
-            break; /* a limit on threads: go on with those there are */
+            break; /* a limit on threads: go on with the ones that have started */
         pthread_detach(thread);
         pool.workers++;
     }
@@ -124,18 +124,18 @@ void medusa_spread(work_fn work, void *argument, int threads)
         if (spin < SPINS)
             relax();
         else
-            sched_yield(); /* someone inside may need this very core */
+            sched_yield(); /* a worker inside may need this very core */
     atomic_flag_clear(&pool.taken);
 }
 
-/* What the exported functions take, as build.py counts it. */
+/* The number of this library's interface: INTERFACE in build.py. */
 int medusa_interface(void)
 {
     return MEDUSA_INTERFACE;
 }
 
-/* Once, before the first call: the bits of this CPU's vectors, 512 (AVX-512F), 256 (AVX2) or 128 (NEON); and whether it has
- * dot products of bf16. */
+/* Call this once, before all others. `instruction_set` are the bits of this CPU's vectors: 512 (AVX-512F), 256 (AVX2) or 128
+ * (NEON). `has_bf16_dots` says whether it has dot products of bf16. */
 void medusa_configure(int instruction_set, int has_bf16_dots)
 {
     if (!medusa_instruction_set)

@@ -1,5 +1,5 @@
-/* What lies between the products of a decoder layer: norm, rope, gated activation, writes to the KV cache. Each rounds where
- * torch's operations would: after every one of them. For AVX2, which is as fast as memory here, and for NEON. */
+/* The steps between the products of a decoder layer: norm, rope, gated activation, writes to the KV cache. They round where
+ * torch's operations would: after every operation. For AVX2, which is as fast as memory here, and for NEON. */
 #include <math.h>
 #include <stdatomic.h>
 
@@ -52,7 +52,7 @@ INLINE void store(char *p, vf v, const int dtype)
     store_bf16(p, v);
 }
 
-/* As if it had been stored and loaded again. */
+/* Round v as if it had been stored and loaded again. */
 INLINE vf rounded(vf v, const int dtype)
 {
     if (dtype == DTYPE_FP32)
@@ -62,7 +62,7 @@ INLINE vf rounded(vf v, const int dtype)
     return AS_FLOAT(SHIFT_LEFT_16(bf16_bits(v)));
 }
 
-/* Sizes are multiples of LANES: native.py sees to it. */
+/* Sizes are multiples of LANES: pointwise.py and recording.py check it. */
 #define EACH(i, size) for (long i = 0; i < (size); i += LANES)
 #define AT(p, i) ((p) + (i) * size_of(dtype))
 
@@ -78,7 +78,7 @@ struct norm {
     const char *x, *weight;
     long size, stride;
     float eps, offset; /* the offset is added to the weight */
-    int once;          /* whether only the result is rounded, and not what the weight is multiplied with */
+    int once;          /* whether only the result is rounded, and not the factor that the weight is multiplied with */
 };
 
 INLINE void norm(const void *job, long row, long stop, const int dtype)
@@ -114,7 +114,7 @@ struct rope {
     char *x[2]; /* q and k [tokens][heads][head_dim] */
     const char *cos, *sin;
     long heads[2], stride[2];
-    long head_dim, size; /* the first `size` of a head's dimensions turn */
+    long head_dim, size; /* the first `size` of a head's dimensions are rotated */
 };
 
 INLINE void turn(char *x, const char *cos, const char *sin, long half, const int dtype)
@@ -209,7 +209,7 @@ void medusa_add(char *out, const char *one, const char *other, long count, int d
     spread_rows(adds[dtype], &job, count / LANES, LANES, threads);
 }
 
-/* Row i of k and v to slot slots[i] of the pools; sizes and strides in bytes. */
+/* Copy row i of k and v to slot slots[i] of the pools. Sizes and strides are in bytes. */
 void medusa_write_kv(char *keys, char *values, const int64_t *slots, const char *k, const char *v, long tokens, long size,
                      long k_stride, long v_stride)
 {

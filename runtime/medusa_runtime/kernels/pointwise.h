@@ -1,4 +1,4 @@
-/* What lies between the products of a decoder layer; native.py says what each takes. */
+/* The steps between the products of a decoder layer. native.py explains the arguments. */
 #pragma once
 
 #include <stdint.h>

@@ -1,6 +1,6 @@
 """The steps between the products of a decoder layer: one compiled call each, or torch's operations.
 
-Both round in the same way, after every operation. torch needs many operations for each step, and on a busy machine each
+Both ways round alike, after every operation. torch needs many operations for each step, and on a busy machine each
 operation that uses OpenMP's threads also waits until the system lets all of them run.
 """
 
@@ -15,7 +15,7 @@ from medusa_runtime.kernels.native import LANES
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, once: bool = False, offset: float = 0.0) -> Tensor:
-    """x [..., size] divided by the root of its mean square (in fp32), rounded, times weight [size] → [..., size].
+    """Return x [..., size] divided by the root of its mean square (in fp32), rounded, times weight [size].
 
     ``offset`` is added to the weight. With ``once`` only the result is rounded.
     """
@@ -38,9 +38,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, once: bool = False, offse
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k [tokens, heads, head_dim], the first ``rotated`` dimensions of each head rotated; may overwrite both.
+    """Return q and k [tokens, heads, head_dim] with the first ``rotated`` dimensions of each head rotated.
 
-    cos and sin [tokens, 1, rotated]; the first half of the sines is negated.
+    cos and sin are [tokens, 1, rotated]; the first half of the sines is negated. The inputs may be overwritten.
     """
     heads = (q.shape[2], 1)
     if (
@@ -64,7 +64,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, each [rows, size] (SwiGLU; Shazeer, 2020)."""
+    """Return silu(gate) * up, each [rows, size] (SwiGLU; Shazeer, 2020)."""
     if gate.dim() == 2 and gate.shape[1] % LANES == 0 and gate.stride(1) == 1 == up.stride(1):
         kernels = compiled_for(gate, up)
         if kernels is not None:

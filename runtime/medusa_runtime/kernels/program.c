@@ -1,15 +1,15 @@
-/* A program: kernel calls that were recorded once, and run one behind the other without the interpreter between them. So the pool's
- * threads find the next product while they still spin. */
+/* A program: kernel calls that were recorded once, and run one after the other without the interpreter between them. So the
+ * pool's threads find the next product while they still spin. */
 #include "attention.h"
 #include "linear.h"
 #include "pointwise.h"
 
-enum { INPUTS = 16 }; /* no address is below it */
+enum { INPUTS = 16 }; /* every real address is larger */
 
-/* The numbers are known to recording.py. */
+/* recording.py uses the same numbers. */
 enum kind { PRODUCTS, NORM, ROPE, GATE, WRITE_KV, ADD, ATTENTION };
 
-/* What a kernel is called with, each in the order of its arguments. A place below INPUTS is the number of an input. */
+/* A kernel's arguments, by their types, each in their order. A place below INPUTS is the number of an input. */
 struct call {
     const void *more; /* struct linear_part[], or struct attention */
     uintptr_t places[5];
@@ -18,7 +18,8 @@ struct call {
     int kind, dtype;
 };
 
-/* inputs[0] is null; inputs[1] is no address, but the stride of the block tables. Returns what the first call that failed did. */
+/* inputs[0] is null. inputs[1] is not an address but the stride of the block tables. Returns 0, or what the first failed call
+ * returned. */
 int medusa_run(const struct call *calls, long count, char *const *inputs, int threads)
 {
     for (const struct call *c = calls; c < calls + count; c++) {

@@ -1,9 +1,9 @@
 """Programs: what a module computes, recorded as calls of our kernels that run without the interpreter (program.c).
 
-As with CUDA graphs, what is recorded must not depend on values. A module is recorded only if all that it does are
-views, additions and calls of our kernels, on tensors that are known: its inputs, its parameters, the KV cache, and what
-it made itself. Anything else that it does in torch is seen by a function mode. (A dispatch mode would see more, and its
-first use imports torch's compiler, which takes seconds.)
+As with CUDA graphs, the recorded calls must not depend on values. A module is recorded only if it does nothing but make
+views, add, and call our kernels, all on known tensors: its inputs, its parameters, the KV cache, and its own results. A
+function mode notices anything else that it does in torch. (A dispatch mode would notice more, but its first use imports
+torch's compiler, which takes seconds.)
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from medusa_runtime.kernels import native
 
 _KINDS = ("_products", "_norm", "_rope", "_gate", "_write_kv", "_add", "_attention")  # the enum in program.c
 _ALIGNED = 64
-_one_at_a_time = threading.Lock()  # the kernels' functions are replaced meanwhile
-# What a module may do with tensors besides: look at all but their values, and view them.
+_one_at_a_time = threading.Lock()  # a recording replaces the kernels' functions
+# What else a module may do with tensors: look at anything but their values, and make views.
 _LOOKS = frozenset(
     {"__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "numel", "size", "stride"}
 )  # fmt: skip
@@ -57,16 +57,23 @@ class _Call(ctypes.Structure):
 
 
 class Program:
-    """Recorded calls. The inputs are given anew to each run, as addresses in the order of the recording."""
+    """Recorded calls that can be run again.
+
+    Each run gets the addresses of its inputs, in the order of the recording.
+    """
 
     def __init__(self, run: Any, calls: list[_Call], result: Tensor, held: list[Any]) -> None:
         self._run = run
         self._calls = (_Call * len(calls))(*calls)
         self._result = result
-        self._held = held  # what the calls point to
+        self._held = held  # keeps alive what the calls point to
 
     def __call__(self, inputs: Any) -> Tensor:
-        """Run with ``inputs`` [native.INPUTS]: null, the stride of the block tables, and those of the recording."""
+        """Run the calls and return a copy of the result.
+
+        ``inputs`` [native.INPUTS] are null, the stride of the block tables, and the addresses of the recording's
+        inputs. Raises MemoryError if there is no memory for scratch space.
+        """
         if self._run(self._calls, len(self._calls), inputs, torch.get_num_threads()):
             raise MemoryError("no memory for the scratch space of a step")
         return self._result.clone()
@@ -75,8 +82,9 @@ class Program:
 class Recorder(TorchFunctionMode):
     """Records the calls of kernels that this thread makes while it is entered.
 
-    What is made meanwhile lies in ``arena`` (uint8), from its begin on; programs that do not run at the same time may
-    share it. ``inputs`` are addresses, from number 2 on; ``constants`` are tensors that stay where they are.
+    Tensors made meanwhile lie in ``arena`` (uint8), from its start on. Programs that do not run at the same time may
+    share one. ``inputs`` are the addresses of the module's inputs; in a run they are given from number 2 on.
+    ``constants`` are tensors that stay where they are.
     """
 
     def __init__(
@@ -112,7 +120,7 @@ class Recorder(TorchFunctionMode):
         _one_at_a_time.release()
 
     def program(self, result: Any) -> Program | None:
-        """Return what was recorded, with its result; None where it cannot be run again."""
+        """Return what was recorded, with its result; None if it cannot be run again."""
         if not self._known or not isinstance(result, Tensor) or not result.is_contiguous():
             return None
         if not self._ranges[0][0] <= result.data_ptr() < self._ranges[0][1]:
@@ -183,7 +191,7 @@ class Recorder(TorchFunctionMode):
         self._calls.append(call)
 
     def _inside(self, argument: Any) -> list[int | None]:
-        """The places in a structure that a program gives anew; the others must be constant."""
+        """Return the addresses in a structure that each run gives anew, after a check that the others are constant."""
         if isinstance(argument, ctypes.Structure):
             job: Any = argument
             for pool in (job.keys, job.values):

@@ -1,4 +1,4 @@
-/* Vectors of the instruction set this object is compiled for, and the ways between fp32 and the stored dtypes. */
+/* Vectors of the instruction set that this object is compiled for, and conversions between fp32 and the stored dtypes. */
 #pragma once
 
 #include <stdint.h>
@@ -17,8 +17,8 @@
 #define STEP (2 * LANES) /* elements of two vectors */
 #define PREFETCH(p, locality) __builtin_prefetch(p, 0, locality)
 
-/* The two vectors of the STEP elements at p: of bf16 the even and the odd ones, else the low and the high half. Factors are
- * widened by the same functions, so that in a dot product the order does not matter. */
+/* The STEP elements at p as two vectors: for bf16 the even and the odd elements, else the low and the high half. Both factors of
+ * a dot product are widened by these functions, so the order does not matter. */
 INLINE vf first(const void *p, const int dtype)
 {
     if (dtype == DTYPE_FP32)

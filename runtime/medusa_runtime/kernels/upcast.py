@@ -13,7 +13,7 @@ CHUNK_COLS = 512  # a slice stays in the cache between the conversion and the pr
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [rows, depth] @ weight [cols, depth]^T → [rows, cols] in x's dtype, accumulated in fp32."""
+    """Return x [rows, depth] @ weight [cols, depth]^T + bias → [rows, cols] in x's dtype, accumulated in fp32."""
     if x.shape[0] < FEW_ROWS:
         return F.linear(x, weight, bias)
     out = x.new_empty(x.shape[0], weight.shape[0])

@@ -1,4 +1,4 @@
-"""Tensors that share memory: ``load_state_dict`` writes to it, and so changes all of them."""
+"""Finding tensors that share memory: ``load_state_dict`` writes to it, and so changes all of them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ _count = getattr(torch._C, "_storage_Use_Count", None)  # a private name
 
 
 def use_count(tensor: Tensor) -> int | None:
-    """The number of references to a tensor's memory, its own among them; None where this torch cannot count them."""
+    """Return the number of references to a tensor's memory, including its own.
+
+    Return None where this torch cannot count them.
+    """
     return None if _count is None else int(_count(tensor.untyped_storage()._cdata))
 
 
 def aliased(tensors: Iterable[Tensor]) -> set[int]:
-    """The ids of tensors whose memory is also used by something else, such as a view that a module keeps.
+    """Return the ids of tensors whose memory is also used by something else, such as a view that a module keeps.
 
-    Where the users of memory cannot be counted, these are all tensors that have memory: they are then written in place,
-    which is always right.
+    Where references to memory cannot be counted, return all tensors that have memory. They are then written in place,
+    which is always correct.
     """
     together: dict[int, list[Tensor]] = {}
     for tensor in {id(tensor): tensor for tensor in tensors if not tensor.is_meta}.values():

@@ -24,9 +24,9 @@ _STEPS = (8, 16, 32)
 
 
 def must_move(tensor: Tensor) -> bool:
-    """Return whether a product with ``tensor``, a view of a file, could have other bits than with a copy of it.
+    """Return whether a product with ``tensor``, a view of a file, could have other bits than one with a copy of it.
 
-    Only float32 and float64 products can.
+    Only products of float32 and float64 can differ.
     """
     if tensor.dtype not in (torch.float32, torch.float64) or tensor.data_ptr() % ALLOCATED_BYTES == 0:
         return False
@@ -36,7 +36,7 @@ def must_move(tensor: Tensor) -> bool:
 
 @functools.cache
 def needed_bytes() -> int:
-    """The smallest alignment, in bytes, with which the address makes no difference on this CPU."""
+    """Return the smallest alignment, in bytes, with which the address makes no difference on this CPU."""
     offsets = range(0, ALLOCATED_BYTES, _STEPS[0])
     found = [[_product(rows, columns, offset) for offset in offsets] for rows, columns in _SIZES]
     for step in _STEPS:
@@ -47,7 +47,7 @@ def needed_bytes() -> int:
 
 
 def _product(rows: int, columns: int, offset_bytes: int) -> Tensor:
-    """The product of a fixed matrix and vector, the matrix ``offset_bytes`` behind an aligned address."""
+    """Return the product of a fixed matrix and vector, with the matrix ``offset_bytes`` behind an aligned address."""
     values = torch.arange(rows * columns, dtype=torch.float32).mul_(0.7123).frac_()
     memory = torch.empty(values.nbytes + 2 * ALLOCATED_BYTES, dtype=torch.uint8)
     start = -memory.data_ptr() % ALLOCATED_BYTES + offset_bytes

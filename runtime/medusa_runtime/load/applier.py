@@ -1,4 +1,4 @@
-"""How tensors of a checkpoint become the parameters and buffers of a module."""
+"""Turning the tensors of a checkpoint into the parameters and buffers of a module."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Applier:
     """Applies tensors to a model of ours, whose parameters want no gradient.
 
     ``dtype`` converts floating point tensors; None keeps the checkpoint's types. ``rename`` maps a tensor's name in the
-    checkpoint to the module's, or to None to leave it out; without it the module's own ``rename`` is used if it has
-    one, else the names are equal. ``quantization``: how the checkpoint stores weights that are quantized.
+    checkpoint to the module's, or to None to leave it out. Without it the module's own ``rename`` is used if it has
+    one, else the names are equal. ``quantization`` says how the checkpoint stores quantized weights, if it has any.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Applier:
         self._places: dict[str, Place] = {}
 
     def source(self, region: Region) -> Source:
-        """The tensors of a region, as this applier takes them."""
+        """Return the tensors of a region in the form in which this applier takes them."""
         if self.quantization is None:
             return Source(region)
         from medusa_runtime.load.quantized.source import QuantizedSource  # most checkpoints do without it
@@ -51,56 +51,67 @@ class Applier:
 
     @property
     def unquantized_dtype(self) -> torch.dtype:
-        """The dtype of the weights that are made of quantized ones."""
+        """The dtype to which quantized weights are converted."""
         return self.dtype or torch.float32
 
     def gates(self, timeline: Timeline | None) -> list[Gate]:
-        """Gates in front of the module's parts, closed."""
+        """Return closed gates in front of the module's parts."""
         return gates(self.module, timeline)
 
     def plan(self, index: WeightIndex) -> Plan:
-        """Return where each tensor goes. Raises MismatchError when the checkpoint is not this module's."""
+        """Return where each tensor goes. Raises MismatchError when the checkpoint does not belong to this module."""
         self._places = places(self.module)
         return plan(index, self._places, lambda name: self.needed(name, self._places))
 
     def needed(self, name: str, whole: Mapping[str, Place]) -> str | None:
-        """The name in the module, whose places are ``whole``, of a checkpoint's tensor; None to leave it out."""
+        """Return the name that a checkpoint's tensor has in the module, or None to leave the tensor out.
+
+        ``whole`` has all places of the module.
+        """
         target = self._rename(name)
-        # GPTQ's tools have written biases of zeros for layers that have none.
+        # Tools for GPTQ write biases of zeros for layers that have no bias.
         idle = self.quantization is not None and self.quantization.idle_biases and name.endswith(".bias")
         return None if idle and target not in whole else target
 
     def hints(self, index: WeightIndex) -> bool:
-        """Return whether the plan's order is one that the prefetcher does not know."""
+        """Return whether the prefetcher needs hints of the plan's order, because the order of its fetch is another."""
         return False
 
     def initial_values(self, missing: Sequence[Place]) -> Iterator[Tensor]:
-        """The values of places for which the checkpoint has none: counters of batch norms, which the module has."""
+        """Yield values for the places that the checkpoint has no tensor for.
+
+        These are counters of batch norms, which the module has already.
+        """
         for place in missing:
             assert not place.tensor.is_meta
             yield place.tensor.detach()
 
     def apply(self, place: Place, tensor: Tensor) -> bool:
-        """Give ``tensor``, a view of the region, to the module. Whether the module has a copy instead of the view."""
+        """Give ``tensor``, a view of the region, to the module. Return whether the module now holds a copy and not the
+        view.
+        """
         value = tensor.to(None, self.dtype if tensor.is_floating_point() else None)
         if place.is_buffer and same_memory(value, tensor):
             value = value.clone()  # the forward may write to it, so it is never a view
         return not same_memory(self.assign(place, self.as_parameter(place, value)), tensor)
 
     def as_parameter(self, place: Place, value: Tensor) -> Tensor:
-        """``value`` as what the module holds in this place."""
+        """Return ``value`` in the form in which the module holds it: as a parameter, unless this place is a buffer."""
         return value if place.is_buffer else nn.Parameter(value, requires_grad=False)
 
     def assign(self, place: Place, value: Tensor) -> Tensor:
-        """Put ``value`` into every module that owns this place; what the module now holds."""
+        """Put ``value`` into every module that owns this place, and return what the modules now hold."""
         for owner, attribute in place.owners:
             held: dict[str, Any] = owner._buffers if place.is_buffer else owner._parameters
-            if held.get(attribute) is place.tensor:  # else its user has put something else there
+            if held.get(attribute) is place.tensor:  # else the user's code has put something else there
                 held[attribute] = value
         return value
 
     def names(self, index: WeightIndex) -> dict[int, str]:
-        """The checkpoint's name of each tensor of the module, by the tensor's id. Only when all are applied."""
+        """Return the checkpoint's name of each tensor of the module, by the tensor's id.
+
+        Only valid when all are applied.
+        """
         found: dict[int, str] = {}
         for name in index.order:
             target = self._rename(name)

@@ -1,4 +1,4 @@
-"""The tensors that a load has still to apply: which have arrived, and which gate waits for which."""
+"""The tensors that a load has still to apply: which of them have arrived, and which gates wait for them."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from medusa_runtime.load.source import Source
 from medusa_runtime.timeline import Timeline
 
 _HINT_EVERY_S, _HINTED = 0.01, 256  # how often the prefetcher gets the names of the next tensors, and how many
-_LOOKAHEAD = 32  # tensors behind the next one that are looked at; a fetch is seldom further out of order
+_LOOKAHEAD = 32  # how many of the next tensors to check; a fetch is seldom further out of order
 
 
 class Backlog:
-    """The pending tensors of a load, in execution order; those that a forward waits for go first (Cicada §3.5).
+    """The pending tensors of a load, in execution order. Those that a forward waits for go first (Cicada §3.5).
 
-    Only the load's thread uses it, except for the demands of gates. A gate opens when the last tensor of its modules
-    is counted.
+    Only the load's thread uses it, except for the demands of gates. A gate opens when the last tensor of its modules is
+    counted.
     """
 
     def __init__(self, source: Source, gates: Sequence[Gate], timeline: Timeline | None) -> None:
         self.pending: dict[str, Place] = {}  # by the tensors' names in the checkpoint
-        self.urgent: list[str] = []  # those of them that a forward waited for at the last look
-        self.demanding: list[Gate] = []  # at which a forward waits
+        self.urgent: list[str] = []  # the pending tensors that a forward waited for in the last call of ``arrived``
+        self.demanding: list[Gate] = []  # the gates at which a forward waits
         self._source = source
         self._gates = gates
         self._timeline = timeline
         self._waiting: dict[nn.Module, list[Gate]] = {}
         self._needs: dict[Gate, list[str]] = {}
         self._order: list[str] = []
-        self._waited = False  # the last wait was in vain
-        self._next = 0  # the first one in the order that may be pending
+        self._waited = False  # whether the last wait was in vain
+        self._next = 0  # index into the order: no tensor before it is pending
         self._hints = False
         self._hint_at = 0.0
         for gate in gates:
             gate.demand = self._demand
 
     def add(self, todo: dict[str, Place], missing: Sequence[Place], *, hints: bool) -> None:
-        """Register everything that a load applies, and open the gates that need nothing.
+        """Register everything that a load applies, and open the gates that need no tensor.
 
-        ``missing``: the places that the checkpoint has no tensor for. ``hints``: name the next tensors to the
-        prefetcher, which does not know this order.
+        todo: the places to fill, by the tensors' names in the checkpoint, in the order of the plan.
+        missing: the places that the checkpoint has no tensor for.
+        hints: name the next tensors to the prefetcher, which does not know this order.
         """
         self.pending, self._order, self._hints = todo, list(todo), hints
         for gate in self._gates:
@@ -64,12 +65,13 @@ class Backlog:
                 gate.open()
 
     def arrived(self, wait_s: float, patient_s: float = 0.0) -> list[str]:
-        """Return pending tensors whose bytes are there, urgent ones first; wait for the next one when there is none.
+        """Return pending tensors whose bytes have arrived, urgent ones first. If there are none, wait for the next one.
 
-        ``patient_s``: how long to sleep at most where that wait was in vain before; by default ``wait_s``.
+        The wait may end without one, so the list may be empty. ``wait_s`` limits it. After a wait in vain, bytes come
+        slowly, and the following waits may take ``patient_s``, if given.
         """
         pending, source = self.pending, self._source
-        fetched_bytes = source.fetched_bytes  # before the look, so that nothing comes between it and a sleep
+        fetched_bytes = source.fetched_bytes  # read before the check below, so that no arrival after it is slept over
         while self._order[self._next] not in pending:
             self._next += 1
         self.urgent = self._demand_again()
@@ -81,7 +83,7 @@ class Backlog:
         found = [name for name in looked if source.has(name)]
         if found:
             self._waited = False
-        elif self._waited:  # bytes come slowly: looking at them all the time takes the forward's processor
+        elif self._waited:  # bytes come slowly: polling for them would take CPU time from the forward
             source.wait_for_more(fetched_bytes, patient_s or wait_s)
         else:
             try:
@@ -91,7 +93,7 @@ class Backlog:
         return found
 
     def count(self, place: Place, start_ns: int) -> None:
-        """Count a tensor as applied: its gates wait for one less. ``start_ns`` is when applying it began."""
+        """Count a tensor as applied: its gates wait for one tensor less. ``start_ns`` is when applying it began."""
         for gate in self._gates_of(place):
             gate.begin_ns = gate.begin_ns or start_ns
             gate.remaining -= 1
@@ -108,7 +110,7 @@ class Backlog:
             self._source.demand([name for name in names if name in self.pending])
 
     def _demand_again(self) -> list[str]:
-        """Return the pending tensors that a forward waits for; demand them again, in case the first demand was lost."""
+        """Return the pending tensors that a forward waits for. Demand them again, in case the first demand was lost."""
         self.demanding = [gate for gate in self.demanding if not gate.is_open]
         names = [name for gate in self.demanding for name in self._needs.get(gate, ()) if name in self.pending]
         if names:
@@ -116,5 +118,5 @@ class Backlog:
         return names
 
     def _gates_of(self, place: Place) -> list[Gate]:
-        """Return each gate of a place once, even when tied parameters have several owners in one unit."""
+        """Return each gate of a place once, even if a tied parameter has several owners in one unit."""
         return list(dict.fromkeys(gate for owner, _ in place.owners for gate in self._waiting.get(owner, ())))

@@ -1,7 +1,7 @@
 """Writing a checkpoint as one safetensors file that loads faster than the original.
 
-It has one header instead of a zip's directory, a pickle and its records. Its tensors are in execution order, so that a
-fetch reads the file from front to back, and at multiples of 64 bytes, so that they are used in place
+The file has one header instead of a zip's directory, a pickle and its records. Its tensors are in execution order, so
+that a fetch reads the file from front to back, and at multiples of 64 bytes, so that they are used in place
 (``alignment.py``).
 """
 
@@ -21,10 +21,10 @@ from medusa_runtime.region.reader import Region
 
 
 def write_safetensors(region: Region, path: Path, order: Sequence[str] | None = None) -> None:
-    """Write all tensors of a region to ``path``, which appears when it is complete; waits for those not fetched yet.
+    """Write all tensors of a region to ``path``, which appears when it is complete. Wait for those not fetched yet.
 
-    They are in ``order``, which may be a recorded one (``trace.py``), else in the index's. Raises what the fetch failed
-    with, and OSError.
+    They are written in ``order``, which may be a recorded one (``trace.py``), or else in the index's order. Raises
+    OSError, and the error with which the fetch failed.
     """
     index = region.wait_index()
     index = index if order is None else index.reordered(order)
@@ -34,8 +34,8 @@ def write_safetensors(region: Region, path: Path, order: Sequence[str] | None = 
         region.wait_tensor(name)
         tensor = views.tensor(name, index.tensors[name])
         sizes[name] = tensor.numel() * tensor.element_size()
-    # The format has no gaps between tensors. Those of odd sizes, which would shift all others, go first: the header is
-    # padded so that the others are aligned.
+    # The format allows no gaps between tensors. Tensors of odd sizes would shift all that follow, so they go first, and
+    # the header is padded so that all the others are aligned.
     odd = [name for name in index.order if sizes[name] % ALLOCATED_BYTES]
     names = [*odd, *(name for name in index.order if not sizes[name] % ALLOCATED_BYTES)]
     head: dict[str, object] = {"__metadata__": {"format": "pt"}}

@@ -24,7 +24,7 @@ _thread = threading.local()
 
 @contextmanager
 def passing() -> Iterator[None]:
-    """Let this thread's calls pass closed gates: capturing a graph needs addresses and no values."""
+    """Let this thread's calls pass closed gates: capturing a graph needs the weights' addresses, not their values."""
     _thread.passing = True
     try:
         yield
@@ -35,10 +35,10 @@ def passing() -> Iterator[None]:
 class Gate:
     """A hook in front of a module's forward that waits while the gate is closed.
 
-    A gate is closed at first, and removes its hook when a forward passes it, so that it costs nothing afterwards. A
-    forward that comes too early waits, and raises ``error`` if there is one when the gate opens. ``demand`` is called
-    with a gate at which a forward begins to wait, so that what it needs is fetched first. A gate that is not ``hooked``
-    is waited at only by the pending tensors that it guards.
+    A gate is closed at first. When a forward passes it, it removes its hook, so that it costs nothing afterwards. A
+    forward that comes too early waits, and raises ``error`` if the gate is opened with one. When a forward begins to
+    wait, ``demand`` is called with the gate, so that the weights it needs are fetched first. A gate that is not
+    ``hooked`` is waited at only by the pending tensors that it guards.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Gate:
         self.name = name
         self.owners = owners  # the modules whose own tensors it waits for
         self.remaining = 0
-        self.begin_ns = 0  # when its first tensor was applied
+        self.begin_ns = 0  # when applying its first tensor began
         self.error: BaseException | None = None
         self.demand: Callable[[Gate], None] | None = None
         self._timeline = timeline
         self._opened = threading.Event()
         self._pid = os.getpid()
         self._module = module
-        # A module's hook is copied before it is called, so it may be removed while another thread is in a forward.
-        # In front of all other hooks: those of a lazy module look at its parameters.
+        # torch copies the list of hooks before it calls them, so this one may be removed while another thread is in a
+        # forward. It goes in front of all other hooks, because those of a lazy module look at its parameters.
         if hooked:
             module.register_forward_pre_hook(self, prepend=True)
 
@@ -70,10 +70,10 @@ class Gate:
         return self._opened.is_set()
 
     def open(self, error: BaseException | None = None) -> None:
-        """Let all that wait go on, or have them raise ``error``."""
+        """Let everything that waits go on, or raise ``error``."""
         self.error = error
         if error is None:
-            self._remove(self._module)  # first: a thread that has waited to copy the module copies no hook
+            self._remove(self._module)  # before the event: a thread that waits to copy the module must copy no hook
         self._opened.set()
 
     def _remove(self, module: nn.Module) -> None:
@@ -82,7 +82,10 @@ class Gate:
             hooks.pop(key, None)
 
     def wait(self) -> None:
-        """Wait until the gate is open. Raises the error with which it was opened."""
+        """Wait until the gate is open. Raises the error with which it was opened.
+
+        Raises WeightsError in a process forked while the weights were loaded, where no loader would ever open it.
+        """
         if not self._opened.is_set():
             if os.getpid() != self._pid:
                 raise WeightsError(
@@ -93,7 +96,7 @@ class Gate:
             if self.demand is not None:
                 self.demand(self)
             self._opened.wait()
-            if self._timeline is not None and self.begin_ns:  # else it guards nothing, and only the index was late
+            if self._timeline is not None and self.begin_ns:  # else it guards no tensor, and waited for the index only
                 self._timeline.record("wait", start, time.monotonic_ns(), unit=self.name)
         if self.error is not None:
             raise self.error
@@ -107,7 +110,7 @@ class Gate:
         return _opened_gate, (self.name,)
 
     @property
-    def __name__(self) -> str:  # only torch.jit.script asks for it, which would compile this hook
+    def __name__(self) -> str:  # read only by torch.jit.script, which would compile this hook
         raise too_early("torch.jit.script")
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -119,9 +122,9 @@ class Gate:
 
 
 def _opened_gate(name: str) -> Gate:
-    """The gate of a copy that was made between a tensor's arrival and the gate's opening: it keeps no module alive.
+    """Return an open gate for a copied module, which drops it at its first call.
 
-    The copied module drops it at its first call.
+    A module can be copied between a tensor's arrival and the gate's opening. This gate keeps no module alive.
     """
     gate = Gate(name, nn.Module(), [], None, hooked=False)
     gate.open()
@@ -129,12 +132,13 @@ def _opened_gate(name: str) -> Gate:
 
 
 def gates(module: nn.Module, timeline: Timeline | None, gated: Callable[[str], bool] = lambda _: True) -> list[Gate]:
-    """Gates for the units of a model of ours: the modules that it calls one by one in a forward.
+    """Return gates for the units of a model of ours: the modules that it calls one by one in a forward.
 
     Only units that are ``gated``, by their names, get one.
 
-    A module with a list of modules somewhere inside is taken apart; one that has none is a unit, such as a decoder
-    layer. A unit may use the tensors of its own submodules in any way, and those of another unit only by calling it.
+    A module with a list of modules somewhere inside is taken apart. One without such a list is a unit, for example a
+    decoder layer. A unit may use the tensors of its own submodules in any way, but those of another unit only by
+    calling it.
     """
     return [Gate(name, unit, owners, timeline) for name, unit, owners in _units("", module, True) if gated(name)]
 
@@ -144,7 +148,7 @@ def _units(name: str, module: nn.Module, apart: bool) -> Iterator[tuple[str, nn.
     if not apart and not any(isinstance(part, _LISTS) for part in inside):
         yield name, module, inside
         return
-    # Nobody calls a list of parameters: it belongs to the module that holds it.
+    # A list of parameters is never called: it belongs to the module that holds it.
     yield name, module, [module, *(child for child in module.children() if isinstance(child, _PARAMETER_LISTS))]
     for child_name, child in module.named_children():
         if not isinstance(child, _PARAMETER_LISTS):
@@ -152,12 +156,12 @@ def _units(name: str, module: nn.Module, apart: bool) -> Iterator[tuple[str, nn.
 
 
 def owner_gates(module: nn.Module, timeline: Timeline | None) -> list[Gate]:
-    """Gates for every module that owns tensors, in a module of which nothing else is known.
+    """Return gates for every module that owns tensors, in a module of which nothing else is known.
 
     A module with children whose own tensors are all parameters gets no hook: its forward goes on until it uses one of
-    them (``PendingParameter``). A module with buffers waits when it is called, because a buffer has a value already.
-    PyTorch's own attention computes in another way, with other last bits, while a part's weight is not a plain
-    parameter, so it waits for the weights of its parts.
+    them (``PendingParameter``). A module with buffers waits when it is called, because a buffer has a value already. So
+    does PyTorch's own attention, for the weights of its parts: while one of them is not a plain parameter, it computes
+    in another way, whose last bits differ.
     """
     found: list[Gate] = []
     for name, owner in module.named_modules():
@@ -173,7 +177,7 @@ def owner_gates(module: nn.Module, timeline: Timeline | None) -> list[Gate]:
 
 
 def _read_by(owner: nn.Module) -> list[nn.Module]:
-    """The modules inside whose weights decide how this one's forward computes."""
+    """Return the submodules whose weights decide which way ``owner``'s forward computes."""
     if isinstance(owner, nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
         return list(owner.modules())[1:]
     if isinstance(owner, nn.TransformerEncoder) and len(owner.layers):

@@ -1,4 +1,4 @@
-"""Loading on a CPU: a tensor is applied as a view of the region, without a copy wherever that can be."""
+"""Loading on a CPU: a tensor is applied as a view of the region, without a copy wherever that is possible."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from medusa_runtime.load.backlog import Backlog
 from medusa_runtime.load.source import Source
 
 _POLL_S = 0.01  # how long to wait for the next tensor before looking whether others have arrived
-_PATIENT_S = 0.05  # the same where bytes come slowly; it is woken by those that come
+_PATIENT_S = 0.05  # the same while bytes come slowly; an arrival ends this wait early
 
 
 class HostLoad:
     """Applies a backlog's tensors to a module in the host's memory.
 
-    With ``release`` the region's bytes of each copied tensor are dropped, so that nobody can load them a second time.
+    With ``release`` the region's bytes of each copied tensor are dropped, so that no process can load them a second
+    time.
     """
 
     def __init__(self, source: Source, applier: Applier, backlog: Backlog, *, release: bool) -> None:
@@ -26,7 +27,7 @@ class HostLoad:
         self._release = release
 
     def run(self, check: Callable[[], None]) -> None:
-        """Apply all of the backlog; ``check`` is called again and again and may raise."""
+        """Apply everything in the backlog. ``check`` is called repeatedly, and may raise to end the load."""
         source, backlog = self._source, self._backlog
         while backlog.pending:
             check()
@@ -38,4 +39,4 @@ class HostLoad:
                 source.applied(name, copied=copied, release=self._release)
 
     def close(self) -> None:
-        """Nothing to do: what was applied stays."""
+        """Do nothing: what was applied stays."""

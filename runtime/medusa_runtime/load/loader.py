@@ -1,8 +1,8 @@
-"""From the region to the layers: each tensor is applied when its bytes have arrived, whatever the others do.
+"""The way from the region to the layers: each tensor is applied when its bytes have arrived, in any order.
 
-Cicada's Weight Decoupler and its out-of-order application (§3.3, §3.4), and ParaServe's parameter manager (§5.2): the
-first forward starts at once and waits unit by unit. On a CPU a tensor becomes a view of the region (``host_load.py``);
-on a device its address is there first, and it is applied when its copy is done (``upload/``).
+This is Cicada's Weight Decoupler with its out-of-order application (§3.3, §3.4), and ParaServe's parameter manager
+(§5.2): the first forward starts at once and waits unit by unit. On a CPU a tensor becomes a view of the region
+(``host_load.py``). On a device its address is there first, and it is applied when its copy is done (``upload/``).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from medusa_runtime.load.upload.link import Link
     from medusa_runtime.load.upload.slab import Layout
 
-_POLL_S = 0.01  # how often a load that waits for the index looks whether it is to end
+_POLL_S = 0.01  # how often a load that waits for the index checks whether it was closed
 
 
 class Loader:
     """Applies a region's tensors to a module in a thread, and lets a forward through as far as they are applied.
 
     On a CPU parameters are views of the region: shared between processes and read-only, so **writing to one in place is
-    a segmentation fault**; assign a new one. Those whose type is converted are copies, and so are buffers.
+    a segmentation fault**; assign a new one. Parameters whose dtype is converted are copies, and so are all buffers.
 
     With a ``link`` the tensors go to its device, all into one ``slab``. With ``release`` the region's bytes of each
-    tensor that was copied are dropped, so that nobody can load them a second time. ``on_end`` is called at the end, in
-    the loader's thread, with the error that nobody has waited for, if there is one.
+    copied tensor are dropped, so that no process can load them a second time. ``on_end`` is called at the end, in the
+    loader's thread, with the error if loading failed and nothing has called ``wait``, else with None.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Loader:
         if self._error is not None:
             raise self._error
         for gate in self._gates:
-            gate.wait()  # open, but in a process that was forked from the loader's
+            gate.wait()  # all are open, except in a process that was forked during the load: there this raises
 
     def wait_placed(self) -> None:
         """Wait until every parameter has its address on the device, with or without its value. Raises like ``wait``."""
@@ -98,33 +98,33 @@ class Loader:
         return not self._thread.is_alive() and self._error is None
 
     def is_loaded(self, unit: str) -> bool:
-        """Return whether a unit of the module, by its qualified name, has all its weights;
+        """Return whether a unit of the module has all its weights. ``unit`` is its qualified name.
 
-        also where it has no gate.
+        A unit without a gate counts as loaded.
         """
         return all(gate.is_open and gate.error is None for gate in self._gates if gate.name == unit)
 
     @property
     def slab(self) -> Tensor | None:
-        """The device's memory that holds all weights, once ``placed``; None on a CPU."""
+        """The block of device memory that holds all weights, uint8, once ``placed``; None on a CPU."""
         return None if self._upload is None else self._upload.slab
 
     @property
     def layout(self) -> Layout | None:
-        """Where each tensor lies in the ``slab``."""
+        """The layout of the ``slab``: where each tensor lies. None on a CPU."""
         return None if self._upload is None else self._upload.layout
 
     @property
     def index(self) -> WeightIndex:
-        """The index of the tensors that it applies; waits for it. Those of a quantized weight are one there."""
+        """The index of the tensors that are applied, after a wait for it. It lists a quantized weight as one tensor."""
         return self._source.wait_index()
 
     def names(self) -> dict[int, str]:
-        """The checkpoint's name of each tensor of the module, by the tensor's id. Only after ``wait``."""
+        """Return the checkpoint's name of each tensor of the module, by the tensor's id. Only valid after ``wait``."""
         return self._applier.names(self._source.wait_index())
 
     def close(self) -> None:
-        """Stop applying; a forward that still waits raises. What is applied stays. May be called twice."""
+        """Stop applying. A forward that still waits raises; what is applied stays. May be called twice."""
         self._closing = True
         self._thread.join()
         self._load.close()
@@ -140,9 +140,9 @@ class Loader:
             index = self._wait_index()
             with self._stage("load") as detail:
                 self._apply_all(index)
-                # What the process has taken at most so far, its views of the region included; and the region itself.
+                # The most memory so far that the process has taken, including its views of the region, and the region.
                 detail |= {"peak_bytes": peak_bytes(), "region_peak_bytes": self._region.peak_bytes}
-        except BaseException as error:  # noqa: BLE001  whatever it is, it must reach those who wait
+        except BaseException as error:  # noqa: BLE001  every error must reach the threads that wait
             self._error = error
         finally:
             self._placed.set()

@@ -1,4 +1,4 @@
-"""Applies a part of a checkpoint to a part of a model: the layers that a worker of a group holds, or all others."""
+"""Applying one part of a checkpoint to one part of a model: the layers that a worker of a group holds, or the rest."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class PartApplier(Applier):
-    """Applies the tensors that ``needed`` names, by their qualified names in the module, or with ``rest`` all others.
+    """Applies the tensors for which ``needed`` returns True, by their qualified names in the module.
 
-    Units of the other part get no gate and keep parameters without memory. A tied parameter belongs to the needed part
-    if any of its names does.
+    With ``rest`` it applies all the others instead. Units of the other part get no gate, and their parameters keep no
+    memory. A tied parameter belongs to the needed part if any of its names does.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PartApplier(Applier):
         return plan(index, self._places, lambda name: self._here(name, whole))
 
     def hints(self, index: WeightIndex) -> bool:
-        """The needed part is hinted: a prefetcher that serves several readers does not know that it comes first."""
+        """Return True for the needed part, which a prefetcher with several readers would not fetch first otherwise."""
         return not self._is_rest
 
     def _here(self, name: str, whole: dict[str, Place]) -> str | None:

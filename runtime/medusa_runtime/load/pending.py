@@ -1,7 +1,7 @@
-"""Parameters and buffers whose values have not arrived: any code that uses one, however it got it, waits.
+"""Parameters and buffers whose values have not arrived. Code that uses one waits, however it got hold of it.
 
-A gate stands in front of a module's call. This is for code that takes a module's weight and never calls the module
-(``nn.MultiheadAttention`` and its ``out_proj``), and for references that are kept elsewhere.
+A gate stands in front of a module's call. This module is for code that takes a module's weight and never calls the
+module (``nn.MultiheadAttention`` and its ``out_proj``), and for references that are kept elsewhere.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ _tracing_state: Callable[[], object] | None = getattr(torch._C, "_get_tracing_st
 
 
 class Waitable(Protocol):
-    """The gate that a pending tensor waits at."""
+    """What a pending tensor waits for: a gate."""
 
     def wait(self) -> None:
-        """Return when the values are there; raise the error that came instead."""
+        """Return when the values are there. Raises the error that made them fail to arrive."""
 
 
 @dataclass(eq=False, slots=True)
 class PendingValue:
-    """The facts that are known of a tensor's value before it arrives."""
+    """What is known about a tensor's value before it arrives."""
 
     gate: Waitable
     dtype: torch.dtype
     device: torch.device
     kind: type[Tensor]  # the tensor's class before and after
-    value: Tensor | None = None  # only where the tensor could not become its value
+    value: Tensor | None = None  # set only if the tensor itself could not become its value
 
 
 class PendingParameter(nn.Parameter):
-    """A parameter whose value has not arrived. A function that is given one waits until it is a plain parameter.
+    """A parameter whose value has not arrived. A torch function that receives it waits until it is a plain parameter.
 
     It stays the same object, so code that holds it, or lists a module's parameters meanwhile, sees each one once.
     """
@@ -62,7 +62,7 @@ class PendingParameter(nn.Parameter):
         return _waited(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def detach(self) -> Tensor:
-        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:  # it would only report that it wants our class
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:  # its own error would complain about our class
             raise WeightsError(
                 "a parameter is made of a weight that has not come; expected this after context.weights.wait()"
             )
@@ -76,7 +76,7 @@ class PendingParameter(nn.Parameter):
 class PendingBuffer(Tensor):
     """A buffer of the checkpoint whose value has not arrived.
 
-    Unlike a parameter it has memory, which holds another value until its own is written there.
+    Unlike a pending parameter it has memory, with another value until the checkpoint's is written there.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -91,12 +91,18 @@ class PendingBuffer(Tensor):
 
 
 def can_be_pending(tensor: Tensor) -> bool:
-    """Whether ``make_pending`` accepts this tensor: not a lazy one, nor one whose class overrides torch functions."""
+    """Return whether ``make_pending`` accepts this tensor.
+
+    It accepts neither a lazy tensor nor one whose class overrides torch functions.
+    """
     return (type(tensor) is Tensor or issubclass(type(tensor), nn.Parameter)) and not is_lazy(tensor)
 
 
 def make_pending(tensor: Tensor, gate: Waitable, dtype: torch.dtype, device: torch.device) -> None:
-    """Turn a placeholder into a pending tensor, in place, so that every reference to it waits."""
+    """Turn a placeholder into a pending tensor, in place, so that every reference to it waits at ``gate``.
+
+    ``dtype`` and ``device`` are those that its value will have.
+    """
     vars(tensor)[_KEY] = PendingValue(gate, dtype, device, type(tensor))
     tensor.__class__ = PendingParameter if isinstance(tensor, nn.Parameter) else PendingBuffer
 
@@ -110,9 +116,9 @@ def pending_value(tensor: Any) -> PendingValue | None:
 
 
 def resolve(tensor: Tensor, value: Tensor) -> Tensor:
-    """Give a pending tensor its value, and return the tensor that takes its place: nearly always itself.
+    """Give a pending tensor its value. Return the tensor that takes its place: nearly always the tensor itself.
 
-    ``value`` is the tensor itself if its own memory was filled (``fill_in_place``), else a tensor that it becomes.
+    ``value`` is the tensor itself if its own memory was filled (``fill_in_place``), else the tensor that it becomes.
     """
     pending = pending_value(tensor)
     assert pending is not None
@@ -127,7 +133,7 @@ def resolve(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def fill_in_place(tensor: Tensor, value: Tensor) -> bool:
-    """Copy ``value`` into the tensor's own memory, as ``load_state_dict`` does; false where that cannot be done."""
+    """Copy ``value`` into the tensor's own memory, as ``load_state_dict`` does. Return False if that is impossible."""
     with nullcontext() if pending_value(tensor) is None else torch._C.DisableTorchFunctionSubclass():
         if tensor.is_meta or 0 in tensor.stride() or (tensor.dtype, tensor.device) != (value.dtype, value.device):
             return False
@@ -137,7 +143,7 @@ def fill_in_place(tensor: Tensor, value: Tensor) -> bool:
 
 
 def refuse_tracing() -> None:
-    """Raise WeightsError inside ``torch.jit.trace``, which has noted the parameters and would find other ones."""
+    """Raise WeightsError inside ``torch.jit.trace``, which has noted the parameters that are replaced here."""
     # torch.jit.is_tracing would execute all modules that a lean import of torch has put off.
     tracing = torch.jit.is_tracing() if _tracing_state is None else _tracing_state() is not None  # type: ignore[attr-defined,no-untyped-call]
     if tracing:
@@ -150,7 +156,7 @@ def too_early(what: str) -> WeightsError:
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func``: at once if it only looks at a pending tensor, else when all its pending tensors are resolved."""
+    """Call ``func``: at once if it only looks at a pending tensor, else after all its pending tensors are resolved."""
     first = pending_value(args[0]) if args else None
     if first is not None and first.value is None:
         if func in _HARMLESS:
@@ -158,7 +164,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return func(*args, **kwargs)
         if func in (_DTYPE, _DEVICE):  # equal, not the same: a getter is a new object each time
             return first.dtype if func == _DTYPE else first.device
-        if func == _IS_META:  # the answer is as it will be, and hides that there is no memory yet
+        if func == _IS_META:  # answer for the value to come, and hide that there is no memory yet
             return first.device.type == "meta"
     refuse_tracing()
     return func(*_all_waited(args), **dict(zip(kwargs, _all_waited(kwargs.values()), strict=True)))
@@ -191,11 +197,11 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 
 def _swapped(tensor: Tensor, value: Tensor) -> bool:
-    """Let ``tensor`` become ``value``; false if this torch cannot do that, or not with this tensor."""
+    """Let ``tensor`` become ``value``. Return False if this torch cannot do that, or not with this tensor."""
     if _swap is None:
         return False
     try:
         _swap(tensor, value)
-    except RuntimeError:  # code outside of Python refers to it: torch.jit, which has been refused and comes again
+    except RuntimeError:  # C++ code refers to it, such as a torch.jit trace that was refused and will be tried again
         return False
     return True

@@ -14,13 +14,13 @@ from medusa_runtime.errors import MismatchError
 Rename = Callable[[str], str | None]
 
 _INTEGERS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})  # quantized, or packed
-_NAMED = 8  # names an error lists of each kind
+_NAMED = 8  # how many names of each kind an error lists
 
 
 class Place(NamedTuple):
     """One parameter or persistent buffer of a module. Tied parameters are one place with several owners.
 
-    ``name`` is its first qualified name.
+    ``name`` is its first qualified name. ``owners`` are the modules that hold it, each with the attribute's name.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 def places(module: nn.Module) -> dict[str, Place]:
-    """The parameters and persistent buffers of a module, by every qualified name that they have."""
+    """Return the parameters and persistent buffers of a module, by each of their qualified names."""
     names: dict[int, list[str]] = {}
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     found: dict[int, tuple[Tensor, bool]] = {}
@@ -67,15 +67,16 @@ class Plan(NamedTuple):
 def plan(
     index: WeightIndex, expected: dict[str, Place], rename: Rename, *, strict: bool = True, built: bool = False
 ) -> Plan:
-    """Return which of a module's ``places`` each needed tensor of the checkpoint belongs to.
+    """Return the place in a module for each tensor of the checkpoint that it needs. ``expected`` are its ``places``.
 
-    Raises MismatchError, which names all tensors that are missing or not expected (both only if ``strict``), have
-    another shape, or hold integers where the parameter is floating point (quantized weights).
+    ``rename`` maps a checkpoint's name to the module's, or to None for a tensor that is not needed. Raises
+    MismatchError, which lists the tensors that are missing or not expected (both only if ``strict``), have another
+    shape, or hold integers where the parameter is floating point (quantized weights).
 
     Where a parameter is tied and the checkpoint has a tensor for several of its names, the first of the module's names
-    wins, as in transformers; in a module that was ``built`` by a user's factory the last one, as in
-    ``load_state_dict``, which copies one after the other. A lazy module's parameter takes the checkpoint's shape. The
-    counters of batch norms may be missing, as for ``load_state_dict``: files of old PyTorch have none.
+    wins, as in transformers. In a module that a user's factory ``built``, the last one wins, as in ``load_state_dict``,
+    which copies one after the other. A lazy module's parameter takes the checkpoint's shape. The counters of batch
+    norms may be missing, as for ``load_state_dict``: files of old PyTorch have none.
     """
     chosen: dict[str, str] = {}  # the place's name → the checkpoint's
     ranks = {target: -rank if built else rank for rank, target in enumerate(expected)}
@@ -117,7 +118,7 @@ def plan(
 
 
 def _hint(absent: list[str], index: WeightIndex) -> str:
-    """Return what the author of a factory can do about absent tensors."""
+    """Return what the author of a factory can do about the ``absent`` tensors."""
     for name in index.order if absent else ():
         prefix = name.removesuffix(absent[0])
         if prefix != name and all(prefix + other in index.tensors for other in absent):

@@ -1,4 +1,4 @@
-"""Constructing a model without memory or initial values for its parameters (Cicada's MiniLoader, §3.2).
+"""Construct a model without memory or initial values for its parameters (Cicada's MiniLoader, §3.2).
 
 Cicada shrinks each placeholder to one bit a value and skips its initialisation. Here a placeholder has no memory at
 all: it is a tensor on torch's meta device, which has a shape and a dtype and nothing else.
@@ -22,13 +22,13 @@ from medusa_runtime.load.aliasing import use_count
 
 _FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
 _RANDOM = frozenset({torch.rand, torch.randn})
-# CPython with its global lock, up to the last version for which a loop variable's references are known.
+# CPython with its global lock, up to the last version for which we know how many references a loop variable adds.
 _COUNTS_EXACTLY = (
     sys.implementation.name == "cpython"
     and sys.version_info < (3, 14)
     and "t" not in sys.abiflags  # an interpreter without its lock
 )
-_LARGEST_SEED = 1 << 32  # of those that people set; torch's own, different in each process, has 53 bits
+_LARGEST_SEED = 1 << 32  # the largest that people set; torch's own seed, different in each process, has 53 bits
 _DESCRIBING = frozenset({"size", "dtype", "layout", "memory_format"})  # arguments of a factory that describe its result
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # equal to the called setter, not the same object
 _HARMLESS = frozenset(  # these look at a tensor, not into it
@@ -39,13 +39,13 @@ _HARMLESS = frozenset(  # these look at a tensor, not into it
 
 @contextmanager
 def skeleton() -> Iterator[MetaFactoryMode]:
-    """Within this context, in this thread, code that constructs modules gets parameters on the meta device.
+    """Give code that constructs modules parameters on the meta device, in this thread, while the context is open.
 
     ``nn.Parameter`` of a fresh ``torch.empty``, ``zeros``, ``ones``, ``full``, ``rand`` or ``randn`` takes no memory,
-    and initialising it (``nn.init``, ``reset_parameters``, in-place methods) does nothing. Everything else is computed:
-    buffers have the values that they would have had, and so has a parameter made of a computed tensor
-    (``scale * torch.randn(…)``), until a loader replaces it. Random numbers differ from those of an ordinary
-    construction where earlier ones were not drawn; see ``drew_others``.
+    and initialising it (``nn.init``, ``reset_parameters``, in-place methods) does nothing. Everything else is computed
+    as usual. Buffers have their values, and so does a parameter made from a computed tensor (``scale *
+    torch.randn(…)``), until a loader replaces it. Random numbers differ from those of an ordinary construction if
+    earlier ones were not drawn; see ``drew_others``.
     """
     with MetaFactoryMode() as mode:
         yield mode
@@ -53,12 +53,12 @@ def skeleton() -> Iterator[MetaFactoryMode]:
 
 
 class MetaFactoryMode(TorchFunctionMode):
-    """Makes torch's factories return placeholders: meta tensors that become real when something looks into them."""
+    """Makes torch's factories return placeholders: meta tensors that become real when code needs their values."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._random_state: Tensor | None = None  # when random numbers were first not drawn
-        # Placeholders are held here, so that an id stays theirs. Nothing else refers to the first one; see settle.
+        self._random_state: Tensor | None = None  # the generator's, when a draw was skipped for the first time
+        # Holds the placeholders, so that their ids are not reused. Nothing else refers to the first one; see settle.
         unused = torch.empty(0, device="meta")
         self._made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {id(unused): (unused, lambda: torch.empty(0))}
         self._computed: list[weakref.ref[Tensor]] = []  # computed from parameters, and so without values
@@ -67,7 +67,7 @@ class MetaFactoryMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if "device" in kwargs and str(kwargs["device"]) == "meta" and not any(isinstance(one, Tensor) for one in args):
-            # Code that wants a tensor without memory gets parameters like that anyway, and buffers need their values.
+            # Drop device="meta": parameters get no memory anyway, and buffers need their values.
             kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         if func in _FACTORIES:
             return self._make(func, args, kwargs)
@@ -82,10 +82,10 @@ class MetaFactoryMode(TorchFunctionMode):
                 self._skip()
                 _empty(target)
                 return target
-            if target.is_meta and func is Tensor.new_tensor:  # nn.init.trunc_normal_ reads its bounds back from one
+            if target.is_meta and func is Tensor.new_tensor:  # nn.init.trunc_normal_ reads its bounds back from this
                 return func(torch.empty(0, dtype=target.dtype), *args[1:], **kwargs)
         elif func is Tensor.__bool__ and args[0].is_meta and id(args[0]) not in self._made and _called_by_init():
-            return False  # trunc_normal_ again: it looks for values out of bounds, and there are none
+            return False  # trunc_normal_ again: it looks for values out of bounds, and there are no values
         for value in (*args, *kwargs.values()):
             for item in value if type(value) in (tuple, list) else (value,):
                 if type(item) is Tensor and id(item) in self._made:
@@ -116,7 +116,7 @@ class MetaFactoryMode(TorchFunctionMode):
 
     @property
     def drew_others(self) -> bool:
-        """Whether code with a known seed drew other random numbers than it would have without this mode."""
+        """Whether code with a known seed drew other random numbers than it would have drawn without this mode."""
         if self._random_state is None or torch.initial_seed() > _LARGEST_SEED:
             return False
         return not torch.equal(self._random_state, torch.get_rng_state())
@@ -126,7 +126,7 @@ class MetaFactoryMode(TorchFunctionMode):
         _swap(placeholder, make())
 
     def settle(self) -> None:
-        """Make real the placeholders that code keeps as something other than a parameter, such as a buffer."""
+        """Give values to the placeholders that code keeps as something other than a parameter, such as a buffer."""
         kept: list[Tensor] = []
         only_here: int | None = None  # how many references the unused placeholder has
         for placeholder, _ in self._made.values():
@@ -155,7 +155,7 @@ def _reference_count(placeholder: Tensor) -> int | None:
 
 
 def _called_by_init() -> bool:
-    """Return whether the caller is in nn.init, which inspects what it has just filled; others must see true values."""
+    """Return whether the caller is nn.init, which inspects what it has just filled. Others need the true value."""
     return sys._getframe(2).f_globals.get("__name__") == "torch.nn.init"
 
 

@@ -12,14 +12,14 @@ from medusa_runtime.region.reader import Region
 
 
 class Source:
-    """A region's tensors as they are. ``QuantizedSource`` has weights that it makes of several of them."""
+    """The tensors of a region, unchanged. ``QuantizedSource`` makes one weight of the several tensors that store it."""
 
     def __init__(self, region: Region) -> None:
         self.region = region
         self._views: Views | None = None
 
     def wait_index(self, timeout_s: float | None = None) -> WeightIndex:
-        """The index of these tensors, like ``Region.wait_index``."""
+        """Wait for the index of these tensors and return it, like ``Region.wait_index``."""
         return self.region.wait_index(timeout_s)
 
     def has(self, name: str) -> bool:
@@ -32,11 +32,11 @@ class Source:
 
     @property
     def fetched_bytes(self) -> int:
-        """How many bytes are there, for ``wait_for_more``."""
+        """The number of bytes fetched so far, as ``wait_for_more`` takes it."""
         return self.region.fetched_bytes
 
     def wait_for_more(self, fetched_bytes: int, timeout_s: float) -> None:
-        """Sleep until there is more, like ``Region.wait_for_more``."""
+        """Sleep until more than ``fetched_bytes`` bytes are there, like ``Region.wait_for_more``."""
         self.region.wait_for_more(fetched_bytes, timeout_s)
 
     def demand(self, names: Sequence[str]) -> None:
@@ -48,13 +48,16 @@ class Source:
         self.region.hint(names)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor whose bytes are there: a view of the region, if that can be."""
+        """Return a tensor whose bytes have arrived: a view of the region where that is possible."""
         if self._views is None:
             self._views = Views(self.region)
         return self._views.tensor(name, self.region.wait_index().tensors[name])
 
     def applied(self, name: str, *, copied: bool, release: bool) -> None:
-        """A module has a tensor. One that was ``copied`` leaves this process, and with ``release`` the region."""
+        """Note that a module has a tensor. If it was ``copied``, unmap it from this process.
+
+        With ``release``, also drop a copied tensor's bytes from the region.
+        """
         if not copied:
             self.region.viewed.add(name)
         elif release:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 class ExecutionTrace(TorchFunctionMode):
     """Records each tensor when it is first passed to a function of torch, by any code in this thread.
 
-    ``names`` has the tensors' names by their ids; ``order`` gets the names of those that were used.
+    ``names`` has the tensors' names by their ids. ``order`` gets the names of the tensors that were used.
     """
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -26,7 +26,7 @@ class ExecutionTrace(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def ahead_of(self, names: Iterable[str]) -> list[str]:
-        """The names that were used, in that order, and then the rest of ``names`` in theirs."""
+        """Return the used names in the order of their use, followed by the rest of ``names`` in the order given."""
         return list(dict.fromkeys((*self.order, *names)))
 
     def _note(self, values: tuple[Any, ...] | list[Any]) -> None:
@@ -40,9 +40,9 @@ class ExecutionTrace(TorchFunctionMode):
 
 
 def record_execution_order(module: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
-    """The state dict's names in the order of their first use in ``module(*args, **kwargs)``; unused ones come last.
+    """Return the state dict's names in the order of their first use in ``module(*args, **kwargs)``, unused ones last.
 
-    ``WeightIndex.reordered`` and ``prefetch(order=…)`` take it. Tied tensors have their first name.
+    ``WeightIndex.reordered`` and ``prefetch(order=…)`` take this list. A tied tensor is listed under its first name.
     """
     names: dict[int, str] = {}
     persistent = module.state_dict(keep_vars=True)

@@ -23,7 +23,7 @@ DTYPES = {
 
 
 class Views:
-    """Makes tensors that are views of the region. Their memory is read-only: writing to one ends the process.
+    """Makes tensors that are views of a region. Their memory is read-only: writing to one ends the process.
 
     A view keeps its mapping alive, even after the region is closed.
     """
@@ -33,7 +33,10 @@ class Views:
         self._shards: dict[int, Any] = {}
 
     def tensor(self, name: str, entry: TensorEntry) -> Tensor:
-        """The tensor of an entry: a view, or a copy where its bytes are not aligned to its element size."""
+        """Return the tensor of an index entry: a view, or a copy where its bytes are not aligned to its element size.
+
+        Raises WeightsError for a dtype that torch does not have.
+        """
         if entry.dtype not in DTYPES:
             raise WeightsError(f"tensor {name} has dtype {entry.dtype}; expected one of {', '.join(DTYPES)}")
         dtype = DTYPES[entry.dtype]
@@ -52,15 +55,15 @@ class Views:
 
 
 def bytes_tensor(memory: memoryview) -> Tensor:
-    """uint8 [bytes]: a view of read-only memory."""
+    """Return read-only memory as a tensor, uint8 [bytes], without a copy."""
     return torch.frombuffer(_array(memory), dtype=torch.uint8) if memory.nbytes else torch.empty(0, dtype=torch.uint8)
 
 
 def _array(memory: memoryview) -> Any:
-    """The same memory as a ctypes array, which claims to be writable.
+    """Return the same memory as a ctypes array, which claims to be writable.
 
-    torch.frombuffer warns of read-only memory, and a warning can only be silenced for all threads at once. The array
-    keeps the memoryview alive, and the tensor the array.
+    torch.frombuffer warns about read-only memory, and a warning can only be silenced for all threads at once. The array
+    keeps the memoryview alive, and the tensor keeps the array alive.
     """
     if not memory.nbytes:
         return b""

@@ -1,4 +1,4 @@
-"""Applies tensors to a module of which only the factory is known, with the same result as ``load_state_dict``."""
+"""Applying tensors to a module of which only the factory is known, with the same result as ``load_state_dict``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from medusa_runtime.timeline import Timeline
 
 
 class FactoryApplier(Applier):
-    """Applies tensors to what a user's factory made; it may be in use, and changed by its user, meanwhile.
+    """Applies tensors to a module that a user's factory made, while the user's code may already use and change it.
 
     Every module that owns tensors has a gate, and every parameter is a ``PendingParameter`` until its value arrives.
-    ``factory`` makes the module with initial values, for what the checkpoint lacks (``strict=False``).
+    With ``strict=False``, ``factory`` is called again to make initial values for what the checkpoint lacks.
     """
 
     def __init__(self, module: nn.Module, factory: Callable[[], nn.Module], options: BuildOptions) -> None:
@@ -32,9 +32,9 @@ class FactoryApplier(Applier):
         self._factory = factory
         self._options = options
         self._device = None if options.device is None else torch.device(options.device)
-        # What the factory made. What is done to the module later is its user's, and is left as it is.
+        # The tensors that the factory made. Anything that the user's code puts in the module later is left as it is.
         self._places = places(module)
-        self._in_place: set[Place] = set()  # written to where they are, because others look at them there
+        self._in_place: set[Place] = set()  # places whose own memory is filled, because other code refers to it
         self.has_shared = False  # whether something else uses the memory of a parameter
 
     def gates(self, timeline: Timeline | None) -> list[Gate]:
@@ -62,7 +62,7 @@ class FactoryApplier(Applier):
         found = plan(index, self._places, rename, strict=self._options.strict, built=True)
         if index.recorded:
             return found
-        # The order of a forward is not known; it is nearly always that in which the module was constructed.
+        # The execution order is not known. It is nearly always the order in which the module was constructed.
         rank = {name: number for number, name in enumerate(self._places)}
         return Plan(dict(sorted(found.todo.items(), key=lambda item: rank[item[1].name])), found.missing)
 
@@ -127,11 +127,15 @@ def _rename(module: nn.Module, options: BuildOptions) -> Rename:
 
 
 def _laid_out_as(like: Tensor, value: Tensor) -> Tensor:
-    """Lay out ``value`` as ``load_state_dict`` does: in the module's own memory format, which changes the last bits."""
+    """Return ``value`` in the memory format of ``like``, which decides the last bits.
+
+    ``load_state_dict`` does the same.
+    """
     if like.stride() == value.stride():
         return value
     pairs = zip(like.shape, like.stride(), value.stride(), strict=True)
-    if all(size == 1 or own == found for size, own, found in pairs):  # torch reads the format of a 1x1 kernel from them
+    # Strides of dimensions of size 1 move nothing, but torch reads a 1x1 kernel's memory format from them.
+    if all(size == 1 or own == found for size, own, found in pairs):
         return value.as_strided(like.shape, like.stride(), value.storage_offset())
     with torch._C.DisableTorchFunctionSubclass():
         return torch.empty_like(like, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)

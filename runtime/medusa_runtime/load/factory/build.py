@@ -1,4 +1,4 @@
-"""Any PyTorch module from a region: constructed without weights, callable at once (Cicada §3.1)."""
+"""Building any PyTorch module from a region: constructed without weights, callable at once (Cicada §3.1)."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def build(
     timeline: Timeline | None = None,
     on_error: Callable[[BaseException], None] = lambda _: None,
 ) -> tuple[M, Loader]:
-    """The module that ``factory`` makes, which may be called at once, and the loader that fills it.
+    """Return the module that ``factory`` makes, which may be called at once, and the loader that fills it.
 
-    Each part of a forward waits for its own weights. Raises what the factory raises. What is wrong with the checkpoint
-    is raised by the first forward and by ``Loader.wait``; where nobody waits, ``on_error`` is called with it, in
-    another thread. Where the factory keeps views of weights, or has hooks that run after ``load_state_dict``, this
-    waits for all weights.
+    Each part of a forward waits for its own weights. Raises what the factory raises. An error in the checkpoint is
+    raised by the first forward and by ``Loader.wait``. If neither waits, ``on_error`` is called with it, in another
+    thread. If the factory keeps views of weights, or the module has hooks that run after ``load_state_dict``, this
+    function waits for all weights.
     """
 
     def end(error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""Running a user's factory: a module whose parameters take no memory wherever that cannot be noticed."""
+"""Running a user's factory, so that the module's parameters take no memory wherever that goes unnoticed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def construct(factory: Callable[[], M]) -> M:
-    """The factory's module as a skeleton, or with initial values where it looks into them, with a warning.
+    """Return the factory's module as a skeleton. If the factory needs initial values, keep them and log a warning.
 
     Raises what the factory raises, and WeightsError for a module that cannot be filled.
     """
@@ -38,7 +38,7 @@ def construct(factory: Callable[[], M]) -> M:
     except Exception as error:  # noqa: BLE001  the factory's own errors are raised again below
         problem = _user_line(error)
     if problem is not None:
-        # Now it computes with initial values, as it would without this runtime.
+        # Construct it again with initial values, as it would be without this runtime.
         gc.collect()
         torch.set_rng_state(random_state)
         module = factory()
@@ -61,16 +61,16 @@ def construct(factory: Callable[[], M]) -> M:
 
 
 def _user_line(error: BaseException) -> str:
-    """The last line of code that is neither ours nor PyTorch's."""
+    """Return the last line in the traceback that is neither our code nor PyTorch's."""
     ours = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
     return f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}" if frames else str(error)
 
 
 def _on_meta(module: nn.Module, *, stored: bool = True) -> Iterator[str]:
-    """Buffers and plain attributes that were computed from a parameter, and so have no value.
+    """Yield the buffers and plain attributes that were computed from a parameter, and so have no value.
 
-    Without ``stored`` only those that are in no checkpoint.
+    Without ``stored``, leave out buffers that a checkpoint stores.
     """
     if not isinstance(module, nn.Module):
         return
@@ -86,7 +86,7 @@ def _on_meta(module: nn.Module, *, stored: bool = True) -> Iterator[str]:
 
 
 def _not_stored(module: nn.Module) -> Iterator[str]:
-    """Buffers and plain attributes that are in no checkpoint, and so keep values that may be random numbers."""
+    """Yield the buffers and plain attributes that are in no checkpoint, and so keep perhaps random values."""
     if not isinstance(module, nn.Module):
         return
     for prefix, part in module.named_modules():

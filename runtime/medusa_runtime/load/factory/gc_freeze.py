@@ -25,7 +25,7 @@ def freeze() -> None:
 
 
 def thaw() -> None:
-    """End one ``freeze``; does nothing where it had no effect."""
+    """Undo one ``freeze``. Does nothing if that had no effect."""
     global _loads
     with _lock:
         if _loads:

@@ -1,4 +1,4 @@
-"""Hooks with which a module's own code changes names of old checkpoints as they are loaded, as weight_norm's do."""
+"""Load hooks, with which a module's own code renames the tensors of old checkpoints, as weight_norm does."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from medusa_runtime.load.plan import Rename
 
 
 def with_load_hooks(module: nn.Module, index: WeightIndex, rename: Rename) -> Rename:
-    """``rename`` followed by the renaming that the module's hooks and overridden ``_load_from_state_dict`` do.
+    """Return ``rename``, followed by what the module's hooks and overridden ``_load_from_state_dict`` rename.
 
-    They are run on a state dict without values, before any has arrived. Raises MismatchError where one computes a
-    value: that makes another checkpoint, which should be made once and stored.
+    They are run on a state dict without values, before any has arrived. Raises MismatchError if one computes a value:
+    the result is another checkpoint, which should be made once and stored.
     """
     parts = [(name, part) for name, part in module.named_modules() if not isinstance(part, LazyModuleMixin)]
     hooked = [(name, part) for name, part in parts if part._load_state_dict_pre_hooks or _loads_itself(part)]
@@ -60,7 +60,7 @@ def _loads_itself(part: nn.Module) -> bool:
 
 
 def _without_memory(part: nn.Module) -> nn.Module:
-    """A copy with meta tensors of the same names and shapes, for ``_load_from_state_dict`` to write to."""
+    """Return a copy with meta tensors of the same names and shapes, for ``_load_from_state_dict`` to write to."""
     stand_in = copy(part)
     for held in ("_parameters", "_buffers"):
         meta = {name: None if own is None else _meta(own) for name, own in vars(part)[held].items()}
@@ -79,14 +79,14 @@ def has_post_hooks(module: nn.Module) -> bool:
 
 
 def run_post_hooks(module: nn.Module) -> None:
-    """Run the hooks as ``load_state_dict`` does at its end: a part's after those of the parts inside it."""
+    """Run the hooks that ``load_state_dict`` runs at its end, those of inner modules before those of outer ones."""
     for part in reversed(list(module.modules())):
         for hook in list(part._load_state_dict_post_hooks.values()):
             hook(part, _IncompatibleKeys([], []))
 
 
 def check_extra_state(module: nn.Module) -> None:
-    """Raise WeightsError where a part has extra state, which only ``load_state_dict`` can give it."""
+    """Raise WeightsError if a submodule has extra state, which only ``load_state_dict`` can load."""
     for name, part in module.named_modules():
         if type(part).set_extra_state is not nn.Module.set_extra_state:
             raise WeightsError(

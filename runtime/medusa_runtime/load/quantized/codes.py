@@ -1,4 +1,4 @@
-"""A weight as small integers (or 8-bit floats) with scales, whatever its layout is, and the floats it stands for."""
+"""A quantized weight in a form that no longer depends on its layout: integers (or 8-bit floats) with their scales."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from medusa_runtime.kernels import native
 from medusa_runtime.kernels.compiled import compiled
 from medusa_runtime.load.quantized import unpack
 
-_CHUNK = 1 << 18  # values that are floats at a time, so that they stay in a cache
+_CHUNK = 1 << 18  # how many values are converted at a time, so that their floats stay in the CPU's cache
 _SIGNED, _UNSIGNED, _TABLE = 0, 1, 2  # how dequantize.c reads bytes
 _PACKED = {("across", 4): 3, ("across", 8): _UNSIGNED, ("down", 4): 4, ("down", 8): 5, ("interleaved", 4): 6}
 _BYTES = {torch.int8: _SIGNED, torch.uint8: _UNSIGNED, torch.float8_e4m3fn: _TABLE, torch.float8_e5m2: _TABLE}
 
 
 class Codes(NamedTuple):
-    """``(values - zero) * scale``, each in float32: a weight [out, in], or [in, out] where it is ``transposed``.
+    """A weight whose floats are ``(values - zero) * scale``, computed in float32.
 
-    ``stored``: the values, 8 bits wide, or words that ``packing`` (a function of ``unpack``) makes values of ``bits``.
-    ``scale`` [a, b] is for a x b blocks of equal size; ``zero`` has its shape, or is one number [1, 1], or there is
-    none. ``block``: the size, where those at the edges are smaller. ``group_of`` [in]: the group of each column, where
-    it is not its neighbours'.
+    It has the shape [out, in], or [in, out] if it is ``transposed``.
+
+    stored: the values, 8 bits wide, or words from which ``packing`` (a function of ``unpack``) takes values of
+        ``bits``.
+    scale: [a, b], one for each of a x b blocks of equal size.
+    zero: like ``scale``, or one number [1, 1], or None.
+    block: rows and columns of a block, for weights whose blocks at the edges are smaller.
+    group_of: [in], the group of each column, for weights whose groups are not runs of neighbouring columns.
     """
 
     stored: Tensor
@@ -37,13 +41,13 @@ class Codes(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the values."""
+        """The rows and columns of the values."""
         rows, columns = self.stored.shape
         many = 1 if self.packing is None else 32 // self.bits
         return (rows * many, columns) if self.packing == "down" else (rows, columns * many)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in] in ``dtype``, rounded once."""
+        """Return the weight [out, in] in ``dtype``, rounded once."""
         shape, kernels = self.shape, compiled()
         out = torch.empty(shape[::-1] if self.transposed else shape, dtype=dtype)
         packing = _BYTES.get(self.stored.dtype) if self.packing is None else _PACKED.get((self.packing, self.bits))
@@ -78,7 +82,7 @@ class Codes(NamedTuple):
         scale, zero = self._spread(self.scale.float()), None
         if self.zero is not None:
             zero = self._spread(self.zero.float()) if self.zero.numel() > 1 else self.zero.float()
-        if scale.shape[0] == 1:  # in chunks of rows, all the same
+        if scale.shape[0] == 1:  # give every row the same scale, so that the loop below can go in chunks of rows
             scale = scale.expand(rows, -1)
             zero = None if zero is None else zero.expand(rows, -1) if zero.numel() > 1 else zero
         high, wide = rows // scale.shape[0], columns // scale.shape[1]
@@ -98,7 +102,7 @@ class Codes(NamedTuple):
                 out[chunk] = floats
 
     def _spread(self, scale: Tensor) -> Tensor:
-        """A scale for blocks of equal size, which are the whole matrix."""
+        """Return a scale for blocks of equal size that cover the whole matrix."""
         if self.group_of is not None:
             return scale[self.group_of] if self.transposed else scale[:, self.group_of]
         if self.block is None:

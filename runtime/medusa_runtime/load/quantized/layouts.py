@@ -16,8 +16,8 @@ from medusa_runtime.load.quantized.scheme import Scheme
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 _SCALES = _FLOATS | {"F8_E8M0"}
 _FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
-_ALIASES = {"weight_scale_inv": "weight_scale"}  # in DeepSeek's checkpoints; it is no inverse
-# Of a module's activations, or of a cache in 8 bits. Here both are floats, which is more exact.
+_ALIASES = {"weight_scale_inv": "weight_scale"}  # the name in DeepSeek's checkpoints; it is not an inverse
+# Tensors for quantizing activations, or a cache of 8 bits. Here both are floats, which is more exact.
 _UNUSED = (
     "input_scale", "input_zero_point", "input_scale_ub", "output_scale", "output_zero_point", "q_scale", "k_scale",
     "v_scale", "kv_scale", "prob_output_scale", "k_zero_point", "v_zero_point",
@@ -25,7 +25,7 @@ _UNUSED = (
 
 
 class Stored(NamedTuple):
-    """A quantized weight of ``shape`` [out, in]. ``parts``: the name in the checkpoint of each of its tensors."""
+    """A quantized weight of ``shape`` [out, in], and the names in the checkpoint of its ``parts``."""
 
     module: str
     scheme: Scheme
@@ -33,7 +33,7 @@ class Stored(NamedTuple):
     parts: dict[str, str]
 
     def codes(self, tensors: Mapping[str, Tensor]) -> Codes:
-        """The integers (or 8-bit floats) and scales that ``tensors``, by the parts' names, hold.
+        """Return the integers (or 8-bit floats) and scales that ``tensors``, given by the parts' names, hold.
 
         Raises MismatchError for values that do not belong to this shape.
         """
@@ -41,7 +41,13 @@ class Stored(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """``marker``: the part by which a quantized weight is known. ``shape``: checks all parts, and finds [out, in]."""
+    """A way of storing a quantized weight as several tensors, its parts.
+
+    marker: the part whose presence shows that a weight is quantized in this layout.
+    needed, optional: the names of the parts.
+    shape: checks all parts, and returns [out, in].
+    codes: turns the parts' tensors into ``Codes``.
+    """
 
     marker: str
     needed: tuple[str, ...]
@@ -60,7 +66,7 @@ class _Parts:
         return MismatchError(f"{self.names.get(part, part)}: expected {expected}, found {found}")
 
     def typed(self, part: str, dtypes: frozenset[str]) -> tuple[int, ...]:
-        """The shape of a part that has one of these dtypes."""
+        """Return the shape of a part, which must have one of these dtypes."""
         entry = self.entries[part]
         if entry.dtype not in dtypes:
             raise self.error(part, " or ".join(sorted(dtypes)), entry.dtype)
@@ -78,7 +84,7 @@ class _Parts:
             raise self.error(part, " or ".join(str(list(one)) for one in accepted), list(shape))
 
     def has_zero_points(self, scheme: Scheme) -> bool:
-        """Return whether zero points are stored. Raises MismatchError where config.json says so, and there are none."""
+        """Return whether zero points are stored. Raises MismatchError if config.json says so and there are none."""
         if "weight_zero_point" in self.entries:
             return True
         if not scheme.symmetric:
@@ -87,12 +93,12 @@ class _Parts:
         return False
 
     def check_index(self, part: str, columns: int) -> None:
-        """Check the part that says which group each column is in, if there is one."""
+        """Check the part that holds the group of each column, if there is one."""
         if part in self.entries:
             self.shaped(part, frozenset({"I32", "I64"}), (columns,))
 
     def groups(self, part: str, inputs: int, group: int | None) -> int:
-        """Return how many groups the columns are in."""
+        """Return how many groups of ``group`` columns there are; one if ``group`` is None."""
         if group is None:
             return 1
         if inputs % group:
@@ -101,9 +107,10 @@ class _Parts:
 
 
 def find(scheme_of: Callable[[str], Scheme | None], entries: Mapping[str, TensorEntry]) -> dict[str, Stored]:
-    """The quantized weights of a checkpoint, by the name that each would have unquantized.
+    """Return the quantized weights of a checkpoint, by the name that each would have unquantized.
 
-    ``scheme_of``: the scheme of a module. Raises MismatchError for parts that are missing, or do not fit each other.
+    ``scheme_of`` returns the scheme of a module, or None if it is not quantized. Raises MismatchError for parts that
+    are missing, or do not fit each other.
     """
     modules: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
@@ -128,12 +135,12 @@ def find(scheme_of: Callable[[str], Scheme | None], entries: Mapping[str, Tensor
 
 
 def is_unused(name: str) -> bool:
-    """Return whether a tensor only says how to quantize what is computed, which is not done here."""
+    """Return whether a tensor only says how to quantize activations or the cache, which is not done here."""
     return name.rpartition(".")[2] in _UNUSED
 
 
 def _marker(parts: Mapping[str, TensorEntry]) -> str | None:
-    """The part by which these are known as a quantized weight; None where they are none."""
+    """Return the part that shows that these are a quantized weight; None if they are not."""
     for marker in ("weight_packed", "qweight"):
         if marker in parts:
             return marker
@@ -239,7 +246,7 @@ def _gptq_codes(stored: Stored, tensors: Mapping[str, Tensor]) -> Codes:
     bits, scales = stored.scheme.bits, tensors["scales"]
     zeros = unpack.across(tensors["qzeros"], bits)
     if stored.scheme.shifted:
-        zeros = (zeros + 1) & ((1 << bits) - 1)  # zero was stored as -1, which has all bits
+        zeros = (zeros + 1) & ((1 << bits) - 1)  # a zero point of 0 is stored as -1, with all bits set
     group_of = _group_of(stored, tensors.get("g_idx"), "g_idx", scales.shape[0])
     return Codes(tensors["qweight"], scales, zeros, "down", bits, group_of=group_of, transposed=True)
 
@@ -250,7 +257,7 @@ def _awq_codes(stored: Stored, tensors: Mapping[str, Tensor]) -> Codes:
 
 
 def _group_of(stored: Stored, index: Tensor | None, part: str, groups: int) -> Tensor | None:
-    """The group of each column, where that is not simply one group behind the other; all -1 also means that."""
+    """Return the group of each column, or None if the groups simply follow each other, which all -1 also means."""
     if index is None or bool((index == -1).all()):
         return None
     index = index.long()

@@ -1,4 +1,4 @@
-"""The ``quantization_config`` of a config.json: how each module's weight is stored. It needs no torch."""
+"""The ``quantization_config`` of a config.json: how each module's weight is stored. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ SUPPORTED = (
 _OTHERS = "or --engine vllm"
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _DIRECT = ("int-quantized", "float-quantized", "naive-quantized")
-_MOST_WAYS = 5e6  # of matching a name
+_MOST_WAYS = 5e6  # in which an expression may try to match a name
 _LONGEST_PATTERN, _LONGEST_NAME = 512, 256
-_PACKABLE = (2, 4, 8)  # bits of which a 32-bit word holds a whole number
+_PACKABLE = (2, 4, 8)  # bits of a value; values fill a byte exactly
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How the weight of a module is stored.
+    """The way in which the weight of a module is stored.
 
-    ``layout``: a key of ``layouts.LAYOUTS``. ``group``: columns that share a scale; ``block``: rows and columns that
-    do. With neither, the scale's shape says whether it is the tensor's or a row's. ``shifted``: stored zero points are
-    one too small, as those of GPTQ's first format.
+    layout: a key of ``layouts.LAYOUTS``.
+    group: how many columns share a scale. block: how many rows and columns do. With neither, the scale's shape says
+        whether it is for the whole tensor or for each row.
+    shifted: stored zero points are one too small, as in GPTQ's first format.
     """
 
     layout: str
@@ -41,7 +42,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class _Rule:
-    """The modules that a scheme is for, or with None those that are not quantized."""
+    """The modules for which a scheme is used; with None as scheme, modules that are not quantized."""
 
     patterns: tuple[str, ...]
     scheme: Scheme | None
@@ -52,9 +53,9 @@ class _Rule:
 
 @dataclass(frozen=True)
 class Quantization:
-    """The schemes of a checkpoint. ``label`` says which it is, for people.
+    """The schemes of a checkpoint. ``label`` describes them for people.
 
-    ``idle_biases``: it may have biases for layers that have none.
+    With ``idle_biases`` the checkpoint may have biases for layers that have none.
     """
 
     label: str
@@ -63,7 +64,7 @@ class Quantization:
     idle_biases: bool = False
 
     def scheme(self, module: str) -> Scheme | None:
-        """The scheme of a module's weight, if it has one that is quantized; None where it is not."""
+        """Return the scheme of a module's weight, or None if the weight is not quantized."""
         for rule in self.rules:
             if rule.matches(module):
                 return rule.scheme
@@ -74,7 +75,7 @@ class Quantization:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str = "config.json") -> Quantization | None:
-        """Return what the parsed config.json says; None for weights that are not quantized.
+        """Return the quantization that a parsed config.json describes, or None for weights that are not quantized.
 
         Raises ConfigError for a method, a format or an option that is not supported.
         """
@@ -90,12 +91,12 @@ class Quantization:
             raise reader.error("quant_method", SUPPORTED, method)
         found = METHODS[method](reader)
         for rule in found.rules:
-            rule.matches("")  # an expression that is none is an error now
+            rule.matches("")  # so that an expression that is not valid is an error now
         return found
 
 
 class _Reader:
-    """The values of one JSON object; each has the expected form, or one error names its key."""
+    """Reads the values of one JSON object, and raises an error that names the key if a value has another form."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw, self.where = raw, where
@@ -114,7 +115,7 @@ class _Reader:
         return value
 
     def group(self, *names: str) -> int | None:
-        """The columns of a group; None for -1, which means the whole row."""
+        """Return the number of columns in a group; None for -1, which means the whole row."""
         value = self.get(*names)
         if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
             raise self.error(names[0], "a positive number of columns, or -1", value)
@@ -151,7 +152,7 @@ class _Reader:
 
 
 def _compressed(reader: _Reader) -> Quantization:
-    """compressed-tensors: groups of modules, each with a scheme. What is done to activations is left out."""
+    """Read a config of compressed-tensors: groups of modules, each with a scheme. Its activations' part is ignored."""
     sparse = reader.get("sparsity_config")
     if sparse and reader.inside("sparsity_config", sparse).get("format") not in (None, "dense"):
         raise reader.error("sparsity_config", "absent, or of format dense,", sparse)
@@ -256,7 +257,10 @@ def _matches(pattern: str, module: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _expression(pattern: str) -> re.Pattern[str]:
-    """A stranger's expression. ConfigError for one that may take for ever on a name that a stranger wrote, too."""
+    """Compile a pattern from a checkpoint, which may be hostile, as may the names that it is matched with.
+
+    Raises ConfigError for a pattern that is not valid, or could take practically for ever to match.
+    """
     where = "config.json: quantization_config"
     try:
         found = re.compile(pattern)
@@ -275,7 +279,10 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def _ways(parsed: Any) -> float:
-    """In how many ways a parsed expression may try to match a name, at worst; each repetition counts as a hundred."""
+    """Return in how many ways a parsed expression may try to match a name, at worst.
+
+    Each repetition counts as a hundred.
+    """
     ways = 1.0
     for operation, argument in parsed:
         inner = [_ways(part) for part in _parts(argument) if isinstance(part, re._parser.SubPattern)]  # type: ignore[attr-defined]
@@ -292,7 +299,7 @@ def _ways(parsed: Any) -> float:
 
 
 def _parts(argument: Any) -> Iterator[Any]:
-    """An operation's argument, and what is in it if it is a list."""
+    """Yield an operation's argument, and if it is a list, what is in it."""
     yield argument
     if isinstance(argument, tuple | list):
         for part in argument:

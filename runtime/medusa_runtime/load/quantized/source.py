@@ -1,4 +1,4 @@
-"""A region whose quantized weights a loader finds as floats, under the names that they would have unquantized."""
+"""A region whose quantized weights appear as floats, under the names that they would have unquantized."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from medusa_runtime.region.reader import Region
 
 
 class QuantizedIndex(WeightIndex):
-    """The index of a checkpoint as if it were not quantized. ``stored``: the weights that are, by their names here."""
+    """The index of a checkpoint as if it were not quantized.
+
+    ``stored`` has the quantized weights, by their names in this index.
+    """
 
     def __init__(self, index: WeightIndex, quantization: Quantization, dtype: torch.dtype) -> None:
-        """Weights become ``dtype``. Raises MismatchError for parts of a weight that are missing or do not fit."""
+        """List quantized weights with dtype ``dtype``. Raises MismatchError if parts are missing or do not fit."""
         self.stored: dict[str, Stored] = find(quantization.scheme, index.tensors)
         whole = {part: name for name, stored in self.stored.items() for part in stored.parts.values()}
         named = next(name for name, found in DTYPES.items() if found is dtype)
@@ -38,13 +41,16 @@ class QuantizedIndex(WeightIndex):
         super().__init__(index.shards, tensors, tuple(order), recorded=index.recorded)
 
     def parts(self, names: Iterable[str]) -> list[str]:
-        """The checkpoint's names for these tensors, in the same order."""
+        """Return the checkpoint's names of the tensors that make up these, in the same order."""
         stored = self.stored
         return list(chain.from_iterable(stored[name].parts.values() if name in stored else (name,) for name in names))
 
 
 class QuantizedSource(Source):
-    """Weights are made when all their parts have arrived: the integers are read once, and floats of ``dtype`` kept."""
+    """The tensors of a quantized region. A weight is dequantized to ``dtype`` once all its parts have arrived.
+
+    The integers are read once, and only the floats are kept.
+    """
 
     def __init__(self, region: Region, quantization: Quantization, dtype: torch.dtype) -> None:
         super().__init__(region)

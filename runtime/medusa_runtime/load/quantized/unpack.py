@@ -1,15 +1,15 @@
-"""Small integers out of 32-bit words. Words are little-endian, and so are the integers in them."""
+"""Unpacking small integers from 32-bit words. Words are little-endian, and the first integer is in the lowest bits."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbours each nibble of a word is
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # for each nibble of a word, which of eight neighbours it holds
 
 
 def across(words: Tensor, bits: int) -> Tensor:
-    """int32 [rows, words] → uint8 [rows, words * 32 / bits]: a word holds neighbours of a row."""
+    """Unpack int32 [rows, words] to uint8 [rows, words * 32 / bits]: a word holds neighbours of a row."""
     octets = words.contiguous().view(torch.uint8)
     if bits == 8:
         return octets
@@ -17,7 +17,7 @@ def across(words: Tensor, bits: int) -> Tensor:
 
 
 def down(words: Tensor, bits: int) -> Tensor:
-    """int32 [words, columns] → uint8 [words * 32 / bits, columns]: a word holds neighbours of a column."""
+    """Unpack int32 [words, columns] to uint8 [words * 32 / bits, columns]: a word holds neighbours of a column."""
     octets = words.contiguous().view(torch.uint8).view(*words.shape, 4)
     out = torch.empty(words.shape[0], 32 // bits, words.shape[1], dtype=torch.uint8)
     for at in range(32 // bits):
@@ -27,7 +27,7 @@ def down(words: Tensor, bits: int) -> Tensor:
 
 
 def interleaved(words: Tensor, bits: int) -> Tensor:
-    """int32 [rows, words] → uint8 [rows, words * 8]: AWQ's nibbles, which are first the even and then the odd ones."""
+    """Unpack int32 [rows, words] to uint8 [rows, words * 8], from AWQ's order: first even nibbles, then odd ones."""
     assert bits == 4
     octets = words.contiguous().view(torch.uint8).view(*words.shape, 4)
     out = torch.empty(*words.shape, 8, dtype=torch.uint8)
@@ -37,7 +37,7 @@ def interleaved(words: Tensor, bits: int) -> Tensor:
 
 
 def _field(octets: Tensor, bits: int, at: int) -> Tensor:
-    """The integer in bits [at * bits, (at + 1) * bits) of each byte."""
+    """Return the integer in bits [at * bits, (at + 1) * bits) of each byte."""
     if bits == 8:
         return octets
     return (octets >> (at * bits)) & ((1 << bits) - 1)

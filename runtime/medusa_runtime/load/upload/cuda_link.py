@@ -2,7 +2,7 @@
 
 A copy engine reads only host memory that cannot move. Either the pages of a tensor are registered with the driver and
 read in place, so that nothing is copied twice, or its bytes pass through a ring of pinned buffers. A page is registered
-only by the tensor that has all of it, and so at most once.
+only for a tensor that fills all of it, and so at most once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CudaCopy:
 class CudaLink:
     """Copies tensors on several streams, urgent ones on streams of high priority.
 
-    Belongs to one thread, but for ``close``.
+    Belongs to one thread, except for ``close``.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class CudaLink:
         with torch.cuda.stream(stream):
             if target.dtype is source.dtype and target.is_contiguous():
                 raw = target
-            else:  # converted on the device, where it is faster and nothing waits
+            else:  # convert on the device, which is faster and keeps no thread busy
                 raw = torch.empty(source.shape, dtype=source.dtype, device=self.device)
             self._copy_bytes(_bytes(raw), _bytes(source), stream)
             if raw is not target:
@@ -129,7 +129,7 @@ class CudaLink:
 
     @staticmethod
     def _own_pages(source: Tensor) -> tuple[int, int]:
-        """The part [begin, end) of these bytes whose pages hold nothing else."""
+        """Return the part [begin, end) of these bytes whose pages hold nothing else."""
         address, size = source.data_ptr(), source.numel()
         begin = -address % PAGE_BYTES
         end = size - (address + size) % PAGE_BYTES
@@ -140,7 +140,7 @@ class CudaLink:
         if self._registered.get(address) == size:
             return True
         try:
-            # Not cudaHostRegister: a refusal there is raised by the next kernel that is launched, too.
+            # Not cudaHostRegister: if it refuses, the next kernel that is launched raises that error, too.
             self._driver.call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(size), _READ_ONLY)
         except DeviceError as error:
             if self._must_register:
@@ -156,7 +156,7 @@ class CudaLink:
             part = source[start : start + _PIECE_BYTES]
             piece = self._free_piece()
             buffer = piece.buffer[: part.numel()]
-            buffer.copy_(part)  # by several threads: one cannot fill pinned memory as fast as it is read
+            buffer.copy_(part)  # torch uses several threads: one cannot fill pinned memory as fast as the GPU reads it
             target[start : start + part.numel()].copy_(buffer, non_blocking=True)
             piece.event.record(stream)
             self._ring.append(piece)

@@ -22,7 +22,7 @@ class DeviceLoad:
     """Copies a backlog's tensors over a link into one slab on the device.
 
     ``on_placed`` is called when every parameter has its address. With ``release`` the region's bytes of each copied
-    tensor are dropped, so that nobody can load them a second time.
+    tensor are dropped, so that no process can load them a second time.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class DeviceLoad:
         self.layout: Layout | None = None
 
     def run(self, check: Callable[[], None]) -> None:
-        """Upload and apply all of the backlog; ``check`` is called again and again and may raise."""
+        """Upload and apply everything in the backlog. ``check`` is called repeatedly, and may raise to end the load."""
         tensors, uploads, backlog, link = self._source, Uploads(self._link), self._backlog, self._link
         places, sources, begun_ns = dict(backlog.pending), dict[str, Tensor](), dict[str, int]()
         targets = self._place()
@@ -72,7 +72,7 @@ class DeviceLoad:
         self._link.close()
 
     def _place(self) -> dict[str, Tensor]:
-        """Return where on the device each tensor goes; the module has its parameters from now on."""
+        """Assign every parameter its address on the device, and return these targets by the tensors' names."""
         applier, pending = self._applier, self._backlog.pending
         layout = self.layout = lay_out(pending, applier.module, applier.dtype)
         slab = self.slab = self._link.memory("weights", layout.size_bytes)

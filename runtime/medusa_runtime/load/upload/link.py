@@ -1,4 +1,4 @@
-"""What copies tensors into the memory of a device: the seam between a load and CUDA."""
+"""Interfaces for copying tensors into the memory of a device: the seam between a load and CUDA."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ class Copy(Protocol):
     """The copy of one tensor, which runs in the background."""
 
     def done(self) -> bool:
-        """Return whether the whole tensor is on the device; never waits. Raises DeviceError when the copy failed."""
+        """Return whether the whole tensor is on the device; never waits. Raises DeviceError if the copy failed."""
 
 
 class Link(Protocol):
     """The way into the memory of one device."""
 
     def memory(self, name: str, size_bytes: int) -> Tensor:
-        """uint8 [size_bytes] on the device, aligned to ``ALIGNMENT`` and not cleared. DeviceError if it is full."""
+        """Allocate uint8 [size_bytes] on the device, aligned to ``ALIGNMENT``, not cleared.
+
+        DeviceError if it is full.
+        """
 
     def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> Copy:
         """Begin to copy ``source`` (host, any strides, any dtype) into ``target`` (device, same shape).
 
-        The source must not change until the copy is done. ``urgent``: a forward waits for it.
+        The source must not change until the copy is done. ``urgent`` means that a forward waits for it.
         """
 
     def forget(self, source: Tensor) -> None:
-        """Let go of a tensor's host memory, which is about to be released. Its copy is done."""
+        """Drop all references to a tensor's host memory, which is about to be released. Its copy must be done."""
 
     def close(self) -> None:
         """Wait for the copies that run, and free staging memory. May be called twice."""

@@ -1,4 +1,4 @@
-"""Where each tensor lies on a device: all weights of a model in one block of memory, in execution order.
+"""The layout of the weights on a device: all in one block of memory, in execution order.
 
 The layout is computed from the weight index alone, before any byte has arrived. So addresses are known, and CUDA graphs
 can be captured or restored, while the weights are still being fetched. Tensors that a model multiplies in one product
@@ -40,10 +40,10 @@ class Layout(NamedTuple):
 
 
 def lay_out(todo: Mapping[str, Place], module: nn.Module, dtype: torch.dtype | None) -> Layout:
-    """Slots for all tensors in execution order; the members of a module's ``FUSED`` groups follow each other.
+    """Return slots for all tensors in execution order. The members of a module's ``FUSED`` groups follow each other.
 
-    ``FUSED`` is an attribute of a module: groups of the names of projections whose weights (and biases) are multiplied
-    in one product.
+    ``FUSED`` is an attribute of a module: groups of names of projections whose weights (and biases) are multiplied in
+    one product. ``dtype`` is that of floating point tensors; None keeps each parameter's.
     """
     groups = _groups(module)
     by_tensor = {id(place.tensor): name for name, place in todo.items()}
@@ -62,7 +62,7 @@ def lay_out(todo: Mapping[str, Place], module: nn.Module, dtype: torch.dtype | N
 
 
 def views(slab: Tensor, layout: Layout, names: Iterable[str]) -> dict[str, Tensor]:
-    """The tensors of these names, as views of the slab."""
+    """Return the tensors of these names, as views of the slab."""
     return {
         name: slab[slot.offset : slot.offset + slot.size_bytes].view(slot.dtype).view(slot.shape)
         for name, slot in ((name, layout.slots[name]) for name in names)
@@ -70,7 +70,7 @@ def views(slab: Tensor, layout: Layout, names: Iterable[str]) -> dict[str, Tenso
 
 
 def _groups(module: nn.Module) -> dict[int, tuple[int, ...]]:
-    """For each tensor of a group, by its id, the ids of all tensors of that group."""
+    """Return the ids of all tensors in each tensor's ``FUSED`` group, by the id of the tensor."""
     groups: dict[int, tuple[int, ...]] = {}
     for part in module.modules():
         for names in getattr(part, "FUSED", ()):

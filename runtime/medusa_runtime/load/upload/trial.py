@@ -1,4 +1,4 @@
-"""Tries two ways of copying on a load's first bytes, and keeps the faster one."""
+"""Trying two ways of copying on a load's first bytes, and keeping the faster one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TRIAL_BYTES = 1 << 30
 
 
 class Trial:
-    """Compares ways of copying by the time that they take of the thread that copies: the device works meanwhile.
+    """Compares ways of copying by how long each keeps the copying thread busy; the device works in the background.
 
-    Each way gets an equal part of the first ``total_bytes``, in turns. Belongs to one thread.
+    Each way gets an equal share of the first ``total_bytes``, by turns. Belongs to one thread.
     """
 
     def __init__(self, ways: Sequence[str], total_bytes: int = TRIAL_BYTES) -> None:
@@ -25,18 +25,18 @@ class Trial:
         self.chosen: str | None = None
 
     def next(self) -> str:
-        """The way to take for the next tensor."""
+        """Return the way to use for the next tensor."""
         return self.chosen or min(self._bytes, key=lambda way: self._bytes[way])
 
     def give_up(self, way: str) -> None:
-        """Take a way out: it cannot be used here."""
+        """Remove a way that cannot be used here."""
         del self._bytes[way], self._seconds[way]
         if len(self._bytes) == 1:
             (self.chosen,) = self._bytes
 
     @contextmanager
     def timed(self, way: str, size_bytes: int) -> Iterator[None]:
-        """Count a copy that is made in this context."""
+        """Count the copy that is made in this context."""
         began = perf_counter()
         yield
         if self.chosen is None and way in self._bytes:

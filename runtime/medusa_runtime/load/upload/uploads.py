@@ -1,4 +1,4 @@
-"""Copies to a device that are in flight (ParaServe §5.2: the parameter manager's streams)."""
+"""The copies to a device that are in flight (ParaServe §5.2: the parameter manager's streams)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from medusa_runtime.load.upload.link import Copy, Link
 
-_IN_FLIGHT_BYTES = 256 << 20  # a tensor that a forward waits for waits no longer than these take
+_IN_FLIGHT_BYTES = 256 << 20  # limits how long a tensor that a forward waits for is held up by earlier copies
 _POLL_S = 0.0002
 
 
@@ -45,7 +45,7 @@ class Uploads:
         self._bytes += upload.size_bytes
 
     def finished(self) -> list[str]:
-        """The names of copies that are done, each reported once, in any order: urgent ones overtake others."""
+        """Return the names of copies that are done, each once, in any order: urgent copies overtake others."""
         done = [upload for upload in self._running if upload.copy.done()]
         if done:
             self._running = deque(upload for upload in self._running if upload not in done)
@@ -53,7 +53,7 @@ class Uploads:
         return [upload.name for upload in done]
 
     def wait(self, check: Callable[[], None]) -> list[str]:
-        """Wait until at least one copy is done; ``check`` is called meanwhile and may raise."""
+        """Wait until at least one copy is done, and return the names. ``check`` is called meanwhile and may raise."""
         while not (names := self.finished()):
             check()
             time.sleep(_POLL_S)
