@@ -1,4 +1,4 @@
-"""The client of a cluster's gateways. Uses nothing that is slow to import: a cold function waits for it."""
+"""The client of a cluster's gateways. It imports nothing slow, because a cold function waits for it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from medusa_runtime.errors import (
 from medusa_runtime.process import hang_up
 
 _CONNECT_S = 5.0
-_SILENT_S = 60.0  # a gateway sends a comment into a silent stream every ten seconds
-# Probes of the kernel notice a gateway whose machine is gone; a silent stream alone says nothing.
+_SILENT_S = 60.0  # then a stream is given up; a gateway sends a comment into a silent one every 10 s
+# The kernel's keepalive probes notice a gateway whose machine is gone, while a request waits for the answer's head.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
 class Address(NamedTuple):
-    """Where a gateway listens."""
+    """The address at which a gateway listens."""
 
     tls: bool
     host: str
@@ -42,7 +42,7 @@ class Address(NamedTuple):
 
 
 class Gateways:
-    """One or more gateways of a cluster. A request goes to the first one that accepts a connection."""
+    """The gateways of a cluster. A request goes to the first one that accepts a connection."""
 
     def __init__(self, addresses: Sequence[Address], token: str | None) -> None:
         self._addresses = list(addresses)
@@ -52,14 +52,14 @@ class Gateways:
 
     @classmethod
     def of(cls, settings: Settings) -> Gateways:
-        """Raises ConfigError when the settings name none."""
+        """Return the gateways that the settings name. Raises ConfigError if they name none."""
         if not settings.cluster:
             raise ConfigError("--engine cluster: expected a gateway's URL as --cluster (MEDUSA_CLUSTER), found none")
         addresses = [_address(part.strip()) for part in settings.cluster.split(",") if part.strip()]
         return cls(addresses, _token(settings.cluster_token_file))
 
     def post(self, path: str, body: Mapping[str, Any]) -> Exchange:
-        """Send a request; its answer is still to come. Raises UnreachableError when no gateway accepts it."""
+        """Send a request, without waiting for its answer. Raises UnreachableError if no gateway accepts it."""
         data = json.dumps(body, separators=(",", ":")).encode()
         reasons = []
         for address in tuple(self._addresses):
@@ -75,13 +75,16 @@ class Gateways:
                 connection.close()
                 reasons.append(f"{address.url}: {error or type(error).__name__}")
                 others = [other for other in self._addresses if other != address]
-                self._addresses = [*others, address]  # the others first, from now on; several threads come here
+                self._addresses = [
+                    *others,
+                    address,
+                ]  # try it last from now on; a new list, since several threads use it
                 continue
             return Exchange(connection)
         raise UnreachableError(f"no gateway of the cluster can be reached ({'; '.join(reasons)})")
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Send a request and return its answer's JSON. Raises what ``Exchange.begin`` does, and UnreachableError."""
+        """Send a request and return its answer's JSON. Raises UnreachableError, or the error in the answer."""
         exchange = self.post(path, body)
         try:
             return json.loads(exchange.begin().read())
@@ -92,14 +95,14 @@ class Gateways:
 
 
 class Exchange:
-    """One request at a gateway. ``abort`` may be called by any thread."""
+    """A request at a gateway. ``abort`` can be called in any thread."""
 
     def __init__(self, connection: http.client.HTTPConnection) -> None:
         self._connection = connection
         self._socket = connection.sock
 
     def begin(self) -> http.client.HTTPResponse:
-        """Wait for the answer's head. Raises the MedusaError that an error's answer means, OSError, HTTPException."""
+        """Wait for the answer's head. Raises OSError, HTTPException, and the MedusaError for an error answer."""
         response = self._connection.getresponse()
         if response.status != 200:
             raise _as_error(response.status, response.headers.get("Retry-After"), response.read())
@@ -114,7 +117,7 @@ class Exchange:
 
 
 def error_of(value: Any) -> MedusaError:
-    """The error in an error's body, or in a stream's error event."""
+    """Return the error in an error answer's body, or in a stream's error event."""
     error = value.get("error") if isinstance(value, dict) else None
     if not isinstance(error, dict):
         return EngineError("the gateway answered with an error that cannot be read")
