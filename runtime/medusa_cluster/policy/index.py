@@ -34,8 +34,8 @@ class Index:
         self.groups: defaultdict[str, dict[str, Instance]] = defaultdict(dict)  # group → id → its workers
         self.marks: dict[str, object] = {}  # model → an object that is replaced whenever the model's instances change
         self.arriving: dict[tuple[str, str], Copy] = {}  # (node, URL) → copy that is not complete
-        self.pinned_bytes: dict[str, int] = {}  # node → the bytes of the pool's copies
-        self.slots = 0  # of all nodes that are alive
+        self.pinned_bytes: dict[str, int] = {}  # node → of the parameter pool
+        self.slots = 0  # of nodes that are alive
         self.free: dict[str, int] = {}  # node → free slots, if it has any
         self.touched: set[str] | None = None  # URLs whose copies the pool has to look at; None: all
         self.waiting: frozenset[str] = frozenset()  # URLs for which the pool found no node with room
