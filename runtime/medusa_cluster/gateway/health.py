@@ -79,7 +79,9 @@ class Health:
     def _look(self) -> None:
         silent_since = time.monotonic() - _PROBE_EVERY_S
         busy = {instance.id: instance for instance in self._dispatch.busy()}
-        self._lost = {key: found for key, found in self._lost.items() if key in self._dispatch.instances}
+        for key in set(self._lost) - set(self._dispatch.instances):
+            del self._lost[key]
+            self._dispatch.set_lost(key, False)  # it may come back with its node while it still has a request
         for key in set(self._heard) - set(busy) - set(self._lost):
             self._heard.pop(key)
             self._failures.pop(key, None)
