@@ -188,7 +188,11 @@ class Instances:
         instance.enter("failed")
         if not instance.listening.done():
             instance.listening.set_exception(InstanceError(failure))
-        asyncio.get_running_loop().call_later(_KEPT_ENDS_S, self._instances.pop, instance.id, None)
+        asyncio.get_running_loop().call_later(_KEPT_ENDS_S, self._forget, instance)
+
+    def _forget(self, instance: RunningInstance) -> None:
+        if self._instances.get(instance.id) is instance:  # else a later instance has its id
+            del self._instances[instance.id]
 
     async def stop(self, instance_id: str, drain_s: float) -> None:
         """End an instance when its running requests have ended, or after ``drain_s``. Ignores an unknown id.

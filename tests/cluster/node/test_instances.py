@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from medusa_cluster.deployment import Deployment
+from medusa_cluster.node import instances as instances_module
 from medusa_cluster.node.instances import Instances
 from medusa_cluster.node.settings import NodeServerSettings
 from medusa_runtime.errors import ConfigError, InstanceError
@@ -46,5 +47,24 @@ def test_text_that_no_process_can_be_given_is_refused(tmp_path: Path, text: str)
         with pytest.raises(InstanceError, match="could not start"):
             await instances.start("i", deployment)
         assert [one.state for one in instances.all()] == ["failed"]
+
+    asyncio.run(scenario())
+
+
+def test_an_instance_started_again_under_the_id_of_a_failed_one_stays_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instances_module, "_KEPT_ENDS_S", 0.1)
+
+    async def scenario() -> None:
+        instances = Instances(settings_in(tmp_path))
+        with pytest.raises(InstanceError, match="could not start"):
+            await instances.start("i", Deployment("m", "http://s/m", settings={"state": "a\0b"}))
+        await instances.stop("i", 0.0)
+        starting = asyncio.create_task(instances.start("i", Deployment("m", "http://127.0.0.1:1/model")))
+        await asyncio.sleep(0.3)
+        assert [one.id for one in instances.all()] == ["i"]
+        await instances.stop("i", 0.0)
+        await asyncio.gather(starting, return_exceptions=True)  # it may have listened before its end
 
     asyncio.run(scenario())
