@@ -119,17 +119,22 @@ class Child:
                 loop.remove_reader(output.fileno())
                 output.close()
                 self._log.close()
+                if unfinished:
+                    self._take_line(unfinished)
                 return
             self._write(data)
             *lines, unfinished = (unfinished + data).split(b"\n")
             unfinished = unfinished[-4096:]
             for line in lines:
-                text = line.decode(errors="replace")
-                self.last_lines.append(text)
-                if self._on_line is not None:
-                    self._on_line(text)
+                self._take_line(line)
 
         loop.add_reader(output.fileno(), readable)
+
+    def _take_line(self, line: bytes) -> None:
+        text = line.decode(errors="replace")
+        self.last_lines.append(text)
+        if self._on_line is not None:
+            self._on_line(text)
 
     def _write(self, data: bytes) -> None:
         """Write output to the log, which is emptied when it is too long. Ignores errors such as a full disk."""
