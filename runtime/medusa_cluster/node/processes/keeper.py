@@ -57,16 +57,26 @@ def keep() -> int | KeeperWatch:
 
     A child that was killed, or whose watchdog ended it, is replaced by a new one, once everything it had started is
     gone. Signals that ask the parent to end are passed on to the child. The child has a process group of its own, so
-    Ctrl-C in a terminal does not reach it a second time.
+    Ctrl-C in a terminal does not reach it a second time. Raises OSError if the first child cannot be forked.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     adopt_orphans()
     out_of_memory, heartbeats, pause_s = OutOfMemory(), Heartbeats(), _SHORTEST_S
     heartbeats.enter(_ROLE)
+    failed = False
     while True:
         began, ours = time.monotonic(), os.getpid()
         out_of_memory.look()
-        child = os.fork()
+        try:
+            child = os.fork()
+        except OSError as error:  # out of memory or processes at this moment, perhaps as the last one was
+            if not failed:
+                raise
+            logger.error("the node server cannot be started: %s; trying again", error)  # noqa: TRY400
+            pause_s = min(pause_s * 2, _LONGEST_S)
+            if _asked_within(pause_s):
+                return 128 + signal.SIGTERM
+            continue
         if not child:
             os.setpgid(0, 0)
             die_with_parent(ours)
@@ -78,6 +88,7 @@ def keep() -> int | KeeperWatch:
             return 128 - status
         if status >= 0 and status != HUNG:
             return status
+        failed = True
         logger.error("the node server ended (%s); starting it again", out_of_memory.how(status))
         pause_s = _SHORTEST_S if time.monotonic() - began > _STABLE_S else min(pause_s * 2, _LONGEST_S)
         if _asked_within(pause_s):
