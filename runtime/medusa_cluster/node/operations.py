@@ -78,6 +78,7 @@ class Operations:
         settings, now = self._settings, time.monotonic()
         models = [self._model(region, now) for region in agent.get("regions", ())]
         self._rates.keep({model["url"] for model in models} | {_SENT})
+        fetching = {model["url"] for model in models if model["state"] == "fetching"}
         return {
             "name": settings.name,
             "address": settings.address,
@@ -100,7 +101,8 @@ class Operations:
                 "engines": agent.get("engines", {}),
             },
             "models": models,
-            "failed_fetches": dict(self._agent.failures),
+            # Not of a model that is being fetched again, perhaps by the agent for an instance.
+            "failed_fetches": {url: why for url, why in self._agent.failures.items() if url not in fetching},
             "instances": self._instances.status({model["url"]: model["version"] for model in models}),
         }
 
