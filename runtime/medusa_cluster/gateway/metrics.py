@@ -17,7 +17,7 @@ Gauges = Mapping[str, Mapping[str, float]]
 
 
 class Rate:
-    """How often something happened per second, over the last ``window_s``."""
+    """The rate per second of something that is counted, over the last ``window_s``."""
 
     def __init__(self, window_s: float = _RATE_S) -> None:
         self._window_s = window_s

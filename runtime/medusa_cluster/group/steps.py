@@ -26,7 +26,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class _Known:
-    """What the workers know about a sequence: its number, its block table, and how many blocks of it they have."""
+    """The workers' knowledge of a sequence: its number, its block table, and how many blocks of it they have."""
 
     number: int
     blocks: list[int]

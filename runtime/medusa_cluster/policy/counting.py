@@ -69,7 +69,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Counted:
-    """What one tick remembers about the models' loads. ``settled`` holds for this catalog and these options."""
+    """The memory of one tick about the models' loads. ``settled`` holds for this catalog and these options."""
 
     monitors: Mapping[tuple[str, Role], Monitor] = field(default_factory=dict)
     settled: Mapping[str, Settled] = field(default_factory=dict)

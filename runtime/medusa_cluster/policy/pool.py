@@ -19,7 +19,7 @@ from .state import Copy, Deployment, Drop, Node, Pin
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
-    """What the pool needs: nodes that must fetch a copy, and changes to the copies that are there."""
+    """The needs of the pool: nodes that must fetch a copy, and changes to the copies that are there."""
 
     fetches: Mapping[str, str]  # URL → node
     changes: tuple[Pin | Drop, ...]

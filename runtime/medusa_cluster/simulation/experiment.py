@@ -69,7 +69,7 @@ def hardest_run(plan: Plan, runs: Sequence[Summary]) -> Summary:
 
 
 def needed_change(plan: Plan, base: Summary, changed: Sequence[Summary]) -> str:
-    """Say what would meet the goal under the load of ``base``."""
+    """Return a sentence that says which changes would meet the goal under the load of ``base``."""
     what = f"{base.strategy} at {base.rate:g} requests a second and a CV of {base.cv:g}"
     reached = f"{what} has {100 * base.ttft_attainment:.1f} % of the first tokens in time"
     if base.ttft_attainment >= plan.goal:

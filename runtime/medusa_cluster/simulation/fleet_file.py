@@ -198,7 +198,7 @@ def _models(item: _Section, machines: Sequence[Machine]) -> list[tuple[Model, st
 
 
 def _profile(item: _Section) -> Profile:
-    """A model of the user's own, with the times that ``medusa materialize`` recorded or a guess."""
+    """Read a user's own model, with times that ``medusa materialize`` has recorded, or guesses."""
     times = item.section("times")
     stages = Stages(
         times.seconds("container", 0.0),

@@ -14,7 +14,7 @@ from .profiles import GB, Profile
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How a system starts instances, where it keeps weights, and how it decides.
+    """A serving system: the way in which it starts instances, keeps weights, and decides.
 
     - ``prefetch``: the fetch begins with the container, not after it.
     - ``stream``: tensors are loaded as they arrive, into an engine that skips profiling.

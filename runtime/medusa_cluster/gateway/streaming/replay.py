@@ -150,7 +150,7 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """How much of a piece the client has already, and whether the piece ends the choice."""
+    """The part of a piece that the client has already, and whether the piece ends the choice."""
 
     text: int
     tokens: int
