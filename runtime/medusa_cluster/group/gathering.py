@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from medusa_runtime.engine.torch.kv_cache import BLOCK_TOKENS, KvCache
+from medusa_runtime.engine.torch.kv_cache import KvCache
 from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.models.layer_range import LayerRange
 from torch import Tensor
@@ -117,4 +117,4 @@ def _bytes(shape: tuple[int, ...], pool: Tensor) -> int:
     return size
 
 
-__all__ = ["BLOCK_TOKENS", "Gathering", "Source", "send_blocks"]
+__all__ = ["Gathering", "Source", "send_blocks"]

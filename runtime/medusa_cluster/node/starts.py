@@ -43,7 +43,7 @@ class Starts:
         if instance.port is None or instance.failure is not None or not (shares or not known):
             return False
         now = asyncio.get_running_loop().time()
-        first = self._looked.setdefault(f"{instance.id}", now)
+        first = self._looked.setdefault(instance.id, now)
         if not shares and now - first > _START_S:
             if instance.start is not None:
                 return False  # it has its first token, but decodes too little to measure a step

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Collection
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
-from medusa_runtime.storage.peer_access import PeerAccess, read_token
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -34,4 +33,4 @@ def require_token(token: str, *, open_paths: Collection[str] = ("/healthz",)) ->
     return check
 
 
-__all__ = ["PeerAccess", "read_token", "require_token"]
+__all__ = ["require_token"]

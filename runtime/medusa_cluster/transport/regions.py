@@ -196,11 +196,6 @@ class RegionRoutes:
             self.sent_bytes += size_bytes
 
 
-def routes(source: RegionSource, pacer: Pacer) -> list[web.RouteDef]:
-    """Return the routes by which a node server offers its node's regions to peers."""
-    return RegionRoutes(source, pacer).routes()
-
-
 def _key(request: web.Request) -> str:
     try:
         return model_key(request.match_info["url"])
@@ -246,4 +241,4 @@ def _abort(request: web.Request) -> None:
         request.transport.abort()
 
 
-__all__ = ["RegionRoutes", "RegionSource", "routes"]
+__all__ = ["RegionRoutes", "RegionSource"]
