@@ -1,7 +1,9 @@
-"""Many machines: weights travel between nodes, and models scale with their load. On Ray, which this does not import.
+"""Many machines: weights travel between nodes, and models scale with their load.
 
-Importing this package makes three engines known: ``--engine cluster``, a function's engine that is a model which the
-cluster serves, and ``--engine group`` and ``--engine vllm-group``, a worker that shares its model with others.
+The cluster runs on Ray, but importing this package does not import Ray.
+
+The import registers three engines. ``--engine cluster`` gives a function a model that the cluster serves.
+``--engine group`` and ``--engine vllm-group`` are workers, which share their model with other workers.
 """
 
 from __future__ import annotations

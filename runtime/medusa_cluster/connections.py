@@ -1,7 +1,7 @@
-"""Limits how long, and how many, connections of a gateway or a node may take to send the head of a request.
+"""Limits on the connections of a gateway or node server that have not sent the head of a request yet.
 
-As at an instance's own door, a client's time starts with the first byte of a request, and a byte now and then gives it
-no more. aiohttp alone limits only how long a connection may send nothing.
+A client's time starts with the first byte of a request, and sending a byte now and then does not extend it. An instance
+has the same limit. aiohttp alone limits only how long a connection may send nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _LOOK_S = 1.0
 _LATE = {"message": "the head came too slowly", "type": "invalid_request_error", "param": None}
-_MOST_WAITING = 8192  # connections without a request; then the oldest one is closed
+_MOST_WAITING = 8192  # connections without a request; one more closes the oldest
 
 
 class Connections:
-    """Makes the protocol of each connection: `loop.create_server(connections, …)`."""
+    """A factory of connections' protocols, for ``loop.create_server(connections, …)``, that limits who waits.
+
+    ``read_timeout_s`` is the time for the head of a request, from its first byte.
+    """
 
     def __init__(self, server: web.Server, read_timeout_s: float) -> None:
         self._server = server
@@ -37,7 +40,7 @@ class Connections:
         return _Connection(self._server(), self)
 
     async def run(self) -> None:
-        """Close the connections that are overdue, until cancelled."""
+        """Close connections whose head is overdue, until cancelled."""
         while True:
             await asyncio.sleep(min(_LOOK_S, self._read_timeout_s / 4))
             begun_before = time.monotonic() - self._read_timeout_s
@@ -46,18 +49,18 @@ class Connections:
                     connection.close(late=True)
 
     def wait(self, connection: _Connection) -> None:
-        """Note that a connection has no request."""
+        """Note that a connection has no request. Closes the oldest such connection if there are too many."""
         if len(self._waiting) >= self._most_waiting:
             next(iter(self._waiting)).close()
         self._waiting[connection] = None
 
     def end(self, connection: _Connection) -> None:
-        """Note that all of a request's head has come, or that the connection is closed."""
+        """Note that a request's whole head has come, or that the connection is closed."""
         self._waiting.pop(connection, None)
 
 
 class _Connection(asyncio.Protocol):
-    """Stands before aiohttp's protocol of a connection. ``since``: when the head that is arriving began."""
+    """A protocol in front of aiohttp's own for one connection. ``since``: when the head that is arriving began."""
 
     def __init__(self, inner: asyncio.BaseProtocol, connections: Connections) -> None:
         self._inner = cast("asyncio.Protocol", inner)
@@ -90,18 +93,18 @@ class _Connection(asyncio.Protocol):
         self._inner.resume_writing()
 
     def begin(self) -> None:
-        """All of a request's head has come."""
+        """Note that a request's whole head has come."""
         self._has_request, self.since = True, None
         self._connections.end(self)
 
     def end(self) -> None:
-        """The request has been answered."""
+        """Note that the request has been answered."""
         self._has_request = False
         if self._transport is not None and not self._transport.is_closing():
             self._connections.wait(self)
 
     def close(self, *, late: bool = False) -> None:
-        """Close it, with 408 where a head came too ``late``."""
+        """Close the connection, with status 408 if a head came too ``late``."""
         self._connections.end(self)
         assert self._transport is not None
         if late and not self._transport.is_closing():
@@ -113,7 +116,7 @@ class _Connection(asyncio.Protocol):
 
 @web.middleware
 async def tell_connection(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Tell a request's connection when it begins and ends."""
+    """Note at a request's connection when the request begins and ends."""
     connection = None if request.transport is None else request.transport.get_protocol()
     if not isinstance(connection, _Connection):
         return await handler(request)
@@ -125,7 +128,7 @@ async def tell_connection(request: web.Request, handler: Handler) -> web.StreamR
 
 
 def http_logger() -> logging.Logger:
-    """Return the logger of aiohttp's servers. It drops malformed requests: a client could fill the log with them."""
+    """Return a logger for aiohttp's servers that drops malformed requests: a client could fill the log with them."""
     logger = logging.getLogger(f"{__name__}.http")
     if not logger.filters:
         malformed = (HttpProcessingError, web.RequestPayloadError)

@@ -1,4 +1,4 @@
-"""A deployed model, as users describe it and as it is passed around in JSON."""
+"""A deployed model as users describe it, and its form in JSON."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from medusa_runtime.registry import engine_kind, imported
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MOST_INSTANCES = 10_000
-# Settings of `medusa serve` that the node decides.
+# Settings of `medusa serve` that the node server chooses, so a deployment cannot.
 _OURS = ("model", "engine", "host", "port", "node_socket", "node_user", "served_model_name", "token", "platform")
 
 
-# An engine, and the one of a worker that shares its model with others.
+# The engine of a deployment → the engine of its workers, when a group of them shares the model.
 GROUP_ENGINES = {"torch": "group", "vllm": "vllm-group"}
-_OF_WHOLE_MODELS = ("lora_modules", "allow_lora")  # settings for what no group can do
+_OF_WHOLE_MODELS = ("lora_modules", "allow_lora")  # settings that only an instance with the whole model supports
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A model that the cluster serves under a name. ``settings``: options of ``medusa serve``, as text.
+    """A model that the cluster serves under a name.
 
-    ``live_scaling``: an instance that is added under load helps another one while its own layers arrive.
+    ``url`` is the checkpoint's, or an absolute path. ``min`` and ``max`` bound the number of instances. ``ttft_slo_s``
+    and ``tpot_slo_s`` are the wanted seconds to the first token and per output token; None means no wish. With
+    ``live_scaling``, an instance that is added under load helps another one while its own layers arrive. ``settings``
+    are options of ``medusa serve`` as text, by field name.
     """
 
     name: str
@@ -41,7 +44,7 @@ class Deployment:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Deployment:
-        """Raises ConfigError with the first value that cannot be right."""
+        """Read a deployment from JSON. Raises ConfigError for the first value that cannot be right."""
         unknown = found.keys() - {item.name for item in fields(cls)}
         if unknown:
             raise ConfigError(f"a deployment has no {', '.join(sorted(unknown))}")
@@ -82,11 +85,11 @@ class Deployment:
             raise ConfigError(f"live_scaling: expected the engine torch without adapters, found {found}")
 
     def adapters(self) -> dict[str, str]:
-        """The URLs of its adapters, by the names that requests give."""
+        """Return the URLs of the deployment's LoRA adapters, by the names under which requests ask for them."""
         return adapters_of(self.engine, self.settings)
 
     def may_be_shared(self) -> bool:
-        """Return whether a group of workers, each with some of the layers, can answer all of its requests."""
+        """Return whether a group of workers can answer every request that this deployment accepts."""
         given = self.settings
         if self.engine not in GROUP_ENGINES or any(given.get(name) for name in _OF_WHOLE_MODELS):
             return False
@@ -98,7 +101,10 @@ class Deployment:
             return False
 
     def environment(self) -> dict[str, str]:
-        """The settings as variables of ``medusa serve``. Raises ConfigError for one that is unknown or bad."""
+        """Return the settings as environment variables of ``medusa serve``.
+
+        Raises ConfigError for a setting that is unknown or has a bad value.
+        """
         if not isinstance(self.settings, Mapping):
             raise ConfigError(f"settings: expected names and values, found {self.settings!r}")
         options = {option.field: option for option in OPTIONS if option.field not in _OURS}
@@ -109,7 +115,7 @@ class Deployment:
                     f"settings: expected an option of medusa serve such as max_concurrency, found {name!r}"
                 )
             text = str(value)
-            if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):  # JSON can name half a letter
+            if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):  # JSON can have a lone surrogate
                 raise ConfigError(f"settings: {name}: expected text that a process can be given, found {text[:100]!r}")
             parse_option(options[name], text, f"settings: {name}")
             found[options[name].variable] = text
@@ -117,7 +123,7 @@ class Deployment:
 
 
 def adapters_of(engine: str, settings: Mapping[str, str]) -> dict[str, str]:
-    """The URLs of a deployment's adapters, by name; none where its instances will refuse the settings."""
+    """Return the URLs of a deployment's LoRA adapters, by name. Empty if its instances will refuse the settings."""
     given = Settings(lora_modules=settings.get("lora_modules"), vllm_args=settings.get("vllm_args"))
     if not given.lora_modules and not given.vllm_args:
         return {}

@@ -1,4 +1,4 @@
-"""Calls over a Unix socket: one JSON object a line, and one line of answer for each."""
+"""Calls over a Unix socket: a line with a JSON object for each call, and a line for its answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ Answerer = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
 class JsonLinesServer:
-    """Answers on a socket that only its user can open. Calls of one connection are answered one after the other."""
+    """A server on a Unix socket that only its own user can open. It answers a connection's calls one after the other.
+
+    ``answer`` takes the object of a call and returns the result, which must be serializable to JSON.
+    """
 
     def __init__(self, path: Path, answer: Answerer) -> None:
         self._path = path
@@ -30,12 +33,12 @@ class JsonLinesServer:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Listen. A socket that a killed process left behind is replaced."""
+        """Listen. Replaces a socket that a killed process left behind."""
         self._path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             listener.bind(str(self._path))
-            self._path.chmod(0o600)  # nobody can connect before it listens
+            self._path.chmod(0o600)  # in time: connecting is possible only once it listens
             self._server = await asyncio.start_unix_server(self._serve, sock=listener, limit=LONGEST_LINE_BYTES)
         except BaseException:
             listener.close()
@@ -59,7 +62,7 @@ class JsonLinesServer:
                 writer.write(json.dumps(await self._line(line)).encode() + b"\n")
                 await writer.drain()
         except (OSError, ValueError, asyncio.CancelledError):
-            pass  # the caller has gone, its line has no end, or we end
+            pass  # the caller has gone, its line is too long, or this server closes
         finally:
             self._connections.discard(task)
             writer.close()
@@ -75,7 +78,7 @@ class JsonLinesServer:
 
 
 def error_answer(error: Exception) -> dict[str, Any]:
-    """The answer to a call that failed."""
+    """Return the answer to a call that failed."""
     if isinstance(error, MedusaError):
         return {"error": {"code": error.code, "message": str(error)}}
     if isinstance(error, ValueError | TypeError):
@@ -84,7 +87,7 @@ def error_answer(error: Exception) -> dict[str, Any]:
 
 
 def result_of(answer: Any) -> Any:
-    """The value in an answer. Raises the error in it."""
+    """Return the value in an answer. Raises the error in it instead, and ClusterError if it is no answer."""
     if not isinstance(answer, dict) or not {"ok", "error"} & answer.keys():
         raise ClusterError(f"expected an answer with ok or error, found {str(answer)[:200]!r}")
     if "error" in answer:
@@ -93,13 +96,13 @@ def result_of(answer: Any) -> Any:
 
 
 async def call(path: Path | str, request: dict[str, Any]) -> Any:
-    """Send one call and return its result. Raises OSError when nobody listens, and the error that was answered."""
+    """Send one call and return its result. Raises OSError when no process listens, and the error in the answer."""
     reader, writer = await asyncio.open_unix_connection(path, limit=LONGEST_LINE_BYTES)
     try:
         writer.write(json.dumps(request).encode() + b"\n")
         await writer.drain()
         line = await reader.readline()
-        if not line.endswith(b"\n"):  # it ended, perhaps in the middle of its answer
+        if not line.endswith(b"\n"):  # the server ended, perhaps in the middle of its answer
             raise ConnectionResetError(f"{path} closed the connection")
         return result_of(json.loads(line))
     finally:

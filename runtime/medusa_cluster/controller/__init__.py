@@ -1,1 +1,1 @@
-"""The one place that decides what the cluster does next. Everything goes on serving while it is away."""
+"""The controller, which alone decides what the cluster does next. Models are served on while it is away."""

@@ -1,6 +1,6 @@
 """The controller as a detached Ray actor on the head. Ray starts it again when it dies.
 
-Only what Ray must do is here: keep this process running, list the nodes that live, and carry calls to their actors.
+This module has only what needs Ray: keeping the process running, listing the live nodes, and calling their actors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAKERS = 8  # threads
 
 
 class Controller:
-    """Listens on `<dir>/controller.sock` for the head's node server."""
+    """The actor. It listens on ``<dir>/controller.sock`` for the head's node server."""
 
     async def __init__(self) -> None:  # type: ignore[misc]  # Ray awaits it
         logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
@@ -53,26 +53,26 @@ class Controller:
 
 
 class RayNodes:
-    """The nodes of Ray's cluster, and one actor on each of them that passes orders on to its node server."""
+    """The nodes of Ray's cluster, with an actor on each that passes orders on to its node server. See ``Nodes``."""
 
     def __init__(self) -> None:
         self._actors: dict[str, asyncio.Future[Any]] = {}
         self._access = _access(os.environ)
         self._ssl = self._access.client_context() or True
         self._session: ClientSession | None = None
-        # ray.nodes() and the search for an actor wait while the head's GCS is away.
+        # Threads, because ray.nodes() and the search for an actor block while the head's GCS is away.
         self._lister = ThreadPoolExecutor(1, "ray-nodes")
         self._makers = ThreadPoolExecutor(_MAKERS, "ray-actors")
 
     async def servers(self) -> dict[str, str] | None:
-        """The nodes that Ray sees alive, with the URLs of their node servers."""
+        """Return the nodes that Ray lists as alive: name → URL of the node server."""
         import ray
 
         nodes = await asyncio.get_running_loop().run_in_executor(self._lister, ray.nodes)
         return dict(_server(node, self._access.tls) for node in nodes if _is_member(node))
 
     async def status(self, node: str, url: str, timeout_s: float) -> Mapping[str, Any]:
-        """Ask the node server itself, without Ray."""
+        """Ask a node server for its status over HTTP, without Ray. Raises ClusterError if it does not answer."""
         if self._session is None:
             self._session = ClientSession(headers={"Authorization": f"Bearer {self._access.token}"})
         try:
@@ -86,7 +86,10 @@ class RayNodes:
         return found
 
     async def call(self, node: str, request: dict[str, Any], timeout_s: float) -> Any:
-        """Raises ClusterError when the node's actor does not answer, and the error that its node server answered."""
+        """Call an operation of a node server through the node's actor.
+
+        Raises ClusterError if the actor does not answer, and the error that the node server answered.
+        """
         from ray.exceptions import ActorDiedError, RayError
 
         from ..json_lines import result_of
@@ -99,13 +102,13 @@ class RayNodes:
         except TimeoutError:
             raise ClusterError(f"the node {node} did not answer {request['op']} within {timeout_s:.0f} s") from None
         except RayError as error:
-            if isinstance(error, ActorDiedError):  # for ever; of all others Ray starts the actor again
+            if isinstance(error, ActorDiedError):  # it stays dead; after all other errors Ray restarts the actor
                 self._actors.pop(node, None)
             raise ClusterError(f"the actor of the node {node} cannot be reached: {type(error).__name__}") from error
         return result_of(answer)
 
     async def _actor(self, node: str) -> Any:
-        """The node's actor. It is searched once, however many calls wait for it."""
+        """Return the node's actor. Calls that wait at the same time share one search."""
         found = self._actors.get(node)
         if found is None or (found.done() and (found.cancelled() or found.exception() is not None)):
             found = asyncio.get_running_loop().run_in_executor(self._makers, _make_actor, node)
@@ -113,7 +116,7 @@ class RayNodes:
         return await asyncio.shield(found)
 
     async def forget(self, node: str) -> None:
-        """End the node's actor: Ray would wait for a node of this name for ever."""
+        """End the node's actor. Otherwise Ray would wait for ever for a node of this name."""
         import ray
 
         def kill() -> None:
@@ -124,7 +127,7 @@ class RayNodes:
         await asyncio.get_running_loop().run_in_executor(self._makers, kill)
 
     async def request_nodes(self, total: int) -> None:
-        """Ask Ray's autoscaler, where there is one, for so many nodes; Ray keeps the last wish, also without nodes."""
+        """Ask Ray's autoscaler, if there is one, for so many nodes. Ray keeps the last request."""
 
         def request() -> None:
             from ray.autoscaler.sdk import request_resources  # a second of imports
@@ -138,7 +141,7 @@ class RayNodes:
 
 
 def _access(environ: Mapping[str, str]) -> PeerAccess:
-    """The token and the certificates that Ray uses are also the node servers'."""
+    """Return the token and certificates of the node servers, which are the same as Ray's."""
     names = (
         ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY") if environ.get("RAY_USE_TLS") == "1" else ()
     )
@@ -150,14 +153,14 @@ def _is_member(node: Mapping[str, Any]) -> bool:
 
 
 def _server(node: Mapping[str, Any], tls: bool) -> tuple[str, str]:
-    """The name and the URL of the node server of a node that Ray lists."""
+    """Return the name and the node server's URL of a node in Ray's list."""
     labels, host = node["Labels"], str(node["NodeManagerAddress"])
     host = f"[{host}]" if ":" in host else host
     return labels[NODE_LABEL], f"{'https' if tls else 'http'}://{host}:{labels[PORT_LABEL]}"
 
 
 def _make_actor(node: str) -> Any:
-    """Find or create a node's actor. It stays on its node: one that is lost waits until a node of this name is back."""
+    """Find or create a node's actor. It is bound to its node: if the node is lost, it waits until the node is back."""
     import ray
 
     actor = ray.remote(concurrency_groups={"control": 16, "data": 64})(NodeActor)

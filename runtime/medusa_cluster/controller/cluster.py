@@ -1,6 +1,6 @@
-"""The controller's core: it gathers the nodes' state and the gateways' loads, decides, and has it done.
+"""The controller's core: it collects the nodes' state and the gateways' loads, decides, and carries out the decisions.
 
-It knows nothing of Ray: ``Nodes`` is the way to the nodes.
+It knows nothing about Ray, and reaches the nodes by ``Nodes``.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
 _LONG_TICK_S = 0.02
-_RECOVERS_WITHIN_S = 5.0  # after a start, for the nodes to say what runs on them
+_RECOVERS_WITHIN_S = 5.0  # how long a new controller waits for the nodes to report what runs on them
 _KEPT_EVENTS = 500
 _LONGEST_WAIT_S = 30.0
 _LONGEST_NAME = 1000
 _MOST_GATEWAYS = 1000
 _GATEWAY_GONE_S = 60.0
 _LONGEST_DRAIN_S = 86400.0
-_SAVE_AGAIN_S = 1.0  # after a plan that could not be written
-# Groups are for models with a TTFT SLO that one node cannot meet, and helpers for deployments that ask for them.
+_SAVE_AGAIN_S = 1.0  # after the plan could not be written
+# Groups are for models with a TTFT SLO that one node cannot meet; live scaling is for deployments that ask for it.
 OPTIONS = Options(largest_group=LARGEST_GROUP, live=True)
 
 
 class Cluster:
-    """What the cluster should do, and what it is seen to do."""
+    """The state of the cluster: what it should do, by the plan, and what it does, by the nodes' reports."""
 
     def __init__(self, nodes: Nodes, plan_path: Path, options: Options = OPTIONS) -> None:
         self._options = options
@@ -77,13 +77,13 @@ class Cluster:
         self._wake = asyncio.Event()
         self._began = time.monotonic()
         self._tick_took_s = 0.0
-        self._save_at = math.inf  # when to write the plan, if something has changed by itself
+        self._save_at = math.inf  # when to write the plan after a change that no user made
         self._recovered = False
 
-    # What runs all the time.
+    # Background work.
 
     async def run(self) -> None:
-        """Work until cancelled."""
+        """Follow the nodes and decide, until cancelled."""
         tasks = [asyncio.create_task(self._members.run()), asyncio.create_task(self._tick_for_ever())]
         try:
             await asyncio.gather(*tasks)
@@ -94,16 +94,16 @@ class Cluster:
             await self.execution.close()
 
     def wake(self) -> None:
-        """Have the next tick come at once."""
+        """Make the next tick come at once."""
         self._wake.set()
 
     def take_status(self, node: KnownNode) -> None:
-        """Take over what a node's status says of its instances and models."""
+        """Update the instances and models by a node's new status."""
         self._take_instances(node)
         self._take_models(node)
 
     def lose_node(self, node: KnownNode) -> None:
-        """Forget the instances of a node that was lost."""
+        """Forget the instances of a lost node."""
         gone = [item for item in self.instances.values() if item.node == node.name]
         for item in gone:
             del self.instances[item.id]
@@ -116,9 +116,9 @@ class Cluster:
         self.wake()
 
     def _take_instances(self, node: KnownNode) -> None:
-        """Compare the instances that a node shows with those that we know."""
+        """Compare the instances in a node's status with the known ones."""
         shown = {item["id"]: item for item in node.status.get("instances", ())}
-        clock_s = time.time() - node.status.get("at", time.time())  # how far the node's clock is behind ours
+        clock_s = time.time() - node.status.get("at", time.time())  # how far the node's clock is behind this one
         for instance_id, item in shown.items():
             known = self.instances.get(instance_id)
             if item["state"] == "failed":
@@ -148,9 +148,9 @@ class Cluster:
         self.publish()
 
     def _take_start(self, node: KnownNode, known: KnownInstance, start: Mapping[str, float]) -> None:
-        """Learn from a start that has had its first token."""
+        """Learn from a start whose first token has come."""
         if known.helps is not None:
-            return  # it served others first
+            return  # it helped another instance first, so its times say nothing
         deployment = self.deployments.get(known.model)
         if deployment is not None and self.models.learn(node, known, deployment.url, start):
             predicted = f", {known.predicted_s:.2f} s predicted" if known.predicted_s else ""
@@ -158,7 +158,7 @@ class Cluster:
             self.tell("cold-start", text, node=known.node, model=known.model)
 
     def _take_models(self, node: KnownNode) -> None:
-        """Note new versions of models, and peers that a node does not trust any more."""
+        """Note new versions of models, and peers from which a node no longer reads."""
         deployed = {item.url for item in self.deployments.values()}
         if self.versions.see(node.models(), deployed):
             self._save_at = 0.0
@@ -216,7 +216,7 @@ class Cluster:
         self._tick_took_s = time.monotonic() - now
 
     def _knows_enough(self) -> bool:
-        """Return whether the nodes have said what runs on them, so that nothing is started twice after a restart."""
+        """Return whether the nodes have reported what runs on them. Before that, things might be started twice."""
         if not self._recovered:
             late = time.monotonic() - self._began > _RECOVERS_WITHIN_S
             known = all(node.status and node.reached for node in self.nodes.values())
@@ -224,12 +224,12 @@ class Cluster:
         return self._recovered
 
     def leaving(self) -> set[str]:
-        """The nodes that take nothing new: they were told to drain, were given back, or are ending by themselves."""
+        """Return the nodes that get nothing new, because they drain, were given back, or are ending by themselves."""
         ending = {name for name, node in self.nodes.items() if node.status.get("state") == "draining" or node.spare}
         return self.draining.keys() | ending
 
     def give_back(self, name: str, *, back: bool) -> None:
-        """Let the autoscaler end a node, or use it again."""
+        """Give a node back to the autoscaler, or with ``back=False`` take it back."""
         node = self.nodes[name]
         if node.spare == back:
             return
@@ -258,7 +258,7 @@ class Cluster:
         return not others or not any(item.url in here - elsewhere for item in self.deployments.values())
 
     def publish(self) -> None:
-        """Bring the routes up to date."""
+        """Update the routes."""
         leaving = self.leaving()
         models: dict[str, Any] = {}
         for name, deployment in self.deployments.items():
@@ -272,11 +272,11 @@ class Cluster:
         self.routes.update(models)
 
     def tell(self, kind: str, text: str, *, node: str | None = None, model: str | None = None) -> None:
-        """Keep an event for the status."""
+        """Log an event, and keep it for the status."""
         logger.info("%s", text)
         self.events.append({"at": time.time(), "kind": kind, "model": model, "node": node, "text": text})
 
-    # What can be asked.
+    # Operations.
 
     async def answer(self, request: dict[str, Any]) -> Any:
         """Answer an operation under `/cluster/`. Raises MedusaError."""
@@ -292,7 +292,7 @@ class Cluster:
         if not isinstance(arguments, dict):
             raise ConfigError("expected a JSON object of arguments")
         if operation in ("report", "routes") and not self._knows_enough():
-            # Routes without the instances that run would have gateways forget them.
+            # With incomplete routes, gateways would forget running instances.
             raise NoControllerError("the controller has just started, and does not know yet what runs")
         try:
             if operation == "ping":
@@ -326,7 +326,7 @@ class Cluster:
         return deployment.to_json()
 
     def _check_names(self, new: Deployment) -> None:
-        """Raise ConfigError for a name that requests could mean twice: each model and each adapter needs its own."""
+        """Raise ConfigError if a name is used twice: each model and each adapter needs a name of its own."""
         names = [new.name, *new.adapters()]
         for other in self.deployments.values():
             if other.name != new.name:
@@ -389,20 +389,20 @@ class Cluster:
         self.gateways[name] = Gateway(name, url, time.time(), now, loads)
         serving = {item.model for item in self.instances.values() if item.state != "draining"}
         if any(load.get("waiting") and model not in serving for model, load in loads.items()):
-            # Nothing is to be waited for: an instance must start. Unless ticks take long, as in a very large cluster.
+            # A request waits for an instance, so decide now, unless ticks are slow, as in a very large cluster.
             self.wake() if self._tick_took_s > _LONG_TICK_S else self._tick()
         version = self.routes.version
         return {"version": version} if arguments.get("version") == version else self.routes.current
 
     def _forget_gateways(self, now: float) -> None:
-        """Make room for another gateway: those that are gone are remembered as long as there is room."""
+        """Make room for another gateway by forgetting those that are gone. Raises ConfigError if there is none."""
         if len(self.gateways) >= _MOST_GATEWAYS:
             self.gateways = {name: item for name, item in self.gateways.items() if now - item.seen_at < _GATEWAY_GONE_S}
         if len(self.gateways) >= _MOST_GATEWAYS:
             raise ConfigError(f"report: expected at most {_MOST_GATEWAYS} gateways, found another")
 
     def _sources(self, arguments: Mapping[str, Any]) -> list[str]:
-        """The node servers from which a node should read a model, best first."""
+        """Return the URLs of the node servers from which a node should read a model, best first."""
         url, asking = model_key(absolute(str(arguments["url"]))), str(arguments.get("node"))
         holders = tuple(
             node.name
@@ -425,7 +425,7 @@ class Cluster:
     def _save(
         self, *, deployments: dict[str, Deployment] | None = None, draining: dict[str, float | None] | None = None
     ) -> None:
-        """Write the plan, and then follow it. ClusterError where it cannot be written: then nothing has changed."""
+        """Write a new plan, and use it. Raises ClusterError if it cannot be written, and changes nothing then."""
         deployments = self.deployments if deployments is None else deployments
         draining = self.draining if draining is None else draining
         try:
@@ -438,7 +438,7 @@ class Cluster:
 
 
 def _drain_s(arguments: Mapping[str, Any]) -> float | None:
-    """Return how long requests may go on on a node that drains; None: as long as on any. Raises ConfigError."""
+    """Return for how many seconds requests may run on a draining node, or None for the default. Raises ConfigError."""
     if arguments.get("drain_s") is None:
         return None
     drain_s = float(arguments["drain_s"])

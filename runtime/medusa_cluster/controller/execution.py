@@ -1,4 +1,4 @@
-"""Has decisions done by the nodes, each once, and remembers what no node has confirmed yet."""
+"""The execution of decisions: each is ordered once from its node, and remembered until the node confirms it."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 
 _CALL_S = 10.0
 _START_S = 90.0
-_ORDERED_S = 0.5  # from the order of a fetch until a status shows what became of it
-_FETCH_SHOWN_S = 10.0  # for a node to show a fetch that it was asked for
+_ORDERED_S = 0.5  # after this, a node's status shows what became of an ordered fetch
+_FETCH_SHOWN_S = 10.0  # after this, a fetch that its node does not show is forgotten
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _STOPPED_KEPT_S = 120.0
-_MOST_SOURCES = 5  # of a node that has no plan
+_MOST_SOURCES = 5  # for a node without a plan
 
 
 class Execution:
-    """Carries out decisions in tasks of their own. One that is under way is not begun again."""
+    """The decisions under way, each in a task of its own. None of them is begun twice."""
 
     def __init__(self, cluster: Cluster, nodes: Nodes) -> None:
         self._cluster = cluster
@@ -93,7 +93,7 @@ class Execution:
                     known.role = decision.role
 
     def may_start(self, decision: StartInstance) -> bool:
-        """Return whether it is new, and its model's last start has not just failed."""
+        """Return whether a start may begin: it is new, and its model has no failed start that was just now."""
         cluster = self._cluster
         _, not_before = self._failures.get(decision.model, (0, 0.0))
         unknown = decision.model not in cluster.deployments or decision.node not in cluster.nodes
@@ -139,11 +139,14 @@ class Execution:
         cluster.publish()
 
     def is_wanted(self, known: KnownInstance) -> bool:
-        """Return whether the instance is still to start: nothing has ended it since its start was decided."""
+        """Return whether the instance should still start, that is, nothing has ended it since its start was decided."""
         return self._cluster.instances.get(known.id) is known and known.state != "draining"
 
     def failed(self, instance_id: str) -> bool:
-        """Note an instance that ended by itself; False if it is known. Its model is started again a while later."""
+        """Note that an instance ended by itself. Return False if that was noted before.
+
+        Its model is started again after a pause, which doubles with each failed start.
+        """
         now = time.monotonic()
         if instance_id in self._failed_ids:
             return False
@@ -151,7 +154,7 @@ class Execution:
         self._failed_ids[instance_id] = now
         known = self._cluster.instances.get(instance_id)
         if known is not None and known.state != "draining":
-            # One that has served may be started again at once; one that never listened will hardly do better now.
+            # An instance that has served may be started again at once. One that never did would probably fail again.
             lasted = known.state == "ready" and time.time() - known.since > _LONGEST_PAUSE_S / 6
             count = 0 if lasted else self._failures.get(known.model, (0, 0.0))[0] + 1
             if not lasted:
@@ -183,7 +186,7 @@ class Execution:
             if not answer.get("ended", True):
                 self._resumed(known)
                 return
-            # Where no order has arrived, the node may come back with the instance, which is known again then.
+            # Only after an order has arrived. Otherwise the node may come back with the instance, which then counts.
             self._stopped = {key: at for key, at in self._stopped.items() if at > time.monotonic() - _STOPPED_KEPT_S}
             self._stopped[known.id] = time.monotonic()
             break
@@ -219,7 +222,7 @@ class Execution:
             self._begin_stop(StopInstance(known.id, known.node, reason=reason))
 
     def stopped(self, instance_id: str) -> bool:
-        """Return whether it has ended on our order: a status that was made before may still show it."""
+        """Return whether the instance was ended by an order. An older status may still show it."""
         return instance_id in self._stopped
 
     def busy_with(self, instance_id: str) -> bool:
@@ -240,7 +243,7 @@ class Execution:
             self.fetch(decision)
 
     def fetch(self, decision: Fetch, layers: str | None = None) -> None:
-        """Have a node fetch a model. Of a group's workers, the group knows the ``layers`` that come first."""
+        """Order a node to fetch a model. ``layers`` is START:STOP, the layers that a group's worker needs first."""
         key, nodes = (decision.node, decision.url), self._cluster.nodes
         request = {
             "op": "fetch",
@@ -255,7 +258,7 @@ class Execution:
         self.task(("fetch", *key), self._call_after_drops(decision.node, request))
 
     def fetches(self, nodes: Mapping[str, KnownNode], now: float) -> list[KnownFetch]:
-        """The fetches that were decided on and are not complete. One that its node never shows is forgotten."""
+        """Return the fetches that were decided and are not complete. Forgets those that their nodes never show."""
         for key, fetch in list(self._fetches.items()):
             node = nodes.get(fetch.node)
             if node is None or node.lost_at is not None:
@@ -263,7 +266,7 @@ class Execution:
                 continue
             shown = {model["url"]: model for model in node.models()}
             there = fetch.url in shown and shown[fetch.url]["state"] == "done"
-            if there and node.seen_at >= fetch.at + _ORDERED_S:  # else it may be what was there before
+            if there and node.seen_at >= fetch.at + _ORDERED_S:  # else it may be the copy before this fetch
                 del self._fetches[key]
                 self._failed_fetches.pop(key, None)
                 continue
@@ -277,7 +280,7 @@ class Execution:
 
     @staticmethod
     def _failure(node: KnownNode, fetch: KnownFetch, shown: Mapping[str, Mapping[str, Any]]) -> str | None:
-        """Why a fetch has failed, by a status that is younger than the order."""
+        """Return why a fetch has failed, by a status that is newer than the order. None if it has not."""
         if node.seen_at < fetch.at + _ORDERED_S:
             return None
         reason = node.status.get("failed_fetches", {}).get(fetch.url)
@@ -285,7 +288,7 @@ class Execution:
         return str(reason) if reason else "its region failed" if failed else None
 
     def _fetch_failed(self, key: tuple[str, str], failure: str, now: float) -> None:
-        """Tell it, and try again later: the first time after a second, at last once a minute."""
+        """Report a failed fetch, and allow it again after a pause, which doubles from one second to a minute."""
         node, url = key
         count = self._failed_fetches.get(key, (0, 0.0))[0] + 1
         nodes = self._cluster.nodes
@@ -294,17 +297,20 @@ class Execution:
         self._cluster.tell("fetch-failed", f"{node} could not fetch {url}: {failure}", node=node)
 
     def planned_sources(self, node: str, url: str) -> tuple[str, ...]:
-        """The names of the nodes from which this node was told to read a model."""
+        """Return the names of the nodes from which this node was told to read a model."""
         fetch = self._fetches.get((node, url))
         return () if fetch is None else fetch.sources
 
     def sources(self, node: str, url: str, holders: tuple[str, ...]) -> tuple[str, ...]:
-        """The names of the nodes from which this node should read a model, best first: by its plan, then ``holders``.
+        """Return the names of the nodes from which this node should read a model, best first.
 
-        Without a plan it has begun by itself, as when it has just lost its copy. Then it reads from ``holders``, or
-        else behind those that fetch the model already, and is noted, so that the next one reads from it.
+        With a plan, these are the plan's sources, then ``holders``, the nodes with a complete copy. Without a plan the
+        node has begun to fetch by itself, for example because it lost its copy. Then it reads from ``holders``, or if
+        there are none, from nodes that are fetching the model. Its fetch is noted, so that the next node reads from it.
         """
-        holders = tuple(name for name in holders if (name, url) not in self._fetches)  # what these had may be gone
+        holders = tuple(
+            name for name in holders if (name, url) not in self._fetches
+        )  # those that fetch anew may have lost their copy
         planned = self._fetches.get((node, url))
         if planned is not None:
             return tuple(dict.fromkeys((*planned.sources, *holders)))
@@ -314,7 +320,7 @@ class Execution:
         return found
 
     def _fetching(self, url: str, reader: str) -> list[str]:
-        """The nodes that fetch all of a model, the last first, but for those that read from ``reader`` themselves."""
+        """Return the nodes that fetch a whole model, the last first, without those that read behind ``reader``."""
         fetches = {fetch.node: fetch for fetch in self._fetches.values() if fetch.url == url and fetch.layers is None}
         behind, pending = {reader}, [reader]
         while pending:
@@ -325,7 +331,7 @@ class Execution:
         return [name for name in reversed(fetches) if name not in behind]
 
     async def _request_nodes(self) -> None:
-        """Pass the last wish for nodes on, until it has arrived."""
+        """Pass the wanted number of nodes on to the autoscaler, and repeat that until it has arrived."""
         requested = None
         while requested != self._wanted_nodes:
             wanted = self._wanted_nodes
@@ -348,13 +354,13 @@ class Execution:
         await self._call(node, request)
 
     async def _dropped(self, node: str) -> None:
-        """Wait until a node has dropped what it was told to drop, in whose place something else goes."""
+        """Wait until a node has dropped what it was told to drop, because something else needs the memory."""
         drops = [task for key, task in self._running.items() if key[:2] == ("drop", node)]
         if drops:
             await asyncio.wait(drops)
 
     def task(self, key: tuple[str, ...], work: Coroutine[Any, Any, None]) -> None:
-        """Do some work in the background, unless work with the same key is under way."""
+        """Run ``work`` in the background, unless work with the same key is under way."""
         if key in self._running:
             work.close()
             return

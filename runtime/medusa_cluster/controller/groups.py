@@ -1,4 +1,4 @@
-"""Groups of workers: how the controller has one started, turned into instances, and ended."""
+"""The controller's side of groups of workers: they are started, turned into instances, and ended."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _AGAIN_S = 1.0
 
 
 class Groups:
-    """A group's leader alone is asked by gateways; the others are known, but not in the routes.
+    """The groups of the cluster. Only their leaders are in the routes; the other workers are known, too.
 
-    The nodes tell what becomes of a group: its leader may go on alone, or be consolidated as it was told.
+    The nodes' status shows what becomes of a group: its leader may go on alone, or be consolidated as ordered.
     """
 
     def __init__(self, cluster: Cluster, nodes: Nodes) -> None:
@@ -38,12 +38,12 @@ class Groups:
         self._begun: defaultdict[str, list[StartInstance]] = defaultdict(list)  # of this tick
 
     def add(self, start: StartInstance) -> None:
-        """Note the start of one worker; ``begin`` follows when all of its group are noted."""
+        """Note the start of one worker. Call ``begin`` once all workers of its group are noted."""
         assert start.group is not None
         self._begun[start.group].append(start)
 
     def begin(self) -> None:
-        """Have the groups of this tick started."""
+        """Start the groups whose workers were noted in this tick."""
         begun, self._begun = self._begun, defaultdict(list)
         for group, starts in begun.items():
             if all(self._cluster.execution.may_start(start) for start in starts):
@@ -93,7 +93,7 @@ class Groups:
                 if isinstance(outcome, BaseException):
                     raise outcome
         except (MedusaError, KeyError) as error:
-            if any(map(cluster.execution.is_wanted, workers)):  # else it was ended as a whole
+            if any(map(cluster.execution.is_wanted, workers)):  # else the whole group was ended
                 self._give_up(group, workers, error)
         cluster.publish()
 
@@ -105,7 +105,7 @@ class Groups:
             worker.state, worker.since = "ready", time.time()
 
     def _give_up(self, group: str, workers: list[KnownInstance], error: Exception) -> None:
-        """End what was started of a group: one instance is started in its place."""
+        """End the workers of a group that could not be started. For a while, single instances start instead."""
         cluster, leader = self._cluster, workers[0]
         cluster.tell("start-failed", f"{group}: {error}", node=leader.node, model=leader.model)
         cluster.models.avoid_groups(cluster.deployments[leader.model].url, time.monotonic())
@@ -114,14 +114,14 @@ class Groups:
                 cluster.execution.begin(StopInstance(worker.id, worker.node, 0.0, "its group could not be started"))
 
     def start_failed(self, worker: KnownInstance) -> None:
-        """Note a worker that ended soon after its start: the model may be one that its engine does not split."""
+        """Note a worker that ended soon after its start. Perhaps its engine cannot split the model, so avoid groups."""
         deployment = self._cluster.deployments.get(worker.model)
         shares = worker.group is not None or worker.live is not None or worker.helps is not None
         if shares and deployment is not None:
             self._cluster.models.avoid_groups(deployment.url, time.monotonic())
 
     def consolidate(self, decision: Consolidate) -> None:
-        """Have a group's leader told how many of its workers become instances."""
+        """Order a group's leader to turn some of its workers into instances."""
         leader = self._leader(decision.group)
         if leader is None:
             return
@@ -140,7 +140,7 @@ class Groups:
                 await asyncio.sleep(_AGAIN_S)
 
     def look(self) -> None:
-        """See by the nodes' last status what has become of the groups."""
+        """Update the groups by the nodes' last status."""
         groups: defaultdict[str, list[KnownInstance]] = defaultdict(list)
         for item in self._cluster.instances.values():
             if item.group is not None and item.state != "draining":
@@ -181,13 +181,13 @@ class Groups:
         return next((item for item in found if item.group == group and item.rank == 0), None)
 
     def _shown_leaders(self) -> dict[str, Mapping[str, Any]]:
-        """Return what nodes show of the groups whose leaders they run, by the group's id."""
+        """Return the state of each group in the status of its leader's node, by the group's id."""
         nodes = [node for node in self._cluster.nodes.values() if node.lost_at is None]
         shown = [item["group"] for node in nodes for item in node.status.get("instances", ()) if item.get("group")]
         return {str(found["id"]): found for found in shown if found["rank"] == 0}
 
     def _is_complete(self, leader: KnownInstance) -> bool:
-        """Return whether the leader's node has all of the model, so that it can be an instance."""
+        """Return whether the leader's node has the whole model, so that the leader can be an instance."""
         node, deployment = self._cluster.nodes.get(leader.node), self._cluster.deployments.get(leader.model)
         if node is None or deployment is None:
             return False

@@ -1,7 +1,7 @@
-"""Create the controller: ``python -m medusa_cluster.controller.launch RAY_ADDRESS``, run by the head's node server.
+"""The creation of the controller: ``python -m medusa_cluster.controller.launch RAY_ADDRESS``.
 
-It is a process of its own because a Ray driver must import Ray, and because a node server lives longer than Ray's
-processes. The controller stays when it ends.
+The head's node server runs it in a process of its own, because a Ray driver has to import Ray, and because a node
+server lives longer than Ray's processes. The controller stays when this process ends.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0 once the controller runs."""
+    """Create the controller, and return 0 once it runs."""
     import ray
 
     from ..node.ray.actor import NAMESPACE

@@ -1,4 +1,4 @@
-"""Live scaling: how a new instance is told to help a loaded one while its own layers arrive (BlitzScale §5.2)."""
+"""Live scaling: plans by which a new instance helps a loaded one while its own layers arrive (BlitzScale §5.2)."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from .nodes import KnownInstance, Nodes, group_place
 if TYPE_CHECKING:
     from .cluster import Cluster
 
-_FORM_S = 5.0  # for a new instance to reach the one that it is to help; then it only loads
+_FORM_S = 5.0  # how long a new instance tries to reach the one that it helps; after that it only loads
 
 
 @dataclass(frozen=True, slots=True)
 class LivePlace:
-    """Where an instance waits for helpers, and the secret by which it knows them."""
+    """The address at which an instance waits for a helper, and the secret by which it recognizes the helper."""
 
     group: str
     token: str
     leader: str  # HOST:PORT
 
     def plan(self, rank: int) -> dict[str, Any]:
-        """The ``GroupPlan`` of one of the two, as JSON. Rank 0 waits here for a helper; rank 1 is that helper."""
+        """Return the ``GroupPlan`` of one of the two, as JSON. Rank 0 waits for a helper; rank 1 is the helper."""
         pair = {"group": self.group, "token": self.token, "leader": self.leader}
         return {**pair, "mode": "live", "rank": rank, "size": 2, "form_s": _FORM_S}
 
 
 class Live:
-    """The instances of deployments that want live scaling. One helps one other, and one is helped by one at a time.
+    """The live pairs of instances. An instance helps at most one other, and has at most one helper at a time.
 
-    After a restart of the controller nobody knows the secrets: those instances serve, and are not helped any more.
+    The secrets are only in memory. After a restart of the controller, older instances serve, but get no helpers.
     """
 
     def __init__(self, cluster: Cluster, nodes: Nodes) -> None:
@@ -40,9 +40,10 @@ class Live:
         self._nodes = nodes
 
     async def plan(self, new: KnownInstance, partner: str | None) -> dict[str, Any] | None:
-        """The ``GroupPlan`` of a new instance, as JSON; None if it starts without live scaling.
+        """Return the ``GroupPlan`` of a new instance, as JSON, or None if it starts without live scaling.
 
-        ``partner``: the instance that the policy wants it to help. Raises ClusterError when its node does not answer.
+        ``partner`` is the instance that the policy wants it to help. Raises ClusterError if the new instance's node
+        does not answer.
         """
         cluster = self._cluster
         if not cluster.models.scales_live(cluster.deployments[new.model], time.monotonic()):
@@ -57,7 +58,7 @@ class Live:
         return new.live.plan(0)
 
     def _source(self, new: KnownInstance, partner: str | None) -> KnownInstance | None:
-        """The instance to help: the policy's, or the most loaded where that one cannot be helped."""
+        """Return the instance to help: the policy's, or if that one cannot be helped, the most loaded one."""
         if partner is None:
             return None
         instances = self._cluster.instances.values()

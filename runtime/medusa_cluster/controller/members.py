@@ -1,7 +1,7 @@
-"""Who is in the cluster, and who of them answers: heartbeats of our own, beside Ray's list of the nodes.
+"""The members of the cluster, and whether they answer: our own heartbeats beside Ray's list of nodes.
 
-Each node server is asked for its status a few times a second, past Ray; the answers are the heartbeat. Ray's list says
-where the node servers are, and a call through Ray, once a second, whether orders reach a node.
+Each node server is asked for its status a few times a second, without Ray. The answers are the heartbeat. Ray's list
+says where the node servers are. A call through Ray, once a second, shows whether orders reach a node.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LIST_S = 0.5  # between two looks at Ray's list
-_STATUS_S = 0.25  # between two looks at one node
-_OFTEN_ASKED = 64  # nodes; of more, each is asked less often
-_ANSWERS_WITHIN_S, _LAST_WITHIN_S = 1.5, 0.5  # the last question before it is lost may end sooner
-_LOST_AFTER_S = 2.5  # without an answer
-_LEAST_FAILURES = 2  # a controller that was stopped for a while finds its last question unanswered
+_LIST_S = 0.5  # between two readings of Ray's list
+_STATUS_S = 0.25  # between two questions to a node
+_OFTEN_ASKED = 64  # with more nodes than this, each is asked less often
+_ANSWERS_WITHIN_S, _LAST_WITHIN_S = 1.5, 0.5  # time for an answer; the last question before the loss may get less
+_LOST_AFTER_S = 2.5  # a node without an answer for so long is lost
+_LEAST_FAILURES = 2  # more than one, because a controller that was stopped for a while misses the last answer
 _REACH_S = 1.0  # between two calls through Ray
 _REACHED_WITHIN_S = 3.0
-_SILENT_AFTER_S = 4.0  # without an order that reached it
-_GIVE_UP_S = 60.0  # after a node's loss
-_FORGET_LOST_S = 3600.0  # and the status shows it no more
+_SILENT_AFTER_S = 4.0  # a node that no order has reached for so long is silent
+_GIVE_UP_S = 60.0  # after a node's loss, its actor is ended
+_FORGET_LOST_S = 3600.0  # after a node's loss, the status no longer shows it
 
 
 class Members:
-    """Follows every node that Ray has listed once, until it was lost for long."""
+    """The watch over every node that Ray has ever listed, until it has been lost for an hour."""
 
     def __init__(self, cluster: Cluster, nodes: Nodes) -> None:
         self._cluster = cluster
         self._way = nodes
-        self._urls: dict[str, str] = {}  # of each node's server, as Ray listed it last
+        self._urls: dict[str, str] = {}  # name → URL of the node server, as Ray listed it last
         self._listed: set[str] = set()
         self._following: dict[str, list[asyncio.Task[None]]] = {}
         self._forgetting: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Work until cancelled."""
+        """Watch until cancelled."""
         try:
             while True:
                 try:
@@ -105,12 +105,12 @@ class Members:
                 failing_since, failures = 0.0, 0
                 try:
                     self._take_status(node, found)
-                except Exception:  # the next one may be better, and silence would hide the node's loss
+                except Exception:  # go on: the next status may be better, and the node's loss has to be noticed
                     logger.exception("the status of the node %s could not be used", node.name)
             await asyncio.sleep(_STATUS_S * self._pause_s())
 
     async def _follow_orders(self, node: KnownNode) -> None:
-        """Find out again and again whether orders reach a node. This keeps its actor ready, too."""
+        """Check again and again whether orders reach a node. This also keeps its actor ready."""
         failing_since = 0.0
         while True:
             began = time.monotonic()

@@ -1,4 +1,4 @@
-"""What is known of the deployed models before they start: bytes by layers, and how long a start's stages take."""
+"""Knowledge about the deployed models for predicting starts: their bytes by layer, and how long stages take."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .nodes import KnownInstance, KnownNode, Nodes
 logger = logging.getLogger(__name__)
 
 _DESCRIBE_S = 30.0
-_AGAIN_S, _LONGEST_AGAIN_S = 5.0, 300.0  # after a description that failed: each time twice as long
+_AGAIN_S, _LONGEST_AGAIN_S = 5.0, 300.0  # the pause after a failed description, which doubles each time
 _AT_ONCE = 8
 _KEPT_STARTS = 8
-_AVOIDED_S = 60.0  # groups, after one that could not be formed
-# Of a start with a warm engine process, until the first ones have been seen.
+_AVOIDED_S = 60.0  # how long groups are avoided after one that could not be formed
+# The assumed stages of a start with a warm engine process, until the first starts have been seen.
 _BEGINS_S, _PREFILL_S, _DECODE_S = 0.5, 0.2, 0.05
 
 
 @dataclass
 class KnownModel:
-    """``starts``: what the newest starts took, as their nodes have told."""
+    """A model that a node has described. ``starts`` are the durations of its newest starts, as nodes reported them."""
 
     bytes: ModelBytes
     total_bytes: int
@@ -40,7 +40,7 @@ class KnownModel:
     avoided_until: float = 0.0
 
     def learned(self) -> StageTimes:
-        """The stage times, with what the newest starts took."""
+        """Return the stage times, corrected by the newest starts."""
         if not self.starts:
             return self.times
         begins = median(start["begins_s"] for start in self.starts)
@@ -49,14 +49,15 @@ class KnownModel:
         return replace(self.times, container_s=begins, device_s=0.0, import_s=0.0, prefill_s=prefill, decode_s=decode)
 
     def _decode_s(self) -> float | None:
-        """A step of one instance (t_d), as the newest were seen; None before one was."""
+        """Return the seconds of a decode step on one instance (t_d), by the newest starts. None if there is none."""
         alone = [start["decode_s"] for start in self.starts if start["workers"] == 1 and "decode_s" in start]
         return median(alone) if alone else None
 
     def hop_s(self) -> float | None:
-        """From one worker of a group to the next (t_n): what a step took longer than on one instance. None: not seen.
+        """Return the seconds from one worker of a group to the next (t_n), or None if there is no group's start.
 
-        Each worker computes at full speed here, so a step through all of them computes as long as on one.
+        It is the time by which a group's step was longer than an instance's, per worker. Each worker computes at full
+        speed, so the computation itself takes as long as on one instance.
         """
         alone = self._decode_s() or (self.times.decode_s if self.times.starts else None)
         groups = [start for start in self.starts if start["workers"] > 1 and "decode_s" in start]
@@ -66,14 +67,14 @@ class KnownModel:
 
 
 class Models:
-    """All deployed models, once a node has described them. Only those whose deployments have SLOs start as groups."""
+    """All deployed models, once a node has described them. Only deployments with a TTFT SLO start as groups."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
         self._known: dict[str, KnownModel] = {}  # by URL
-        self._asked: dict[str, tuple[int, float]] = {}  # how often, and when to ask again
+        self._asked: dict[str, tuple[int, float]] = {}  # URL → how often it was asked for, and when to ask again
         self._tasks: set[asyncio.Task[None]] = set()
-        self._devices = False  # workers of groups compute on CPUs
+        self._devices = False  # whether a node has GPUs; then there are no groups, whose workers compute on CPUs
 
     def get(self, url: str) -> KnownModel | None:
         return self._known.get(url)
@@ -88,7 +89,7 @@ class Models:
         return self._known[url].hop_s() if url in self._known else None
 
     def layers(self, deployment: Deployment, now: float) -> int:
-        """The layers that a group may share; 0 where the deployment allows none, or as the last one failed."""
+        """Return how many layers a group may share. 0 if no group is possible, or the last one has just failed."""
         known = self._known.get(deployment.url)
         if known is None or deployment.ttft_slo_s is None or self._devices or now < known.avoided_until:
             return 0
@@ -97,21 +98,18 @@ class Models:
         return len(known.bytes.layers)
 
     def scales_live(self, deployment: Deployment, now: float) -> bool:
-        """Return whether its instances may help one another.
-
-        A failed start of such an instance forbids it for a while.
-        """
+        """Return whether a deployment's instances may help one another. Not for a while after such a start failed."""
         known = self._known.get(deployment.url)
         avoided = known is not None and now < known.avoided_until
         return deployment.live_scaling and not self._devices and not avoided
 
     def avoid_groups(self, url: str, now: float) -> None:
-        """Start one instance instead, for a while."""
+        """Start single instances instead of groups for a while."""
         if url in self._known:
             self._known[url].avoided_until = now + _AVOIDED_S
 
     def look(self, deployments: Iterable[Deployment], nodes: Mapping[str, KnownNode], now: float) -> None:
-        """Have a node describe each model that is not known yet, a few at a time: what its place in memory must be."""
+        """Have a node describe each model that is not known yet, a few at a time."""
         self._devices = any(node.status.get("devices") for node in nodes.values())
         alive = [name for name, node in nodes.items() if node.status and node.lost_at is None and not node.silent]
         asked = {item.url: self._asked.get(item.url, (0, 0.0)) for item in deployments if item.url not in self._known}
@@ -137,7 +135,7 @@ class Models:
         self._known[url] = KnownModel(parts, total, replace(times, weights_bytes=total))
 
     def learn(self, node: KnownNode, known: KnownInstance, url: str, start: Mapping[str, float]) -> bool:
-        """Note what a start on a node took, once; whether that is new and was waited for."""
+        """Note how long a start took, once. Return whether that is new and a request waited for it."""
         if url not in self._known:
             return False
         try:
@@ -155,15 +153,15 @@ class Models:
         return took["ttft_s"] > 0
 
     def starts(self, url: str) -> list[dict[str, Any]]:
-        """The newest cold starts, for the status: how they were predicted, and what they took."""
+        """Return the newest cold starts for the status, with predicted and actual times."""
         found = self._known[url].starts if url in self._known else ()
         shown = ("workers", "predicted_s", "ttft_s", "decode_s")
         return [{name: start[name] for name in shown if name in start} for start in found]
 
     def learned(self, url: str) -> dict[str, float]:
-        """Return what predictions of the next start use, by ParaServe's names, in seconds;
+        """Return the times in seconds by which the next start is predicted, under ParaServe's names.
 
-        nothing for an unknown model.
+        Empty for an unknown model.
         """
         times, hop_s = self.times(url), self.hop_s(url)
         if times is None:

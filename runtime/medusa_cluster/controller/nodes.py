@@ -1,4 +1,4 @@
-"""What the controller knows about the cluster's nodes and their instances."""
+"""The controller's knowledge about nodes, instances, fetches and gateways, and its way to the nodes."""
 
 from __future__ import annotations
 
@@ -15,39 +15,42 @@ _CALL_S = 10.0
 
 
 class Nodes(Protocol):
-    """The way to the nodes; in a cluster it leads through Ray's actors."""
+    """The way to the nodes. In a real cluster, orders go through Ray's actors."""
 
     async def servers(self) -> dict[str, str] | None:
-        """The nodes that live, each with the URL of its node server; None when that cannot be found out now."""
+        """Return the live nodes: name → URL of the node server. None if that cannot be found out now."""
 
     async def status(self, node: str, url: str, timeout_s: float) -> Mapping[str, Any]:
-        """Ask a node server for its status, past what carries orders. Raises ClusterError when it does not answer."""
+        """Ask a node server for its status, not by the way of orders. Raises ClusterError if it does not answer."""
 
     async def call(self, node: str, request: dict[str, Any], timeout_s: float) -> Any:
-        """Have a node server answer a request of its control socket. Raises ClusterError when it cannot be reached."""
+        """Send a node server a request of its control socket, and return the result.
+
+        Raises ClusterError if it cannot be reached.
+        """
 
     async def forget(self, node: str) -> None:
-        """Give up a node that was lost, or that nobody uses. When it is told something, it is as if it were new."""
+        """Release what belongs to a node that is lost or unused. The next call treats it as a new node."""
 
     async def request_nodes(self, total: int) -> None:
-        """Have an autoscaler, where there is one, add nodes until there are so many; 0: none are missing.
+        """Ask the autoscaler, if there is one, to add nodes until there are ``total``. 0: none are missing.
 
-        Raises ClusterError when it cannot be asked.
+        Raises ClusterError if it cannot be asked.
         """
 
 
 @dataclass
 class KnownNode:
-    """A node as it was seen last. Times are on the monotonic clock.
+    """A node as it was seen last. Times are by the monotonic clock.
 
-    ``lost_at``: when it was no longer there. ``joined``: it was seen and could be told something. ``reached``: orders
-    have reached it since it was there. ``silent``: it serves requests, but orders have not reached it for a while,
-    because Ray is away on it. ``spare``: it was given back to the autoscaler, which ends it once nothing runs there.
+    ``lost_at``: when it was lost. ``joined``: it has answered, and an order has reached it, at least once. ``reached``:
+    an order has reached it since it is there. ``silent``: it serves requests, but orders do not reach it, because Ray
+    is away there. ``spare``: it was given back to the autoscaler, which ends it once nothing runs there.
     """
 
     name: str
     status: Mapping[str, Any] = field(default_factory=dict)
-    seen_at: float = 0.0  # monotonic, of the status
+    seen_at: float = 0.0  # when the status came
     lost_at: float | None = None
     joined: bool = False
     reached: bool = False
@@ -55,8 +58,8 @@ class KnownNode:
     given_up: bool = False
     drained_told: bool = False
     spare: bool = False
-    excluded: set[tuple[str, str]] = field(default_factory=set)  # (model, peer): wrong bytes, as was told
-    starts: dict[str, dict[str, float]] = field(default_factory=dict)  # what was learned from the instances it shows
+    excluded: set[tuple[str, str]] = field(default_factory=set)  # (URL of a model, peer) that an event was logged for
+    starts: dict[str, dict[str, float]] = field(default_factory=dict)  # id of an instance in the status → its start
 
     @property
     def url(self) -> str:
@@ -70,10 +73,10 @@ class KnownNode:
 class KnownInstance:
     """An instance that was decided on, or that a node has reported.
 
-    ``group``: the id of the group that it is a worker of, with its rank and layers in it, until the group has ended.
-    ``predicted_s``: the time to its first token, from cold, with so many ``workers``. ``loading``: its group's leader
-    does not have all layers yet, or it ``helps`` another instance until it has them itself.
-    ``live``: where it waits for one that helps it.
+    ``group`` is the group that it is a worker of, with its ``rank`` and ``layers`` there, until the group ends.
+    ``predicted_s`` is the predicted time to the first token of a cold start with so many ``workers``. ``loading``: its
+    group's leader does not have all layers yet, or it helps the instance ``helps`` until it has all layers itself.
+    ``live`` is where it waits for a helper.
     """
 
     id: str
@@ -96,7 +99,7 @@ class KnownInstance:
     helps: str | None = None
 
     def take_group(self, shown: Mapping[str, Any]) -> None:
-        """Take over what its node shows of the group that it is in, as after a restart of the controller."""
+        """Set the group from the node's status, as after a restart of the controller."""
         self.group, self.rank, self.full = str(shown["id"]), int(shown["rank"]), bool(shown["full"])
         self.workers, self.loading = int(shown["size"]), self.rank > 0
         start, _, stop = str(shown.get("layers") or "").partition(":")
@@ -112,7 +115,7 @@ class KnownFetch:
     sources: tuple[str, ...]
     pin: bool
     at: float  # monotonic
-    layers: tuple[int, int] | None = None  # which come first; None: all, in order
+    layers: tuple[int, int] | None = None  # [start, stop) of the layers that come first; None: all, in order
 
 
 @dataclass
@@ -125,7 +128,7 @@ class Gateway:
 
 
 async def group_place(nodes: Nodes, node: KnownNode) -> str:
-    """HOST:PORT where an instance on this node may wait for others. Raises ClusterError when the node names none."""
+    """Return HOST:PORT on a node where an instance can wait for others. Raises ClusterError if the node gives none."""
     found = await nodes.call(node.name, {"op": "group_port"}, _CALL_S)
     host = str(node.status.get("address", "")).rpartition(":")[0]
     port = found.get("port") if isinstance(found, dict) else None

@@ -1,4 +1,4 @@
-"""What must survive the controller: the deployments and the nodes that drain, in a file on the head."""
+"""The plan, which has to survive the controller, in a file on the head: deployments and draining nodes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Plan:
     deployments: dict[str, Deployment] = field(default_factory=dict)
-    draining: Mapping[str, float | None] = field(default_factory=dict)  # node → how long its requests may go on there
-    versions: Mapping[str, list[str]] = field(default_factory=dict)  # of each model, in the order in which they came
+    draining: Mapping[str, float | None] = field(default_factory=dict)  # node → seconds that its requests may still run
+    versions: Mapping[str, list[str]] = field(default_factory=dict)  # URL → versions, in the order of their appearance
 
 
 def read_plan(path: Path) -> Plan:
-    """Return what was written last; an empty plan when there is none, or none that can be read."""
+    """Return the plan that was written last, or an empty plan if there is none.
+
+    A file that cannot be read is kept under another name, and an empty plan returned.
+    """
     try:
         found = json.loads(path.read_text())
         deployments = [Deployment.from_json(item) for item in found["deployments"]]
@@ -40,7 +43,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def write_plan(path: Path, plan: Plan) -> None:
-    """Replace the file as a whole, so that a kill at any moment leaves the old one or the new one."""
+    """Write the plan atomically: a kill at any moment leaves either the old file or the new one. Raises OSError."""
     text = json.dumps(
         {
             "deployments": [item.to_json() for item in plan.deployments.values()],

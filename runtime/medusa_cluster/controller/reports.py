@@ -1,6 +1,6 @@
-"""Checks of the reports of nodes and gateways, before the controller keeps them.
+"""Checks of nodes' and gateways' reports, before the controller keeps them.
 
-Decisions are taken about all nodes at once, so a single report that cannot be used would stop all of them.
+A decision is about all nodes at once, so a single unusable report would stop all decisions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Check = Callable[[Any], bool]
 
 
 def node_status(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A node's status. Raises ClusterError where a value is missing or of another type."""
+    """Return a node's status unchanged. Raises ClusterError if a value is missing or has another type."""
     for name, check in _STATUS.items():
         if name in found and not check(found[name]):
             raise ClusterError(f"expected the status of a node, found {name} of {shown(found[name])}")
@@ -25,7 +25,7 @@ def node_status(found: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def loads_of(found: Any) -> dict[str, dict[str, float]]:
-    """A gateway's loads: numbers by model. Raises ConfigError."""
+    """Return a gateway's loads unchanged: model → name → number. Raises ConfigError if they are something else."""
     if isinstance(found, dict) and len(found) <= _MOST_MODELS:
         loads: dict[str, dict[str, float]] = found
         if all(isinstance(load, dict) and all(map(_number, load.values())) for load in loads.values()):

@@ -1,4 +1,4 @@
-"""Where gateways send requests, with a version, so that they can wait for the next one."""
+"""The routes, by which gateways know where to send requests. With their version, gateways can wait for changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Routes:
-    """The last routes. A version is text that is compared for equality alone; it is new after a restart, too."""
+    """The current routes. A version is text to be compared for equality only, and is new after a restart."""
 
     def __init__(self) -> None:
         self._start = secrets.token_hex(4)
@@ -25,7 +25,7 @@ class Routes:
         return {"version": self.version, "models": self._models}
 
     def update(self, models: dict[str, Any]) -> None:
-        """Take over these routes, and wake those who wait if they are others."""
+        """Use these routes, and wake the waiting calls if the routes have changed."""
         if models == self._models:
             return
         self._models = models
@@ -34,7 +34,7 @@ class Routes:
         self._changed = asyncio.Event()
 
     async def after(self, version: str, wait_s: float) -> dict[str, Any]:
-        """The routes once they are others than those of ``version``, or after ``wait_s``."""
+        """Return the routes as soon as their version is another than ``version``, or after ``wait_s``."""
         if version == self.version:
             try:
                 async with asyncio.timeout(wait_s):

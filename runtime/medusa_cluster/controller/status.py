@@ -1,4 +1,4 @@
-"""The state of the cluster for `medusa cluster status --json` and the gateway's page."""
+"""The state of the cluster, for ``medusa cluster status --json`` and the gateway's page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GATEWAY_SHOWN_S = 60.0
 
 
 def status(cluster: Cluster) -> dict[str, Any]:
-    """Everything that is known, as JSON; its form is in docs/internals/cluster.md."""
+    """Return the cluster's state as JSON, in the form of docs/internals/cluster.md."""
     now = time.time()
     fetches = cluster.execution.fetches(cluster.nodes, time.monotonic())
     transfers = [_transfer(cluster, node, model) for node in cluster.nodes.values() for model in _arriving(node)]
@@ -67,7 +67,7 @@ def _node(cluster: Cluster, node: KnownNode) -> dict[str, Any]:
 def _model(cluster: Cluster, item: Deployment) -> dict[str, Any]:
     load = cluster.loads.summed(cluster.gateways.values(), time.monotonic()).get(item.name)
     instances = [instance for instance in cluster.instances.values() if instance.model == item.name]
-    ones = [instance for instance in instances if not instance.rank]  # a group is one of them
+    ones = [instance for instance in instances if not instance.rank]  # a group counts as one instance, by its leader
     states = ["starting" if one.loading and one.state == "ready" else one.state for one in ones]
     alive = [node for node in cluster.nodes.values() if node.lost_at is None]
     return item.to_json() | {
@@ -82,7 +82,7 @@ def _model(cluster: Cluster, item: Deployment) -> dict[str, Any]:
         "waiting": load.waiting if load else 0,
         "running": load.running if load else 0,
         "tokens_per_s": load.decoded_per_s if load else 0.0,
-        "layers": cluster.models.layers(item, time.monotonic()),  # that a group may share
+        "layers": cluster.models.layers(item, time.monotonic()),  # how many layers a group may share
         "starts": cluster.models.starts(item.url),
         "learned": cluster.models.learned(item.url),
     }
@@ -109,7 +109,7 @@ def _transfer(cluster: Cluster, node: KnownNode, model: Any) -> dict[str, Any]:
 
 
 def chains(hops: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
-    """Join hops (URL, from, to) into chains, each from its first source on."""
+    """Join hops (URL, from, to) into chains, each beginning at its first source."""
     found: list[dict[str, Any]] = []
     for url in dict.fromkeys(url for url, _, _ in hops):
         following: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Which version of each model is the current one: the one that appeared last."""
+"""The current version of each model, which is the one that appeared last."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ _KEPT = 8
 
 
 class Versions:
-    """The versions of each model, in the order in which they were seen first.
+    """The versions of each model, in the order of their first appearance.
 
-    An agent notices that a store's objects were replaced, and fetches them again. So what is seen for the first time is
-    newer than what was there, and a node that comes back with what it had is known to have an old one.
+    When a store's objects are replaced, an agent notices and fetches them again. So a version that appears for the
+    first time is newer than all others, and a node that comes back with an older one is recognized.
     """
 
     def __init__(self, seen: Mapping[str, Iterable[str]]) -> None:
         self._seen = {url: list(versions) for url, versions in seen.items()}
 
     def see(self, models: Iterable[Mapping[str, Any]], deployed: Collection[str]) -> bool:
-        """Take the versions that a node shows. Returns whether one of them is new; others' models are forgotten."""
+        """Note the versions that a node shows. Return whether one of them is new.
+
+        ``deployed`` are the URLs of deployed models; all others are forgotten.
+        """
         new = False
         for model in models:
             url, version = str(model["url"]), str(model.get("version", ""))
@@ -33,7 +36,7 @@ class Versions:
         return new
 
     def current(self, url: str, nodes: Iterable[KnownNode]) -> str:
-        """The newest version of which a living node has a part; "" when there is none."""
+        """Return the newest version that a live node has at least in part, or an empty string."""
         there = {
             str(model.get("version", ""))
             for node in nodes

@@ -1,4 +1,4 @@
-"""The cluster's state in two forms: for the policy, and for users (`medusa cluster status --json`)."""
+"""The cluster's state in the form that the policy takes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from ..deployment import Deployment
     from .cluster import Cluster
 
-_GATEWAY_GONE_S = 2.0  # without a report: its loads count no longer
+_GATEWAY_GONE_S = 2.0  # the loads of a gateway without a report for so long no longer count
 
 
 class Loads:
-    """The gateways' loads, summed by model, and when each model was last asked for."""
+    """The gateways' loads, summed by model, with the time of each model's last request."""
 
     def __init__(self) -> None:
         self._last_request: dict[str, float] = {}
@@ -54,7 +54,7 @@ class Loads:
 def policy_state(
     cluster: Cluster, fetches: Iterable[KnownFetch], loads: Mapping[str, policy.Load]
 ) -> policy.ClusterState:
-    """Return what the policy decides from. Instances and fetches that no node has confirmed yet are in it, too."""
+    """Return the state for the policy. It includes instances and fetches that no node has confirmed yet."""
     instances: dict[str, list[KnownInstance]] = {}
     for item in cluster.instances.values():
         instances.setdefault(item.node, []).append(item)
@@ -113,7 +113,7 @@ def _policy_node(
                 id=item.id,
                 model=item.model,
                 node=item.node,
-                # A group may be consolidated when its leader has all layers.
+                # To the policy, workers are starting until their leader has all layers and the group can consolidate.
                 state="starting" if item.loading else item.state,  # type: ignore[arg-type]
                 since_s=item.since + offset,
                 role=item.role,  # type: ignore[arg-type]

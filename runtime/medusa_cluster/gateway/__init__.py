@@ -1,1 +1,1 @@
-"""The entrance of a cluster: the OpenAI routes for every deployed model, over HTTP to the instances."""
+"""The gateway: the entrance of a cluster, with the OpenAI routes for every deployed model."""

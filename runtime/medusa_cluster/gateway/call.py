@@ -1,4 +1,4 @@
-"""A client's request, read and understood as far as the gateway has to."""
+"""A client's request, as far as the gateway has to understand it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from .faults import Fault
 
-_SEED_BITS = 48  # exact in every JSON parser
-_PROMPT_BYTES, _MOST_FOR_PROMPT = 8192, 4.0  # a body of so many bytes counts as one more sequence, up to so many
+_SEED_BITS = 48  # so that every JSON parser reads the seed exactly
+_PROMPT_BYTES, _MOST_FOR_PROMPT = 8192, 4.0  # each 8 KiB of a body cost as much as a sequence, up to four sequences
 
-# What an instance answers. The first take a seed, which makes a second run draw the same tokens.
+# The routes of an instance. Those in SAMPLING take a seed, with which a second run draws the same tokens.
 SAMPLING = frozenset({"/v1/completions", "/v1/chat/completions"})
 OTHERS = frozenset(
     {
@@ -22,27 +22,30 @@ OTHERS = frozenset(
         "/tokenize", "/detokenize", "/medusa/describe", "/medusa/call",
     }
 )  # fmt: skip
-FRAMES = "/medusa/generate"  # a frame of the engine's socket, from a function with --engine cluster
+FRAMES = "/medusa/generate"  # takes a frame of the engine's socket, from a function with --engine cluster
 _PASSED_ON = ("X-Request-Id", "Traceparent", "Tracestate", "Baggage")
-_NO_TEXT = frozenset({"role", "type", "image_url", "input_audio"})  # of a message
+_NO_TEXT = frozenset({"role", "type", "image_url", "input_audio"})  # fields of a message that are not prompt text
 ROUTES = SAMPLING | OTHERS | {FRAMES}
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request for a model: where it goes, its body as instances get it, and how much work it is, in sequences."""
+    """A request for a model. ``body`` is what instances get, and ``cost`` the estimated work, in sequences."""
 
     route: str
     model: str
     body: bytes
     cost: float
     headers: Mapping[str, str]
-    prompt_tokens: int = 0  # of prompts that come as token ids
-    prompt_bytes: int = 0  # of the others, as text in UTF-8
+    prompt_tokens: int = 0  # the tokens of prompts given as token ids
+    prompt_bytes: int = 0  # the UTF-8 bytes of prompts given as text
 
 
 def understand(route: str, raw: bytes, given: Mapping[str, str]) -> Call:
-    """Read a body. One that samples without a seed gets one, so that it can be run again. Raises Fault 400."""
+    """Read a request's body. ``given`` are its headers.
+
+    A sampling request without a seed gets one, so that it can be run again with the same tokens. Raises Fault 400.
+    """
     body = _object(raw)
     model = body.get("model")
     if not isinstance(model, str) or not model:
@@ -61,7 +64,7 @@ def understand(route: str, raw: bytes, given: Mapping[str, str]) -> Call:
 
 
 def _prompt(route: str, body: dict[str, Any]) -> tuple[int, int]:
-    """Return the tokens of a prompt, as far as it consists of ids, and the bytes of its text."""
+    """Return the number of token ids in a prompt, and the UTF-8 bytes of its text."""
     if route not in SAMPLING and route != FRAMES:
         return 0, 0
     tokens, text_bytes = 0, 0
@@ -91,7 +94,7 @@ def _seeded_frame(body: dict[str, Any]) -> bytes:
 
 
 def _sequences(body: dict[str, Any]) -> float:
-    """Return how many sequences a request has; instances say what is wrong with it."""
+    """Return how many sequences a request asks for. Does not validate the request: instances do."""
     count = 1
     for name in ("n", "best_of"):
         value = body.get(name)

@@ -1,4 +1,4 @@
-"""The gateway's side of the controller: its calls under ``/cluster/`` of the node servers."""
+"""The gateway's client for the controller, by the node servers' routes under ``/cluster/``."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ _CALL_S, _REPORT_S = 10.0, 3.0
 
 
 class Control(Protocol):
-    """What a gateway asks of the controller. Every call raises MedusaError while there is no answer."""
+    """The controller's operations that a gateway uses. Every call raises MedusaError if it gets no answer."""
 
     async def routes(self, version: str, wait_s: float) -> Routes:
-        """The routes, as soon as they are others than those of ``version``, or after ``wait_s``."""
+        """Return the routes as soon as their version is another than ``version``, or after ``wait_s``."""
 
     async def report(self, loads: Mapping[str, Mapping[str, float]], version: str) -> Routes | None:
-        """Tell what each model has to do, and return the routes; None where they are still those of ``version``."""
+        """Report each model's load. Return the routes, or None if they are still those of ``version``."""
 
     async def status(self) -> dict[str, Any]:
-        """The state of the cluster, for people."""
+        """Return the state of the cluster, as it is shown to people."""
 
 
 class NodeServers:
-    """The controller behind any of several node servers: the one that answered last is asked first."""
+    """The controller, reached through any of several node servers. The one that answered last is asked first.
+
+    ``name`` and ``url`` are this gateway's, for its reports.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class NodeServers:
         self.url = url
 
     def learn(self, found: Routes) -> None:
-        """Also ask the node servers at which instances are, so that the end of one node is no end of control."""
+        """Use the node servers of all instances as well, so that the controller stays reachable if a node ends."""
         others = {node_server(instance.url) for instance in found.instances().values()}
         known = [url for url in self._known if url in others or url in self._given]
         self._known = known + [url for url in sorted(filter(None, others)) if url not in known]

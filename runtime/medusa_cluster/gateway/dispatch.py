@@ -1,8 +1,8 @@
-"""Which request goes to which instance, and which ones wait.
+"""Dispatch: the queues of requests, and the choice of an instance for each.
 
 A request waits in its model's queue until an instance has room for it: first come, first served. It gets the instance
-with the least work. Places to wait are shared fairly among models: where all are taken, the model with the longest
-queue gives up its newest request for one of a model with a shorter queue.
+with the least work. Models share the places to wait fairly. When all places are taken, the model with the longest queue
+gives up its newest request for a request of a model with a shorter queue.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ class _Model:
 
 @dataclass(slots=True)
 class _Standing:
-    """What this gateway knows of an instance: its own requests there, and whether to leave it alone for a moment."""
+    """The requests that this gateway has at an instance, and whether the instance should get more.
+
+    ``work`` is in sequences; ``paused_until`` is by the monotonic clock.
+    """
 
     instance: Instance | None = None
     work: float = 0.0
@@ -56,21 +59,21 @@ class _Standing:
 
 
 class Dispatch:
-    """The queues of all models, and the work of all instances. Belongs to one event loop."""
+    """The queues of all models, and the work of all instances. Use it in one event loop only."""
 
     def __init__(self, max_waiting: int, metrics: Metrics, wake: Callable[[], None]) -> None:
         self._max_waiting = max_waiting
         self._metrics = metrics
-        self._wake = wake  # called when a request has to wait: the controller should know
+        self._wake = wake  # called when a request has to wait, to report it to the controller
         self._models: dict[str, _Model] = {}
         self._adapters: dict[str, str] = {}  # name → name of the model
         self._standings: dict[str, _Standing] = {}
         self.instances: dict[str, Instance] = {}  # by id
 
-    # What the table of routes says
+    # The routes
 
     def update(self, routes: Routes) -> None:
-        """Use these routes. Requests for a model that is gone get 404."""
+        """Use these routes from now on. Waiting requests for a model that is gone get 404."""
         for name in set(self._models) - set(routes.models):
             for waiter in self._models.pop(name).waiting:
                 _refuse(waiter, unknown_model(name))
@@ -88,20 +91,21 @@ class Dispatch:
             self._advance(name)
 
     def deployed(self, name: str) -> Deployed:
-        """The deployment of a model, or of the model that has an adapter of this name. Raises Fault 404."""
+        """Return the model of this name, or the model that has an adapter of this name. Raises Fault 404."""
         found = self._models.get(name) or self._models.get(self._adapters.get(name, ""))
         if found is None:
             raise unknown_model(name)
         return found.deployed
 
-    # What requests do
+    # Requests
 
     async def lease(
         self, name: str, cost: float, *, avoid: frozenset[str], deadline: float, first: bool = False
     ) -> Lease:
-        """Wait for a place at an instance; one outside ``avoid`` if there is any.
+        """Wait for a place at an instance, preferably one whose id is not in ``avoid``. Give it back with ``release``.
 
-        ``first``: it waits in front of the others. Raises Fault 404, 429 and 503.
+        ``cost`` is in sequences, and ``deadline`` by the monotonic clock. With ``first``, the request waits in front of
+        all others. Raises Fault 404, 429 or 503.
         """
         if name not in self._models:
             raise unknown_model(name)
@@ -122,8 +126,8 @@ class Dispatch:
             if waiter in model.waiting:
                 model.waiting.remove(waiter)
             if waiter.future.done() and not waiter.future.cancelled() and waiter.future.exception() is None:
-                self.release(waiter.future.result())  # it was given in the moment in which the request ended
-            self._advance(name)  # those behind it may need less room
+                self.release(waiter.future.result())  # the place was given just when the request ended
+            self._advance(name)  # the next requests may need less room
             if isinstance(error, TimeoutError):
                 raise self._too_late(name) from None
             raise
@@ -136,12 +140,12 @@ class Dispatch:
             standing.requests -= 1
             if not standing.requests:
                 standing.work = 0.0
-                if lease.instance.id not in self.instances:  # with its node it may come back, and is unknown then
+                if lease.instance.id not in self.instances:  # if it comes back with its node, it starts afresh
                     del self._standings[lease.instance.id]
         self._advance(lease.model)
 
     def pause(self, instance_id: str) -> None:
-        """Send nothing to an instance for a moment, each time twice as long, because it could not take a request."""
+        """Send nothing to an instance for a while, because it could not take a request. The pause doubles each time."""
         standing = self._standings.setdefault(instance_id, _Standing())
         if standing.paused_until > time.monotonic():
             return
@@ -150,35 +154,35 @@ class Dispatch:
         asyncio.get_running_loop().call_later(standing.pause_s + 0.001, self._advance_all)
 
     def answered(self, instance_id: str) -> None:
-        """Note that an instance works as it should."""
+        """Note that an instance has answered, so that its next pause is short again."""
         standing = self._standings.get(instance_id)
         if standing is not None:
             standing.pause_s = 0.0
 
     def set_lost(self, instance_id: str, lost: bool) -> None:
-        """Send nothing to an instance that does not answer, until it does."""
+        """Set whether an instance is lost. A lost one gets no requests."""
         standing = self._standings.setdefault(instance_id, _Standing())
         standing.lost = lost
         if not lost:
             self._advance_all()
 
     def refuse_waiting(self, fault: Fault) -> None:
-        """End all requests that wait."""
+        """End all waiting requests with this fault."""
         for model in self._models.values():
             for waiter in model.waiting:
                 _refuse(waiter, fault)
 
-    # What others read
+    # Views for other parts
 
     def busy(self) -> list[Instance]:
-        """The instances that work on a request of ours."""
+        """Return the instances that work on requests of this gateway."""
         return [found.instance for found in self._standings.values() if found.requests and found.instance]
 
     def waiting(self, name: str) -> int:
         return len(self._models[name].waiting) if name in self._models else 0
 
     def gauges(self) -> dict[str, dict[str, float]]:
-        """Waiting and running requests, and ready and starting instances, by model."""
+        """Return waiting and running requests, and ready and starting instances: name of the gauge → model → value."""
         found: dict[str, dict[str, float]] = {
             name: {} for name in ("waiting", "running", "ready_instances", "starting_instances")
         }
@@ -218,7 +222,7 @@ class Dispatch:
                 waiter.future.set_result(Lease(name, instance, waiter.cost))
 
     def _choose(self, deployed: Deployed, waiter: _Waiter) -> Instance | None:
-        """The instance with the least work among those that have room; those to be avoided come last."""
+        """Return the instance with the least work that has room, or None. Instances to avoid come last."""
         now = time.monotonic()
         best: tuple[bool, float, str] | None = None
         chosen = None
@@ -238,7 +242,7 @@ class Dispatch:
         return chosen
 
     def _find_room(self, name: str) -> str | object | None:
-        """None where there is room; else the model that has to give up a request, or _NONE."""
+        """Return None if there is a place to wait, else the model that has to give one up, or _NONE if none has to."""
         if sum(len(model.waiting) for model in self._models.values()) < self._max_waiting:
             return None
         longest = max(self._models, key=lambda other: len(self._models[other].waiting), default=name)

@@ -20,16 +20,16 @@ _LARGEST_ANSWER_BYTES = 256 << 20
 _KEPT_HEADERS = ("Content-Type", "Retry-After", "Server-Timing", "X-Request-Id", "Allow", "Cache-Control")
 _BUSY_CODES = ("not_ready", "overloaded")
 _ENGINE_CODES = ("Engine.Failed", "Device.", "Limit.", "Cluster.")
-# Of an instance, or the node server in front of it, that has not begun and will not.
+# Codes that mean the instance has not begun the request and never will.
 _ABSENT_CODES = ("Cluster.NoInstance", "Cluster.Unauthorized")
 
 
 class BusyError(Exception):
-    """An instance cannot take the request now; it has not begun it."""
+    """An instance cannot take the request now, and has not begun it."""
 
 
 class Answer(NamedTuple):
-    """A whole answer."""
+    """A whole answer, not streamed."""
 
     status: int
     headers: dict[str, str]
@@ -37,7 +37,7 @@ class Answer(NamedTuple):
 
 
 class Exchange:
-    """The answer of an instance, whose head has come. A context manager's value; see ``exchange``."""
+    """An instance's answer whose head has arrived. Made by the context manager ``exchange``."""
 
     def __init__(self, response: aiohttp.ClientResponse, instance: Instance, health: Health) -> None:
         self._response = response
@@ -50,11 +50,11 @@ class Exchange:
         return self._response.content_type == "text/event-stream"
 
     def head(self) -> dict[str, str]:
-        """The headers that the client should get."""
+        """Return the headers that the client should get."""
         return {name: self._response.headers[name] for name in _KEPT_HEADERS if name in self._response.headers}
 
     async def whole(self) -> Answer:
-        """The whole answer. Raises LostError and BusyError."""
+        """Read the whole answer. Raises LostError and BusyError."""
         pieces, size = [], 0
         async with self._health.watched(self._instance):
             with _breaking():
@@ -71,7 +71,7 @@ class Exchange:
         return Answer(status, self.head(), body)
 
     async def events(self) -> AsyncGenerator[Event]:
-        """The events of a stream, up to the last one. Raises LostError when they end before it, and BusyError."""
+        """Yield the events of a stream, up to ``[DONE]``. Raises LostError if the stream ends before it."""
         splitter = Splitter()
         while True:
             async with self._health.watched(self._instance):
@@ -93,11 +93,11 @@ class Exchange:
                     return
 
     async def close(self) -> None:
-        """Give the connection back if the answer was read to its end; else close it, so that the instance notices."""
+        """Give the connection back if the answer was read to its end. Else close it, so that the instance notices."""
         if self._done:
             with suppress(aiohttp.ClientError, OSError):  # TimeoutError is an OSError
                 async with asyncio.timeout(_END_S):
-                    await self._response.content.readany()  # the end of the body, which is nearly always there
+                    await self._response.content.readany()  # the end of the body, which has nearly always arrived
         self._response.close()
 
 
@@ -111,7 +111,7 @@ async def exchange(
     body: bytes,
     headers: Mapping[str, str],
 ) -> AsyncIterator[Exchange]:
-    """Send a request to an instance and wait for the head of its answer. Raises LostError and BusyError."""
+    """Send a request to an instance, and wait for the head of its answer. Raises LostError."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
     health.heard(instance.id)
     try:
@@ -135,7 +135,7 @@ async def exchange(
 
 @contextmanager
 def _breaking() -> Iterator[None]:
-    """Turn the errors of a connection that breaks into LostError."""
+    """Turn the errors of a broken connection into LostError."""
     try:
         yield
     except TimeoutError:
@@ -145,13 +145,13 @@ def _breaking() -> Iterator[None]:
 
 
 def _judge(status: int, body: bytes) -> None:
-    """Raise LostError or BusyError for an error that another instance would not give."""
+    """Raise LostError or BusyError for an error that another instance would probably not give."""
     code = error_code(body)
     if code in _ABSENT_CODES:
         raise LostError(f"its node server answers {_said(status, body)}", began=False)
     if status == 429 or (status == 503 and code in _BUSY_CODES):
         raise BusyError
-    if status in (502, 503):  # its engine ended: it may come back, but not with this request
+    if status in (502, 503):  # its engine ended; a new engine does not know this request
         raise LostError(f"it failed ({_said(status, body)})", began=True)
 
 

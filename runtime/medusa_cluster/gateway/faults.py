@@ -1,4 +1,4 @@
-"""Errors as the clients of a gateway see them, in OpenAI's form."""
+"""Errors that clients of a gateway get, in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 404: "not_f
 
 
 class Fault(Exception):
-    """A request that gets an error for an answer. ``code`` is stable; ``param`` names the field at fault."""
+    """An error to answer a request with. ``code`` is stable, and ``param`` names the field at fault."""
 
     def __init__(
         self, status: int, message: str, *, code: str, param: str | None = None, retry_after_s: float | None = None
@@ -34,17 +34,17 @@ class Fault(Exception):
 
 
 def compact(value: Any) -> bytes:
-    """JSON as it is sent."""
+    """Return a value as compact JSON in UTF-8."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
 def error_code(body: bytes) -> str:
-    """The code in an error's body; empty where there is none."""
+    """Return the code in an error's body, or an empty string if there is none."""
     return _of_error(body, "code")
 
 
 def error_message(body: bytes) -> str:
-    """The message in an error's body; empty where there is none."""
+    """Return the message in an error's body, or an empty string if there is none."""
     return _of_error(body, "message")
 
 

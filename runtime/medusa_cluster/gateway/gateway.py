@@ -1,4 +1,4 @@
-"""The parts of a gateway, and how they hold together."""
+"""A gateway: its settings, and its parts put together."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from .relay import Relay
 from .route_table import Loads, RouteTable
 from .routes import Routes
 
-_STATUS_S = 0.5  # for which an answer about the cluster is shown to everyone who looks
+_STATUS_S = 0.5  # how long the controller's status is kept before it is asked for again
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
     """The settings of a gateway.
 
-    addresses: node servers, as host:port. client_token: what requests must bear, if anything.
+    ``addresses`` are node servers as ``host:port``, and ``client_token`` is the token that clients must send, if any.
+    ``hold_s`` is how long a request may wait for an instance, and ``max_waiting`` how many may wait.
+    ``body_memory_mb`` limits the bodies of all requests in flight together.
     """
 
     addresses: tuple[str, ...]
@@ -49,7 +51,7 @@ class GatewayOptions:
 
 
 class Gateway:
-    """The parts of one gateway. Belongs to one event loop."""
+    """A gateway's parts. Use it in one event loop only. ``url`` is the gateway's own, for its reports."""
 
     def __init__(self, options: GatewayOptions, session: aiohttp.ClientSession, url: str) -> None:
         self.options = options
@@ -81,7 +83,7 @@ class Gateway:
         self.metrics.forget(set(routes.models))
 
     def loads(self) -> Loads:
-        """Return what each model has to do here, for the controller."""
+        """Return each model's load at this gateway, for the controller."""
         gauges = self.dispatch.gauges()
         return {
             name: {
@@ -103,7 +105,10 @@ class Gateway:
         return self.metrics.text(gauges) + "\n".join(gauge(name, text, ((), round(self.table.away_s, 1)))) + "\n"
 
     async def status(self) -> dict[str, Any]:
-        """The state of the cluster: the controller's view, or while it is away the last one, with what we know."""
+        """Return the cluster's state as the controller sees it, and for how long the controller has been away.
+
+        While the controller is away, its last status is returned.
+        """
         async with self._asking:
             if time.monotonic() - self._status_at > _STATUS_S:
                 with suppress(MedusaError):

@@ -1,4 +1,4 @@
-"""Notices instances that neither answer nor end: stopped processes, hung ones, nodes whose link was cut."""
+"""The watch over instances that neither answer nor end: stopped or hung processes, nodes whose link was cut."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_FAILURES = 3  # probes in a row
 
 
 class LostError(Exception):
-    """An instance was lost. ``began`` says whether it may have worked on the request."""
+    """An instance was lost. ``began``: whether it may have begun to work on the request."""
 
     def __init__(self, reason: str, *, began: bool) -> None:
         super().__init__(reason)
@@ -30,7 +30,7 @@ class LostError(Exception):
 
 
 class Health:
-    """Probes the instances that owe an answer and are silent. Lost ones are probed until they answer again."""
+    """Probes of the instances that owe an answer and are silent. Lost ones are probed until they answer again."""
 
     def __init__(self, session: aiohttp.ClientSession, headers: Mapping[str, str], dispatch: Dispatch) -> None:
         self._session = session
@@ -49,7 +49,7 @@ class Health:
 
     @asynccontextmanager
     async def watched(self, instance: Instance) -> AsyncIterator[None]:
-        """Run what waits for an instance. Raises LostError when the instance is lost meanwhile."""
+        """Run a block that waits for an instance. Raises LostError if the instance is lost meanwhile."""
         if instance.id in self._lost:
             raise LostError("it does not answer", began=True)
         self._heard.setdefault(instance.id, time.monotonic())
@@ -79,7 +79,9 @@ class Health:
     def _look(self) -> None:
         silent_since = time.monotonic() - _PROBE_EVERY_S
         busy = {instance.id: instance for instance in self._dispatch.busy()}
-        self._lost = {key: found for key, found in self._lost.items() if key in self._dispatch.instances}
+        for key in set(self._lost) - set(self._dispatch.instances):
+            del self._lost[key]
+            self._dispatch.set_lost(key, False)  # it may come back with its node while it still has a request
         for key in set(self._heard) - set(busy) - set(self._lost):
             self._heard.pop(key)
             self._failures.pop(key, None)
@@ -100,7 +102,7 @@ class Health:
                 self._dispatch.set_lost(instance.id, False)
             return
         self._failures[instance.id] = self._failures.get(instance.id, 0) + 1
-        # Of one that the controller has given up already, a single probe is enough.
+        # If the controller has given up the instance already, one failed probe is enough.
         most = _MOST_FAILURES if instance.id in self._dispatch.instances else 1
         if self._failures[instance.id] >= most and instance.id not in self._lost:
             self._lose(instance)
@@ -113,7 +115,7 @@ class Health:
             scope.reschedule(asyncio.get_running_loop().time())
 
     async def _answers(self, instance: Instance) -> bool:
-        """Return whether the instance's own processes say that they run. One that is still starting does."""
+        """Return whether the instance answers a probe and none of its processes hangs. It may still be starting."""
         try:
             async with self._session.get(
                 f"{instance.url}/readyz", headers=self._headers, timeout=aiohttp.ClientTimeout(total=_PROBE_S)

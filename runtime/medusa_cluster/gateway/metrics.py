@@ -1,4 +1,4 @@
-"""The numbers of a gateway, in Prometheus' text format (exposition format 0.0.4)."""
+"""The metrics of a gateway, in Prometheus' text format (exposition format 0.0.4)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from medusa_runtime.prometheus import SECONDS, TOKEN_SECONDS, Histogram, Labels, gauge
 
-_RATE_S = 2.0  # over which tokens per second are counted
-_TOKENS_PER_BYTE = 0.25  # of a prompt's text, until an answer has told
-_NEWEST = 0.2  # its share in the means that are learned of both
-_TYPICAL_BYTES = 1000.0  # of a prompt
+_RATE_S = 2.0  # the window over which tokens per second are counted
+_TOKENS_PER_BYTE = 0.25  # of a prompt's text, until the answers have shown it
+_NEWEST = 0.2  # the weight of the newest answer in the moving averages of bytes and tokens
+_TYPICAL_BYTES = 1000.0  # of a prompt, until there are answers
 
 Gauges = Mapping[str, Mapping[str, float]]
 
 
 class Rate:
-    """How often something happened in the last seconds."""
+    """The rate per second of something that is counted, over the last ``window_s``."""
 
     def __init__(self, window_s: float = _RATE_S) -> None:
         self._window_s = window_s
@@ -40,7 +40,7 @@ class Rate:
 
 
 class ModelMetrics:
-    """The numbers of one model."""
+    """The metrics of one model."""
 
     def __init__(self, model: str) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
@@ -61,9 +61,9 @@ class ModelMetrics:
             TOKEN_SECONDS,
             labels,
         )
-        self.token_rate = Rate()  # generated
-        self.arrived = Rate()  # tokens of prompts, estimated
-        self.prefilled = Rate()  # those of prompts whose first token has come
+        self.token_rate = Rate()  # generated tokens
+        self.arrived = Rate()  # prompt tokens of requests that arrive, estimated
+        self.prefilled = Rate()  # prompt tokens of requests whose first token has come
         self._mean_bytes, self._mean_tokens = _TYPICAL_BYTES, _TYPICAL_BYTES * _TOKENS_PER_BYTE
         self.finished = Rate(10.0)
 
@@ -72,21 +72,21 @@ class ModelMetrics:
         self.token_rate.note(count)
 
     def prompt_tokens(self, ids: int, text_bytes: int) -> int:
-        """Estimate the tokens of a prompt of so many ids and bytes of text; it is tokenized elsewhere."""
+        """Estimate the tokens of a prompt with so many token ids and bytes of text. The gateway has no tokenizer."""
         if not text_bytes:
             return ids
         per_byte = min(self._mean_tokens / self._mean_bytes, 1.0)  # a template has tokens without text
         return ids + round(self._mean_tokens + per_byte * (text_bytes - self._mean_bytes))
 
     def learn(self, text_bytes: int, tokens: int) -> None:
-        """Learn how many tokens a prompt's text had."""
+        """Learn from an answer how many tokens a prompt's text had."""
         if text_bytes and tokens > 0:
             self._mean_bytes += _NEWEST * (text_bytes - self._mean_bytes)
             self._mean_tokens += _NEWEST * (tokens - self._mean_tokens)
 
 
 class Metrics:
-    """The numbers of all models. Requests for a model that is not deployed are counted under an empty name."""
+    """The metrics of all models. Requests for a model that is not deployed are counted under an empty name."""
 
     def __init__(self) -> None:
         self._models: dict[str, ModelMetrics] = {}
@@ -95,12 +95,12 @@ class Metrics:
         return self._models.setdefault(model, ModelMetrics(model))
 
     def forget(self, deployed: set[str]) -> None:
-        """Drop models that are no longer deployed, so that names do not add up for ever."""
+        """Drop models that are no longer deployed, so that the names do not pile up."""
         for name in set(self._models) - deployed - {""}:
             del self._models[name]
 
     def text(self, gauges: Gauges) -> str:
-        """All of them, and ``gauges``: values by model, under the gauge's name."""
+        """Return all metrics as text. ``gauges``: name of a gauge → model → value."""
         return "\n".join(self._lines(gauges)) + "\n"
 
     def _lines(self, gauges: Gauges) -> Iterator[str]:

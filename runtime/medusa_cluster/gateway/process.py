@@ -1,4 +1,4 @@
-"""The process of a gateway, from the first connection to the drain."""
+"""The gateway's process, from the first connection to the drain."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .server import Server
 
 logger = logging.getLogger(__name__)
 
-_REFUSED_S = 1.0  # for refusals to be written
+_REFUSED_S = 1.0  # the time to send refusals at the end of a drain
 
 
 async def serve(options: GatewayOptions, listener: socket.socket, on_listening: Callable[[], None]) -> int:
-    """Serve on ``listener`` until SIGTERM or SIGINT, then drain; returns the exit status."""
+    """Serve on ``listener`` until SIGTERM or SIGINT, then drain. Return the exit status: 1 if requests were cut off."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    # No limit here: requests are admitted by the dispatch, one connection each.
+    # No limit of connections: each request has one, and the dispatch limits the requests.
     tls = options.access.client_context()
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=20.0, ssl=True if tls is None else tls)
     async with aiohttp.ClientSession(
@@ -57,7 +57,7 @@ async def serve(options: GatewayOptions, listener: socket.socket, on_listening: 
             stopped = asyncio.create_task(stop.wait())
             await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
-                await running  # raises what ended it
+                await running  # raises the error that ended it
             return await _drain(server, accepting, stop, options.drain_s)
         finally:
             accepting.close()
@@ -69,7 +69,7 @@ async def serve(options: GatewayOptions, listener: socket.socket, on_listening: 
 
 
 async def _drain(server: Server, accepting: asyncio.Server, stop: asyncio.Event, drain_s: float) -> int:
-    """Take no more connections, and let requests that run end. A second signal ends them at once."""
+    """Accept no more connections, and let running requests end. A second signal ends them at once."""
     server.draining = True
     stop.clear()
     accepting.close()
@@ -90,13 +90,16 @@ async def _drain(server: Server, accepting: asyncio.Server, stop: asyncio.Event,
 
 
 def _url(options: GatewayOptions, listener: socket.socket) -> str:
-    """The URL at which this gateway says that it can be found."""
+    """Return the URL of this gateway that it reports to the controller."""
     host = options.host if options.host not in ("0.0.0.0", "::", "") else socket.gethostname()
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
 def run(options: GatewayOptions, on_listening: Callable[[str], None]) -> int:
-    """Serve until SIGTERM. Raises ConfigError for an address that cannot be used."""
+    """Serve until SIGTERM or SIGINT, and return the exit status. Raises ConfigError for an unusable address.
+
+    ``on_listening`` is called with the gateway's URL.
+    """
     make_room_for_files()
     listener = bind(Settings(host=options.host, port=options.port))
     listener.setblocking(False)

@@ -1,4 +1,4 @@
-"""A request on its way: held, run on an instance, and run again on another one when that instance is lost."""
+"""The relay of requests: each is held, run on an instance, and run again on another one if that instance is lost."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from .streaming.replay import Transcript
 logger = logging.getLogger(__name__)
 
 _MOST_TOKENS = 1 << 30  # of one request
-_MOST_RUNS = 3  # a request that may itself have ended three instances is not given to a fourth
+_MOST_RUNS = 3  # a request may be what ended its instances, so it does not get a fourth
 
 
 class Client(Protocol):
-    """The one who waits for an answer."""
+    """The client that waits for an answer."""
 
     async def begin(self, headers: Mapping[str, str]) -> None:
         """Send the head of a streamed answer."""
 
     async def send(self, data: bytes) -> None:
-        """Send a part of a streamed answer. Raises ConnectionError when the client is gone or takes nothing."""
+        """Send a part of a streamed answer. Raises ConnectionError if the client is gone or takes nothing."""
 
 
 @dataclass(slots=True)
 class _Progress:
-    """How far the answer to one request is."""
+    """The progress of one request. Times are by the monotonic clock; ``runs`` counts those that may have begun."""
 
     began: float
     deadline: float
@@ -48,12 +48,12 @@ class _Progress:
     first_at: float | None = None
     last_at: float = 0.0
     opened: bool = False
-    lost: str = ""  # which instance was lost last, and why
+    lost: str = ""  # the instance that was lost last, and the reason
     prompt_tokens: int = 0  # estimated
 
 
 class Relay:
-    """Gets requests answered. One for all requests of a gateway."""
+    """The relay for all requests of a gateway."""
 
     def __init__(
         self,
@@ -72,9 +72,10 @@ class Relay:
         self._hold_s = hold_s
 
     async def run(self, call: Call, client: Client, began: float) -> Answer | None:
-        """Answer a request: return a whole answer, or None when it was streamed to ``client``.
+        """Answer a request. Return the whole answer, or None if it was streamed to ``client``.
 
-        Raises Fault; ConnectionError when the client is gone.
+        ``began`` is when the request arrived, by the monotonic clock. Raises Fault if it cannot be answered, and
+        ConnectionError if the client is gone.
         """
         hold_s = self._dispatch.deployed(call.model).hold_s
         progress = _Progress(began, began + (self._hold_s if hold_s is None else hold_s))
@@ -158,7 +159,7 @@ class Relay:
         async with sent as answer:
             if not answer.is_stream:
                 whole = await answer.whole()
-                if progress.opened:  # the first run streamed; this one refuses
+                if progress.opened:  # an earlier run streamed, but this one refuses
                     raise LostError(f"it answered with status {whole.status}", began=True)
                 self._count(call, whole)
                 return whole
@@ -201,7 +202,7 @@ class Relay:
         return rest
 
     def _count(self, call: Call, answer: Answer) -> None:
-        """Count the tokens of a whole answer. When the first one came is not known."""
+        """Count the tokens of a whole answer. The time of its first token is unknown."""
         if call.route in SAMPLING and answer.status == 200:
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 usage, metrics = json.loads(answer.body)["usage"], self._metrics.of(call.model)
@@ -220,7 +221,7 @@ def _note_times(metrics: ModelMetrics, transcript: Transcript, progress: _Progre
 
 
 def _token_count(found: object) -> int:
-    """A number of tokens that an instance has sent. ValueError for what is none: every node's policy counts with it."""
+    """Check a number of tokens from an instance, since the policy counts with it. Raises ValueError if it is none."""
     if not isinstance(found, int) or not 0 <= found <= _MOST_TOKENS:
         raise ValueError(f"expected a number of tokens, found {found!r:.100}")
     return found

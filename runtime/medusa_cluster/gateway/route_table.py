@@ -1,4 +1,4 @@
-"""Keeps the gateway's routes up to date, and the controller informed of the gateway's load."""
+"""The gateway's routes, which follow the controller's, and its reports of load to the controller."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 _WAIT_S = 20.0
 _REPORT_S = 0.1
-_REPEAT_S = 0.5  # between two reports of the same; the controller counts no load that is older than 2 s
+_REPEAT_S = 0.5  # between two reports of the same load; the controller ignores a load older than 2 s
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 Loads = Mapping[str, Mapping[str, float]]
 
 
 class RouteTable:
-    """Follows the controller. While the controller is away, the last routes stay."""
+    """The current routes. While the controller is away, the last ones stay. ``changed`` is called with new ones."""
 
     def __init__(self, control: Control, changed: Callable[[Routes], None]) -> None:
         self._control = control
@@ -32,19 +32,19 @@ class RouteTable:
         self._away_since: float | None = time.monotonic()
         self._logged = False
         self.current = Routes()
-        self.known = False  # whether the controller has ever answered
+        self.known = False  # whether the controller has ever sent routes
 
     @property
     def away_s(self) -> float:
-        """Seconds for which the controller has not answered; 0 while it does."""
+        """The seconds for which the controller has not answered. 0 while it does."""
         return 0.0 if self._away_since is None else time.monotonic() - self._away_since
 
     def wake(self) -> None:
-        """Report at once: a request waits."""
+        """Report at once, because a request waits."""
         self._wanted.set()
 
     async def follow(self) -> None:
-        """Have a call under way that returns when the routes change, until cancelled."""
+        """Keep a call under way that returns when the routes change, until cancelled."""
         pause_s = _LEAST_PAUSE_S
         while True:
             try:
@@ -58,9 +58,9 @@ class RouteTable:
             self._take(routes)
 
     async def report(self, loads: Callable[[], Loads]) -> None:
-        """Report the load when it has changed, up to ten times a second, and at once when it was asked for.
+        """Report the load until cancelled: when it has changed, up to ten times a second, and at once after ``wake``.
 
-        What has not changed is repeated, so that the controller knows that this gateway lives. Until cancelled.
+        A load that has not changed is repeated twice a second, so that the controller knows that this gateway lives.
         """
         pause_s = _REPORT_S
         told: Loads | None = None
@@ -81,7 +81,7 @@ class RouteTable:
             except TimeoutError:
                 continue
             if pause_s > _REPORT_S:
-                await asyncio.sleep(_REPORT_S)  # a controller that is away is not asked in a loop
+                await asyncio.sleep(_REPORT_S)  # so that waiting requests do not flood a controller that is away
 
     def _note_away(self, error: MedusaError) -> None:
         if self._away_since is None:
@@ -91,7 +91,7 @@ class RouteTable:
             logger.warning("the controller is away%s: %s", ", the last routes stay" if self.known else "", error)
 
     def _take(self, routes: Routes | None) -> None:
-        """The controller has answered: use these routes if they are new."""
+        """Note that the controller has answered, and use these routes if they are new."""
         if self._away_since is not None:
             if self._logged:
                 logger.info("the controller is there, after %.1f s", self.away_s)

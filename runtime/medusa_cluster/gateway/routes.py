@@ -18,7 +18,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One instance of a model. ``url`` is its address at its node server; a path is appended to it."""
+    """An instance of a model. ``url`` is its address at its node server, to which the path is appended."""
 
     id: str
     node: str
@@ -28,7 +28,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """A model's name, its deployment as the controller knows it, its instances, and its adapters' URLs by name."""
+    """A deployed model: its name, its deployment as JSON, its instances, and the URLs of its adapters by name."""
 
     name: str
     deployment: Mapping[str, Any] = field(default_factory=dict)
@@ -37,13 +37,13 @@ class Deployed:
 
     @property
     def concurrency(self) -> int:
-        """How many sequences one instance works on at the same time."""
+        """The number of sequences that one instance works on at the same time."""
         value = self._setting("max_concurrency", int)
         return Settings().max_concurrency if value is None else max(1, value)
 
     @property
     def hold_s(self) -> float | None:
-        """How long a request may wait for an instance, where the deployment says so."""
+        """The seconds that a request may wait for an instance, or None if the deployment does not set them."""
         return self._setting("hold_s", seconds)
 
     def _setting(self, name: str, parse: Callable[[str], _Value]) -> _Value | None:
@@ -57,18 +57,18 @@ class Deployed:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """All deployed models. ``version`` is compared for equality only."""
+    """All deployed models by name. ``version`` is text to be compared for equality only."""
 
     version: str = ""
     models: Mapping[str, Deployed] = field(default_factory=dict)
 
     def instances(self) -> dict[str, Instance]:
-        """All instances of all models, by id."""
+        """Return all instances of all models, by id."""
         return {found.id: found for model in self.models.values() for found in model.instances}
 
 
 def parse(value: object) -> Routes:
-    """Routes as the controller answers them. ClusterError when it answered something else."""
+    """Read routes from a controller's answer. Raises ClusterError for anything else."""
     try:
         assert isinstance(value, Mapping)
         models = {str(name): _deployed(str(name), entry) for name, entry in value["models"].items()}
@@ -89,6 +89,6 @@ def _deployed(name: str, entry: Mapping[str, Any]) -> Deployed:
 
 
 def node_server(instance_url: str) -> str | None:
-    """The address of the node server in an instance's URL; None where it has none."""
+    """Return the node server's URL in an instance's URL, or None if it has none."""
     base, separator, _ = instance_url.partition("/instances/")
     return base if separator else None

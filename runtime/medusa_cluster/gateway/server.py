@@ -27,15 +27,15 @@ from .streaming import sse
 
 logger = logging.getLogger(__name__)
 
-_CLIENT_CLOSED = 499  # nginx's status for a client that left; only metrics see it
+_CLIENT_CLOSED = 499  # nginx's status for a client that left; appears only in metrics
 _HEARTBEAT_S = 10.0
-_PIECE_BYTES = 64 << 10  # of a large answer; a smaller one never waits for its client
+_PIECE_BYTES = 64 << 10  # the pieces of a large answer; a smaller one never waits for its client
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _OPEN_PATHS = ("/livez", "/readyz", "/health")
 
 
 class Server:
-    """Answers clients on behalf of a gateway."""
+    """The HTTP server for a gateway's clients."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -63,7 +63,7 @@ class Server:
         return app
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no request is in flight; False after ``timeout_s``."""
+        """Wait until no request is in flight. Return whether that came within ``timeout_s``."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -72,7 +72,7 @@ class Server:
         return True
 
     def refuse_waiting(self) -> None:
-        """Answer the requests that still wait for an instance: it will not come in time."""
+        """Refuse the requests that still wait for an instance, which will not come in time."""
         self._gateway.dispatch.refuse_waiting(
             Fault(503, "this gateway is stopping; try again", code="not_ready", retry_after_s=1.0)
         )
@@ -86,7 +86,7 @@ class Server:
             try:
                 async with self._read(request) as raw:
                     call = understand(request.path, raw, request.headers)
-                    model = self._deployed(call.model).name  # an adapter's requests go to the instances of its model
+                    model = self._deployed(call.model).name  # requests for an adapter go to the instances of its model
                     call = replace(call, model=model)
                     response = await self._relay(request, call, began)
                     status = response.status
@@ -102,7 +102,7 @@ class Server:
                 self._gateway.metrics.of(model).requests[(request.path, status)] += 1
 
     def _deployed(self, model: str) -> Deployed:
-        """Raise Fault 404 for a model that is not deployed, and 503 while it is not known what is."""
+        """Return a deployed model. Raises Fault 404 if it is not deployed, and 503 before there are any routes."""
         if not self._gateway.table.known:
             text = "this gateway has not reached the cluster's controller yet; try again"
             raise Fault(503, text, code="not_ready", retry_after_s=1.0)
@@ -122,7 +122,7 @@ class Server:
 
     @asynccontextmanager
     async def _read(self, request: web.Request) -> AsyncIterator[bytes]:
-        """The body, which counts as memory until the request has been answered. Raises Fault."""
+        """Read the body, and count it as used memory for as long as the block runs. Raises Fault."""
         if (request.content_length or 0) > self._options.max_body_mb * 10**6:
             raise _too_large(self._options.max_body_mb)
         pieces: list[bytes] = []
@@ -145,9 +145,9 @@ class Server:
             self._body_bytes -= size
 
     def _check_size(self, size: int) -> None:
-        """Raise Fault for a body that is too large, or more than there is room for, as far as it has come.
+        """Raise Fault if a body is too large, or too large for the memory that is left.
 
-        What counts is what has come: a length that is only announced takes no memory, and a body in chunks has none.
+        Only bytes that have arrived count: an announced length takes no memory, and a chunked body announces none.
         """
         if size > self._options.max_body_mb * 10**6:
             raise _too_large(self._options.max_body_mb)
@@ -167,7 +167,7 @@ class Server:
             if not self.in_flight:
                 self._idle.set()
 
-    # What is asked of the gateway itself
+    # Requests for the gateway itself
 
     async def _models(self, _: web.Request) -> web.StreamResponse:
         models = self._gateway.table.current.models
@@ -200,11 +200,11 @@ class Server:
         text = page.html(await self._gateway.status(), refresh=True)
         return web.Response(text=text, content_type="text/html", charset="utf-8", headers=page.headers())
 
-    # What surrounds all of them
+    # Around all requests
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the token, and give errors OpenAI's form."""
+        """Check the client's token, and answer errors in OpenAI's form."""
         try:
             self._check_token(request)
             return await handler(request)
@@ -215,14 +215,14 @@ class Server:
         except MedusaError as error:
             return _error(Fault(503, str(error), code=error.code, retry_after_s=1.0))
         except ConnectionError:
-            raise asyncio.CancelledError from None  # the client is gone, there is nobody to answer
+            raise asyncio.CancelledError from None  # the client is gone, so there is nothing to answer
         except Exception:
             number = uuid.uuid4().hex
             logger.exception("request %s failed", number)
             return _error(Fault(500, f"internal error; the log has the details under {number}", code="internal"))
 
     async def _finish_head(self, _: web.Request, response: web.StreamResponse) -> None:
-        response.headers["Server"] = "medusa-runtime"  # and not the versions of what it is made of
+        response.headers["Server"] = "medusa-runtime"  # instead of aiohttp's and Python's versions
         if self.draining:
             response.force_close()
             response.headers["Connection"] = "close"
@@ -237,7 +237,7 @@ class Server:
 
 
 class _Client:
-    """A client whose answer may be streamed. A silent stream gets a comment now and then."""
+    """A client whose answer may be streamed. A silent stream gets a comment every 10 s."""
 
     def __init__(self, request: web.Request, write_timeout_s: float) -> None:
         self._request = request
@@ -258,7 +258,7 @@ class _Client:
         await self._in_time(self._response.write(data))
 
     async def send_whole(self, answer: Answer) -> web.StreamResponse:
-        """Send an answer that does not come as a stream. Raises ConnectionError as ``send`` does."""
+        """Send a large answer that is no stream, in pieces. Raises ConnectionError like ``send``."""
         self._response = web.StreamResponse(status=answer.status, headers=answer.headers)
         self._response.content_length = len(answer.body)
         await self._response.prepare(self._request)
@@ -294,7 +294,7 @@ class _Client:
 
 
 def _entries(deployed: Deployed) -> list[dict[str, Any]]:
-    """A model and its adapters, as `/v1/models` lists them."""
+    """Return the entries of a model and its adapters in ``/v1/models``."""
     about = {"object": "model", "created": 0, "owned_by": "medusa-runtime"}
     model = {"id": deployed.name, **about, "root": deployed.name, "parent": None}
     adapters = sorted(deployed.adapters.items())

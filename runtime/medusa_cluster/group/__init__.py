@@ -1,1 +1,1 @@
-"""Workers that hold a model together: a cold start in parallel, and how they become instances (ParaServe §4 to §6)."""
+"""Groups of workers that hold a model together to start it faster, and later become instances (ParaServe §4 to §6)."""

@@ -1,7 +1,8 @@
-"""From many workers to one: what has been gathered of each sequence, and what is still to come (ParaServe §6).
+"""Consolidation, from many workers to one: the leader gathers the keys and values of all sequences (ParaServe §6).
 
-Full blocks are gathered in rounds while steps go on. When a round has little left to do, no more steps begin, those
-under way come in, and the last round brings the blocks that were still written to. Then the leader goes on alone.
+Full blocks are gathered in rounds while steps go on. When little is left for the next round, no more steps begin. Once
+the steps under way have ended, a last round gathers the blocks that were still written to. Then the leader goes on
+alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _MOST_ROUNDS = 8
 
 
 class _Held(NamedTuple):
-    """The first ``length`` blocks of a table are here. A sequence that lost its blocks has another table."""
+    """The first ``length`` blocks of a table have been gathered. A sequence that lost its blocks has another table."""
 
     table: list[int]
     length: int
@@ -40,11 +41,14 @@ class Consolidation:
         self._last = False
 
     def begin(self, running: Iterable[Sequence], settled: Callable[[Sequence], int]) -> None:
-        """Begin with the blocks that are full; ``settled`` tells how many tokens every worker has computed."""
+        """Begin the first round, with the blocks that are full.
+
+        ``settled`` returns how many tokens of a sequence every worker has computed.
+        """
         self._fetch({one: settled(one) // BLOCK_TOKENS for one in running})
 
     def ended(self, running: Iterable[Sequence], settled: Callable[[Sequence], int]) -> bool:
-        """A round has ended: begin the next one. Whether that was the last."""
+        """Note that a round has ended, and begin the next one unless it is the last. Return whether it was the last."""
         for sequence, held in self._round.items():
             if sequence.blocks is held.table:
                 self._held[sequence] = held
@@ -62,17 +66,17 @@ class Consolidation:
         return False
 
     def gather_last(self, running: Iterable[Sequence]) -> None:
-        """Nothing is under way any more: gather everything that is not here yet."""
+        """Begin the last round, with everything that is missing. No step may be under way."""
         if not self._last and not self._round:
             self._last = True
             self._fetch({one: blocks_for(one.computed) for one in running})
 
     def held_tokens(self, sequence: Sequence) -> int:
-        """Return how many of a sequence's tokens have all their keys and values here."""
+        """Return how many of a sequence's tokens have all their keys and values in the leader."""
         return self._count(sequence) * BLOCK_TOKENS
 
     def detail(self) -> dict[str, Any]:
-        """For the timeline."""
+        """Return bytes, rounds and the pause, for the timeline."""
         pause_s = (time.monotonic_ns() - self._drained_ns) / 1e9
         last = self._gathering.bytes - self._early_bytes
         return {

@@ -1,4 +1,4 @@
-"""The workers of a group as their leader sees them, from the moment that they have come together until they part."""
+"""The workers of a group as their leader sees them, from its forming to its end."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .wire.channel import TcpChannel, error_of
 from .wire.message import Kind, Message, packed
 
 _FLUSH_S = 1.0
-_LAST_STAGES_S = 0.2  # for what the workers' timelines say last
+_LAST_STAGES_S = 0.2  # the time for the last stages of the workers' timelines to arrive
 
 
 class Crew:
-    """Sends to the workers and listens to them; notices when one is lost.
+    """The connections to all workers. The crew listens to them, and notices when a worker is lost.
 
-    ``take`` gets what a worker sends, but for its signs of life and its timeline. ``lose`` gets a worker that is lost,
-    and why, perhaps more than once. ``served``, called for each of the leader's own signs of life, says whether all of
-    the group's layers are loaded. Threads of the crew call all three.
+    ``take`` gets a worker's messages, except its signs of life and its timeline. ``lose`` gets a worker that is lost,
+    and the reason, perhaps more than once. ``served`` returns whether all of the group's layers are loaded; it is
+    called for each of the leader's own signs of life. All three are called in threads of the crew.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Crew:
         for worker in workers:
             self._start_listening(worker, worker.channel)
             if worker.hidden is not None:
-                self._start_listening(worker, worker.hidden)  # nothing comes there but the connection's end
+                self._start_listening(worker, worker.hidden)  # to notice when it closes; there are no messages
         self._beats = Beats(plan.number, 0, self._beat, lambda: {"served": served()})
 
     @property
@@ -53,7 +53,7 @@ class Crew:
         return all(worker.loaded for worker in self.workers)
 
     def send(self, message: Message) -> None:
-        """Send to all workers. Raises EngineError when a connection is broken."""
+        """Send a message to all workers. Raises EngineError if a connection is broken."""
         for worker in self.workers:
             worker.channel.send(message)
 
@@ -67,7 +67,7 @@ class Crew:
         threading.Thread(target=self._part, name="group-release", daemon=True).start()
 
     def _part(self) -> None:
-        """Let what was sent last leave, then close everything."""
+        """Wait until the last messages are sent, then close all connections."""
         for worker in self.workers:
             worker.channel.flush(_FLUSH_S)
         time.sleep(_LAST_STAGES_S)
@@ -78,7 +78,7 @@ class Crew:
         for worker in self.workers:
             if time.monotonic() - worker.channel.heard > self._plan.silent_s:
                 self._lose(worker, EngineError(f"it has been silent for {self._plan.silent_s:g} s"))
-            with suppress(MedusaError):  # the channel's reader notices it, too
+            with suppress(MedusaError):  # the channel's reader reports a broken connection
                 worker.channel.send(message)
 
     def _start_listening(self, worker: Worker, channel: TcpChannel) -> None:
@@ -103,7 +103,7 @@ class Crew:
         self._lose(worker, error)
 
     def _add_stages(self, worker: Worker, message: Message) -> None:
-        """Put a worker's timeline into ours, by our clock."""
+        """Add a worker's stages to the leader's timeline, converted to the leader's clock."""
         timeline, shift = self._timeline.named(f"worker {worker.rank}"), worker.offset_ns
         for name, process, start_ns, end_ns, detail in message.values()["stages"]:
             timeline.record(str(name), int(start_ns) + shift, int(end_ns) + shift, of=str(process), detail=detail)

@@ -19,12 +19,12 @@ from .plan import GroupPlan
 
 
 def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Engine:
-    """The leader's engine or another worker's, as ``--group`` says; without it that of an instance by itself.
+    """Return the engine for this worker's rank in ``--group``. Without ``--group``, return a whole instance's engine.
 
-    Waits for the checkpoint's index. Raises ConfigError for a group that cannot be, and ModelError for a model that
-    cannot be split.
+    Waits for the checkpoint's index. Raises ConfigError for an impossible group, and ModelError for a model that cannot
+    be split.
     """
-    if settings.group is None:  # as when an idle process is warmed up
+    if settings.group is None:  # for example when an idle process is warmed up
         return open_torch_engine(region, settings, timeline)
     plan = GroupPlan.read(settings.group)
     if choose(settings.device, {}) == "cuda":

@@ -1,4 +1,4 @@
-"""How a group comes together: every worker connects to the leader, shows that it fits, and is told the next one."""
+"""The forming of a group: every worker connects to the leader, is checked, and learns the address of the next one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ _LOOK_S = 0.1
 
 @dataclass(slots=True)
 class Worker:
-    """A worker as its leader sees it. ``offset_ns`` is added to its clock to get the leader's."""
+    """A worker as its leader sees it.
+
+    ``place`` is ``HOST:PORT`` where it listens, and ``blocks`` how many KV blocks it has. ``offset_ns`` is added to the
+    worker's clock to get the leader's.
+    """
 
     rank: int
     layers: LayerRange
@@ -37,10 +41,10 @@ class Worker:
     loaded: bool = False
     full: bool = False
     offset_ns: int = 0
-    trip_ns: int = field(default=1 << 62)  # of the sample that the offset is from
+    trip_ns: int = field(default=1 << 62)  # the round trip of the sample that gave the offset; the shortest counts
 
     def note_beat(self, values: dict[str, Any]) -> None:
-        """Note what a sign of life says, with the clocks of both sides."""
+        """Note a worker's state from its sign of life, and estimate the offset of its clock."""
         now = time.monotonic_ns()
         echo = values.get("echo")
         if echo is not None:
@@ -66,9 +70,9 @@ def form(
     link: Link | None,
     stopped: Callable[[], bool],
 ) -> list[Worker]:
-    """Wait for all workers. EngineError when they do not come in time, or do not fit together.
+    """Wait for all workers, and connect them. Raises EngineError if they do not come in time or do not fit together.
 
-    ``own`` are the layers that the leader computes itself; with None its place, too, is a worker's.
+    ``own`` are the leader's own layers. With None, the leader computes none, and rank 0 is a worker too.
     """
     workers = _gather(plan, range(1 if own is not None else 0, plan.size), identity, link, stopped)
     ranges = [worker.layers for worker in workers]
@@ -95,7 +99,7 @@ def _gather(
     link: Link | None,
     stopped: Callable[[], bool],
 ) -> list[Worker]:
-    """Wait for the workers of these ranks. EngineError when they do not come in time, or one does not fit."""
+    """Wait for the workers of these ranks. Raises EngineError if they do not come in time, or if one does not fit."""
     greetings: queue.SimpleQueue[Greeting] = queue.SimpleQueue()
     host, port = plan.leader_place
     listener = Listener(host, port, group=plan.number, access=plan.access, accept=greetings.put, link=link)
@@ -112,7 +116,7 @@ def _gather(
                 continue
             worker = _admit(greeting, plan, ranks, identity())
             if worker is not None:
-                found.pop(worker.rank, None)  # it lost its connection and has come again
+                found.pop(worker.rank, None)  # it lost its connection and has connected again
                 found[worker.rank] = worker
         return [found[rank] for rank in sorted(found)]
     except BaseException:
@@ -126,7 +130,10 @@ def _gather(
 
 
 def _admit(greeting: Greeting, plan: GroupPlan, ranks: range, ours: dict[str, Any]) -> Worker | None:
-    """The worker that a greeting is from. EngineError when it cannot share the model with this one."""
+    """Return the worker that sent a greeting, or None if it is no worker of these ranks.
+
+    Raises EngineError if it cannot share the model with the leader.
+    """
     channel, values = greeting.channel, greeting.values
     if greeting.purpose != "steps" or greeting.rank not in ranks:
         channel.close()
@@ -146,7 +153,7 @@ def _admit(greeting: Greeting, plan: GroupPlan, ranks: range, ours: dict[str, An
 
 
 def _check_ranges(ranges: Sequence[LayerRange]) -> None:
-    """Raise EngineError where layers do not follow one another, from the first to the last."""
+    """Raise EngineError unless the ranges follow one another, from the first layer to the last."""
     stops, total = [0, *(one.stop for one in ranges)], ranges[0].total
     if [one.start for one in ranges] != stops[:-1] or stops[-1] != total:
         listed = ", ".join(map(str, ranges))
@@ -154,7 +161,7 @@ def _check_ranges(ranges: Sequence[LayerRange]) -> None:
 
 
 def _connect(workers: list[Worker], plan: GroupPlan, link: Link | None, stopped: Callable[[], bool]) -> None:
-    """Open the leader's further connections."""
+    """Open the leader's connections for keys and values, to all workers, and for hidden states, to the first."""
     deadline = time.monotonic() + plan.silent_s
 
     def channel(worker: Worker, purpose: str) -> TcpChannel:

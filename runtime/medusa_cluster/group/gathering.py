@@ -1,7 +1,7 @@
-"""Keys and values of the other workers' layers, on their way into the leader's cache (ParaServe §6.2).
+"""The gathering of the other workers' keys and values into the leader's cache (ParaServe §6.2).
 
-All workers send at once, each over a connection and to a thread of its own, so that steps go on meanwhile. A block that
-is full never changes, so it can be copied while other blocks are written. Blocks keep their numbers.
+All workers send at once. Each has its own connection and its own thread in the leader, so steps go on meanwhile. A full
+block never changes, so it can be copied while other blocks are written. Blocks keep their numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from medusa_runtime.engine.torch.kv_cache import BLOCK_TOKENS, KvCache
+from medusa_runtime.engine.torch.kv_cache import KvCache
 from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.models.layer_range import LayerRange
 from torch import Tensor
@@ -22,16 +22,16 @@ from .wire.message import Kind, Message, buffer_of, packed
 
 
 class Source(NamedTuple):
-    """A worker whose blocks are gathered: its layers, and the connection for them."""
+    """A worker whose blocks are gathered: its layers, and the connection for its blocks."""
 
     layers: LayerRange
     channel: Channel
 
 
 class Gathering:
-    """Rounds of blocks from all sources. ``done`` is called by one of the threads at each round's end.
+    """Rounds of blocks from all sources.
 
-    It is given the error if the round failed.
+    At the end of each round, one of the threads calls ``done`` with None, or with the error if the round failed.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Gathering:
             threading.Thread(target=self._receive, args=(source, rounds), name="group-gather", daemon=True).start()
 
     def fetch(self, blocks: list[int]) -> None:
-        """Begin a round: have these blocks sent by every source."""
+        """Begin a round: ask every source for these blocks, by their numbers."""
         self._left = len(self._rounds)
         for rounds in self._rounds:
             rounds.put(blocks)
@@ -97,7 +97,7 @@ class Gathering:
 
 
 def send_blocks(cache: KvCache, layers: LayerRange, channel: Channel, group: int, rank: int) -> None:
-    """A worker's side: send the blocks that the leader asks for, until it closes the connection."""
+    """Send the blocks that the leader asks for, until it closes the connection. Runs in a worker."""
     pool = cache.pool[layers.start - cache.first_layer : layers.stop - cache.first_layer]
     try:
         while (message := channel.receive()) is not None:
@@ -118,4 +118,4 @@ def _bytes(shape: tuple[int, ...], pool: Tensor) -> int:
     return size
 
 
-__all__ = ["BLOCK_TOKENS", "Gathering", "Source", "send_blocks"]
+__all__ = ["Gathering", "Source", "send_blocks"]

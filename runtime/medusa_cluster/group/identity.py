@@ -1,4 +1,4 @@
-"""What workers must have in common to share a model, and the signs of life that they send each other."""
+"""The identity of workers, which must agree before they share a model, and the signs of life that they exchange."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from medusa_runtime.region.reader import Region
 from .wire.message import Kind, Message, packed
 
 BEAT_S = 0.25
-# What must be equal in all workers of a group, and what to say of it.
+# What must be equal in all workers of a group → how an error calls it.
 _EQUAL = {
     "model": "one version of the model",
     "dtype": "one type to compute in (--dtype)",
@@ -32,7 +32,7 @@ _EQUAL = {
 
 
 def identity_of(region: Region, config: ModelConfig, dtype: torch.dtype, *, size: int) -> dict[str, Any]:
-    """Return what a worker shows of itself in its greeting."""
+    """Return the identity that a worker sends in its greeting."""
     return {
         "model": model_digest(region.wait_index()),
         "dtype": str(dtype).removeprefix("torch."),
@@ -44,7 +44,7 @@ def identity_of(region: Region, config: ModelConfig, dtype: torch.dtype, *, size
 
 
 def disagreement(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    """Return what two workers would have to have in common and do not, in words."""
+    """Return in words the first difference that keeps two workers from sharing a model, or None."""
     for name, wanted in _EQUAL.items():
         if ours.get(name) != theirs.get(name):
             return f"all workers of a group need {wanted}; found {ours.get(name)!r} and {theirs.get(name)!r}"
@@ -52,7 +52,7 @@ def disagreement(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
 
 
 def model_digest(index: WeightIndex) -> str:
-    """Return what tells two models apart, whatever their order and wherever their files lie."""
+    """Return a digest of a model's index. It does not depend on the execution order, or on where the files lie."""
     digest = blake2b(digest_size=16)
     for name in sorted(index.tensors):
         digest.update(repr((name, *index.tensors[name])).encode())
@@ -62,7 +62,10 @@ def model_digest(index: WeightIndex) -> str:
 
 
 class Beats:
-    """Signs of life to peers, from a thread of their own, with what clocks show (the time on each node is its own)."""
+    """Signs of life, sent to other workers by a thread. Each carries the sender's clock, as nodes' clocks differ.
+
+    ``values`` returns what else a sign of life says.
+    """
 
     def __init__(
         self, group: int, rank: int, send: Callable[[Message], None], values: Callable[[], dict[str, Any]]
@@ -78,7 +81,7 @@ class Beats:
             try:
                 self._send(packed(Kind.BEAT, self._group, values, stage=self._rank))
             except EngineError:
-                pass  # the channel's reader notices it, too
+                pass  # the channel's reader reports a broken connection
             self._ended.wait(BEAT_S)
 
     def close(self) -> None:

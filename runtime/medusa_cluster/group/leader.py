@@ -1,10 +1,10 @@
-"""The leader of a group: it has the requests, the scheduler and the first layers, and comes to hold all of them.
+"""The leader of a group. It has the requests, the scheduler and the first layers, and will have all layers.
 
     schedule ─step▶ every worker      at most as many steps under way as there are workers
              ─hidden▶ 1 ─hidden▶ 2 … ─tokens▶ leader ─delta▶ sink
 
-Text, random numbers and block tables never leave the leader, so it can go on alone from any moment: with the keys and
-values of the others when the group is dissolved in good order, and by computing them again when a worker is lost.
+Text, random numbers and block tables never leave the leader, so it can go on alone at any moment. When the group is
+dissolved in good order, it gathers the other workers' keys and values. When a worker is lost, it computes them again.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .wire.message import Kind, Message, hidden_states, packed
 
 logger = logging.getLogger(__name__)
 
-_PLAN_S = 0.25  # between two looks at the group's file
+_PLAN_S = 0.25  # between two readings of the group's file
 
 
 class Flight(NamedTuple):
-    """A step whose tokens have not come yet. ``ends``: the sequences that get one."""
+    """A step whose tokens have not arrived yet. ``ends`` are the sequences that get a token in it."""
 
     spans: list[Span]
     ends: list[Sequence]
@@ -47,7 +47,7 @@ class Flight(NamedTuple):
 
 
 class Leader(Member):
-    """See the module. Everything but the readers' threads is the thread of ``run``."""
+    """The engine of rank 0; see the module. Unless said otherwise, methods run in the thread of ``run``."""
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
         self._crew: Crew | None = None  # None: this engine is alone
@@ -56,7 +56,7 @@ class Leader(Member):
         self._next_step = 1
         self._writer = StepWriter()
         self._move: Consolidation | None = None
-        self._served = threading.Event()  # by now every layer is loaded somewhere
+        self._served = threading.Event()  # set once every layer is loaded in some worker
         super().__init__(region, settings, timeline, plan)
 
     def wait_ready(self) -> None:
@@ -78,7 +78,10 @@ class Leader(Member):
         return super().stats() | {"workers": workers, "steps_under_way": len(self._flights)}
 
     def consolidate(self, then: str = "down") -> None:
-        """Gather all requests in this worker and go on alone; from any thread. Needs all layers, and waits for none."""
+        """Begin to gather all requests in this worker, which then goes on alone. Can be called in any thread.
+
+        Does nothing unless all layers are loaded here.
+        """
         self._inbox.post(lambda: self._consolidate(then))
 
     def close(self) -> None:
@@ -89,10 +92,10 @@ class Leader(Member):
     def _needs_rest(self) -> bool:
         return self._crew is None
 
-    # The group comes and goes.
+    # Forming and losing the group.
 
     def _form(self, stop: threading.Event) -> None:
-        """Wait for the others and take them in; without them go on alone."""
+        """Wait for the other workers and form the group. If they do not come, go on alone."""
         try:
             with self._timeline.stage("form", size=self.plan.size):
                 workers = form(self.plan, self.layers, self.identity, self.link, stop.is_set)
@@ -117,12 +120,15 @@ class Leader(Member):
         )
 
     def _take_message(self, _: Worker, message: Message) -> None:
-        """In a thread of the crew's."""
+        """Take a worker's message. Called in a thread of the crew."""
         if message.kind is Kind.TOKENS:
             self._inbox.post(lambda: self._land(message))
 
     def _look_served(self) -> bool:
-        """Find out whether all of the group's layers are loaded, or all of them here; in any thread."""
+        """Return whether every worker of the group has its layers. Can be called in any thread.
+
+        Also sets ``_served``, if each layer is loaded somewhere.
+        """
         crew = self._crew
         if crew is None:
             served = self.full.is_set() or self._rest_error is not None
@@ -138,7 +144,7 @@ class Leader(Member):
             self._fall_back(f"worker {worker.rank} is lost: {error}")
 
     def _fall_back(self, reason: str) -> None:
-        """Go on alone with all requests, from prompt and tokens so far: what a lost worker had is computed again."""
+        """Go on alone with all requests. Keys and values that were not gathered are computed again from the tokens."""
         move = self._move
         for flight in self._flights.values():
             for sequence in flight.ends:
@@ -204,7 +210,7 @@ class Leader(Member):
         return {sequence: packed_bits(row == 0) for sequence, row in zip(following, rows, strict=True)}
 
     def _launch(self, spans: list[Span]) -> None:
-        """Begin a step: describe it to all workers, run the first layers, and hand their results on."""
+        """Begin a step: describe it to all workers, run the first layers, and send on the hidden states."""
         crew, step, number = self._crew, self._next_step, self.plan.number
         assert crew is not None
         hidden_channel = crew.workers[0].hidden
@@ -236,7 +242,7 @@ class Leader(Member):
             self._fall_back(f"step {step} failed: {type(error).__name__}: {error}")
 
     def _land(self, message: Message) -> None:
-        """The tokens of a step have come."""
+        """Take the tokens of a step from the last worker."""
         flight = self._flights.pop(message.step, None)
         if flight is None:
             return
@@ -267,7 +273,7 @@ class Leader(Member):
         threading.Thread(target=self._follow_plan, name="group-plan", daemon=True).start()
 
     def _follow_plan(self) -> None:
-        """In a thread of its own: look at the group's file until it says what the workers are to become."""
+        """Read the group's file until it says what the workers become. Runs in a thread of its own."""
         assert self._settings.group is not None
         file = PlanFile(self._settings.group, self.plan)
         while self._crew is not None and not self._closing.is_set():

@@ -1,4 +1,4 @@
-"""What leader and workers of a group have in common: an engine that loads its own layers first, and then the others."""
+"""The engine that the leader and the other workers build on. It loads its own layers first, and then the others."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class Member(TorchEngine):
-    """An engine that holds a range of a model's layers, and with memory for all of them comes to hold all.
+    """An engine that holds a range of a model's layers. If the plan says ``full``, it later holds all of them.
 
-    ``on_full`` is called by the engine's thread when it does.
+    The engine's thread calls ``on_full`` once all are loaded.
     """
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
@@ -48,7 +48,7 @@ class Member(TorchEngine):
         return self._loader.applied
 
     def identity(self) -> dict[str, Any]:
-        """Return what the leader compares before it lets a worker take part."""
+        """Return what a worker's greeting says, and the leader checks before it takes the worker into the group."""
         return {
             **identity_of(self._region, self._model.config, self._dtype, size=self.plan.size),
             "layers": [self.layers.start, self.layers.stop],
@@ -57,11 +57,11 @@ class Member(TorchEngine):
 
     @property
     def _needs_rest(self) -> bool:
-        """Whether this engine cannot work without the layers that are not its own."""
+        """Whether this engine needs the layers that are not its own."""
         raise NotImplementedError
 
     def on_full(self) -> None:
-        """All layers are loaded."""
+        """Act on all layers being loaded. Called in the engine's thread."""
 
     def load_rest_now(self) -> None:
         """Begin to load the layers that are not this worker's own, if that has not begun."""
@@ -78,7 +78,7 @@ class Member(TorchEngine):
                 self._rest.close()
 
     def _cached_layers(self) -> range:
-        # The pool takes memory only where it is written, so a worker that may come to hold all layers has it at once.
+        # The pool takes memory only where it is written. So a worker that will have all layers can reserve it at once.
         return range(self.layers.total) if self.plan.full else super()._cached_layers()
 
     def _check_loaded(self) -> None:
@@ -87,7 +87,7 @@ class Member(TorchEngine):
         super()._check_loaded()
 
     def _load_rest(self) -> None:
-        """In a thread of its own: load the other layers behind this worker's own."""
+        """Load the other layers after this worker's own. Runs in a thread of its own."""
         try:
             self._loader.wait()
             self.load_rest_now()
@@ -97,7 +97,7 @@ class Member(TorchEngine):
             rest.wait()
         except MedusaError as error:
             self._rest_error = error
-        except Exception as error:  # noqa: BLE001 - whatever it is, the engine must hear of it
+        except Exception as error:  # noqa: BLE001 - the engine must raise it, whatever it is
             if not self._closing.is_set():
                 self._rest_error = EngineError(f"the other layers could not be loaded: {error}")
         else:

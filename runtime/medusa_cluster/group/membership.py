@@ -1,4 +1,4 @@
-"""How a worker that is not the leader stays in its group: it joins, serves, and joins again when the leader changed."""
+"""The membership of a worker that is not the leader: it joins, serves, and joins again when the leader was replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOK_S = 0.2
 
 
 class LostError(EngineError):
-    """The group is gone without having been dissolved."""
+    """The group was lost without having been dissolved."""
 
 
 class Session(Protocol):
@@ -29,7 +29,7 @@ class Session(Protocol):
     def run(self, deadline: float) -> str:
         """Serve until the group is dissolved, and return what this worker becomes: ``end`` or ``instance``.
 
-        ``deadline``: until when to join, in seconds of the monotonic clock. Raises LostError.
+        ``deadline``: when the worker must have joined, in seconds of the monotonic clock. Raises LostError.
         """
 
     def close(self) -> None: ...
@@ -38,7 +38,8 @@ class Session(Protocol):
 def serve_group(begin: Callable[[], Session], plan: GroupPlan, stop: threading.Event) -> str:
     """Serve until the group is dissolved, and return what this worker becomes: ``end`` or ``instance``.
 
-    A worker with room for all layers becomes an instance when the group is gone; others raise LostError.
+    ``begin`` makes a new session for each attempt to join. When the group is lost for good, a worker with room for all
+    layers becomes an instance, and other workers raise LostError.
     """
     deadline = time.monotonic() + plan.form_s
     while True:

@@ -1,8 +1,8 @@
-"""How fast the layers are fetched that a worker does not need yet (ParaServe §4.2, §6.1).
+"""The pace at which a worker fetches the layers that it does not need yet (ParaServe §4.2, §6.1).
 
-Its own layers come first. Those of the others are held back until the whole group has its own, as all of them read from
-the same store, and then leave room on the link for hidden states while there are requests: most of it while prompts
-are computed, whose hidden states are large and whose clients wait.
+A worker's own layers come first. The other workers' layers are held back until the whole group has its own, because all
+workers read from the same store. After that, they leave room on the link for hidden states while there are requests.
+They leave most of it while prompts are computed, because then hidden states are large and clients wait.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Callable
 
 from medusa_runtime.region.reader import Region
 
-BUSY_SHARE = 0.85  # of the link, beside hidden states
-PROMPT_SHARE = 0.4  # beside those of prompts
-_BUSY_S = 10.0  # after a step: the next one may wait for hidden states for so long
-_PROMPT_S = 2.0
+BUSY_SHARE = 0.85  # the share of the link for weights beside hidden states
+PROMPT_SHARE = 0.4  # the same beside the hidden states of prompts
+_BUSY_S = 10.0  # how long after a step the worker counts as busy
+_PROMPT_S = 2.0  # how long after a prompt's step
 _LEASE_S, _RENEW_S = 1.0, 0.25
 _SHORTEST_HOLD_S = 1.0
 
 
 class Pace:
-    """Tells the prefetcher, until the worker is ``alone``. ``used`` is called as a step begins; ``loaded`` is the
-    worker's.
+    """The share of the link for the other workers' layers, which a thread gives the prefetcher until ``alone``.
 
-    ``group_loaded`` is set when every worker has its layers. A group that takes more than twice as long as this worker
-    is not waited for: it may never come. Without ``full`` this worker never needs the other layers.
+    ``loaded`` returns whether this worker has its own layers. Without ``full``, it never needs the other layers. Its
+    user sets ``group_loaded`` when every worker has its layers. If that takes more than twice as long as this worker
+    took, the pace stops waiting for it, since the group may never form.
     """
 
     def __init__(self, region: Region, loaded: Callable[[], bool], *, full: bool) -> None:
@@ -40,17 +40,17 @@ class Pace:
         threading.Thread(target=self._run, name="group-pace", daemon=True).start()
 
     def used(self, *, prompts: bool = False) -> None:
-        """Note that a step begins. With ``prompts`` it runs several tokens of one sequence."""
+        """Note that a step begins. With ``prompts``, it runs several tokens of one sequence."""
         self._used_at = time.monotonic()
         if prompts:
             self._prompts_at = self._used_at
 
     def alone(self) -> None:
-        """From now on nothing is held back. May be called twice."""
+        """Hold nothing back from now on. Can be called twice."""
         self._alone.set()
 
     def share(self, now: float) -> float:
-        """Of the link, for the layers of the other workers."""
+        """Return the share of the link for the other workers' layers, from 0 to 1. ``now`` is monotonic seconds."""
         if not self._full or not self._loaded():
             return 0.0
         if self._loaded_at is None:

@@ -1,4 +1,4 @@
-"""A worker that is not the leader: it runs its layers for the steps that it is sent, until the group is dissolved."""
+"""A worker that is not the leader. It runs its layers for the leader's steps, until the group is dissolved."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from .wire.message import Kind, Message, hidden_states, packed
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
-_GRACE_S = 1.0  # for the leader's word, when a neighbour has gone: it may have heard it first
+_GRACE_S = 1.0  # how long to wait for the leader's message when a neighbour, which may have got it first, has gone
 
 
 class Part(Member):
-    """See the module. ``run`` serves the group, and requests of its own when it has become an instance."""
+    """The engine of a rank above 0; see the module. ``run`` serves the group, and later requests as an instance."""
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
         self.released: str | None = None  # "end" or "instance"
@@ -85,9 +85,9 @@ class _Session:
         self._next: TcpChannel | None = None
         self._leader: TcpChannel | None = None
         self._beats: Beats | None = None
-        self._echo: tuple[int, int] | None = None  # the leader's newest clock, and ours when it came
-        self._released = False  # the leader has dissolved the group; steps that are under way have no results
-        self._leader_said = threading.Event()  # what becomes of this worker, or that the leader has ended
+        self._echo: tuple[int, int] | None = None  # the leader's latest clock, and this worker's when it arrived
+        self._released = False  # the leader has dissolved the group; steps under way will have no results
+        self._leader_said = threading.Event()  # set when the leader has dissolved the group, or has gone
         self._told = 0  # how many stages of the timeline the leader has
         self.joined = False
         self._listener = Listener(
@@ -103,7 +103,7 @@ class _Session:
         while True:
             message = self._take(self._steps, leader)
             if message is None:
-                return "end"  # this process is to stop
+                return "end"  # this process has been asked to stop
             if message.kind is Kind.FORM:
                 self._form(message)
             elif message.kind is Kind.STEP:
@@ -139,7 +139,7 @@ class _Session:
             threading.Thread(target=self._watch_next, args=(self._next,), name="group-next", daemon=True).start()
 
     def _step(self, message: Message, leader: TcpChannel) -> None:
-        """Run this worker's layers over the step's spans, and pass on what comes of it."""
+        """Run this worker's layers for a step. Send the hidden states to the next worker, or tokens to the leader."""
         part, values = self._part, message.values()
         spans = self._reader.read(values)
         part._pace.used(prompts=has_prompts(spans))
@@ -171,7 +171,7 @@ class _Session:
             self._tell_timeline(leader)
 
     def _take(self, messages: queue.SimpleQueue[Message | None], leader: TcpChannel) -> Message | None:
-        """The next message; None when this process is to stop. LostError when the leader has gone silent."""
+        """Return the next message, or None if this process has to stop. Raises LostError if the leader is lost."""
         while not self._stopped():
             try:
                 message = messages.get(timeout=_LOOK_S)
@@ -226,7 +226,7 @@ class _Session:
         self._broken()
 
     def _watch_next(self, channel: TcpChannel) -> None:
-        """Nothing comes from the next worker but the end of the connection."""
+        """Wait until the connection to the next worker ends. No messages come from there."""
         try:
             while channel.receive() is not None:
                 pass
@@ -235,9 +235,9 @@ class _Session:
         self._broken()
 
     def _broken(self) -> None:
-        """A connection to a neighbour has ended: give up, so that the leader sees to the requests.
+        """Give up because the connection to a neighbour has ended, so that the leader takes care of the requests.
 
-        When a group is dissolved, a neighbour may be gone before the leader's message is here.
+        Waits a moment first: when a group is dissolved, a neighbour may go before the leader's message arrives here.
         """
         self._leader_said.wait(_GRACE_S)
         self._hidden.put(None)
@@ -247,7 +247,7 @@ class _Session:
         return {"loaded": self._part.loaded, "full": self._part.full.is_set(), "echo": self._echo}
 
     def _tell_timeline(self, leader: TcpChannel) -> None:
-        """Send the stages of this process that the leader has not heard of."""
+        """Send the leader the stages of this process that it does not have yet."""
         stages = self._part._timeline.stages()
         new, self._told = stages[self._told :], len(stages)
         leader.send(packed(Kind.STAGES, self._number, {"stages": new}, stage=self._plan.rank))

@@ -1,4 +1,4 @@
-"""What a worker is told of its group: a JSON file that only the user of the worker can read, for it has the token."""
+"""The plan of a group for one of its workers: a JSON file that only its user can read, because it has the token."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ SCHEDULES = ("zigzag", "best-effort")
 class GroupPlan:
     """One worker's view of its group.
 
-    group, token: the same for all workers; the token is what they know each other by.
-    rank, size: 0 is the leader, which has the scheduler, holds the first layers, and may come to hold all.
+    group, token: the group's id and its secret, by which workers recognize each other; the same for all of them.
+    rank, size: this worker's number, and how many there are. Rank 0 is the leader, which has the scheduler and the
+        first layers, and fetches all others.
     leader: ``HOST:PORT`` where the leader listens.
     bind: the address of the interface on which this worker listens and is reached by the others.
     full: whether this worker has memory for all layers, and fetches the others in the background.
-    then: what happens when the leader has all layers: it goes on alone and the others end (``down``), or become
-        instances (``up``), or nothing (``stay``). The leader looks at its file again and again, so this may change.
-    keep: how many workers become instances with ``up``, the leader among them; 0: all that have the memory.
+    then: what happens once the leader has all layers. ``down``: it goes on alone, and the others end. ``up``: the
+        others become instances. ``stay``: nothing. The leader reads its file again and again, so this may change.
+    keep: how many workers become instances with ``up``, including the leader. 0: all that have the memory.
     form_s: how long the leader waits for the others before it goes on alone, and a worker for its leader.
-    mode: ``pipeline``, workers with a range of layers each; or ``live``, where rank 0 is an instance with all layers,
-        and rank 1 a new one that helps it while it loads them; or ``disaggregated``, where rank 0 decodes, and the
-        others prefill for it until its file says ``up``.
-    schedule: how a new instance helps: by ``zigzag``, or as a naive one would (``best-effort``), to compare.
-    silent_s: after so many seconds without a sign of life a worker counts as dead.
+    mode: ``pipeline``: each worker has a range of layers. ``live``: rank 0 is an instance with all layers, and rank 1 a
+        new one, which helps it while loading them. ``disaggregated``: rank 0 decodes, and the others prefill for it
+        until its file says ``up``.
+    schedule: how a new instance helps: ``zigzag``, or the naive ``best-effort`` for comparison.
+    silent_s: a worker without a sign of life for so many seconds counts as dead.
     exit: whether a worker's process ends when it is released; otherwise it waits for SIGTERM.
     link_bytes_per_s: an emulated network, for measurements on one machine.
     ca_file, cert_file, key_file: the certificates with which workers encrypt their connections; all three, or none.
@@ -63,7 +64,7 @@ class GroupPlan:
 
     @classmethod
     def read(cls, path: str) -> GroupPlan:
-        """Read and check the file. ConfigError, which says what is wrong with it."""
+        """Read and check the file. Raises ConfigError, which says what is wrong with it."""
         try:
             found = json.loads(Path(path).read_bytes())
         except OSError as error:
@@ -74,7 +75,7 @@ class GroupPlan:
 
     @classmethod
     def parse(cls, found: Any, where: str = "a group") -> GroupPlan:
-        """Check an object from JSON. ConfigError, which names the field."""
+        """Make a plan of an object from JSON. Raises ConfigError, which names the wrong field and ``where`` it is."""
         if not isinstance(found, dict):
             raise ConfigError(f"{where}: expected an object with the fields of a group")
         kinds = {one.name: str(one.type) for one in fields(cls)}
@@ -92,17 +93,17 @@ class GroupPlan:
 
     @property
     def access(self) -> PeerAccess:
-        """The token and certificates by which workers know each other; the same as between nodes."""
+        """The group's token, and the certificates of the node, for connections between workers."""
         return PeerAccess(self.token, self.ca_file, self.cert_file, self.key_file)
 
     @property
     def queue(self) -> str:
-        """How an instance that helps another chooses its work."""
+        """How an instance that helps another one chooses its work: ``whole`` prompts, or one of ``SCHEDULES``."""
         return "whole" if self.mode == "disaggregated" else self.schedule
 
     @property
     def number(self) -> int:
-        """The group's id as it stands in each message."""
+        """The group's id as a number, which is in each message."""
         return int.from_bytes(blake2b(self.group.encode(), digest_size=8).digest(), "little")
 
     @property
@@ -112,7 +113,7 @@ class GroupPlan:
 
 
 class PlanFile:
-    """The group's file, which may change. ``plan`` is what is known of it before the first look."""
+    """The group's file, which may change. ``plan`` is its content before the first look."""
 
     def __init__(self, path: str, plan: GroupPlan) -> None:
         self._path = path
@@ -120,7 +121,7 @@ class PlanFile:
         self._readable = True
 
     def look(self) -> GroupPlan:
-        """Return the plan that could be read last. Log that the file cannot be read once, until it can be again."""
+        """Read the file and return the plan. If it cannot be read, log that once, and return the last plan."""
         try:
             self._plan = GroupPlan.read(self._path)
             self._readable = True

@@ -1,4 +1,4 @@
-"""What a process imports before it forks the engine of a group. Importing this file itself imports no torch."""
+"""The imports of a process that will fork a group's engine. Importing this module itself does not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from medusa_runtime.region.reader import Region
 
 
 def preimport(settings: Settings, region: Region | None = None) -> None:
-    """Import what the torch engine needs, and the group's own modules; see ``registry.EngineKind``."""
+    """Import the torch engine's modules and the group's own. See ``registry.EngineKind``."""
     preimport_torch(settings, region)
     from . import engine  # noqa: F401
 

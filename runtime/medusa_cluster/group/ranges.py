@@ -1,4 +1,4 @@
-"""Which layers each worker of a group gets: as many bytes for each as contiguous ranges allow."""
+"""The ranges of layers for the workers of a group, with the bytes shared as evenly as contiguous ranges allow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from medusa_runtime.errors import ConfigError
 
 
 class ModelBytes(NamedTuple):
-    """The bytes of a model's parts: what comes before the layers, each layer, and what comes behind them."""
+    """The bytes of a model's parts: everything before the layers, each layer, and everything after them."""
 
     entry: int
     layers: tuple[int, ...]
@@ -19,7 +19,10 @@ class ModelBytes(NamedTuple):
 
     @classmethod
     def of(cls, index: WeightIndex) -> ModelBytes:
-        """Of a checkpoint's index. Tied embeddings lie at both ends, as both workers need them."""
+        """Return the bytes by a checkpoint's index. Tied embeddings count at both ends, as both workers need them.
+
+        Raises ConfigError for a model without layers.
+        """
 
         def size(names: Iterable[str]) -> int:
             return sum(index.tensors[name].stop - index.tensors[name].start for name in names)
@@ -36,10 +39,10 @@ class ModelBytes(NamedTuple):
 
 
 def split(model: ModelBytes, size: int) -> list[tuple[int, int]]:
-    """The layers [start, stop) of each of ``size`` workers, in order. ConfigError with fewer layers than workers.
+    """Return the layers [start, stop) of each of ``size`` workers, in order.
 
-    The most bytes that a worker has to fetch are as few as they can be, for the slowest one decides when the first
-    token comes; among equals, the earlier workers have fewer.
+    The largest part has as few bytes as possible, because the slowest worker decides when the first token comes. Among
+    equally good splits, the earlier workers get fewer bytes. Raises ConfigError if there are fewer layers than workers.
     """
     count = len(model.layers)
     if not 1 <= size <= count:
@@ -48,7 +51,7 @@ def split(model: ModelBytes, size: int) -> list[tuple[int, int]]:
 
 
 class _Split:
-    """Contiguous ranges with the smallest possible maximum, by trying each possible maximum in turn."""
+    """The search for contiguous ranges with the smallest maximum, by bisection over all possible maxima."""
 
     def __init__(self, model: ModelBytes, size: int) -> None:
         self._model = model
@@ -76,7 +79,10 @@ class _Split:
         return found
 
     def _within(self, most: int) -> list[tuple[int, int]] | None:
-        """From the end: each worker takes as much as it may, but leaves a layer for each one before it."""
+        """Return ranges of at most ``most`` bytes each, or None if there are none.
+
+        Going from the end, each worker takes as much as it may, but leaves a layer for each worker before it.
+        """
         found: list[tuple[int, int]] = []
         stop = len(self._model.layers)
         for left in range(self._size - 1, -1, -1):
@@ -93,7 +99,7 @@ class _Split:
 
 
 def layer_settings(ranges: Sequence[tuple[int, int]]) -> list[str]:
-    """The value of ``--layers`` for each worker."""
+    """Return the value of ``--layers`` for each worker."""
     return [f"{start}:{stop}" for start, stop in ranges]
 
 

@@ -1,7 +1,7 @@
-"""One step of a group, as its leader describes it to the workers: they allocate nothing and decide nothing.
+"""The description of a group's step, which the leader sends to the workers. They allocate nothing and decide nothing.
 
-The leader says which tokens of which sequences run, and in which blocks of the cache their keys and values lie. The
-last worker samples, with the random number that the leader has drawn, so that seeds and their state stay with it.
+It says which tokens of which sequences run, and which blocks of the cache have their keys and values. The last worker
+samples with a random number that the leader has drawn, so seeds and their state stay with the leader.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class _Known:
-    """What the workers know of a sequence: its number, and how many blocks of which table."""
+    """The workers' knowledge of a sequence: its number, its block table, and how many blocks of it they have."""
 
     number: int
     blocks: list[int]
@@ -34,7 +34,7 @@ class _Known:
 
 
 class StepWriter:
-    """The leader's side: describes steps, each time only with what the workers do not know yet."""
+    """The leader's side. It describes steps, each with only what the workers do not know yet."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -42,9 +42,9 @@ class StepWriter:
         self._gone: list[int] = []
 
     def describe(self, spans: list[Span], allowed: Mapping[Sequence, bytes] = MappingProxyType({})) -> dict[str, Any]:
-        """The body of a step message. Draws the random number of each sequence that gets a token in this step.
+        """Return the body of a step message. Draws the random number of each sequence that gets a token in this step.
 
-        ``allowed`` has a bit for each token that may come next, for sequences that follow a grammar.
+        ``allowed`` has, for each sequence that follows a grammar, the bits of ``packed_bits`` for its next token.
         """
         described = [self._span(span) for span in spans]
         for said, span in zip(described, spans, strict=True):
@@ -72,14 +72,14 @@ class StepWriter:
         return said
 
     def forget(self, sequence: Sequence) -> None:
-        """Let the workers forget a sequence that has ended, with the next step."""
+        """Make the workers forget a sequence that has ended, with the next step."""
         known = self._known.pop(sequence, None)
         if known is not None:
             self._gone.append(known.number)
 
 
 class _Dealt:
-    """A random number that was drawn elsewhere, in the place of a sequence's own dice."""
+    """A random number that the leader has drawn, in the form of a sequence's ``Dice``."""
 
     def __init__(self, value: float) -> None:
         self._value = value
@@ -89,7 +89,7 @@ class _Dealt:
 
 
 class StepReader:
-    """A worker's side: its copies of the sequences, as far as attention and sampling need them."""
+    """The worker's side. It has copies of the sequences, as far as attention and sampling need them."""
 
     def __init__(self, eos_token_ids: Collection[int]) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -99,7 +99,7 @@ class StepReader:
         return len(self._sequences)
 
     def read(self, values: dict[str, Any]) -> list[Span]:
-        """The spans of a step. EngineError when it cannot be understood."""
+        """Return the spans of a step. Raises EngineError if the step cannot be understood."""
         try:
             for number in values["gone"]:
                 self._sequences.pop(number, None)
@@ -145,13 +145,17 @@ def ending(values: dict[str, Any], spans: list[Span]) -> list[int]:
 
 
 def packed_bits(allowed: Tensor) -> bytes:
-    """A boolean row as bits, the first one the lowest of the first byte."""
+    """Pack a boolean row [vocab_size] into bits. The first element is the lowest bit of the first byte."""
     row = torch.nn.functional.pad(allowed.to(torch.uint8), (0, -allowed.shape[0] % 8)).view(-1, 8)
     return bytes((row << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8).tolist())
 
 
 def forbid(logits: Tensor, values: dict[str, Any], ends: list[int]) -> None:
-    """Leave only tokens that may come next, in the rows of sequences that follow a grammar. EngineError."""
+    """Set logits to -inf, in place, for tokens that a sequence's grammar does not allow next.
+
+    ``logits`` are [len(ends), vocab_size], ``values`` a step message's body, and ``ends`` the result of ``ending``.
+    Raises EngineError if the bits cannot be read.
+    """
     for row, place in enumerate(ends):
         given = values["spans"][place].get("allowed")
         if given is None:
@@ -165,12 +169,12 @@ def forbid(logits: Tensor, values: dict[str, Any], ends: list[int]) -> None:
 
 
 def sampled_values(sampled: list[Sampled]) -> dict[str, Any]:
-    """The body of a tokens message."""
+    """Return the body of a tokens message."""
     return {"tokens": [[one.token, one.logprob, list(one.top)] for one in sampled]}
 
 
 def sampled_of(values: dict[str, Any], count: int, vocab_size: int) -> list[Sampled]:
-    """What ``sampled_values`` wrote, for ``count`` sequences. EngineError when it is something else."""
+    """Read the body of a tokens message for ``count`` sequences. Raises EngineError if it cannot be right."""
     try:
         found = [
             Sampled(int(token), None if logprob is None else float(logprob), tuple((int(i), float(v)) for i, v in top))
@@ -187,7 +191,7 @@ def sampled_of(values: dict[str, Any], count: int, vocab_size: int) -> list[Samp
 
 
 def take_back(sequence: Sequence) -> None:
-    """Undo the draw of a step whose token will never come."""
+    """Undo the random draw of a step whose token will never come."""
     if sequence.params.temperature >= GREEDY:
         sequence.dice = Dice(sequence.dice.seed, sequence.dice.draws - 1)
 

@@ -1,9 +1,9 @@
 """One worker of a group as a process of its own: ``python -m medusa_cluster.group.worker``.
 
-It fetches the model into a region, its own layers first, and serves the engine protocol on a Unix socket: at rank 0 for
-the whole group, at others when they have become instances. ``medusa serve --engine group`` does the same with all that
-an instance has besides. Without ``--group`` it is an instance by itself, to compare with. Everything else is set as for
-``medusa serve``, by ``MEDUSA_*`` variables.
+It fetches the model into a region, its own layers first, and serves the engine protocol on a Unix socket. Rank 0 serves
+for the whole group, other ranks once they have become instances. ``medusa serve --engine group`` does the same, with
+everything else that an instance has. Without ``--group``, the worker is an instance by itself, for comparison. All
+other settings are ``MEDUSA_*`` variables, as for ``medusa serve``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOOK_S = 0.2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one worker until SIGTERM, or until its group releases it. 2 with the reason on stderr when it cannot."""
+    """Run one worker until SIGTERM, or until its group releases it. Return the exit status, 2 for an error."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     if options.die_with_parent:
@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = from_env(
             os.environ,
-            engine="torch" if whole else GROUP_ENGINES[options.engine],  # one of vLLM's without a group is whole, too
+            engine="torch"
+            if whole
+            else GROUP_ENGINES[options.engine],  # vLLM's without --group is a whole instance, too
             model=options.model,
             layers=options.layers,
             group=options.group,
@@ -61,21 +63,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _wait_warm(settings: Settings) -> None:
-    """Import what the engine needs, as a node agent's idle processes have, and wait for a line on the standard input.
+    """Import what the engine needs, like a node agent's idle processes, and wait for a line on standard input.
 
-    The file of the group may be written until then.
+    The group's file may be written until then.
     """
     with uncollected():
         imported(engine_kind(GROUP_ENGINES.get(settings.engine, settings.engine)).preimport)(settings)
-        gc.freeze()  # each collection would go through all modules, and copy their pages in what is forked
+        gc.freeze()  # else each collection visits all modules, which copies their pages in forks
     print("warm", flush=True)
     sys.stdin.readline()
 
 
 def run(settings: Settings, path: str, timeline_path: str | None = None, *, warm: bool = False) -> int:
-    """Fork the prefetcher and the engine, and wait for the engine's end. Raises what ended either of them.
+    """Fork the prefetcher and the engine, and wait until the engine ends. Raises the error that ended either of them.
 
-    ``warm``: the start is counted from now on, and not from the process's.
+    ``path`` is the engine's socket. With ``warm``, the timeline begins now, and not with the process.
     """
     share_cores()
     timeline = Timeline.create("worker")
@@ -114,7 +116,7 @@ def run(settings: Settings, path: str, timeline_path: str | None = None, *, warm
 
 
 def _supervise(fetching: int, serving: int, reports: ReportPipe) -> int:
-    """Wait for the engine's end, which is this process's."""
+    """Wait until the engine ends, and return its exit status."""
     poll = select.poll()
     poll.register(reports.read_fd, select.POLLIN)
     left = {fetching, serving}

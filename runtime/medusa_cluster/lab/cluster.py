@@ -1,4 +1,4 @@
-"""A cluster on a laboratory's nodes: its node servers and a gateway, as their commands start them."""
+"""A cluster on a laboratory's nodes: node servers and gateways, started by their commands."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _SHOWN_LINES = 5
 
 
 class LabCluster:
-    """The first node is the head. Node servers end with the laboratory, or in order with ``stop``.
+    """A cluster whose head is the laboratory's first node. Node servers end with the laboratory, or with ``stop``.
 
-    ``flags`` are further flags of `medusa cluster start`, and ``environment`` further variables, for all nodes.
+    ``flags`` are further flags of ``medusa cluster start``, and ``environment`` further variables, for all nodes.
     """
 
     def __init__(
@@ -41,24 +41,24 @@ class LabCluster:
         self.token_file = lab.node_folder(SWITCH) / "token"
         self._flags = tuple(flags)
         self._environment = dict(environment or {})
-        self._began: dict[str, int] = {}  # node → where the log of its running server begins
+        self._began: dict[str, int] = {}  # node → the offset in its log where the running server's output begins
         self.token = secrets.token_hex(32)
         self.token_file.touch(0o600)
         self.token_file.write_text(self.token)
 
     def start(self) -> None:
-        """Start all nodes; returns when each of them can reach the controller."""
+        """Start all nodes. Returns once each of them can reach the controller."""
         self.start_head()
         self.start_others()
 
     def start_head(self) -> None:
-        """Start the head; returns when it has a controller, so that gateways and nodes may come."""
+        """Start the head. Returns once it has a controller, so that gateways and nodes can join."""
         self.start_node(self.head)
         self.wait_ready(self.head)
 
     def start_others(self, told: Callable[[str], None] = lambda node: None) -> None:
-        """Start all nodes but the head; ``told`` is called with each that can reach the controller."""
-        # A few at a time, so that the first ones are there soon: a start is some seconds of work for a core.
+        """Start all nodes but the head. ``told`` is called with each node that can reach the controller."""
+        # A few at a time, so that the first ones are there soon. A start takes a core some seconds.
         others, at_once = self.lab.nodes[1:], 2 * len(os.sched_getaffinity(0))
         for first in range(0, len(others), at_once):
             group = others[first : first + at_once]
@@ -69,7 +69,7 @@ class LabCluster:
                 told(node)
 
     def start_node(self, node: str) -> None:
-        """Start the node's server, also again after it has ended."""
+        """Start a node's server, perhaps again after it has ended."""
         role = ["--head"] if node == self.head else ["--address", self.lab.address(self.head)]
         command = ["start", *role, "--name", node, "--host", self.lab.address(node)]
         command += ["--dir", str(self.lab.node_folder(node)), "--token-file", str(self.token_file)]
@@ -85,7 +85,7 @@ class LabCluster:
         self._until(lambda: b"\nready\n" in log.read_bytes()[began:], server, log)
 
     def stop(self) -> None:
-        """End gateways and nodes as SIGTERM does, the head last. What does not end goes with the laboratory."""
+        """End gateways and nodes with SIGTERM, the head last. Those that do not end in time are killed."""
         others = [server for node, server in self.servers.items() if node != self.head]
         deadline = time.monotonic() + _END_S
         for group in (self.gateways, others, list(self.servers.values())):
@@ -98,7 +98,7 @@ class LabCluster:
                     process.kill()
 
     def start_gateway(self, port: int, *flags: str) -> str:
-        """Start a gateway on the switch, where no link limits it; its URL for the nodes."""
+        """Start a gateway on the switch, where no link limits it, and return its URL for the nodes."""
         log = self.lab.node_folder(SWITCH) / f"gateway-{port}.log"
         command = ["gateway", "--host", self.lab.address(SWITCH), "--port", str(port)]
         command += ["--address", self.lab.address(self.head), "--token-file", str(self.token_file), *flags]
@@ -108,7 +108,7 @@ class LabCluster:
         return f"http://{self.lab.address(SWITCH)}:{port}"
 
     def call(self, operation: str, *, node: str | None = None, timeout_s: float = 60.0, **arguments: Any) -> Any:
-        """Call the controller through a node's server, the head's by default. Raises the error that it answers."""
+        """Call the controller through a node's server, by default the head's. Raises the error in the answer."""
         address = self.lab.address(node or self.head)
         connection = http.client.HTTPConnection(address, DATA_PORT, timeout=timeout_s)
         try:
@@ -129,14 +129,14 @@ class LabCluster:
         return answer["ok"]
 
     def deploy(self, name: str, **options: Any) -> Any:
-        """Deploy the model that the origin serves under this name."""
+        """Deploy the model that the laboratory's origin serves under this name."""
         return self.call("deploy", name=name, url=f"{self.lab.origin_url}/{name}", **options)
 
     def status(self) -> Any:
         return self.call("status")
 
     def log(self, node: str) -> Path:
-        """Return what the node's server has printed. Its processes' own logs are in the node's folder."""
+        """Return the file with a node server's output. The logs of its processes are in the node's folder."""
         return self.lab.node_folder(SWITCH) / f"{node}.log"
 
     def _medusa(self, node: str, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:

@@ -1,7 +1,7 @@
-"""Pass connections of this machine on into a laboratory.
+"""A process that passes connections of this machine on into a laboratory.
 
 ``python -m medusa_cluster.lab.forwarder LAB SWITCH_PID PORT ADDRESS:PORT`` listens on 127.0.0.1, prints its port, and
-connects from the switch's network. It ends with process LAB.
+connects from the switch's network. It ends with the process LAB.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         print(error.strerror, flush=True)
         return 1
-    kernel.enter(int(switch), kernel.NEWNET)  # the server's socket stays outside
+    kernel.enter(int(switch), kernel.NEWNET)  # the listening socket stays outside
     with suppress(KeyboardInterrupt):
         asyncio.run(_serve(server, laboratory, target))
     return 0
@@ -39,7 +39,7 @@ async def _serve(server: socket.socket, laboratory: int, target: str) -> None:
         try:
             there_reader, there_writer = await asyncio.open_connection(address, int(port))
         except OSError:
-            writer.transport.abort()  # as if nobody listened here
+            writer.transport.abort()  # the client gets a reset
             return
         await asyncio.gather(_pass_on(reader, there_writer), _pass_on(there_reader, writer))
 
@@ -52,7 +52,7 @@ async def _serve(server: socket.socket, laboratory: int, target: str) -> None:
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy until one side ends; the end reaches the other side, too, as an end or as a reset."""
+    """Copy bytes until the reader's side ends, and pass its end or reset on."""
     try:
         while piece := await reader.read(_PIECE_BYTES):
             writer.write(piece)

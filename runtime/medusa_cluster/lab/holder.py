@@ -1,9 +1,9 @@
 """The process that holds one node of the laboratory: ``python -m medusa_cluster.lab.holder LAB NAME FOLDER [CGROUP]``.
 
-A node is what its first process (PID 1 of the node's own process namespace) holds. The namespaces have no names, so
-the kernel removes them, their interfaces and every process in them when that process ends. It ends with this holder,
-and the holder with the laboratory (process LAB), however that ended. The holder then removes the node's control group
-and folder, which the kernel would keep.
+A node consists of namespaces that its first process holds (PID 1 of the node's process namespace). They have no names,
+so when that process ends, the kernel removes them, with their interfaces and processes. The first process ends with
+this holder, and the holder with the laboratory (the process LAB), however that ended. The holder then removes the
+node's control group and folder, which the kernel would keep.
 
 It prints a JSON line: ``{"pid": first process}`` or ``{"error": text}``.
 """
@@ -44,12 +44,12 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if pid:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)  # the kernel has ended the node's other processes before
+            os.waitpid(pid, 0)  # returns after the kernel has ended all other processes of the node
         _remove(Path(folder), [Path(cgroup) for cgroup in cgroups])
 
 
 def _fork(name: str, folder: Path, cgroups: Sequence[Path]) -> tuple[int, str]:
-    """Start the node's first process; returns its pid and the line about it."""
+    """Start the node's first process. Return its pid and the line to print."""
     allowed, allow = os.pipe()
     told, tell = os.pipe()
     pid = os.fork()
@@ -69,11 +69,11 @@ def _fork(name: str, folder: Path, cgroups: Sequence[Path]) -> tuple[int, str]:
 
 
 def _first_process(name: str, folder: Path, allowed: int, tell: int) -> NoReturn:
-    """Make the node's own places and then wait for the processes that lose their parents."""
+    """Set up the node's mounts and hostname, then collect orphaned processes until killed."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         kernel.die_with_parent()
-        if not os.read(allowed, 1):  # the holder ended before that
+        if not os.read(allowed, 1):  # the holder has ended already
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         kernel.set_hostname(name)
@@ -99,7 +99,7 @@ def _first_process(name: str, folder: Path, allowed: int, tell: int) -> NoReturn
 
 
 def _remove(folder: Path, cgroups: Sequence[Path]) -> None:
-    """Remove the node's folder and control groups, and those above them once the last node has removed its own."""
+    """Remove the node's folder and control groups. The last node also removes those above them."""
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
         folder.parent.rmdir()

@@ -1,4 +1,4 @@
-"""Linux's own names for what a node of the laboratory is made of; Python offers them from 3.12 on only."""
+"""Linux's calls for namespaces and mounts, from which nodes are made. Python has some of them only from 3.12 on."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def unshare(kinds: int) -> None:
-    """Give this process new namespaces; of processes and IPC they hold for its children (unshare(2))."""
+    """Give this process new namespaces (unshare(2)). A new process namespace takes effect for its children."""
     _check(_libc.unshare(kinds), "unshare")
 
 
 def enter(pid: int, kinds: int) -> None:
-    """Move this thread into another process's namespaces (setns(2)); that of processes holds for its children."""
+    """Move this thread into another process's namespaces (setns(2)). A process namespace takes effect for children."""
     descriptor = os.pidfd_open(pid)
     try:
         _check(_libc.setns(descriptor, kinds), "setns")
@@ -38,7 +38,7 @@ def enter_namespace(descriptor: int) -> None:
 
 
 def make_mounts_private() -> None:
-    """Keep what this process mounts from its parent's namespace, and the other way round."""
+    """Hide this process's mounts from its parent's namespace, and the parent's from this one."""
     _check(_libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount /")
 
 
@@ -55,19 +55,19 @@ def set_hostname(name: str) -> None:
 
 
 def missing_capabilities() -> list[str]:
-    """The names of those that a laboratory needs and this process does not have."""
+    """Return the names of the capabilities that a laboratory needs and this process does not have."""
     with open("/proc/self/status") as status:
         held = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
     return [name for name, bit in _CAPABILITIES.items() if not held >> bit & 1]
 
 
 def die_with_parent() -> None:
-    """Ask for SIGKILL when the parent ends. The caller makes sure afterwards that it has not ended before."""
+    """Ask the kernel for SIGKILL when the parent ends. Check afterwards that it had not ended before."""
     _check(_libc.prctl(1, signal.SIGKILL, 0, 0, 0), "prctl")
 
 
 def restore_signals() -> None:
-    """Undo what Python ignores at its start, which an executed program would inherit."""
+    """Restore the signals that Python ignores from its start, because an executed program would inherit that."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
 

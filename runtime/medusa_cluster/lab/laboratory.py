@@ -1,4 +1,4 @@
-"""Nodes on this machine: namespaces on a switch, with links of a given speed, in which programs run."""
+"""The laboratory: nodes on this machine, which are namespaces on a switch, with links of a given speed."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class _Node:
 
 
 class Laboratory:
-    """Some nodes, ``n1``, ``n2`` and so on, and the node ``origin``; a context manager. It needs root.
+    """A laboratory with the nodes ``n1``, ``n2`` and so on, and the node ``origin``. A context manager. Needs root.
 
-    Each node has its own network with the interface eth0, its own processes, hostname and /dev/shm; files are the
-    machine's. ``link`` limits what each node sends and receives, ``cpus`` the cores of each (``quotas`` says in a line
-    whether this machine could do that). ``cores`` names the processors on which a node's programs run; those of other
-    nodes run on the caller's. ``origin`` maps names to folders, which the node `origin` serves over HTTP
+    Each node has its own network with the interface eth0, its own processes, hostname and /dev/shm. Files are the
+    machine's. ``link`` limits what each node sends and receives, and ``cpus`` the cores of each; ``quotas`` says in a
+    line whether this machine can do that. ``cores`` maps nodes to the processors on which their programs run; other
+    nodes' programs run on the caller's. ``origin`` maps names to folders, which the node ``origin`` serves over HTTP
     under ``origin_url/NAME``. Everything ends with this process, however that ends. Nodes cannot reach the outside.
     """
 
@@ -104,7 +104,7 @@ class Laboratory:
         self.close()
 
     def close(self) -> None:
-        """End every process in every node at once, and with them the laboratory. May be called twice."""
+        """End every process in every node at once, and the laboratory. Can be called twice."""
         self._stack.close()
 
     # Nodes
@@ -114,15 +114,15 @@ class Laboratory:
         return f"{_NETWORK}.{host or self.nodes.index(node) + 1}"
 
     def pid(self, node: str) -> int:
-        """The node's first process, as this process sees it."""
+        """Return the pid of the node's first process, as this process sees it."""
         return self._held[node].pid
 
     def node_folder(self, node: str) -> Path:
-        """A folder for the node's own files, with a short path; it goes with the node."""
+        """Return a folder for the node's own files, with a short path. It is removed with the node."""
         return self.folder / node
 
     def boot(self, node: str) -> None:
-        """Start a node that has crashed; its folder and its group's quota are new."""
+        """Start a node that has crashed, with a new folder. Raises LabError if it runs, or had a processor quota."""
         if node in self._held:
             raise LabError(f"{node} runs already")
         if node in self._groups and not self._groups[node].exists():
@@ -131,7 +131,7 @@ class Laboratory:
         self._network.plug(node, pid, f"{self.address(node)}/24", self.origin_link if node == ORIGIN else self.link)
 
     def crash(self, node: str) -> None:
-        """End a node as a power cut does: every process in it is gone when this returns."""
+        """End a node like a power cut. Every process in it is gone when this returns."""
         self._network.unplug(node)
         holder = self._held.pop(node).holder
         holder.terminate()
@@ -146,7 +146,7 @@ class Laboratory:
         self._network.restore(node)
 
     def sent_bytes(self, node: str) -> int:
-        """Return what the node has sent since it was started, headers included."""
+        """Return how many bytes the node has sent since it was started, headers included."""
         return self._counted(node, 8)
 
     def received_bytes(self, node: str) -> int:
@@ -163,10 +163,10 @@ class Laboratory:
     # Programs
 
     def popen(self, node: str, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
-        """Start a program in a node; ``options`` are those of `subprocess.Popen`.
+        """Start a program in a node. ``options`` are those of ``subprocess.Popen``.
 
-        SIGTERM and the like reach the program, SIGKILL ends it, and its end is that of the process returned here.
-        SIGSTOP does not: for that, see ``processes``.
+        The returned process passes SIGTERM and the like on to the program, and ends as the program ends. SIGKILL ends
+        both. SIGSTOP does not reach the program; use ``processes`` for that.
         """
         held = self._held[node]
         folder = os.path.abspath(options.pop("cwd", None) or os.getcwd())
@@ -179,7 +179,7 @@ class Laboratory:
 
     @contextmanager
     def _on_cores(self, node: str) -> Iterator[None]:
-        """Have what this thread starts run on the node's processors."""
+        """Make programs that this thread starts run on the node's processors."""
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, self.cores.get(node, before))
         try:
@@ -188,7 +188,7 @@ class Laboratory:
             os.sched_setaffinity(0, before)
 
     def run(self, node: str, command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[Any]:
-        """Run a program in a node to its end; ``options`` are those of `subprocess.run`."""
+        """Run a program in a node to its end. ``options`` are those of ``subprocess.run``."""
         given, timeout_s = options.pop("input", None), options.pop("timeout", None)
         check = options.pop("check", False)
         if options.pop("capture_output", False):
@@ -207,7 +207,7 @@ class Laboratory:
         return result
 
     def processes(self, node: str) -> dict[int, str]:
-        """The node's processes, as this process sees them, with their command lines; without the first one."""
+        """Return the node's processes except the first: pid, as this process sees it → command line."""
         own = os.readlink(f"/proc/{self.pid(node)}/ns/pid")
         found = {}
         for entry in Path("/proc").iterdir():
@@ -219,7 +219,7 @@ class Laboratory:
 
     @contextmanager
     def network(self, node: str) -> Iterator[None]:
-        """Have the calling thread open its sockets in the node's network; they stay there."""
+        """Make the calling thread open sockets in the node's network while the block runs. They stay there."""
         with open("/proc/thread-self/ns/net") as here:
             kernel.enter(self.pid(node), kernel.NEWNET)
             try:
@@ -228,7 +228,7 @@ class Laboratory:
                 kernel.enter_namespace(here.fileno())
 
     def start_origin(self) -> None:
-        """Serve the folders from the node `origin`; also again, after its process or node has died."""
+        """Serve the folders from the node ``origin``, perhaps again after its process or node has died."""
         folders = [f"{name}={folder}" for name, folder in self.served.items()]
         listen = f"{self.address(ORIGIN)}:{ORIGIN_PORT}"
         command = [sys.executable, "-m", "medusa_cluster.lab.origin", listen, *folders]
@@ -237,7 +237,7 @@ class Laboratory:
             raise LabError("the laboratory's origin did not start; its message is above")
 
     def forward(self, port: int, node: str, node_port: int) -> str:
-        """Open ``port`` of this machine's 127.0.0.1 (0: a free one), and pass its connections on; returns its URL."""
+        """Listen on ``port`` of this machine's 127.0.0.1 (0: a free one), pass connections on, and return the URL."""
         target = f"{self.address(node)}:{node_port}"
         command = [sys.executable, "-m", "medusa_cluster.lab.forwarder", str(os.getpid())]
         command += [str(self.pid(SWITCH)), str(port), target]
@@ -291,7 +291,7 @@ def _first_line(process: subprocess.Popen[str]) -> str:
 
 
 def check_machine() -> None:
-    """Raise ConfigError unless this process may make a laboratory here."""
+    """Raise ConfigError unless this process can make a laboratory on this machine."""
     missing = kernel.missing_capabilities() if sys.platform == "linux" else ["Linux"]
     if missing:
         raise ConfigError(

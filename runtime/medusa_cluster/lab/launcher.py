@@ -1,6 +1,7 @@
-"""Run a program in a node: ``python -m medusa_cluster.lab.launcher NODE_PID FOLDER CGROUPS PROGRAM…``.
+"""The launcher of a program in a node: ``python -m medusa_cluster.lab.launcher NODE_PID FOLDER CGROUPS PROGRAM…``.
 
-The launcher stays outside, passes signals on and ends as the program ended. When it is killed, so is the program.
+The launcher stays outside the node, passes signals on, and ends as the program ended. If it is killed, so is the
+program.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(passed_on, lambda number, _: os.kill(child, number))
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     os.write(allow, b".")
-    # The program's readers must see it close its output, also while we wait.
+    # Readers of the program's output must notice when the program closes it, so the launcher closes its own copies.
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nothing, number)
@@ -53,7 +54,7 @@ def _execute(command: list[str], folder: str, allowed: int, signals: set[signal.
         kernel.die_with_parent()
         if not os.read(allowed, 1):
             os._exit(1)
-        os.setsid()  # outside it would have none in its namespace
+        os.setsid()  # in the node: a session from outside would have no id in its namespace
         os.chdir(folder)
         kernel.restore_signals()
         signal.pthread_sigmask(signal.SIG_SETMASK, signals)

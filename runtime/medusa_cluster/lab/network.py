@@ -1,4 +1,4 @@
-"""The cables and the switch of a laboratory, made by `ip` and `tc` of iproute2."""
+"""The cables and the switch of a laboratory, made with iproute2's ``ip`` and ``tc``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .link import Link
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
 _PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
-# One sender is limited by its own shaper, so that it feels a slow link and not a switch that drops. The switch's
-# holds back what several nodes send to one at the same time.
+# A single sender is limited by its own shaper, so that it sees a slow link instead of a switch that drops packets. The
+# switch's shaper limits what several nodes send to one at the same time.
 _PORT_SHARE = 1.02
-# Where iptables looks at what a bridge passes on, a tenth of a hop's CPU time goes there. No switch does that.
+# If iptables inspects bridged packets, that takes a tenth of a hop's CPU time. No real switch does that.
 _FILTER = "/proc/sys/net/bridge/bridge-nf-call-iptables"
 
 
 def find_tools() -> dict[str, str]:
-    """The paths of the programs that are needed. Raises MissingPackageError with what to install."""
+    """Return the paths of the required programs. Raises MissingPackageError, which says what to install."""
     found = {}
     for name, package in _TOOLS.items():
         path = shutil.which(name) or shutil.which(name, path=_PATH)
@@ -33,7 +33,7 @@ def find_tools() -> dict[str, str]:
 
 
 class Network:
-    """A switch, whose namespace process ``switch`` holds, and nodes that are plugged into it."""
+    """A switch, in the namespace of the process ``switch``, and the nodes that are plugged into it."""
 
     def __init__(self, switch: int, address: str) -> None:
         self._tools = find_tools()
@@ -48,7 +48,7 @@ class Network:
                 kernel.enter_namespace(here.fileno())
 
     def plug(self, name: str, pid: int, address: str, link: Link | None) -> None:
-        """Give the node whose namespace ``pid`` holds an interface eth0, with a shaper in each direction."""
+        """Give a node, whose first process is ``pid``, the interface eth0, with a shaper in each direction."""
         port = _port(name)
         self._ip(
             self._switch, f"link add {port} type veth peer name eth0 netns {pid}", f"link set {port} master br0 up"
@@ -59,11 +59,11 @@ class Network:
             self._tc(self._switch, f"qdisc add dev {port} {link.shaper(_PORT_SHARE)}")
 
     def unplug(self, name: str) -> None:
-        """Take the node's cable away. The kernel does so when the node's namespace ends, but some time later."""
+        """Remove the node's cable. The kernel would do so after the end of the node's namespace, but with a delay."""
         self._ip(self._switch, f"link del {_port(name)}")
 
     def cut(self, name: str) -> None:
-        """Pull the node's cable: what it sends and what is sent to it is lost."""
+        """Pull the node's cable, so that all its packets are lost, in both directions."""
         self._ip(self._switch, f"link set {_port(name)} down")
 
     def restore(self, name: str) -> None:
@@ -76,7 +76,7 @@ class Network:
         self._run(pid, "tc", lines)
 
     def _run(self, pid: int, tool: str, lines: Sequence[str]) -> None:
-        # Only the network of the other process: pids in the lines are those that we see.
+        # Enter only the network namespace, so that pids in the lines are those that this process sees.
         command = [self._tools["nsenter"], f"--net=/proc/{pid}/ns/net", self._tools[tool], "-batch", "-"]
         ran = subprocess.run(command, input="\n".join(lines) + "\n", capture_output=True, text=True, check=False)
         if ran.returncode:
@@ -85,5 +85,5 @@ class Network:
 
 
 def _port(name: str) -> str:
-    """The switch's end of the node's cable; the kernel takes 15 characters."""
+    """Return the name of the switch's end of a node's cable. The kernel allows 15 characters."""
     return f"p-{name}"

@@ -1,4 +1,4 @@
-"""The origin of a laboratory: folders over HTTP, with ranges and versions.
+"""The origin of a laboratory, which serves folders over HTTP, with ranges and versions.
 
 ``python -m medusa_cluster.lab.origin ADDRESS:PORT NAME=FOLDER…`` prints a line once it listens.
 """
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str]) -> None:
     application = web.Application()
     for entry in folders:
         name, _, folder = entry.partition("=")
-        # Checkpoints of Hugging Face's cache are links to the files themselves.
+        # Checkpoints in Hugging Face's cache are symbolic links.
         application.router.add_static(f"/{name}", folder, follow_symlinks=True, chunk_size=1 << 20)
 
     web.run_app(

@@ -1,4 +1,4 @@
-"""Shares of the processor for the nodes of a laboratory, by control groups of version 2 or, where it has no cpu, 1."""
+"""CPU quotas for the nodes of a laboratory, by control groups of version 2, or of version 1 if 2 has no cpu."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from medusa_runtime.errors import LabError
 
-# A node that has used up its share stands still for the rest of a period: in 20 ms it is close to a slower processor.
+# A node that has used up its share stands still for the rest of a period. Periods of 20 ms come close to a slower CPU.
 _PERIOD_US = 20_000
-# The most that the kernel takes: what else runs on the machine leaves the nodes their shares.
+# The highest weights that the kernel takes, so that other processes of the machine leave the nodes their shares.
 _WEIGHTS = {"cpu.weight": "10000", "cpu.shares": "262144"}
 
 
 def make_groups(nodes: Sequence[str], cpus: float) -> dict[str, Path]:
-    """Make a control group with this many cores for each node. Raises LabError where the machine allows none."""
+    """Make a control group for each node, with so many cores. Raises LabError if the machine does not allow it."""
     reasons = []
     for make in (_second_version, _first_version):
         try:
@@ -32,7 +32,7 @@ def _second_version(nodes: Sequence[str], quota_us: int) -> dict[str, Path]:
     for parent in (root / own, *(root / own).parents):
         if not parent.is_relative_to(root):
             break
-        with suppress(OSError):  # it has processes of its own, or is not ours to change
+        with suppress(OSError):  # it has processes of its own, or may not be changed
             return dict(_groups(parent, nodes, {"cpu.max": f"{quota_us} {_PERIOD_US}"}, controller="+cpu"))
     raise OSError("cgroup v2 offers no cpu controller")
 
@@ -40,7 +40,7 @@ def _second_version(nodes: Sequence[str], quota_us: int) -> dict[str, Path]:
 def _first_version(nodes: Sequence[str], quota_us: int) -> dict[str, Path]:
     root = _mount_point("cgroup", "cpu")
     limits = {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": str(quota_us)}
-    with suppress(OSError):  # the path may be one outside of a container
+    with suppress(OSError):  # in a container, the path may be the one outside of it
         return dict(_groups(root / _own_group("cpu"), nodes, limits))
     return dict(_groups(root, nodes, limits))
 

@@ -1,4 +1,4 @@
-"""The node agent of this machine: started, kept running, and asked without blocking the node server."""
+"""The node agent of this machine, which the node server starts, keeps running and asks without blocking."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FETCHES = 16
 
 
 class Agent:
-    """`medusa node` as our child. It is asked in threads, because its client waits."""
+    """A child process that runs ``medusa node``. Threads ask it, because its client blocks."""
 
     def __init__(self, settings: NodeServerSettings) -> None:
         self._settings = settings
@@ -74,11 +74,11 @@ class Agent:
         logger.error("the node agent ended (%s): %s; starting it again", child.how, last)
 
     async def status(self) -> dict[str, Any]:
-        """Return what the agent holds; the last that was known while it does not answer."""
+        """Return the agent's status. While it does not answer, return its last one with ``"away": True``."""
         asking = self._asking
         if asking is None or asking.done():
             asking = self._asking = asyncio.create_task(self._ask_status())
-        # The controller takes a late status for a lost node.
+        # Do not wait long: to the controller, a node whose status is late is lost.
         answered, _ = await asyncio.wait({asking}, timeout=_STATUS_WITHIN_S)
         return asking.result() if answered else self.last_status | {"away": True}
 
@@ -90,9 +90,10 @@ class Agent:
         return self.last_status
 
     def fetch(self, url: str, *, pin: bool, version: str, layers: str | None = None) -> None:
-        """Begin to fetch a model, again if the agent has another version of it. How far it is stands in the status.
+        """Begin to fetch a model. Its progress is in the status.
 
-        ``layers``: START:STOP, which come first.
+        If ``version`` is given and the agent has another one, the model is fetched anew. ``layers`` is START:STOP, the
+        layers that are fetched first. While an earlier request for this URL is under way, does nothing.
         """
         running = self._fetches.get(url)
         if running is not None and not running.done():

@@ -1,4 +1,4 @@
-"""The way from a node server to the controller: a socket on the head, HTTP to the head's node server elsewhere."""
+"""The way from a node server to the controller: over a socket on the head, and by the head's node server elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ANSWERS_WITHIN_S = LONGEST_WAIT_S + 10.0
 
 
 class ControllerLine:
-    """Calls operations of the controller from any node."""
+    """A client for the controller's operations, for any node."""
 
     def __init__(self, settings: NodeServerSettings, access: PeerAccess) -> None:
         self._settings = settings
@@ -26,7 +26,7 @@ class ControllerLine:
         self._session: ClientSession | None = None
 
     async def call(self, operation: str, arguments: dict[str, Any]) -> Any:
-        """Raises NoControllerError while the controller is away, and the error that it answered."""
+        """Call an operation. Raises NoControllerError while the controller is away, and the error in its answer."""
         if self._settings.head_url is not None:
             return await self.ask_head(self._settings.head_url, operation, arguments)
         request = {"op": operation, "arguments": arguments}
@@ -37,7 +37,11 @@ class ControllerLine:
             raise NoControllerError("the cluster's controller is away; it comes back by itself") from None
 
     async def ask_head(self, head_url: str, operation: str, arguments: dict[str, Any]) -> Any:
-        """Send an operation to a head's node server. UnauthorizedError for a wrong token."""
+        """Call an operation through a head's node server.
+
+        Raises UnauthorizedError for a wrong token, ClusterError for a server that is no node server, and
+        NoControllerError if it cannot be reached.
+        """
         if self._session is None:
             headers = {"Authorization": f"Bearer {self._access.token}"}
             self._session = ClientSession(timeout=ClientTimeout(total=_ANSWERS_WITHIN_S), headers=headers)

@@ -1,4 +1,4 @@
-"""What a node can say of a model before anybody has fetched it: its bytes by layers, and recorded stage times."""
+"""The description of a model before it is fetched: its bytes by layer, and recorded stage times."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 def describe(url: str) -> dict[str, Any]:
-    """Read the checkpoint's index and its state bundle. Blocks. Raises the store's errors.
+    """Describe a model by its checkpoint's index and state bundle. Blocks. Raises the store's errors.
 
-    ``layers`` is empty for a model that cannot be split; ``times`` is None where none were recorded.
+    Returns ``total_bytes``; the bytes of ``entry``, of each of ``layers``, and of ``exit`` (see ``ModelBytes``); and
+    ``times``, the stage times as JSON. ``layers`` is empty if the model cannot be split, and ``times`` is None if none
+    were recorded.
     """
     checkpoint = open_checkpoint(url)
     try:
@@ -42,7 +44,7 @@ def describe(url: str) -> dict[str, Any]:
 
 
 def _times(store: Store) -> StageTimes | None:
-    """The stage times that ``medusa materialize`` has recorded, perhaps on another machine."""
+    """Return the stage times that ``medusa materialize`` has recorded, perhaps on another machine."""
     try:
         bundle = Bundle(store, f"{FOLDER}/")
         manifest = bundle.manifest()

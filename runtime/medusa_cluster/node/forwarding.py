@@ -1,4 +1,4 @@
-"""Passes requests under `/instances/<id>/` on to the instance and its answer back, piece by piece."""
+"""Forwarding of requests under ``/instances/<id>/`` to the instance, and of its answers back, piece by piece."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ENDED_LOOKS, _ENDED_LOOK_S = 50, 0.02  # for an instance that has broken off to end
+_ENDED_LOOKS, _ENDED_LOOK_S = 50, 0.02  # how long to wait for an instance to end after its connection broke
 
-# They concern one connection and not the message (RFC 9110 §7.6.1); Host and Authorization are replaced.
+# Headers that concern one connection and not the message (RFC 9110 §7.6.1), and Host and Authorization, which are
+# replaced.
 _OF_A_CONNECTION = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
      "upgrade", "host", "authorization", "expect")
@@ -33,7 +34,7 @@ _OF_A_CONNECTION = frozenset(
 
 
 class Forwarder:
-    """Handles `/instances/<id>/<path>`. Nothing is held back: a piece is passed on when it arrives."""
+    """The handler of ``/instances/<id>/<path>``. It buffers nothing: each piece is forwarded when it arrives."""
 
     def __init__(self, instances: Instances) -> None:
         self._instances = instances
@@ -69,7 +70,7 @@ class Forwarder:
 
     async def _pass_on(self, request: web.Request, instance: RunningInstance, port: int) -> web.StreamResponse:
         assert self._session is not None
-        # The path as it came, without decoding it: what is behind the instance's id.
+        # What follows the instance's id, not decoded.
         path = request.raw_path.split("/", 3)[3] if request.raw_path.count("/") > 2 else ""
         headers = _kept(request.headers)
         headers["Authorization"] = f"Bearer {instance.secret}"
@@ -88,7 +89,7 @@ class Forwarder:
                     await response.write(piece)
                 await response.write_eof()
         except ClientConnectorError:
-            # It has not begun, so that a gateway may try again as often as it likes.
+            # The request has not begun, so a gateway may try again as often as it likes.
             gone = NoInstanceError(await ended(instance) or f"the instance {instance.id} no longer listens")
             return web.json_response(error_answer(gone), status=404)
         except (ClientError, TimeoutError) as error:
@@ -98,15 +99,15 @@ class Forwarder:
             if response is None or not response.prepared:
                 broken = InstanceError(await ended(instance) or f"the instance {instance.id} ended before it answered")
                 return web.json_response(error_answer(broken), status=502)
-            # Its reader must see that the answer is not complete.
+            # The reader must see that the answer is incomplete.
             request.transport.abort()
         return response
 
 
 async def ended(instance: RunningInstance) -> str | None:
-    """Return why an instance ended by itself, which is known a moment after its connections break; None if it did not.
+    """Return why an instance ended by itself, or None if it did not. Waits a second at most for it to end.
 
-    What it said last names what was wrong: a folder of the model, for instance, that this node does not have.
+    The reason includes the last line of its output, for example that this node does not have the model's folder.
     """
     for _ in range(_ENDED_LOOKS):
         if instance.failure is not None or instance.child is None or instance.state == "draining":

@@ -1,4 +1,4 @@
-"""An instance that is one worker of a group: its layers, and the file from which its engine learns of the group."""
+"""An instance that is a worker of a group: its layers, and the file that describes the group to its engine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from .settings import TlsFiles
 
 @dataclass(frozen=True, slots=True)
 class GroupWorker:
-    """``layers`` is START:STOP, or None for an instance of a live pair, which comes to hold all."""
+    """A worker's place in its group.
+
+    ``layers`` is START:STOP, or None for an instance of a live pair, which will have all layers.
+    """
 
     plan: GroupPlan
     layers: str | None
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any], host: str, tls: TlsFiles | None = None) -> GroupWorker:
-        """What ``start`` is given as ``group``, with this node's address and certificates. Raises ConfigError."""
+        """Read the ``group`` of a ``start`` call, and add this node's address and certificates. Raises ConfigError."""
         if not isinstance(found, Mapping):
             raise ConfigError(f"group: expected an object, found {found!r}")
         values = dict(found)
@@ -39,18 +42,24 @@ class GroupWorker:
         return cls(GroupPlan.parse(values | ours, "group"), layers)
 
     def consolidated(self, keep: int) -> GroupWorker:
-        """The same worker of a group of which so many workers become instances."""
+        """Return the same worker, of a group whose first ``keep`` workers become instances.
+
+        Raises ConfigError unless this is the leader and the group has as many workers.
+        """
         if self.plan.rank or not 1 <= keep <= self.plan.size:
             raise ConfigError(f"keep: expected 1 to {self.plan.size}, of the group's leader, found {keep}")
         return replace(self, plan=replace(self.plan, then="down" if keep == 1 else "up", keep=keep))
 
     @property
     def is_followed(self) -> bool:
-        """Whether its timeline says when sharing ends: that of a group's leader and that of a helper do."""
+        """Whether the worker's timeline shows when it stops sharing its model.
+
+        A leader's does in a group that shares the layers, and a helper's (rank above 0) in all other modes.
+        """
         return (self.plan.rank == 0) == (self.plan.mode == "pipeline")
 
     def status(self, state: str) -> dict[str, Any]:
-        """Return what the node's status says of it. ``state``: what its timeline has told, where it is followed."""
+        """Return the worker's part of its instance's status. ``state`` is from the timeline, if it is followed."""
         plan = self.plan
         if plan.mode != "pipeline":
             return {"helping": state == "serving"} if plan.rank else {}
@@ -58,12 +67,12 @@ class GroupWorker:
         return {"group": found | ({"state": state, "keep": plan.keep} if plan.rank == 0 else {})}
 
     def environment(self, path: Path) -> dict[str, str]:
-        """Write the file, and return the variables of ``medusa serve``."""
+        """Write the group's file to ``path``, and return the variables that ``medusa serve`` needs for it."""
         self.write(path)
         return {"MEDUSA_GROUP": str(path)} | ({} if self.layers is None else {"MEDUSA_LAYERS": self.layers})
 
     def write(self, path: Path) -> None:
-        """Write the file, at once as a whole and for this user alone: it has the group's token."""
+        """Write the group's file atomically, readable by this user alone, because it has the group's token."""
         part = path.with_suffix(".part")
         part.unlink(missing_ok=True)
         with open(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
@@ -72,7 +81,7 @@ class GroupWorker:
 
 
 def free_port(host: str) -> int:
-    """A port of this node that nobody listens on now."""
+    """Return a port of this node that is free at this moment."""
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
         return int(found.getsockname()[1])
 

@@ -1,4 +1,4 @@
-"""The instances of a node: `medusa serve` processes on loopback ports, which take region and engine from the agent."""
+"""The instances of a node: ``medusa serve`` processes on loopback ports, with regions and engines from the agent."""
 
 from __future__ import annotations
 
@@ -25,15 +25,19 @@ logger = logging.getLogger(__name__)
 
 _LISTENING = re.compile(r"listening on http://[^\s]+:(\d+)$")
 _LISTENS_WITHIN_S = 60.0
-_KILLED_AFTER_S = 10.0  # when no request runs any more
-_LOOK_S = 0.05  # between two looks at an instance that drains
-_KEPT_ENDS_S = 60.0  # for how long the status shows an instance that ended by itself
+_KILLED_AFTER_S = 10.0  # how long an instance without requests may take to end
+_LOOK_S = 0.05  # between two checks of an instance that drains
+_KEPT_ENDS_S = 60.0  # how long the status shows an instance that ended by itself
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass
 class RunningInstance:
-    """One `medusa serve` process. ``secret``: what it demands of requests, known to this node server alone."""
+    """A ``medusa serve`` process.
+
+    ``secret`` is the bearer token that it demands of requests; only this node server knows it. ``listening`` gets its
+    port.
+    """
 
     id: str
     deployment: Deployment
@@ -43,13 +47,13 @@ class RunningInstance:
     ending: bool = False  # it drained, and its process is being ended
     since: float = field(default_factory=time.time)
     child: Child | None = None
-    running: int = 0  # requests that pass through the node server
-    asked_ns: int | None = None  # by the monotonic clock: when the first of them came
-    version: str = ""  # of the model: the agent's at its start, or the first that the agent has after it
+    running: int = 0  # requests that the node server forwards to it now
+    asked_ns: int | None = None  # when the first POST came, by the monotonic clock
+    version: str = ""  # the model's: the one that the agent had at the start, or else the first that it got later
     failure: str | None = None
     worker: GroupWorker | None = None
-    start: dict[str, float] | None = None  # what it took; see starts.py
-    group_state: str = "serving"  # of a leader's group, then consolidated or alone; of a helper, then released
+    start: dict[str, float] | None = None  # how long the start took; see starts.py
+    group_state: str = "serving"  # a leader's becomes consolidated or alone, a helper's released
 
     @property
     def port(self) -> int | None:
@@ -61,7 +65,7 @@ class RunningInstance:
 
 
 class Instances:
-    """Starts and ends instances by id. The same id twice is the same instance, so that a call may be repeated."""
+    """The instances of this node, by id. Starting an id twice gives the same instance, so a call may be repeated."""
 
     def __init__(self, settings: NodeServerSettings) -> None:
         self._settings = settings
@@ -72,7 +76,7 @@ class Instances:
         return self._instances.get(instance_id)
 
     def add(self, instance: RunningInstance) -> None:
-        """Have requests under its id passed on to it."""
+        """Add an instance, so that requests for its id are forwarded to it."""
         self._instances[instance.id] = instance
 
     def all(self) -> list[RunningInstance]:
@@ -83,9 +87,9 @@ class Instances:
         return {instance.child.pid for instance in self._instances.values() if instance.child is not None}
 
     async def start(self, instance_id: str, deployment: Deployment, worker: GroupWorker | None = None) -> int:
-        """Return the instance's port as soon as it listens. Raises InstanceError when it does not come that far.
+        """Start an instance, and return its port as soon as it listens. Raises InstanceError if it never does.
 
-        ``worker``: it is one of a group that shares the model.
+        ``worker`` makes it a worker of a group that shares the model. Raises ConfigError for a malformed id.
         """
         if not _ID.fullmatch(instance_id):
             raise ConfigError(f"id: expected letters, digits and . _ -, found {instance_id[:100]!r}")
@@ -102,7 +106,9 @@ class Instances:
 
     def _begin(self, instance_id: str, deployment: Deployment, worker: GroupWorker | None) -> RunningInstance:
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        listening.add_done_callback(lambda future: future.cancelled() or future.exception())  # it may have no reader
+        listening.add_done_callback(
+            lambda future: future.cancelled() or future.exception()
+        )  # perhaps no caller awaits it
         instance = RunningInstance(instance_id, deployment, secrets.token_hex(16), listening, worker=worker)
         self.add(instance)
 
@@ -154,7 +160,10 @@ class Instances:
         return self._settings.folder / f"group-{instance.id}.json"
 
     def consolidate(self, instance_id: str, keep: int) -> None:
-        """Write into the file of a group's leader how many workers become instances. ConfigError for another id."""
+        """Write into the file of a group's leader how many workers become instances.
+
+        Raises ConfigError if the id is not that of a group's leader.
+        """
         instance = self._instances.get(instance_id)
         if instance is None or instance.worker is None:
             raise ConfigError(f"id: expected the instance of a group's leader, found {instance_id!r}")
@@ -181,13 +190,17 @@ class Instances:
         instance.enter("failed")
         if not instance.listening.done():
             instance.listening.set_exception(InstanceError(failure))
-        asyncio.get_running_loop().call_later(_KEPT_ENDS_S, self._instances.pop, instance.id, None)
+        asyncio.get_running_loop().call_later(_KEPT_ENDS_S, self._forget, instance)
+
+    def _forget(self, instance: RunningInstance) -> None:
+        if self._instances.get(instance.id) is instance:  # else a later instance has its id
+            del self._instances[instance.id]
 
     async def stop(self, instance_id: str, drain_s: float) -> bool:
-        """End an instance after its running requests, or after ``drain_s``. An unknown one has ended already.
+        """End an instance when its running requests have ended, or after ``drain_s``. Ignores an unknown id.
 
-        Returns False if it was resumed meanwhile. Requests that run longer break off, so that gateways run them again
-        elsewhere.
+        Returns False if the instance was resumed meanwhile. Requests that run longer are broken off, and gateways run
+        them again elsewhere.
         """
         instance = self._instances.get(instance_id)
         if instance is None or instance.child is None or instance.failure is not None:
@@ -223,7 +236,7 @@ class Instances:
         return True
 
     def status(self, versions: Mapping[str, str]) -> list[dict[str, Any]]:
-        """``versions``: those of the agent's models, by URL."""
+        """Return the status of every instance. ``versions``: URL → the version of the model that the agent has."""
         for instance in self._instances.values():
             instance.version = instance.version or versions.get(instance.deployment.url, "")
         return [

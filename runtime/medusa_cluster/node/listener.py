@@ -1,4 +1,4 @@
-"""The node's one listener on the network. Every request but `/healthz` must bear the cluster's token."""
+"""The node's only listener on the network. Every request except ``/healthz`` needs the cluster's token."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .forwarding import Forwarder
 from .settings import NodeServerSettings
 
 _LARGEST_CALL_BYTES = 16 << 20
-_HEAD_S = 10.0  # for the head of a request, which anybody can begin
+_HEAD_S = 10.0  # for the head of a request, since a client can begin one without the token
 
 
 class Listener:
-    """Serves `/instances/`, `/cluster/`, `/regions/` and `/healthz`."""
+    """The HTTP server for ``/instances/``, ``/cluster/``, ``/healthz`` and the routes that it is given."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Listener:
         line: ControllerLine,
         routes: Iterable[web.RouteDef],
     ) -> None:
-        """``routes``: further ones, such as the regions'."""
+        """Make the server. ``routes``: further routes, such as those of the regions."""
         self._settings = settings
         self._line = line
         self._forwarder = forwarder
@@ -55,9 +55,9 @@ class Listener:
         self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError when the address is not available."""
+        """Listen. Raises ConfigError if the address is not available."""
         await self._forwarder.start()
-        # A handler is cancelled when its caller goes, and with it the request that it has passed on.
+        # When a caller goes away, this cancels the handler and with it the forwarded request.
         self._runner = web.AppRunner(
             self.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=http_logger()
         )
@@ -100,21 +100,21 @@ class Listener:
             return web.json_response(error_answer(error), status=status_of(error))
 
     def _joining(self) -> dict[str, Any]:
-        """Return what a node needs to know before it starts Ray's processes."""
+        """Return what another node needs to know before it starts Ray's processes."""
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         return {"ray": f"{host}:{self._settings.ray_port}", "head": self._settings.name}
 
 
 async def _arguments(request: web.Request) -> Any:
-    """The JSON of a request's body. Raises ConfigError for what is none, or is nested too deeply."""
+    """Return the JSON of a request's body. Raises ConfigError if it is no JSON or nested too deeply."""
     try:
         return await request.json() if request.can_read_body else {}
-    except (ValueError, RecursionError) as error:  # also a number of too many digits
+    except (ValueError, RecursionError) as error:  # ValueError also for a number with too many digits
         raise ConfigError(f"expected a JSON object of arguments: {error}") from None
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status for the answer to a call that failed."""
+    """Return the HTTP status for a call that failed with this error."""
     if isinstance(error, ConfigError | ValueError):
         return 400
     known = ((UnauthorizedError, 401), (UnknownNameError, 404), (NoControllerError, 503))

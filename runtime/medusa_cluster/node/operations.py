@@ -1,4 +1,4 @@
-"""What a node server can be asked to do over its control socket."""
+"""The operations of a node server's control socket."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from .settings import NodeServerSettings
 
 _MOST_BYTES_PER_S = 1e15
-_SENT = "sent"  # the counter of what peers were sent
-_SOURCES_WITHIN_S = 0.4  # a fetch waits for the answer, for half a second at most
+_SENT = "sent"  # the name of the counter for weights that were sent to peers
+_SOURCES_WITHIN_S = 0.4  # the prefetcher waits 0.5 s for our answer
 
 
 class Operations:
-    """Answers the control socket. Every operation may be repeated."""
+    """The handlers of the control socket. Every operation may be repeated."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Operations:
         self._peers = peers
         self._pacer = pacer
         self._rates = Rates()
-        self._sources: dict[str, list[str]] = {}  # URL → of the plan that came with the last fetch
+        self._sources: dict[str, list[str]] = {}  # URL → the sources that came with the last fetch call
         self.draining = False
         self._known: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
             "status": self._status,
@@ -65,7 +65,7 @@ class Operations:
         }
 
     async def answer(self, request: dict[str, Any]) -> Any:
-        """Raises ConfigError for an unknown operation and for bad arguments."""
+        """Carry out a request's operation. Raises ConfigError for an unknown operation and for bad arguments."""
         operation = self._known.get(str(request.get("op")))
         if operation is None:
             raise ConfigError(f"op: expected one of {', '.join(self._known)}, found {request.get('op')!r}")
@@ -79,6 +79,7 @@ class Operations:
         settings, now = self._settings, time.monotonic()
         models = [self._model(region, now) for region in agent.get("regions", ())]
         self._rates.keep({model["url"] for model in models} | {_SENT})
+        fetching = {model["url"] for model in models if model["state"] == "fetching"}
         return {
             "name": settings.name,
             "address": settings.address,
@@ -101,7 +102,8 @@ class Operations:
                 "engines": agent.get("engines", {}),
             },
             "models": models,
-            "failed_fetches": dict(self._agent.failures),
+            # Not of a model that is being fetched again, perhaps by the agent for an instance.
+            "failed_fetches": {url: why for url, why in self._agent.failures.items() if url not in fetching},
             "instances": self._instances.status({model["url"]: model["version"] for model in models}),
         }
 
@@ -109,7 +111,7 @@ class Operations:
         url, arriving = region["url"], region["state"] == "fetching"
         found = {name: region[name] for name in ("url", "state", "fetched_bytes", "total_bytes", "pinned", "idle_s")}
         if region["state"] == "done":
-            self._sources.pop(url, None)  # a later fetch of it has a plan of its own
+            self._sources.pop(url, None)  # a later fetch gets new sources
         sources = region.get("sources") or {}
         return found | {
             "version": region["version"],
@@ -120,12 +122,12 @@ class Operations:
         }
 
     async def _describe(self, request: dict[str, Any]) -> dict[str, Any]:
-        from .description import describe  # it imports stores and formats
+        from .description import describe  # slow: imports stores and formats
 
         return await asyncio.to_thread(describe, str(request["url"]))
 
     async def _fetch(self, request: dict[str, Any]) -> dict[str, Any]:
-        if request.get("sources") is not None:  # else it should be there already; if it is not, the controller is asked
+        if request.get("sources") is not None:  # else the last plan stays; without one, the controller is asked
             self._sources[request["url"]] = [str(source) for source in request["sources"]]
         layers = None if request.get("layers") is None else str(request["layers"])
         pin, version = bool(request.get("pin", False)), str(request.get("version", ""))
@@ -142,10 +144,10 @@ class Operations:
         return {}
 
     async def _find_sources(self, request: dict[str, Any]) -> list[str]:
-        """The sources for a model, best first: those of its plan.
+        """Return the sources for a model, best first: those of its plan.
 
-        Without a plan, and where it is asked ``again`` because the plan's have failed, also those that the controller
-        knows.
+        Those that the controller knows are added if there is no plan, or if the request says ``again``, because the
+        plan's sources have failed.
         """
         url = str(request["url"])
         planned = self._sources.get(url)
@@ -166,11 +168,11 @@ class Operations:
         return {"port": await self._instances.start(str(request["id"]), deployment, worker)}
 
     async def _group_port(self, _: dict[str, Any]) -> dict[str, int]:
-        """A port of this node for a group's leader, free at this moment."""
+        """Return a port for a group's leader that is free at this moment."""
         return {"port": free_port(self._settings.host)}
 
     async def _consolidate(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Tell a group, by its leader's instance, how many of its workers become instances."""
+        """Set how many workers of a group become instances. The id is that of the leader's instance."""
         self._instances.consolidate(str(request["id"]), int(request["keep"]))
         return {}
 

@@ -1,11 +1,11 @@
-"""Bytes a second, from counters that are read now and then."""
+"""Rates in bytes a second, from counters that are read now and then."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_SHORTEST_S = 0.2  # between two readings that count
-_NEWEST = 0.6  # the weight of the last interval
+_SHORTEST_S = 0.2  # the shortest interval from which a rate is computed
+_NEWEST = 0.6  # the weight of the last interval in the moving average
 
 
 @dataclass
@@ -16,13 +16,16 @@ class _Counter:
 
 
 class Rates:
-    """The rates of named counters. A name that is not read any more is to be forgotten."""
+    """The rates of named counters. Names that are no longer read have to be dropped with ``keep``."""
 
     def __init__(self) -> None:
         self._counters: dict[str, _Counter] = {}
 
     def read(self, name: str, count: int, now: float) -> float:
-        """Take a reading, and return the rate up to now. A counter that fell has begun anew."""
+        """Record a counter's value, and return its rate per second. If the counter fell, its rate begins anew at 0.
+
+        ``now`` is in seconds, by any steady clock.
+        """
         known = self._counters.get(name)
         if known is None or count < known.count:
             self._counters[name] = _Counter(now, count)
@@ -36,6 +39,6 @@ class Rates:
         return known.rate
 
     def keep(self, names: set[str]) -> None:
-        """Forget all others."""
+        """Forget all counters but these."""
         for name in self._counters.keys() - names:
             del self._counters[name]

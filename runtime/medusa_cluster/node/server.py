@@ -1,4 +1,4 @@
-"""The node server: one process that starts, follows and ends everything that a machine does for its cluster."""
+"""The node server: the process that starts, watches and ends everything that a machine runs for its cluster."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ logger = logging.getLogger(__name__)
 _DRAIN_S = 30.0
 _RAY_GRACE_S = 8.0
 _LOOK_S = 0.25
-_HUNG_S = 1.5  # controller and node actor do nothing in their loops that takes time
+_HUNG_S = 1.5  # enough, since the controller and the node actor do nothing slow in their event loops
 _LAUNCH_PAUSE_S = 1.0
-_TOLD = ("alive", "draining", "drained")  # states of a node that the controller can tell what to do
+_TOLD = ("alive", "draining", "drained")  # states of a node that takes the controller's orders
 
 
 class NodeServer:
-    """Runs until SIGTERM or SIGINT, lets running requests finish, and leaves nothing behind."""
+    """A node server. It runs until SIGTERM, SIGINT or SIGHUP, lets requests finish, and leaves nothing behind."""
 
     def __init__(self, settings: NodeServerSettings, show: Callable[[str], None], keeper: KeeperWatch) -> None:
-        """``show`` prints a line for the user."""
+        """Make a node server. ``show`` prints a line for the user."""
         self._settings = settings
         self._keeper = keeper
-        self._forsaken = False  # its keeper hangs
+        self._forsaken = False  # the keeper hangs
         self._show = show
         self._stop = asyncio.Event()
         self._signals = 0
@@ -64,7 +64,10 @@ class NodeServer:
         self._watchdog = Watchdog("the node server")
 
     async def run(self) -> int:
-        """Returns the exit status. Raises ConfigError and ClusterError for what prevents the start."""
+        """Run until asked to stop, and return the exit status.
+
+        Raises ConfigError or ClusterError if the node server cannot start.
+        """
         settings = self._settings
         adopt_orphans()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -96,7 +99,7 @@ class NodeServer:
         return 0
 
     async def _unless_stopped(self, starting: Coroutine[None, None, None]) -> None:
-        """Await it, but end it when we are asked to stop."""
+        """Await the start, but cancel it when the node server is asked to stop."""
         started, stopped = asyncio.create_task(starting), asyncio.create_task(self._stop.wait())
         await asyncio.wait((started, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -109,7 +112,7 @@ class NodeServer:
     def _asked_to_stop(self) -> None:
         self._signals += 1
         self._stop.set()
-        if self._signals > 1:  # impatient: running requests are not waited for
+        if self._signals > 1:  # the user is impatient: do not wait for running requests
             for task in asyncio.all_tasks():
                 if task.get_name() == "drain":
                     task.cancel()
@@ -135,7 +138,7 @@ class NodeServer:
             self._show(f"(FILE: a copy of {settings.token_file})")
 
     async def _status(self, _: web.Request) -> web.Response:
-        """For the controller, which takes the answer for a sign of life."""
+        """Answer the controller, for which the answer is also the node's heartbeat."""
         return web.json_response(await self._operations.answer({"op": "status"}))
 
     def _start_ray(self) -> Child:
@@ -155,7 +158,7 @@ class NodeServer:
         logger.error("Ray's processes ended (%s): %s; starting them again", child.how, said[-1:] or "")
 
     async def _tell(self) -> None:
-        """Show when the controller knows this node, and answers gateways."""
+        """Show the line "ready" once the controller knows this node and answers gateways."""
         await self._ray_started.wait()
         while True:
             with suppress(NoControllerError):
@@ -167,7 +170,7 @@ class NodeServer:
         self._show("ready")
 
     async def _keep_controller(self) -> None:
-        """Create the controller once Ray is up, and whenever Ray was started again. It is there already as a rule."""
+        """Create the controller once Ray is up, and after each restart of Ray, when it usually exists already."""
         settings = self._settings
         launch = [sys.executable, "-m", "medusa_cluster.controller.launch"]
         while True:
@@ -179,7 +182,7 @@ class NodeServer:
                     settings.log_folder / "controller-launch.log",
                 )
                 failure: object = list(child.last_lines)[-1:] if await child.wait() != 0 else None
-            except OSError as error:  # no memory, processes or files are left
+            except OSError as error:  # out of memory, processes or descriptors
                 failure = error
             if failure is not None:
                 logger.warning("the controller could not be created: %s", failure)
@@ -202,14 +205,14 @@ class NodeServer:
             await asyncio.sleep(_LOOK_S)
 
     def _own_pids(self) -> set[int]:
-        """The processes whose end their ``Child`` collects."""
+        """Return the processes whose exit status their ``Child`` collects."""
         children = (self._ray.child, self._launcher)
         pids = {child.pid for child in children if child is not None} | self._instances.pids
         return pids if self._agent.pid is None else pids | {self._agent.pid}
 
     async def _end(self) -> None:
         self._watchdog.close()
-        self._operations.draining = True  # gateways learn it from the status, and send no new requests
+        self._operations.draining = True  # shown in the status, so gateways send no new requests
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -239,9 +242,9 @@ class _Lock:
 
 
 def _lock(settings: NodeServerSettings) -> _Lock:
-    """Hold the node's folder. Raises ConfigError while another node server has it."""
+    """Lock the node's folder. Raises ConfigError while another node server has it."""
     path = settings.folder / "lock"
-    file = open(path, "a+")  # noqa: SIM115  it is held until the end
+    file = open(path, "a+")  # noqa: SIM115  the lock is held until the end
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

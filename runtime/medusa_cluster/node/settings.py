@@ -1,4 +1,4 @@
-"""The settings of a node server, as `medusa cluster start` makes them from its flags."""
+"""The settings of a node server, which ``medusa cluster start`` makes from its flags."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from medusa_runtime.storage.peer_access import PeerAccess
 
 DATA_PORT = 8114
 RAY_PORT = 6379
-RAY_PORTS = 40  # from the first on; see ray/processes.py
+RAY_PORTS = 40  # how many ports Ray's processes use, from the first on; see ray/processes.py
 ACTOR_SOCKET = "actor.sock"
 
-# Ray makes sockets of Unix in `<folder>/ray/t/session_<date>_<time>_<microseconds>_<pid>/sockets/plasma_store.<n>`,
-# whose path may have 107 bytes.
+# Ray makes Unix sockets in `<folder>/ray/t/session_<date>_<time>_<microseconds>_<pid>/sockets/plasma_store.<n>`. The
+# path of a socket may have 107 bytes at most.
 _LONGEST_FOLDER = 34
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Certificates in PEM files: this node's own with its key, and the authority that signed all of them."""
+    """PEM files: this node's certificate and key, and the authority that signed all nodes' certificates."""
 
     certificate: Path
     key: Path
@@ -34,9 +34,11 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class NodeServerSettings:
-    """How a node server runs. ``head_url`` is None on the head.
+    """The settings of a node server.
 
-    ``ray_port``: the first of ``RAY_PORTS`` ports for Ray's processes; on the head it is the one that nodes connect to.
+    ``head_url`` is the head's node server, or None on the head itself. ``ray_port`` is the first of ``RAY_PORTS`` ports
+    for Ray's processes; on the head it is the one that other nodes connect to. ``prewarm`` and ``memory_budget`` are
+    options of ``medusa node``. ``leaf`` is the switch that the node hangs on, and ``devices`` its number of GPUs.
     """
 
     name: str
@@ -49,8 +51,8 @@ class NodeServerSettings:
     link_bytes_per_s: float = 1.25e9
     memory_budget: str | None = None
     prewarm: str | None = "torch=1"
-    autoscaling_config: Path | None = None  # of Ray's autoscaler, if the head is to run it
-    least_nodes: int | None = None  # that an autoscaler may not end; None: there is no autoscaler
+    autoscaling_config: Path | None = None  # the file of Ray's autoscaler, if the head is to run it
+    least_nodes: int | None = None  # how many nodes an autoscaler has to leave; None: there is no autoscaler
     leaf: str = ""
     devices: int = 0
     tls: TlsFiles | None = None
@@ -66,7 +68,7 @@ class NodeServerSettings:
 
     @property
     def address(self) -> str:
-        """``host:port`` under which other nodes reach this node server."""
+        """The ``host:port`` at which other nodes reach this node server."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.data_port}"
 
@@ -75,7 +77,7 @@ class NodeServerSettings:
         return f"{self.scheme}://{self.address}"
 
     def access(self) -> PeerAccess:
-        """Return what nodes show each other. Raises ConfigError for a bad token or certificate."""
+        """Return the token and certificates for calls between nodes. Raises ConfigError if one is bad."""
         files = () if self.tls is None else (str(self.tls.authority), str(self.tls.certificate), str(self.tls.key))
         return PeerAccess.of(str(self.token_file), *files)
 
@@ -97,7 +99,7 @@ class NodeServerSettings:
 
     @property
     def ray_folder(self) -> Path:
-        """For Ray's files, which are open to everybody: so it lies in a folder that is not."""
+        """The folder of Ray's files. All users may read it, so it lies in a folder that only this user can enter."""
         return self.folder / "ray" / "t"
 
     @property
@@ -106,14 +108,14 @@ class NodeServerSettings:
 
 
 def check_name(name: str) -> str:
-    """Raises ConfigError for a name that Ray's labels cannot hold."""
+    """Return a node's name. Raises ConfigError if it does not fit into a label of Ray."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"--name: expected 1 to 63 letters, digits and . _ -, found {name!r}")
     return name
 
 
 def check_folder(folder: Path) -> Path:
-    """Make the node's folder for this user alone. Raises ConfigError when it cannot be used."""
+    """Make the node's folder, for this user alone, and return it. Raises ConfigError if it cannot be used."""
     if len(os.fsencode(folder)) > _LONGEST_FOLDER:
         raise ConfigError(
             f"--dir: expected a path of at most {_LONGEST_FOLDER} bytes, because sockets lie below it, found {folder}"
@@ -136,7 +138,7 @@ def default_folder() -> Path:
 
 
 def make_token(path: Path) -> None:
-    """Write a new token to a file that only its user can read."""
+    """Write a new token to a file that only this user can read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with open(descriptor, "w") as file:
         file.write(secrets.token_hex(32))

@@ -1,4 +1,4 @@
-"""What the timelines of a node's instances say: how long a start took, and what has become of a group."""
+"""Facts from the timelines of a node's instances: how long a start took, and what has become of a group."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .instances import Instances, RunningInstance
 
 logger = logging.getLogger(__name__)
 
-_SOON_S, _LATER_S = 0.25, 2.0  # between two looks: at a start, and at an instance that nobody has asked yet
+_SOON_S, _LATER_S = 0.25, 2.0  # between two readings: during a start, and of an instance that has no request yet
 _START_S = 60.0
-_ENDS = ("alone", "consolidated", "released")  # marks after which an instance shares its model no more
+_ENDS = ("alone", "consolidated", "released")  # marks after which an instance no longer shares its model
 _UNREADABLE = (ClientError, TimeoutError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError)
 
 
 class Starts:
-    """Looks at each instance until its first token has come, and at one that shares its model until that ends."""
+    """A reader of timelines. It reads an instance's until the start is known, and a group's until the sharing ends."""
 
     def __init__(self, instances: Instances) -> None:
         self._instances = instances
         self._looked: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Work until cancelled."""
+        """Read timelines until cancelled."""
         async with ClientSession(timeout=ClientTimeout(total=2.0)) as session:
             while True:
                 for instance in self._instances.all():
@@ -43,10 +43,10 @@ class Starts:
         if instance.port is None or instance.failure is not None or not (shares or not known):
             return False
         now = asyncio.get_running_loop().time()
-        first = self._looked.setdefault(f"{instance.id}", now)
+        first = self._looked.setdefault(instance.id, now)
         if not shares and now - first > _START_S:
             if instance.start is not None:
-                return False  # it had its first token, and decodes too little to be measured
+                return False  # it has its first token, but decodes too little to measure a step
             return (now - first) % _LATER_S < _SOON_S
         return True
 
@@ -57,7 +57,7 @@ class Starts:
                 stages = (await answer.json())["stages"]
             start = summary(stages, instance.asked_ns)
             ends = [stage["name"] for stage in stages if stage["name"] in _ENDS]
-        except _UNREADABLE as error:  # its port may be another's now
+        except _UNREADABLE as error:  # another process may have its port now
             logger.debug("the timeline of %s could not be read: %s", instance.id, error)
             return
         instance.start = start or instance.start
@@ -65,13 +65,15 @@ class Starts:
 
 
 def summary(stages: Sequence[Mapping[str, Any]], asked_ns: int | None) -> dict[str, float] | None:
-    """Return what a start took, in seconds, by its instance's own stages; None before its first token.
+    """Return how long a start took, by the stages of its instance's timeline. None before the first token.
 
-    ``asked_ns``: when the first request came. ``ttft_s`` is 0 where that was after it could have been computed, so that
-    the first token came late for want of a request. ``begins_s``: until the engine could compute, or for a group's
-    leader until the group had come together. ``prefill_s``: of the first forward, without waiting for weights, and of
-    what an engine does between its weights and that forward; a request that came later leaves that out.
-    ``decode_s``: of a step that only decodes, through all workers; it is there after some of them.
+    ``asked_ns`` is when the first request came, by the monotonic clock. All results are in seconds:
+
+    - ``ttft_s``: to the first token. 0 if the request came only after the engine could have computed.
+    - ``begins_s``: until the skeleton was there.
+    - ``prefill_s``: the first forward without its waits for weights. If the request did not come late, also the time
+      between the weights (and the group) being there and that forward.
+    - ``decode_s``: a step that only decodes, through all workers. Missing until some of them have run.
     """
     own = [stage for stage in stages if not str(stage["process"]).startswith("worker ")]
 
@@ -82,7 +84,7 @@ def summary(stages: Sequence[Mapping[str, Any]], asked_ns: int | None) -> dict[s
     forward, computed = first("first_forward", "start_ns"), first("first_forward", "end_ns")
     if began is None or token is None or forward is None or computed is None:
         return None
-    # It could compute when the first load had ended: that of a group's leader is of its own part, and others follow.
+    # Computing was possible after the first load. For a group's leader that is the load of its own layers.
     loaded = first("load", "end_ns") or forward
     could = max(loaded, first("skeleton", "end_ns") or 0.0, first("form", "end_ns") or 0.0)
     waits = sum(stage["duration_ms"] for stage in own if stage["name"] == "wait") / 1e3

@@ -1,1 +1,1 @@
-"""What the cluster should do next: pure functions over frozen dataclasses. No Ray, no clock, no I/O."""
+"""The policy decides what the cluster does next: pure functions over frozen dataclasses, with no clock and no I/O."""

@@ -1,6 +1,6 @@
-"""Plans multicasts: which node reads a model from which (BlitzScale §5.1, its Algorithm 1).
+"""Plans for multicasts, which say from which node each node reads a model (BlitzScale §5.1, Algorithm 1).
 
-A chain is a row of groups. Each group reads from the group before it while that one still receives, so a chain of any
+A chain is a row of groups. Each group reads from the group before it while that one still receives. So a chain of any
 length takes hardly longer than its slowest link. The nodes of a group share a fast link.
 """
 
@@ -14,13 +14,13 @@ from math import inf
 
 from .state import Node
 
-_FALLBACKS = 4  # nodes that a target may turn to before the chain's head and the store
+_FALLBACKS = 4  # how many other nodes a target may try before the chain's head and the store
 Group = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Groups of node names in the order in which the bytes pass them. The first one is the source, () for the store."""
+    """Groups of nodes' names, in the order in which the bytes pass them. The first is the source, () for the store."""
 
     groups: tuple[Group, ...]
     bytes_per_s: float  # of its slowest link
@@ -32,9 +32,9 @@ class Chain:
     def routes(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield each target, in the order of the chain, with its sources, best first.
 
-        These are its own lane's predecessor, the other lanes', and those before them: only nodes that stand before it,
-        so that no two nodes ever wait for each other, and of a long chain the nearest ones and its head. The store is
-        implied at the end.
+        The sources are the node before it in its own lane, then those in the other lanes, then the nodes before these.
+        They are all earlier in the chain, so no two nodes ever wait for each other. In a long chain they are the
+        nearest ones and the head. The store is implied at the end.
         """
         for position in range(1, len(self.groups)):
             for lane, name in enumerate(self.groups[position]):
@@ -54,9 +54,9 @@ class Chain:
 def plan(sources: Iterable[Node], targets: Iterable[Node], *, arriving: Set[str] = frozenset()) -> tuple[Chain, ...]:
     """Plan chains that bring a model from the sources to the targets.
 
-    Sources that send, and targets that receive, keys and values or activations are left out. ``arriving`` are sources
-    that still receive the model themselves; they follow those that have it. Without any source, one chain begins at the
-    store, which sends the model once.
+    Sources that send keys and values or activations are left out, and so are targets that receive them. ``arriving``
+    are sources that still receive the model themselves; they come after those that have it. Without any source, one
+    chain begins at the store, which sends the model once.
     """
     heads = _groups(node for node in sources if node.state != "lost" and not node.serves_out)
     held = {node.name for group in heads for node in group}
@@ -82,7 +82,10 @@ def plan(sources: Iterable[Node], targets: Iterable[Node], *, arriving: Set[str]
 
 
 def live_pairs(chains: Sequence[Chain], loaded: Sequence[str], among: Collection[str]) -> dict[str, str]:
-    """Pair the last of these targets in each chain with an instance that it relieves, the most loaded first."""
+    """Pair the last target of each chain that is ``among`` these with an instance that it relieves.
+
+    ``loaded`` are the instances' ids, the most loaded first. Returns target → instance.
+    """
     ordered = sorted(chains, key=lambda chain: -chain.bytes_per_s)
     ends = [next((name for name in reversed(chain.targets) if name in among), None) for chain in ordered]
     return dict(zip([name for name in ends if name is not None], loaded, strict=False))
@@ -105,7 +108,7 @@ def _bandwidth(group: Sequence[Node]) -> float:
 
 
 class _Waiting:
-    """Groups that no chain has taken yet, the fastest first, of one leaf or of all."""
+    """The groups that no chain has taken yet, the fastest first, by leaf and over all leaves."""
 
     def __init__(self, groups: Sequence[list[Node]]) -> None:
         self._all = list(reversed(groups))  # the fastest at the end, where it is cheap to take

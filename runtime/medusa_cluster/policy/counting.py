@@ -1,4 +1,4 @@
-"""How many instances each model has and should have, counted again only where something may have changed."""
+"""Counts of the instances that each model has and should have, made anew only where something may have changed."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A model of which there was what it should have, and what that followed from.
+    """A model that had as many instances as it should have, and the facts from which that followed.
 
-    ``mark``: of its instances in the index. ``kept``: one is there only because a request came a short time ago.
+    ``mark`` is the one of its instances in the index. ``kept``: an instance is there only because of a recent request.
     """
 
     load: Load
@@ -69,7 +69,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Counted:
-    """What one tick remembers about the models' loads. ``settled`` holds for this catalog and these options."""
+    """The memory of one tick about the models' loads. ``settled`` holds for this catalog and these options."""
 
     monitors: Mapping[tuple[str, Role], Monitor] = field(default_factory=dict)
     settled: Mapping[str, Settled] = field(default_factory=dict)

@@ -63,7 +63,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Memory:
-    """What one call of ``decide`` leaves for the next. A controller that starts again begins with an empty one."""
+    """The memory that one call of ``decide`` leaves for the next. A restarted controller begins with an empty one."""
 
     counted: Counted = field(default_factory=Counted)
     deadlines_s: Mapping[tuple[str, str], float] = field(default_factory=dict)  # of fetches, by node and URL
@@ -145,8 +145,9 @@ class _Tick:
     def _turn(self, prefill: Count, decode: Count) -> None:
         """Turn prefill instances that can be spared, and have the weights, into decode instances.
 
-        Loading a decode instance would share its link with the keys and values that arrive (BlitzScale §5.4). The paper
-        turns any of them; where prompts wait for prefill, that made the slowest first tokens several times slower.
+        A new decode instance would load its weights over a link on which keys and values arrive (BlitzScale §5.4). The
+        paper turns any prefill instance. When prompts wait for prefill, that makes the slowest first tokens several
+        times slower.
         """
         while self._options.live and decode.current < decode.wanted and prefill.ready > max(prefill.least, 1):
             chosen = min(
@@ -217,7 +218,7 @@ class _Tick:
             self._renew(count, old)
 
     def _renew(self, count: Count, old: list[Instance]) -> None:
-        """Replace one instance of an older version: by one that starts first, where there is room for it."""
+        """Replace one instance of an older version. The new one starts first, if there is room for it."""
         if any(node.free_slots for node in self._state.nodes.values()):
             self._start(count, 1)
         else:
@@ -296,7 +297,7 @@ class _Tick:
             number -= 1
 
     def _scheme(self, deployment: Deployment, number: int) -> Scheme | None:
-        """Choose a group for a start from nothing; None where nothing is known about the model's starts."""
+        """Choose a group for the start of a model without instances. None if the model's starts are unknown."""
         if deployment.times is None or deployment.layers < 2:
             return None
         load = self._state.loads.get(deployment.name, QUIET)
@@ -353,9 +354,9 @@ class _Tick:
         return f"{deployment.name}-{int(self._now_s * 1000):x}-{len(self._starts)}"
 
     def _paired(self) -> list[StartInstance]:
-        """Return the starts; with live scaling those at the ends of chains relieve the most loaded instances.
+        """Return the starts. With live scaling, those at the ends of chains relieve the most loaded instances.
 
-        Prefills are relieved: a decode instance relieves none, and none relieves it.
+        Only prefills can be relieved, so a decode instance neither relieves another one nor is relieved.
         """
         if not self._options.live:
             return self._starts
@@ -415,7 +416,7 @@ class _Tick:
 
 
 def _repeated(count: Count) -> Scheme | None:
-    """Return the scheme of the group that starts already, for another one on the same nodes."""
+    """Return the scheme of a group that is starting already, for another group on the same nodes, or None."""
     last = next((instance.group for instance in count.instances if instance.group is not None), None)
     workers = [instance for instance in count.instances if instance.group == last and last is not None]
     if not workers:
@@ -436,7 +437,7 @@ _REPLACED = "its model was replaced in the store"
 
 
 def _dispensable(instance: Instance) -> tuple[bool, int, float, str]:
-    """Order instances by how little ends with them: those that start, those with few requests, the youngest."""
+    """Return a sort key for ending instances: starting ones first, then those with few requests, then young ones."""
     return instance.state == "ready", instance.running, -instance.since_s, instance.id
 
 

@@ -1,4 +1,4 @@
-"""From "this node needs that model" to fetches with sources: new chains, and those that lost a node."""
+"""The fetches of one tick: sources for each node that needs a model, in new chains and in those that lost a node."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Fetches:
     index: Index
     by_url: Mapping[str, Deployment]
     from_peers: bool = True
-    forwarding: bool = True  # a receiver sends on what it has; else every target reads from a source that is complete
+    forwarding: bool = True  # receivers send on what they have; else every target reads from a complete copy
     chains: dict[str, tuple[Chain, ...]] = field(default_factory=dict)
     _targets: defaultdict[str, dict[str, Fetch]] = field(default_factory=lambda: defaultdict(dict))
 
     def want(self, node: str, url: str, *, pin: bool = False, layers: Layers | None = None, reason: str = "") -> None:
-        """Ask for a model on a node. Asked for twice, it is fetched once, with the layers that either of them wants."""
+        """Ask for a model on a node. If it is asked for twice, it is fetched once, with the layers of both."""
         found = self._targets[url].get(node)
         if found is not None:
             both = (found.layers, layers) if found.layers is not None and layers is not None else None
@@ -38,7 +38,7 @@ class Fetches:
         return next(iter(self._targets.get(url, ())), None)
 
     def decide(self) -> list[Drop | Fetch]:
-        """Return the fetches with their sources, and before each what must go to make room for it."""
+        """Return the fetches with their sources, each after the drops that make room for it."""
         feeding = self._feeding()
         decisions: list[Drop | Fetch] = []
         for url, wanted in self._targets.items():
@@ -48,7 +48,7 @@ class Fetches:
         return decisions
 
     def repair(self) -> list[Fetch]:
-        """Return new sources for copies that still arrive and have lost one: those left before it, else another one."""
+        """Return new sources for arriving copies that have lost one: those that are left, else others."""
         repaired = []
         for (name, url), copy in self.index.arriving.items():
             if not copy.sources:
@@ -67,9 +67,9 @@ class Fetches:
         return repaired
 
     def paces(self, fraction: float, last: Mapping[str, float]) -> list[Pace]:
-        """Return limits for nodes that send weights beside serving traffic; ``last``: those that hold now.
+        """Return new limits for nodes that send weights beside serving traffic. ``last`` are the current limits.
 
-        Serving traffic comes first: a paced stream leaves the queue of the link empty (no privileges needed).
+        A paced stream leaves the link's queue empty, so serving traffic goes first, without privileges.
         """
         limits: dict[str, float] = {}
         for name in self._feeding():
@@ -97,7 +97,7 @@ class Fetches:
         self.chains[url] = chains
         routed = []
         for name, before in (route for chain in chains for route in chain.routes()):
-            if before and before[-1] in arriving:  # the tail of an older chain, from where that one reads
+            if before and before[-1] in arriving:  # the tail of an older chain: add the nodes from which it reads
                 copy = self.index.holders[url][before[-1]]
                 before += tuple(name for name in copy.sources if name not in before and self._serves(name, copy))
             routed.append(replace(wanted[name], sources=before))
@@ -127,7 +127,7 @@ class Fetches:
         return counts
 
     def _serves(self, source: str, wanted: Copy) -> bool:
-        """Return whether a node still is a source: it lives and has, or receives, the same version."""
+        """Return whether a node is still a source, that is, it lives and has or receives the same version."""
         copy = self.index.holders.get(wanted.url, {}).get(source)
         if copy is None:
             return False
@@ -137,7 +137,7 @@ class Fetches:
         node, deployment = self.nodes[fetch.node], self.by_url[fetch.url]
         if not node.memory_bytes or not deployment.size_bytes:
             return []
-        starts = not fetch.pin and fetch.layers is None  # of a group, a worker goes only where there is room without
+        starts = not fetch.pin and fetch.layers is None  # a group's worker starts only where no pinned copy has to go
         return evict(node, deployment.size_bytes, self.by_url, pinned=starts) or []
 
 

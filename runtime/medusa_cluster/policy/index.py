@@ -1,4 +1,4 @@
-"""Who has what in a cluster of any size: indexes over the nodes, kept from one tick to the next."""
+"""Indexes over the copies and instances of a cluster of any size, kept from one tick to the next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .state import Copy, Deployment, Instance, Node
 
 
 class Catalog:
-    """Deployments by the model's URL, the first of each, and the names of those that always have instances."""
+    """The deployments by URL, the first one for each, and the names of those that always have instances."""
 
     def __init__(self, deployments: dict[str, Deployment]) -> None:
         self.deployments = deployments
@@ -22,10 +22,10 @@ class Catalog:
 
 
 class Index:
-    """Copies by URL and instances by model.
+    """The copies by URL, and the instances by model.
 
-    It follows from the nodes alone: ``update`` brings it up to any state, whichever it saw before, and looks only at
-    nodes that are other objects than the last time.
+    The index depends on the nodes alone. ``update`` makes it match any state, whatever it saw before, and looks only at
+    nodes that are other objects than last time.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Index:
         self.instances: defaultdict[str, dict[str, Instance]] = defaultdict(dict)  # model → id → on nodes that stay
         self.leaving: defaultdict[str, dict[str, Instance]] = defaultdict(dict)  # model → id → on nodes that drain
         self.groups: defaultdict[str, dict[str, Instance]] = defaultdict(dict)  # group → id → its workers
-        self.marks: dict[str, object] = {}  # model → another object whenever its instances are others
+        self.marks: dict[str, object] = {}  # model → an object that is replaced whenever the model's instances change
         self.arriving: dict[tuple[str, str], Copy] = {}  # (node, URL) → copy that is not complete
         self.pinned_bytes: dict[str, int] = {}  # node → of the parameter pool
         self.slots = 0  # of nodes that are alive
@@ -41,10 +41,10 @@ class Index:
         self.unlimited = 0  # nodes that are alive and keep all copies
         self.is_short = False  # the memory cannot hold all deployed models
         self.free: dict[str, int] = {}  # node → free slots, if it has any
-        self.touched: set[str] | None = None  # URLs whose copies are to be looked at by the pool; None: all
+        self.touched: set[str] | None = None  # URLs whose copies the pool has to look at; None: all
         self.waiting: frozenset[str] = frozenset()  # URLs for which the pool found no node with room
-        self.roomier = True  # a node may have more room than when it found none
-        self.joined = True  # a node has come since the pool was last seen to be spread evenly
+        self.roomier = True  # a node may have more room than when the pool last found none
+        self.joined = True  # a node has joined since the pool was last seen to be spread evenly
         self._seen: dict[str, Node] = {}
         self._catalog = Catalog({})
         self._by_link: list[str] | None = None
@@ -52,7 +52,7 @@ class Index:
 
     @property
     def by_name(self) -> list[str]:
-        """The nodes' names in order."""
+        """The nodes' names in alphabetical order."""
         if self._by_name is None:
             self._by_name = sorted(self._seen)
         return self._by_name
@@ -66,7 +66,7 @@ class Index:
         return self._by_link
 
     def catalog(self, deployments: Mapping[str, Deployment]) -> Catalog:
-        """Return the deployments' indexes; made anew only when one has changed."""
+        """Return the catalog of these deployments, which is made anew only if they have changed."""
         if self._catalog.deployments != deployments:
             self._catalog = Catalog(dict(deployments))
             self.touched = None
@@ -76,7 +76,7 @@ class Index:
         return self._catalog
 
     def update(self, nodes: Mapping[str, Node], changed: Collection[str] | None = None) -> None:
-        """Bring it up to these nodes. ``changed``: the names to look at, see ``ClusterState.changed``."""
+        """Make the index match these nodes. ``changed`` are the names to look at; see ``ClusterState.changed``."""
         seen = self._seen
         names = changed if changed is not None and seen else nodes
         for name, node in [
@@ -187,7 +187,7 @@ class Index:
 
 
 def _run_the_same(last: Node, node: Node) -> bool:
-    """Return whether their instances differ in nothing but the requests that they run."""
+    """Return whether the two states of a node have the same instances, except for the requests that they run."""
     if last.instances is node.instances:
         return True
     return [_identity(instance) for instance in last.instances] == [_identity(instance) for instance in node.instances]
@@ -206,7 +206,10 @@ def _identity(instance: Instance) -> tuple[object, ...]:
 
 
 def _same_for_the_pool(last: Node, node: Node, copies: bool, instances: bool) -> bool:
-    """Return whether nothing differs that the parameter pool depends on; ``copies``, ``instances``: those are equal."""
+    """Return whether two states of a node are the same for the parameter pool.
+
+    ``copies`` and ``instances`` say whether these are equal.
+    """
     if last.state != node.state or last.memory_bytes != node.memory_bytes:
         return False
     if not instances and [item.model for item in last.instances] != [item.model for item in node.instances]:

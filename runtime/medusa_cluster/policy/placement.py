@@ -1,4 +1,4 @@
-"""Where instances start: on nodes that have the weights, else where these arrive soonest (ParaServe §4.2)."""
+"""The placement of new instances: on nodes that have the weights, else where these arrive soonest (ParaServe §4.2)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LOOKED_AT = 16
 
 @dataclass
 class Placement:
-    """The free slots of one tick, and the fetches that share the nodes' links, with those decided in this tick.
+    """The free slots of one tick, and the fetches on the nodes' links, including those decided in this tick.
 
-    ``deadlines_s``: of the fetches that go on, by node and URL. Without ``contention_aware`` nodes are taken in the
-    order of their names, whatever they fetch, as schedulers do that know nothing of links.
+    ``deadlines_s``: (node, URL) → deadline of a fetch under way. Without ``contention_aware``, nodes are taken in the
+    order of their names whatever they fetch, like a scheduler that knows nothing about links.
     """
 
     nodes: Mapping[str, Node]
@@ -33,9 +33,11 @@ class Placement:
     contention_aware: bool = True
     _taken: dict[str, int] = field(default_factory=dict)
     _added: defaultdict[str, list[Fetching]] = field(default_factory=lambda: defaultdict(list))
-    _ordered: deque[str] = field(default_factory=deque)  # candidates that were looked at
+    _ordered: deque[str] = field(default_factory=deque)  # the candidates seen so far
     _further: Iterator[str] | None = None
-    _offers: dict[str, Server] = field(default_factory=dict)  # what a node has for one fetch more
+    _offers: dict[str, Server] = field(
+        default_factory=dict
+    )  # node → the bandwidth and memory that it has for one more fetch
 
     def free_slots(self, name: str) -> int:
         return self.index.free.get(name, 0) - self._taken.get(name, 0)
@@ -48,13 +50,13 @@ class Placement:
         self._offers.pop(name, None)
 
     def bytes_per_s(self, name: str) -> float:
-        """Return what one fetch more gets on a node; 0 where it would make another one late."""
+        """Return the bandwidth for one more fetch on a node, or 0 if it would make another one late."""
         if not self.contention_aware:
             return self.nodes[name].link_bytes_per_s
         return newcomer_bytes_per_s(self.nodes[name].link_bytes_per_s, self._fetching(self.nodes[name]), self.now_s)
 
     def holders(self, deployment: Deployment, planned: str | None = None) -> list[Server]:
-        """Return nodes with a free slot that have the model or receive it, those that have more of it first.
+        """Return nodes with a free slot that have the model or receive it, ordered by how few bytes are missing.
 
         ``planned``: a node that is about to receive it.
         """
@@ -89,9 +91,9 @@ class Placement:
         return server
 
     def choose(self, deployment: Deployment, planned: str | None = None) -> str | None:
-        """Return the node for a whole instance; None where no slot is free or the weights fit nowhere.
+        """Return the node for a whole instance, or None if no slot is free or the weights fit nowhere.
 
-        Where nobody has the model, the best of the first servers on which nothing else is fetched.
+        If no node has the model, it is the best of the first servers on which nothing else is fetched.
         """
         held = self.holders(deployment, planned)
         if held:
@@ -107,7 +109,7 @@ class Placement:
         return best.node if best else self._late(deployment)
 
     def _late(self, deployment: Deployment) -> str | None:
-        """Return a node where the start is slow, or makes others slow: better than none."""
+        """Return a node where the start is slow, or makes other starts slow. It is better than none."""
         for name in self._candidates():
             node = self.nodes[name]
             space = room(node, self.by_url) if node.memory_bytes else math.inf
@@ -116,7 +118,7 @@ class Placement:
         return self._for_the_pool(deployment)
 
     def _for_the_pool(self, deployment: Deployment) -> str | None:
-        """Return the node whose copies of the pool, in the place of which the weights go, were unused the longest."""
+        """Return a node that can drop copies of the pool to make room for the weights: those unused for the longest."""
         found: list[tuple[float, str]] = []
         for name in self._candidates():
             if name in self._added or not self._can_run(name, deployment):
@@ -137,7 +139,7 @@ class Placement:
         return not deployment.device_kind or deployment.device_kind == self.nodes[name].device_kind
 
     def _candidates(self) -> Iterator[str]:
-        """Yield nodes with a free slot: those on which nothing is fetched, then the others, the fastest links first."""
+        """Yield nodes with a free slot, the fastest links first, but those that fetch something last."""
         if self._further is None:
             self._further = self._in_order()
         ordered = self._ordered
@@ -171,7 +173,7 @@ class Placement:
         return found
 
     def _arrival_rate(self, deployment: Deployment, missing: int, node: Node) -> float:
-        """Return the bandwidth with which the whole model would be there when what is missing is."""
+        """Return the bandwidth at which a fetch of the whole model would end when the missing bytes have come."""
         if missing <= 0:
             return math.inf
         share = node.link_bytes_per_s / max(len(self._fetching(node)), 1)

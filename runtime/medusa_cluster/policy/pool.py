@@ -1,9 +1,9 @@
 """The global parameter pool: the cluster holds at least one complete copy of each deployed model in host memory.
 
-BlitzScale §5.3. A copy of the pool is pinned; all others are the nodes' caches, from which the least recently used ones
-go first. A copy of an older version is no copy. Where the deployed models are more than the cluster's memory holds,
-nothing is pinned: all memory is a cache, in which what was used last stays, and the other models start from the store.
-Only free memory is filled then.
+BlitzScale §5.3. The pool's copies are pinned. All other copies are the nodes' caches, from which the least recently
+used ones are evicted first. A copy of an older version does not count. If the deployed models do not fit into the
+cluster's memory, nothing is pinned: all memory is then a cache, which keeps what was used last, and the other models
+start from the store. Only free memory is filled in that case.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .state import Copy, Deployment, Drop, Node, Pin
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
-    """Where the pool wants copies: nodes by URL that must fetch one, and changes to copies that are there."""
+    """The needs of the pool: nodes that must fetch a copy, and changes to the copies that are there."""
 
     fetches: Mapping[str, str]  # URL → node
     changes: tuple[Pin | Drop, ...]
@@ -27,12 +27,12 @@ class Restoration:
 
 
 def is_current(copy: Copy, deployment: Deployment) -> bool:
-    """Return whether it is, or will be, of the deployment's version, as far as that is known."""
+    """Return whether a copy is, or will be, of the deployment's version, as far as both are known."""
     return not copy.version or not deployment.version or copy.version == deployment.version
 
 
 def sources(index: Index, nodes: Mapping[str, Node], deployment: Deployment) -> list[Node]:
-    """Return the nodes from which the model can be read: also those that drain, and those that still receive it."""
+    """Return the nodes from which the model can be read, including those that drain or still receive it."""
     return [
         nodes[name]
         for name, copy in index.holders.get(deployment.url, {}).items()
@@ -45,7 +45,7 @@ def restore(
 ) -> Restoration:
     """Return what brings the pool back to one current, pinned copy of each deployed model, spread evenly by size.
 
-    ``urls``: look at these only; None: at all, and also at how evenly they are spread.
+    ``urls`` are the models to look at. None: look at all of them, and also at how evenly they are spread.
     """
     looked_at = sorted({*by_url, *index.holders} if urls is None else urls)
     changes: list[Pin | Drop] = []
@@ -88,10 +88,10 @@ def restore(
 def spread(
     index: Index, nodes: Mapping[str, Node], deployments: Iterable[Deployment], *, evicts: bool = True
 ) -> dict[str, str]:
-    """Choose a node for each model: the largest model first, each to the node that the pool fills least.
+    """Choose a node for each model, the largest model first: the node that the pool fills least. Returns URL → node.
 
-    A node with a link twice as fast takes twice as much: from it, the others have a copy sooner.
-    A model that fits nowhere is left out. ``evicts``: caches may go; else only free memory counts.
+    A node with a link twice as fast takes twice as much, because other nodes get a copy from it sooner. A model that
+    fits nowhere is left out. With ``evicts``, the room that caches take counts as free.
     """
     wanted = sorted(deployments, key=lambda deployment: (-deployment.size_bytes, deployment.url))
     if not wanted:
@@ -128,10 +128,10 @@ def spread(
 def evict(
     node: Node, needed_bytes: int, by_url: Mapping[str, Deployment], *, pinned: bool = False
 ) -> list[Drop] | None:
-    """Return the copies to drop so that so many bytes are free; None if that cannot be.
+    """Return the copies to drop so that ``needed_bytes`` are free, or None if that is impossible.
 
-    Never what an instance uses. First models that nobody deploys any more, then the least recently used. ``pinned``:
-    also copies of the pool, after all others.
+    Copies that an instance uses are never dropped. Models that are no longer deployed go first, then the least recently
+    used ones. With ``pinned``, copies of the pool may go too, after all others.
     """
     free = node.free_bytes
     drops: list[Drop] = []
@@ -166,7 +166,7 @@ def _filled(node: Node, pinned: int) -> float:
 
 
 def _adopt(index: Index, nodes: Mapping[str, Node], deployment: Deployment) -> str | None:
-    """Return the node whose cache already has the model, or is the furthest in receiving it."""
+    """Return the node whose cache has the most of the model, or None if there is none."""
     found = [
         (-copy.fetched_bytes, _filled(nodes[name], index.pinned_bytes[name]), name)
         for name, copy in index.holders.get(deployment.url, {}).items()
@@ -176,7 +176,7 @@ def _adopt(index: Index, nodes: Mapping[str, Node], deployment: Deployment) -> s
 
 
 def _surplus(index: Index, nodes: Mapping[str, Node], url: str, pinned: list[str]) -> list[Pin]:
-    """Unpin all but one of several complete copies: keep the one on the node that the pool fills least."""
+    """Unpin all but one of several complete copies. The one on the node that the pool fills least stays."""
     complete = [name for name in pinned if index.holders[url][name].is_complete]
     if not complete:
         return []
@@ -187,7 +187,7 @@ def _surplus(index: Index, nodes: Mapping[str, Node], url: str, pinned: list[str
 def _outdated(
     index: Index, nodes: Mapping[str, Node], by_url: Mapping[str, Deployment], urls: Iterable[str]
 ) -> list[Pin | Drop]:
-    """Drop copies of older versions that no instance uses, and unpin those of models that are not deployed any more."""
+    """Drop copies of older versions that no instance uses, and unpin copies of models that are no longer deployed."""
     changes: list[Pin | Drop] = []
     for url in urls:
         deployment = by_url.get(url)
@@ -201,12 +201,12 @@ def _outdated(
 
 
 def _in_use(node: Node) -> set[str]:
-    """Return the names of the models of which it has instances."""
+    """Return the names of the models that have instances on a node."""
     return {instance.model for instance in node.instances}
 
 
 def _rebalance(index: Index, nodes: Mapping[str, Node], by_url: Mapping[str, Deployment]) -> dict[str, str]:
-    """Move one copy from the fullest to the emptiest node, where that makes the two more alike; one at a time."""
+    """Move one copy from the fullest to the emptiest node, if that makes the two more alike. Returns URL → node."""
     pinned = {name: size for name, size in index.pinned_bytes.items() if nodes[name].memory_bytes}
     if len(pinned) < 2 or any(copy.pinned for copy in index.arriving.values()):
         return {}

@@ -1,4 +1,4 @@
-"""How many instances a model needs: bounds on the load with hysteresis, and fair shares of a full cluster.
+"""The number of instances that a model needs: bounds on the load with hysteresis, and fair shares of a full cluster.
 
 BlitzScale §5.3 and the policy of its router: up at once as far as the load demands, down by one after a time below the
 lower bound. The load counts as what the last moments had at most, so a gap between two bursts ends nothing.
@@ -21,7 +21,7 @@ _COUNTED_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """When to scale. A fraction is of what one instance can do."""
+    """The bounds at which to scale, as fractions of what one instance can do, and times."""
 
     tokens_upper: float = 0.8
     tokens_lower: float = 0.5
@@ -36,7 +36,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Monitor:
-    """What is remembered about one model's load."""
+    """The history of one model's load."""
 
     samples: tuple[tuple[float, float], ...] = ()  # (time, instances' worth of load), the window's falling maxima
     spare_since_s: float | None = None
@@ -45,7 +45,7 @@ class Monitor:
 
 
 class Need(NamedTuple):
-    """How many instances the load asks for: at least, so that no bound is exceeded, and at most, so that none idles."""
+    """The number of instances for a load: at least, so that no bound is exceeded, and at most, so that none idles."""
 
     least: int
     most: int
@@ -53,7 +53,7 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """How many instances there should be, and how few would do."""
+    """The number of instances that a model should have, and the least number that would do."""
 
     count: int
     least: int

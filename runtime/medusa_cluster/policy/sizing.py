@@ -1,7 +1,7 @@
-"""How many workers start a model together: the fewest resources that meet its SLOs (ParaServe §4.1, Algorithm 1).
+"""The number of workers that start a model together: the fewest that meet its SLOs (ParaServe §4.1, Algorithm 1).
 
-Predictions are those of the recorded stage times: Eq. 5 for the first token, with the overlapped stages, and Eq. 2 for
-the later ones. Eq. 1, without the overlap, is here for systems that do not have it.
+Predictions are made from recorded stage times, by Eq. 5 for the first token, with overlapped stages, and by Eq. 2 for
+the later ones. Eq. 1, without the overlap, is for systems that do not have it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ class Server:
 
     @property
     def s_per_byte(self) -> float:
-        """1/b + 1/p: fetching and then loading."""
+        """The seconds to fetch and then load a byte: 1/b + 1/p."""
         return 1 / self.fetch_bytes_per_s + 1 / self.load_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A cold start: the workers' nodes, the first ``full`` of which have memory for the whole model."""
+    """A plan for a cold start: the workers' nodes, with predicted times.
+
+    The first ``full`` of the nodes have memory for the whole model.
+    """
 
     nodes: tuple[str, ...]
     full: int
@@ -49,7 +52,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What the start has to reach, and what a worker is given for it.
+    """The SLOs that a start has to meet, and the conditions under which its workers run.
 
     ``follows_memory``: a worker with a part of the memory has a part of the computing power, as GPUs are shared in the
     paper's cluster. Elsewhere every worker computes at full speed, and w = s in the equations.
@@ -60,15 +63,16 @@ class Goal:
     waiting_s: float = 0.0  # t_w
     hop_s: float = 0.0  # t_n
     follows_memory: bool = False
-    least_full: int = 1  # somebody must be able to take the whole model when the group is consolidated
+    least_full: int = 1  # at least one worker must have room for the whole model when the group is consolidated
     largest: int = LARGEST_GROUP
 
 
 def choose(servers: Iterable[Server], times: StageTimes, goal: Goal, layers: int = 0) -> Scheme | None:
     """Return the smallest group, and in it the fewest full-memory workers, that meets both SLOs.
 
-    Where nothing meets them, one worker on the best server that holds the whole model, and ``meets`` is false. None
-    where no server holds it. ``layers``: a group has no more workers than the model has layers; 0: not known.
+    If no group meets them, it is one worker on the best server with room for the whole model, and ``meets`` is false.
+    None if no server has that room. ``layers`` is the model's number of layers, and so the largest possible group; 0 if
+    it is unknown.
     """
     usable = [server for server in servers if server.fetch_bytes_per_s > 0]
     largest = min(goal.largest, layers) if layers else goal.largest
@@ -91,7 +95,7 @@ def choose(servers: Iterable[Server], times: StageTimes, goal: Goal, layers: int
 
 
 def predict(group: Sequence[Server], full: int, times: StageTimes, goal: Goal) -> Scheme:
-    """Return a group's scheme with its predicted times, Eq. 5 and Eq. 2."""
+    """Return a group's scheme, with its times predicted by Eq. 5 and Eq. 2."""
     workers = [Worker(server.fetch_bytes_per_s, server.load_bytes_per_s) for server in group]
     computing = full if goal.follows_memory else len(group)
     hop_s = goal.hop_s if len(group) > 1 else 0.0
@@ -102,7 +106,7 @@ def predict(group: Sequence[Server], full: int, times: StageTimes, goal: Goal) -
 
 
 def parts(layers: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Divide layers among a group's workers, as evenly as they go; the first ones hold one more."""
+    """Divide layers as evenly as possible among a group's workers. The first ones may hold one more."""
     each, more = divmod(layers, size)
     ends = [0]
     for number in range(size):
@@ -111,9 +115,9 @@ def parts(layers: int, size: int) -> tuple[tuple[int, int], ...]:
 
 
 def _group(full: Sequence[Server], best: Sequence[Server], size: int, count: int) -> list[Server] | None:
-    """Return the ``count`` best servers that hold all, then the best others that hold a part; no server twice.
+    """Return the ``count`` best servers with room for the whole model, then the best others, with room for a part.
 
-    ``best`` is long enough: of its 2s at most s are among the full ones.
+    None if there are too few. ``best`` has 2 * ``size`` servers, so enough of them are left without those in ``full``.
     """
     if len(full) < count:
         return None

@@ -1,4 +1,4 @@
-"""Which nodes go back to an autoscaler, and which are taken back: it ends a node only when nobody uses it."""
+"""The nodes that are given back to an autoscaler, which ends only unused nodes, and those that are taken back."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .state import GiveBack, Node
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Nodes that could be given back, and since when they have had no instance."""
+    """The nodes that could be given back → since when they have had no instance."""
 
     since_s: Mapping[str, float] = field(default_factory=dict)
 
 
 def take_back(nodes: Mapping[str, Node], slots: int) -> list[GiveBack]:
-    """Take back nodes with so many slots, as far as there are any."""
+    """Take back nodes with so many slots, or fewer if there are not enough."""
     found = []
     for name in sorted(name for name, node in nodes.items() if node.spare and node.state != "lost"):
         if slots <= 0:
@@ -31,9 +31,10 @@ def take_back(nodes: Mapping[str, Node], slots: int) -> list[GiveBack]:
 def give_back(
     nodes: Mapping[str, Node], index: Index, idle: Idle, now_s: float, *, least: int, after_s: float
 ) -> tuple[list[GiveBack], Idle]:
-    """Give back one node that has had no instance for ``after_s``, so that ``least`` stay and hold the pool's copies.
+    """Give back one node that has had no instance for ``after_s``.
 
-    The longest idle one goes first, and of those the one with the fewest bytes of the pool.
+    At least ``least`` nodes stay, and they have to hold all of the pool's copies. The node that was idle the longest
+    goes first; among equals, the one with the fewest bytes of the pool.
     """
     free = [name for name in index.free if not nodes[name].instances and not nodes[name].stays]
     since_s = {name: idle.since_s.get(name, now_s) for name in free}

@@ -1,4 +1,4 @@
-"""What the policy knows about a cluster, and what it can decide.
+"""The policy's view of a cluster, and the decisions that it can take.
 
 The controller fills these dataclasses from the nodes' status and the gateways' loads; the simulator fills them from its
 model. Times are seconds on the caller's clock, the same for all of them.
@@ -137,13 +137,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """Everything a decision is made from. Nodes hold their copies and instances.
+    """The whole state from which decisions are made. Nodes hold their copies and instances.
 
-    What was decided before must be visible here at the next call, also when its node has not confirmed it yet: an
+    Earlier decisions must be visible here at the next call, even if their nodes have not confirmed them yet: an
     instance as "starting", a copy with its sources and 0 bytes.
 
-    ``changed``: names of nodes, among them all that are other objects than at the last call with the same memory. It
-    saves a look at each node of a large cluster. None: any may be another.
+    ``changed`` are names of nodes, including all that are other objects than at the last call with the same memory. It
+    saves looking at each node of a large cluster. None: any node may be another object.
     """
 
     nodes: Mapping[str, Node] = field(default_factory=dict)
@@ -154,7 +154,7 @@ class ClusterState:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Bring a model to a node. For a copy that is being fetched already: go on from these sources."""
+    """Bring a model to a node. A copy that is being fetched already goes on from these sources."""
 
     node: str
     url: str
@@ -229,7 +229,7 @@ class ChangeRole:
 
 @dataclass(frozen=True, slots=True)
 class Consolidate:
-    """Make whole instances of these workers of a group, and end its others (ParaServe §6)."""
+    """Turn some workers of a group into whole instances, and end the others (ParaServe §6)."""
 
     group: str
     model: str

@@ -1,7 +1,7 @@
-"""Live scaling: which layers of which batch a new instance runs while its layers arrive (BlitzScale §5.2, Figure 16).
+"""Live scaling: the choice of the batch whose layers a new instance runs meanwhile (BlitzScale §5.2, Figure 16).
 
-The target is the new instance, the source the loaded one that it relieves. Batches wait first come, first served. How
-far this is from the best schedule is checked against the paper's integer program, which only the tests solve.
+The target is the new instance, and the source the loaded one that it relieves. Batches are served first come, first
+served. Tests compare this with the best schedule, by solving the paper's integer program.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ from collections.abc import Sequence
 
 
 class PullQueue:
-    """The new instance's queue: first come first served among batches whose next layer is loaded.
-
-    It knows no time.
-    """
+    """The new instance's queue: first come, first served among batches whose next layer is loaded. It has no clock."""
 
     def __init__(self, weights: Sequence[int], layers: int) -> None:
         self.done = [0] * len(weights)  # layers run on the target
@@ -22,14 +19,17 @@ class PullQueue:
         self._layers = layers
 
     def next(self, loaded: int) -> int | None:
-        """Return the batch of which the target runs one layer next."""
+        """Return the batch whose next layer the target runs, or None."""
         return next((batch for batch in self.waiting if self.done[batch] < min(loaded, self._layers)), None)
 
     def ran(self, batch: int) -> None:
         self.done[batch] += 1
 
     def pull(self, busy: int | None, *, untouched: bool = False) -> int | None:
-        """Give the source the head of the queue; None where it has to wait. ``busy``: what the target works on."""
+        """Take the head of the queue for the source, or return None if the source has to wait.
+
+        ``busy`` is the batch that the target works on. With ``untouched``, a batch may go without any layer run.
+        """
         if not self.waiting:
             return None
         head = self.waiting[0]

@@ -1,1 +1,1 @@
-"""The engine of a function that has none: a model that a cluster serves, through a gateway."""
+"""The engine of a function without a model of its own: it uses one that a cluster serves, through a gateway."""

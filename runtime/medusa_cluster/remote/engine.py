@@ -1,4 +1,4 @@
-"""An engine whose tokens come from a model of the cluster. It runs in the engine process, as every engine does."""
+"""An engine whose tokens come from a model of the cluster. Like every engine, it runs in the engine process."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .gateways import Exchange, Gateways, error_of
 
 logger = logging.getLogger(__name__)
 
-_MOST_ATTEMPTS = 2  # for a request that no token of has come
+_MOST_ATTEMPTS = 2  # for a request that has no token yet
 _DONE = b"[DONE]"
 
 Sink = Callable[[Delta], None]
 
 
 def preimport(settings: Settings, _region: Region | None = None) -> None:
-    """Import what is needed: this module, which the import of this function has done."""
+    """Do nothing: importing this module has imported everything that is needed."""
 
 
 class ClusterEngine:
-    """Hands requests on to a gateway, one thread each, and their deltas back."""
+    """An engine that passes requests on to a gateway, and their deltas back. Each request has a thread."""
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline) -> None:
-        """Wait for the model's description. Raises the error of what fetches it."""
+        """Wait for the model's description. Raises the error with which fetching it ended."""
         region.wait_index()
         text = region.file(INFO)
         assert text is not None
@@ -51,7 +51,7 @@ class ClusterEngine:
         self._first = True
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
-        """Begin a request. Raises OverloadedError; all other errors come as its last delta."""
+        """Begin a request. Raises OverloadedError, and RequestError for a duplicate id. Later errors end the deltas."""
         running = _Running(request, sink)
         with self._lock:
             if len(self._running) >= self._most:
@@ -72,7 +72,7 @@ class ClusterEngine:
         stop.wait()
 
     def wait_ready(self) -> None:
-        """Nothing more is needed: the gateway holds requests while the model is brought up."""
+        """Return at once, because the gateway holds requests while the model starts."""
 
     def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self._call("tokenize", text=text, add_special_tokens=add_special_tokens))
@@ -107,7 +107,7 @@ class ClusterEngine:
         return answer["value"]
 
     def _run(self, running: _Running) -> None:
-        """Run a request to its end, in its own thread."""
+        """Run a request to its end. Runs in the request's own thread."""
         attempts = 0
         while True:
             attempts += 1
@@ -167,7 +167,7 @@ class ClusterEngine:
 
 
 class _Running:
-    """One request on its way."""
+    """A request under way."""
 
     def __init__(self, request: GenerateRequest, sink: Sink) -> None:
         self.request = request

@@ -1,4 +1,4 @@
-"""A deployed model's small files and what its engine says of itself, fetched in place of the weights."""
+"""The fetch of a deployed model's small files and its engine's description, in place of its weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from medusa_runtime.timeline import Timeline
 
 from .gateways import Gateways
 
-INFO = "cluster-engine.json"  # the name in the region of what the engine says of itself
+INFO = "cluster-engine.json"  # the name of the engine's description in the region
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 
 def fetch(region: Region, settings: Settings, timeline: Timeline) -> None:
-    """Fill a region that has no weights. A gateway that cannot be reached is tried for as long as requests are held.
+    """Fill a region that has no weights. An unreachable gateway is tried for as long as requests are held.
 
-    Any error is left in the region for its readers, and raised.
+    An error is left in the region for its readers, and raised.
     """
     writer = region.writer()
     try:

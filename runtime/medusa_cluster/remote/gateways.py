@@ -1,4 +1,4 @@
-"""The client of a cluster's gateways. Uses nothing that is slow to import: a cold function waits for it."""
+"""The client of a cluster's gateways. It imports nothing slow, because a cold function waits for it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_
 
 
 class Address(NamedTuple):
-    """Where a gateway listens."""
+    """The address at which a gateway listens."""
 
     tls: bool
     host: str
@@ -53,7 +53,7 @@ class Address(NamedTuple):
 
 
 class Gateways:
-    """One or more gateways of a cluster. A request goes to the first one that accepts a connection."""
+    """The gateways of a cluster. A request goes to the first one that accepts a connection."""
 
     def __init__(self, addresses: Sequence[Address], token: str | None) -> None:
         self._addresses = list(addresses)
@@ -64,14 +64,14 @@ class Gateways:
 
     @classmethod
     def of(cls, settings: Settings) -> Gateways:
-        """Raises ConfigError when the settings name none."""
+        """Return the gateways that the settings name. Raises ConfigError if they name none."""
         if not settings.cluster:
             raise ConfigError("--engine cluster: expected a gateway's URL as --cluster (MEDUSA_CLUSTER), found none")
         addresses = [_address(part.strip()) for part in settings.cluster.split(",") if part.strip()]
         return cls(addresses, _token(settings.cluster_token_file))
 
     def post(self, path: str, body: Mapping[str, Any]) -> Exchange:
-        """Send a request; its answer is still to come. Raises UnreachableError when no gateway accepts it."""
+        """Send a request, without waiting for its answer. Raises UnreachableError if no gateway accepts it."""
         data = json.dumps(body, separators=(",", ":")).encode()
         reasons = []
         for address in tuple(self._addresses):
@@ -154,7 +154,7 @@ class _Pulse:
 
 
 class Exchange:
-    """One request at a gateway. ``abort`` may be called by any thread."""
+    """A request at a gateway. ``abort`` can be called in any thread."""
 
     def __init__(self, connection: http.client.HTTPConnection, check: Callable[[], None]) -> None:
         self._connection = connection
@@ -208,7 +208,7 @@ class _Reader(io.RawIOBase):
 
 
 def error_of(value: Any) -> MedusaError:
-    """The error in an error's body, or in a stream's error event."""
+    """Return the error in an error answer's body, or in a stream's error event."""
     error = value.get("error") if isinstance(value, dict) else None
     if not isinstance(error, dict):
         return EngineError("the gateway answered with an error that cannot be read")

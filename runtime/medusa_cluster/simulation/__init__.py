@@ -1,1 +1,1 @@
-"""A cluster on a simulated clock: the product's policy, the papers' hardware and baselines. On simpy."""
+"""The simulator: a cluster on simpy's clock, with the real policy, and the papers' hardware and baselines."""

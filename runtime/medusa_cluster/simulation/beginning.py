@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def provision(sim: Simulation, execution: Execution, part: float) -> None:
-    """Have instances serve from the beginning, on this part of the devices, divided among the models."""
+    """Let instances serve from the beginning, on this part (0 to 1) of the devices, divided among the models."""
     models = sim.models
     places = [node for node in sim.nodes.values() for _ in range(node.machine.devices)]
     for number, node in enumerate(places[: max(round(part * len(places)), 1)]):
@@ -26,7 +26,7 @@ def provision(sim: Simulation, execution: Execution, part: float) -> None:
 
 
 def begin_minimum(sim: Simulation, execution: Execution) -> None:
-    """Have the instances that each model has at least serve from the beginning, where its weights are if so."""
+    """Let each model's minimum of instances serve from the beginning, if possible where its weights are."""
     for model in sim.models:
         roles: tuple[Role, ...] = ("prefill", "decode") if model.model.disaggregated else ("both",)
         url, size = f"m://{model.model.name}", model.model.profile.size_bytes
@@ -41,7 +41,7 @@ def begin_minimum(sim: Simulation, execution: Execution) -> None:
 
 
 def fill_pool(sim: Simulation, execution: Execution) -> None:
-    """Have the parameter pool complete at the beginning, as that of a cluster is that runs for a while."""
+    """Fill the parameter pool at the beginning, like that of a cluster which has been running for a while."""
     index, nodes = Index(), {name: node.seen() for name, node in sim.nodes.items()}
     index.update(nodes)
     for url, name in spread(index, nodes, sim.deployments.values()).items():

@@ -1,4 +1,4 @@
-"""Carries out decisions in the simulated cluster: fetches, starts, groups that become instances, ends."""
+"""The execution of decisions in the simulated cluster: fetches, starts, groups that become instances, ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Execution:
-    """The instances of a simulation and what happens to them."""
+    """The instances of a simulation, and the decisions under way."""
 
     def __init__(self, simulation: Simulation, seed: int) -> None:
         self._sim = simulation
@@ -248,7 +248,7 @@ class Execution:
         call_after(self._env, init, lambda: self.begin(instance))
 
     def begin(self, instance: SimInstance) -> None:
-        """The instance, or the group whose last worker this is, serves."""
+        """Let an instance serve, or a group if this is its last worker to be ready."""
         if instance.id not in self.instances or instance.state == "draining":
             return
         self._set(instance, "ready")
@@ -468,7 +468,7 @@ class Execution:
             self._drop(node, copy.url)
 
     def _turn(self, instance: SimInstance) -> None:
-        """A prefill instance becomes a decode instance: it has the weights."""
+        """Turn a prefill instance, which has the weights, into a decode instance."""
         model, server = self._sim.models[instance.model], instance.server
         self._note(instance)
         instance.role, instance.since_s = "decode", self._env.now

@@ -1,4 +1,4 @@
-"""Runs a plan: each strategy with each rate and each coefficient of variation, and what a change would bring."""
+"""The runs of a plan: each strategy with each rate and each coefficient of variation, and the effect of changes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .result import Outcome, percentile
 from .simulator import Simulation
 from .strategy import strategy_named
 
-Progress = Callable[[str, float], None]  # which run, and how much of it is done, from 0 to 1
+Progress = Callable[[str, float], None]  # takes the name of the run, and how much of it is done, from 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
     """One run in numbers. Latencies are of requests that were answered; the others count as missed.
 
-    ``queued_mean_s`` and ``prefill_mean_s``: of the mean time to the first token, the part before an instance took the
-    request, and that of its prefill. The rest is waiting in the instance.
+    ``queued_mean_s`` and ``prefill_mean_s`` are parts of the mean time to the first token: before an instance took the
+    request, and during its prefill. The rest is waiting in the instance.
     """
 
     strategy: str
@@ -69,7 +69,7 @@ def hardest_run(plan: Plan, runs: Sequence[Summary]) -> Summary:
 
 
 def needed_change(plan: Plan, base: Summary, changed: Sequence[Summary]) -> str:
-    """Say what would meet the goal under the load of ``base``."""
+    """Return a sentence that says which changes would meet the goal under the load of ``base``."""
     what = f"{base.strategy} at {base.rate:g} requests a second and a CV of {base.cv:g}"
     reached = f"{what} has {100 * base.ttft_attainment:.1f} % of the first tokens in time"
     if base.ttft_attainment >= plan.goal:

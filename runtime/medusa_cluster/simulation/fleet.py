@@ -1,4 +1,4 @@
-"""What is simulated: machines and models."""
+"""The simulated fleet: its machines and models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ GBIT = 1e9 / 8
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Equal machines. ``link_bytes_per_s``: in each direction. ``store_bytes_per_s``: from the store, or a disk."""
+    """A number of equal machines.
+
+    ``link_bytes_per_s`` holds in each direction, and ``store_bytes_per_s`` for reading from the store or a disk.
+    """
 
     name: str
     count: int
@@ -28,7 +31,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A deployed model, with its times on the device that it runs on. ``others``: those on other kinds of devices."""
+    """A deployed model. ``profile`` has its times on its device, and ``others`` those on other kinds of devices."""
 
     name: str
     profile: Profile
@@ -46,7 +49,7 @@ class Model:
     others: tuple[tuple[str, Profile], ...] = ()
 
     def on(self, device: str) -> Profile:
-        """Return its times on a kind of device."""
+        """Return the model's times on a kind of device."""
         return next((profile for kind, profile in self.others if kind == device), self.profile)
 
 

@@ -1,4 +1,4 @@
-"""Reads a fleet, its models and its requests from YAML. ``data/fleet.schema.json`` describes the same for editors."""
+"""The file of a fleet, its models and its requests, in YAML. ``data/fleet.schema.json`` describes it for editors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LARGEST_NUMBER = 1e300
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Where the requests come from. Each rate is simulated with each coefficient of variation."""
+    """The origin of the requests. Each rate is simulated with each coefficient of variation."""
 
     arrivals: str = "gamma"
     rates: tuple[float, ...] = (1.0,)
@@ -58,7 +58,11 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A file's content. ``lengths``: of each model's requests. ``goal``: the part of first tokens to be in time."""
+    """A file's content.
+
+    ``lengths`` names the distribution of each model's prompts and answers. ``goal`` is the part of first tokens that
+    should be in time, from 0 to 1.
+    """
 
     fleet: Fleet
     lengths: tuple[str, ...]
@@ -194,7 +198,7 @@ def _models(item: _Section, machines: Sequence[Machine]) -> list[tuple[Model, st
 
 
 def _profile(item: _Section) -> Profile:
-    """A model of the user's own, with the times that ``medusa materialize`` recorded or a guess."""
+    """Read a user's own model, with times that ``medusa materialize`` has recorded, or guesses."""
     times = item.section("times")
     stages = Stages(
         times.seconds("container", 0.0),
@@ -241,9 +245,9 @@ def _workload(item: _Section, folder: Path) -> Workload:
 
 
 class _Section:
-    """A mapping of the file, with its place in it. Every key has to be asked for; ``end`` complains about others.
+    """A mapping in the file, with its place there. ``end`` raises ConfigError for keys that were never read.
 
-    ``between``: its place and a key's.
+    ``between`` is the text between the mapping's place and a key's name.
     """
 
     def __init__(self, content: Any, place: str, between: str = ".") -> None:
@@ -351,7 +355,7 @@ class _Section:
 
 
 def _amount(found: Any) -> float | None:
-    """Return bytes, or None for what is no size."""
+    """Return a size in bytes, or None if it is none."""
     if _is_number(found, 0.0, _LARGEST_NUMBER):
         return float(found)
     match = _AMOUNT.fullmatch(found.strip()) if isinstance(found, str) else None

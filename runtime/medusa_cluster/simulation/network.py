@@ -15,12 +15,12 @@ _ALMOST_BYTES = 1.0
 
 
 def call_after(env: Any, delay_s: float, call: Callable[[], None]) -> None:
-    """Call it on the simulated clock; much cheaper than a process."""
+    """Call a function after a delay on the simulated clock. This is much cheaper than a process of simpy."""
     env.timeout(delay_s).callbacks.append(lambda _: call())
 
 
 class Link:
-    """A direction of a cable, a switch's uplink, or a disk. ``moved_bytes``: by the flows that have left it."""
+    """One direction of a cable, a switch's uplink, or a disk. ``moved_bytes`` counts the flows that have left it."""
 
     __slots__ = ("bytes_per_s", "flows", "moved_bytes")
 
@@ -34,7 +34,7 @@ class Link:
 
 
 class Flow:
-    """Bytes on their way. ``upstream``: the flow that brings what this one forwards."""
+    """Bytes on their way. ``upstream`` is the flow that brings the bytes which this one forwards."""
 
     __slots__ = ("_at_s", "_call", "_env", "_turn", "done", "followers", "links", "rate", "size", "upstream")
 
@@ -52,12 +52,12 @@ class Flow:
 
     @property
     def progress(self) -> float:
-        """Bytes that have arrived by now."""
+        """The bytes that have arrived by now."""
         now: float = self._env.now
         return min(self.size, self.done + self.rate * (now - self._at_s))
 
     def settle(self) -> bool:
-        """Take the links' present shares; returns whether the rate has changed."""
+        """Set the rate by the links' present shares. Return whether it has changed."""
         self.done, self._at_s = self.progress, self._env.now
         rate = min((link.share for link in self.links), default=_NEVER)
         until = _NEVER
@@ -87,12 +87,12 @@ class Flow:
             settle([self])
 
     def silence(self) -> None:
-        """Never call again."""
+        """Cancel all calls that this flow has scheduled."""
         self._turn += 1
 
 
 class Network:
-    """Starts and ends flows."""
+    """The flows of a simulation."""
 
     def __init__(self, env: Any) -> None:
         self._env = env
@@ -101,7 +101,7 @@ class Network:
     def start(
         self, links: Iterable[Link], size: float, arrived: Callable[[], None], upstream: Flow | None = None
     ) -> Flow:
-        """Start a flow; ``arrived`` is called when all of it is there, and the flow has left its links."""
+        """Start a flow. ``arrived`` is called once it has arrived completely and left its links."""
         flow: Flow
 
         def end() -> None:

@@ -1,4 +1,4 @@
-"""A simulated machine: what it holds and runs, and how the policy sees it."""
+"""A simulated machine, with its copies and instances, and its form for the policy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SimCopy:
         return self.base + (self.flow.progress if self.flow is not None else 0.0)
 
     def seen(self) -> Copy:
-        """Return it as the policy sees it; the same object as long as nothing has changed."""
+        """Return the copy as the policy sees it. It is the same object as long as nothing has changed."""
         last = self.last
         if (
             last is not None
@@ -67,7 +67,7 @@ class SimInstance:
     partner: str | None
     state: str = "starting"
     server: Server | None = None
-    slower: float = 1.0  # than starts are on average
+    slower: float = 1.0  # how many times longer than the average its start takes
 
     def seen(self) -> Instance:
         running = self.server.running if self.server is not None else 0
@@ -111,7 +111,7 @@ class SimNode:
         return any(f"m://{instance.name}" == url for instance in self.instances.values())
 
     def seen(self) -> Node:
-        """Return it as the policy sees it; the same object as long as nothing has changed."""
+        """Return the node as the policy sees it. It is the same object as long as nothing has changed."""
         if self._seen is not None and not self.dirty:
             return self._seen
         machine = self.machine

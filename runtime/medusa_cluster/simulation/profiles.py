@@ -1,4 +1,4 @@
-"""How long models take on the papers' devices.
+"""The times of models on the papers' devices.
 
 Stage constants are fitted to the plotted cold starts of ParaServe's Figure 8 (within 15 %), warm times are its Table 1.
 BlitzScale's prefill rates are those of its code. ``docs/simulate.md`` has the fit beside the published numbers.
@@ -13,11 +13,11 @@ GB = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """A start's stages: those before any weights are needed, and those after they have come.
+    """The stages of a start, before any weights are needed and after they have come.
 
-    ``init_s`` and ``init_s_per_gb``: an engine that skips profiling and takes tensors as they arrive (ParaServe §7).
-    ``plain_…``: stock vLLM's, which fills a dummy model first. ``loader_…``: ServerlessLLM's. ``end_s``: from the
-    order to end, once nothing runs, until the device is free.
+    ``init_s`` and ``init_s_per_gb`` are for an engine that skips profiling and takes tensors as they arrive (ParaServe
+    §7), ``plain_…`` for stock vLLM, which fills a dummy model first, and ``loader_…`` for ServerlessLLM. ``end_s`` is
+    the time from the order to end an idle instance until its device is free.
     """
 
     container_s: float = 1.4
@@ -35,7 +35,7 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Seconds of a prefill of n tokens, and of one decode step of a batch: both linear (BlitzScale §5.4)."""
+    """The seconds of a prefill of n tokens, and of one decode step of a batch. Both are linear (BlitzScale §5.4)."""
 
     prefill_s: float
     prefill_s_per_token: float
@@ -79,12 +79,15 @@ A100 = Stages(0.0, 0.0, 0.0, 16e9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def _speed(ttft_s: float, tpot_s: float) -> Speed:
-    """From ParaServe's Table 1: 8 sequences of 1024 tokens. Four fifths of a decode step are the weights' reading."""
+    """Return the speed by ParaServe's Table 1, for 8 sequences of 1024 tokens.
+
+    Four fifths of a decode step are taken as the reading of the weights.
+    """
     return Speed(0.05, (ttft_s - 0.05) / 8192, 0.8 * tpot_s, 0.2 * tpot_s / 8)
 
 
 def _rate(tokens_per_s: float, decode_s: float) -> Speed:
-    """From BlitzScale's prefill capacity."""
+    """Return the speed by BlitzScale's prefill capacity."""
     return Speed(0.02, 1 / tokens_per_s, 0.8 * decode_s, 0.2 * decode_s / 32)
 
 

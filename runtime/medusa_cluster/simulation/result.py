@@ -1,4 +1,4 @@
-"""What a simulation has shown: each request, and what the cluster spent on them."""
+"""The result of a simulation: the latencies of each request, and the cluster's costs."""
 
 from __future__ import annotations
 

@@ -33,9 +33,10 @@ def relieved_s(seconds: float, loaded: float, loaded_per_s: float) -> float:
 
 
 class Served:
-    """A request on its way. Times are those of the simulation; -1: not yet. ``number``: of those that came before.
+    """A request under way. Times are on the simulated clock, or -1 for not yet.
 
-    ``taken_s``: when an instance took it; ``begun_s``: when its prefill began.
+    ``number`` is how many requests came before it. ``taken_s`` is when an instance took it, and ``begun_s`` when its
+    prefill began.
     """
 
     __slots__ = (
@@ -62,11 +63,11 @@ class Served:
 class Server:
     """One instance, or a group of ``size`` workers that pass activations on and work on ``size`` batches at once.
 
-    ``decoder``: takes a prefilled request where prefill and decode are separate, and samples its first token; or it
-    answers False, and the request's keys and values, and so its place, stay here until there is room (``leave``).
-    ``relieved``: how long a prefill takes while a new instance relieves this one, from its seconds without. ``pull``:
-    takes the next prompts from a queue that is shared; without it each waits here. ``slower``: draws how much longer
-    than usual a prefill takes. ``batch_tokens``: of prompts prefilled together.
+    ``decoder`` takes a prefilled request if prefill and decode are separate, and samples its first token. If it returns
+    False, the request keeps its place here, with its keys and values, until there is room for it (``leave``).
+    ``relieved`` maps the seconds of a prefill to those that it takes while a new instance relieves this one. ``pull``
+    takes the next prompts from a shared queue; without it, prompts wait here. ``slower`` draws how many times longer
+    than usual a prefill takes. ``batch_tokens`` limits the prompts that are prefilled together.
     """
 
     def __init__(
@@ -120,12 +121,12 @@ class Server:
         call_after(self._env, rest * self._step_s(), self._stepped)
 
     def take(self) -> None:
-        """Prefill what waits in the shared queue, unless something is being prefilled."""
+        """Prefill prompts from the shared queue, unless something is being prefilled."""
         if not self._batch and not self._stepping and self._pulled():
             self._prefill()
 
     def _pulled(self) -> bool:
-        """Fetch prompts from the shared queue, if none waits here; returns whether any waits now."""
+        """Fetch prompts from the shared queue if none waits here. Return whether any waits now."""
         if not self._waiting and self.pull is not None:
             found = self.pull(self._batch_tokens)
             self.running += len(found)
@@ -141,12 +142,12 @@ class Server:
             self._prefill()
 
     def leave(self) -> None:
-        """A prefilled request has gone to another instance."""
+        """Note that a prefilled request has gone to another instance."""
         self.running -= 1
         self._ended(self, None)
 
     def take_over(self, request: Served, left: float | None = None) -> None:
-        """Decode a request that another instance has prefilled; ``left``: the tokens that it lacks, if not all."""
+        """Decode a request that another instance has prefilled. ``left`` is how many tokens it lacks; None: all."""
         self.running += 1
         if request.first_s < 0:
             self._begin(request)
@@ -156,7 +157,7 @@ class Server:
             self._decode()
 
     def give(self, count: int) -> list[tuple[Served, float]]:
-        """Hand over requests that are decoded, with the tokens that each of them lacks."""
+        """Hand over up to ``count`` requests that are being decoded, each with the number of tokens that it lacks."""
         self._settle()
         self._active.sort(reverse=True)
         given = [(request, end - self._tokens) for end, _, request in self._active[:count]]

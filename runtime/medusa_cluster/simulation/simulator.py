@@ -1,4 +1,4 @@
-"""A cluster on a simulated clock: it carries out what the policy decides, and shows it the state that results."""
+"""The simulated cluster. It carries out the policy's decisions, and shows the policy the state that results."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class Simulation:
         self._active.add(request.model)
 
     def ended(self, server: Server, request: Served | None) -> None:
-        """A request has ended (or, without one, gone to a decoder); its place is free."""
+        """Note that a request has ended, or with None that one has gone to a decoder. Its place is free."""
         if request is not None:
             self._unanswered.discard(request)
             self._answered_s = self.env.now
@@ -200,7 +200,7 @@ class Simulation:
     # The controller's ticks.
 
     def wake(self) -> None:
-        """Have a tick come soon."""
+        """Make the next tick come soon."""
         at = max(self._ticked_at + self._tick_s, self.env.now)
         if at < self._tick_at and self.strategy.provisioned is None:
             self._tick_at = at
@@ -329,7 +329,7 @@ def _rare_collections() -> Iterator[None]:
 
 
 def _used(servers: Collection[Server]) -> float:
-    """The part of these instances' places that is taken."""
+    """Return the part of these instances' places that is taken, from 0 to 1."""
     return sum(server.running for server in servers) / sum(server.places for server in servers) if servers else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Serving systems as sets of parts that can be switched one by one."""
+"""Strategies: serving systems as sets of parts that can be switched on and off one by one."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from .profiles import GB, Profile
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How a system starts instances, where it keeps weights, and how it decides.
+    """A serving system: the way in which it starts instances, keeps weights, and decides.
 
-    ``prefetch``: the fetch begins with the container, not after it. ``stream``: tensors are loaded as they arrive, into
-    an engine that skips profiling. ``overlap``: loading beside the imports. ``precreated``: containers are there.
-    ``warm``: processes that have imported everything are there. ``direct``: weights from the network arrive in the
-    device, not in the host's memory (BlitzScale). ``cache``: what nodes keep in host memory when an instance has
-    ended: nothing, the least recently used models, or always all. ``caches_groups``: also what began as a part of a
-    model, for a worker of a group; ParaServe's published code keeps only what one worker fetched. ``provisioned``: the
-    part of the devices that always serves, instead of scaling.
+    - ``prefetch``: the fetch begins with the container, not after it.
+    - ``stream``: tensors are loaded as they arrive, into an engine that skips profiling.
+    - ``overlap``: loading runs beside the imports.
+    - ``precreated``: containers exist already.
+    - ``warm``: processes that have imported everything exist already.
+    - ``direct``: weights from the network arrive in the device, not in the host's memory (BlitzScale).
+    - ``cache``: which models nodes keep in host memory after an instance has ended: none, by least recent use, or all.
+    - ``caches_groups``: copies that began as a part of a model, for a worker of a group, are kept as well. ParaServe's
+      published code keeps only those that one worker fetched.
+    - ``provisioned``: the part of the devices that always serves, instead of scaling.
     """
 
     name: str
@@ -40,7 +43,7 @@ class Strategy:
     policy: Options = field(default_factory=Options)
 
     def boot_s(self, profile: Profile, part_bytes: float) -> float:
-        """Seconds from the start until the weights are needed, or loaded beside the boot where that is overlapped."""
+        """Return the seconds from the start until the weights are needed, or with ``stream`` until they are loaded."""
         stages = profile.stages
         if self.warm:
             return 0.0
@@ -52,7 +55,7 @@ class Strategy:
         return before + stages.import_s
 
     def init_s(self, profile: Profile) -> float:
-        """Seconds from booted and fetched to ready."""
+        """Return the seconds from when the engine is booted and the weights fetched until it is ready."""
         stages, size = profile.stages, profile.size_bytes / GB
         if self.stream:
             return stages.init_s + stages.init_s_per_gb * size

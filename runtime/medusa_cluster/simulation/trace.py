@@ -33,7 +33,7 @@ class Request(NamedTuple):
 
 
 class Requests(Sequence[Request]):
-    """Requests as columns: a day of a large fleet's takes 32 bytes for each, and no time of the garbage collector."""
+    """Requests stored as columns. Each takes 32 bytes, and none costs the garbage collector time."""
 
     def __init__(self, requests: Iterable[Request] = ()) -> None:
         self._at_s, self._model = array("d"), array("l")
@@ -64,7 +64,7 @@ class Requests(Sequence[Request]):
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Log-normal lengths of prompts and answers by their means; no longer than ``most``."""
+    """Log-normal lengths of prompts and answers in tokens, by their means, and no longer than ``most``."""
 
     prompt: float
     output: float
@@ -196,7 +196,7 @@ def _parse(rows: csv.DictReader[str], path: Path, models: Sequence[str]) -> list
 
 
 def _check_count(requests: float) -> None:
-    """ConfigError for so many that they would fill the memory of this machine."""
+    """Raise ConfigError for so many requests that they would fill this machine's memory."""
     if not requests <= _MOST_REQUESTS:
         raise ConfigError(f"expected at most {_MOST_REQUESTS} requests (rate x seconds), found {requests:.3g}")
 
@@ -230,7 +230,7 @@ def scale(requests: Sequence[Request], rate: float, seed: int = 1) -> list[Reque
 
 
 def window(requests: Iterable[Request], begin_s: float, end_s: float) -> list[Request]:
-    """Cut a piece out of a trace; its time begins at 0."""
+    """Cut a piece out of a trace. Its times begin at 0."""
     return [request._replace(at_s=request.at_s - begin_s) for request in requests if begin_s <= request.at_s < end_s]
 
 

@@ -1,1 +1,1 @@
-"""Bytes between nodes: a node's regions as its peers read them, who may, and at which pace."""
+"""Weights between nodes: the regions that a node offers to its peers, who may read them, and at which pace."""

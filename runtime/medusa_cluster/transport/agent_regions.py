@@ -1,4 +1,4 @@
-"""The regions of a node's agent, for as long as peers read them."""
+"""The regions of a node's agent, held for as long as peers read them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from medusa_runtime.storage.base import redacted
 
 logger = logging.getLogger(__name__)
 
-_UNUSED_S = 2.0  # after which a region is given back: a lease keeps the agent from evicting it
-_AGAIN_S = 0.02
+_UNUSED_S = 2.0  # then a region is given back, because a lease keeps the agent from evicting it
+_AGAIN_S = 0.02  # between two questions for a region that the agent does not have
 _LAID_OUT_WITHIN_S = 10.0
 
 
 @dataclass(eq=False)
 class _Lease:
-    """A region, the connection to the agent that keeps it, and who reads it."""
+    """A region, the connection to the agent that keeps it, and the number of requests that read it."""
 
     client: NodeClient
     region: ChecksummedRegion
@@ -36,7 +36,10 @@ class _Lease:
 
 
 class AgentRegions:
-    """Asks the node's agent for regions that it holds or fetches, and has it fetch none. For one event loop."""
+    """The regions that the node's agent holds or fetches; asking for one never begins a fetch.
+
+    A ``RegionSource``. Use it in one event loop only.
+    """
 
     def __init__(self, socket_path: str) -> None:
         self._path = socket_path
@@ -56,7 +59,7 @@ class AgentRegions:
         return lease.region
 
     async def _open(self, url: str, within_s: float) -> _Lease | None:
-        """Ask the agent; several who ask for the same model at a time share the answer."""
+        """Ask the agent. Simultaneous requests for the same model share one answer."""
         task = self._opening.get(url)
         if task is None:
             task = self._opening[url] = asyncio.create_task(self._ask_until(url, time.monotonic() + within_s))
@@ -82,7 +85,7 @@ class AgentRegions:
             return lease
 
     def _ask(self, url: str) -> _Lease:
-        """In a thread: take a lease of a region that the agent has, or fetches. Raises MedusaError."""
+        """Take a lease of a region that the agent has or fetches. Blocks; call it in a thread. Raises MedusaError."""
         client = NodeClient(self._path)
         try:
             region = client.region(url, background=True, held=True, within_s=_LAID_OUT_WITHIN_S)
@@ -116,7 +119,7 @@ class AgentRegions:
         lease.close()
 
     def close(self) -> None:
-        """Give all regions back. Call it when the server has ended."""
+        """Give all regions back. Call this after the server has ended."""
         if self._sweeping is not None:
             self._sweeping.cancel()
             self._sweeping = None

@@ -1,4 +1,4 @@
-"""Who may speak to a node server: those who know the cluster's token."""
+"""Access to a node server, for callers who know the cluster's token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Collection
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
-from medusa_runtime.storage.peer_access import PeerAccess, read_token
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -23,7 +22,7 @@ def require_token(token: str, *, open_paths: Collection[str] = ("/healthz",)) ->
         given = request.headers.get("Authorization", "")
         found = given.removeprefix(_SCHEME).encode("utf-8", "surrogateescape") if given.startswith(_SCHEME) else b""
         if not hmac.compare_digest(found, expected) and request.path not in open_paths:
-            # The connection ends: what follows on it may be the rest of a body that was not read.
+            # The connection has to end, because the rest of a body that was not read may follow on it.
             return web.Response(
                 status=401,
                 headers={"WWW-Authenticate": "Bearer", "Connection": "close"},
@@ -34,4 +33,4 @@ def require_token(token: str, *, open_paths: Collection[str] = ("/healthz",)) ->
     return check
 
 
-__all__ = ["PeerAccess", "read_token", "require_token"]
+__all__ = ["require_token"]

@@ -1,7 +1,7 @@
-"""Serving before weights: what a node serves is sent first, and weights at a pace that leaves room for it.
+"""Pacing and marks that let a node's answers to requests go before the weights that it sends.
 
-The kernel paces each connection by itself (SO_MAX_PACING_RATE, socket(7)), without privileges and without a queueing
-discipline for it. Marks are for queues that heed them: SO_PRIORITY on this machine, IP_TOS on the way.
+The kernel paces each connection (SO_MAX_PACING_RATE, socket(7)). That needs no privileges and no queueing discipline.
+The marks are for queues that heed them: SO_PRIORITY on this machine, IP_TOS in the network.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from contextlib import contextmanager
 
 _SO_MAX_PACING_RATE = 47
 _UNLIMITED = (1 << 64) - 1
-# What a paced connection's socket takes ahead. With 10 ms of it, waking the sender costs twice the CPU time.
+# A paced connection's socket takes the bytes of 1/25 s (40 ms) ahead. With 10 ms, waking the sender costs twice the CPU
+# time.
 _UNSENT_PER_S, _LEAST_UNSENT_BYTES = 25, 64 << 10
 _SENT_WITHIN_MS = 1000
-_PRIORITY_SERVING = 6  # the highest that needs no privilege
+_PRIORITY_SERVING = 6  # the highest priority that needs no privilege
 _TAKES_NOTHING_MS = 10_000
 _TOS_SERVING, _TOS_WEIGHTS = 0xB8, 0x08  # expedited forwarding; throughput before delay
 
 
 class Pacer:
-    """Limits the weights that a node sends, over all connections together. The limit may change while they flow.
+    """A limit on the weights that a node sends, over all connections together. It may change while they flow.
 
     Thread-safe.
     """
@@ -39,22 +40,22 @@ class Pacer:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """The limit; None: as fast as the link carries them."""
+        """The limit in bytes a second, or None for as fast as the link allows."""
         return self._bytes_per_s
 
     def set(self, bytes_per_s: float | None) -> None:
-        """Limit weights to so many bytes a second, or to nothing."""
+        """Limit weights to so many bytes a second. None removes the limit."""
         with self._lock:
             self._bytes_per_s = bytes_per_s
             self._share()
 
     @contextmanager
     def sending(self, connection: socket.socket) -> Iterator[None]:
-        """Count a connection among those that share the limit, for as long as it has something to send.
+        """Let a connection share the limit while the block runs, that is, while it has something to send.
 
-        Returns only when the kernel has sent nearly all that it took. Megabytes that wait in a socket would share the
-        link with the connection that sends next: on top of the limit, and to one reader the later bytes would delay the
-        earlier ones.
+        Leaving the block waits until the kernel has sent nearly everything it took. Otherwise megabytes that are still
+        in the socket would share the link with the connection that sends next. They would come on top of the limit,
+        and if both connections have the same reader, later bytes would delay earlier ones.
         """
         with self._lock:
             self._sending[connection] += 1
@@ -83,7 +84,7 @@ class Pacer:
 
 
 def _wait_sent(connection: socket.socket) -> None:
-    """Wait until the kernel has sent nearly all that it took, for a second at most."""
+    """Wait until the kernel has sent nearly everything it took, for a second at most."""
     with contextlib.suppress(OSError):  # it has just ended
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _LEAST_UNSENT_BYTES)
         writable = select.poll()
@@ -92,7 +93,7 @@ def _wait_sent(connection: socket.socket) -> None:
 
 
 def connection_of(transport: asyncio.BaseTransport | None) -> socket.socket | None:
-    """Return the connection of a request's transport; None when it has ended."""
+    """Return the socket of a request's transport, or None if the connection has ended."""
     found = None if transport is None else transport.get_extra_info("socket")
     return None if found is None else getattr(found, "_sock", found)
 
@@ -105,10 +106,10 @@ def mark_serving(connection: socket.socket) -> None:
 
 
 def mark_weights(connection: socket.socket) -> None:
-    """Mark a connection that carries weights, and have the kernel end it when its reader takes nothing for long.
+    """Mark a connection that carries weights. The kernel ends it if its reader takes nothing for 10 s.
 
-    Its congestion control is CUBIC, where the machine allows that. A node of a chain sends each chunk when it has come,
-    and so has nothing to send again and again. BBR held chunks back for 20 to 55 ms then.
+    The congestion control becomes CUBIC, if the machine allows that. A node of a chain sends each chunk when it
+    arrives, so again and again it has nothing to send for a moment. BBR then held chunks back for 20 to 55 ms.
     """
     _mark(connection, _TOS_WEIGHTS)
     with contextlib.suppress(OSError):

@@ -1,11 +1,11 @@
-"""The regions of a node, as its peers read them over HTTP. A peer's side is ``medusa_runtime/storage/peer.py``.
+"""The HTTP routes by which peers read a node's regions. The reader's side is ``medusa_runtime/storage/peer.py``.
 
-    GET /regions/<model URL, percent-encoded>/index?most=n        the weight index and small files, if not more
+    GET /regions/<model URL, percent-encoded>/index?most=n        the weight index and small files, unless above n bytes
     GET /regions/<model URL>/shards/<name>?start=a&stop=b         the bytes [a, b) of a shard, in frames
-    GET /regions/<model URL>/progress                             how much is there, at once
+    GET /regions/<model URL>/progress                             how much has been fetched, at once
 
-A range of chunks that are still on their way is answered as they arrive. So a chain of nodes is a row of prefetchers,
-each of which reads from the node before it (BlitzScale §5.1).
+Chunks that have not arrived yet are sent as they arrive. So a chain of nodes is a row of prefetchers, each of which
+reads from the node before it (BlitzScale §5.1).
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from .pacing import Pacer, connection_of, mark_weights
 from .sending import EncryptedWay, PlainWay, Sending, Turns
 
 _LONGEST_RANGE_BYTES = 64 << 20
-_MOST_REQUESTS = 64  # of one peer at a time
+_MOST_REQUESTS = 64  # at a time, from one address
 _MOST_THREADS = 256
 _TICK_S = 0.003
-_APPEAR_S = 0.5  # for a region whose fetch is about to begin on this node
+_APPEAR_S = 0.5  # how long to wait for a region: its fetch may be about to begin on this node
 
 
 _Handler = Callable[[web.Request, ChecksummedRegion], Awaitable[web.StreamResponse]]
 
 
 class RegionSource(Protocol):
-    """Where a node server finds the regions of its node: ``agent_regions.AgentRegions``."""
+    """The place where a node server gets its node's regions, such as ``agent_regions.AgentRegions``."""
 
     async def acquire(self, url: str, *, current: bool, within_s: float) -> ChecksummedRegion | None:
-        """Return this node's region of a model, which is laid out. Give it back with ``release``.
+        """Return this node's region of a model, laid out. Give it back with ``release``.
 
-        None when the node has none within ``within_s`` and fetches none. ``current``: not one that has been replaced
-        since it was last asked for.
+        Returns None if the node neither has nor fetches the model within ``within_s``. ``current`` asks the agent
+        again, so that a region which has been replaced since the last request is not returned.
         """
 
     def release(self, region: ChecksummedRegion) -> None: ...
 
 
 class _Refused(Exception):
-    """An answer other than the one that was asked for."""
+    """An answer with an error status."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -66,7 +66,7 @@ class _Refused(Exception):
 
 
 class RegionRoutes:
-    """Answers peers. ``sent_bytes``: of weights, since the start."""
+    """Handlers that answer peers. ``sent_bytes`` counts the bytes of weights sent since the start."""
 
     def __init__(self, source: RegionSource, pacer: Pacer) -> None:
         self._source = source
@@ -85,7 +85,7 @@ class RegionRoutes:
         ]
 
     def _answer(self, handler: _Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Wrap a handler: within the limits, with the region that the path names."""
+        """Wrap a handler: keep the limit of requests, and pass it the region that the path names."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             peer = request.remote or ""
@@ -146,7 +146,7 @@ class RegionRoutes:
         await response.prepare(request)
         try:
             await self._send(request, response, region, chunks)
-        except (MedusaError, OSError):  # the head is sent: only the connection's end can show it
+        except (MedusaError, OSError):  # the head is sent, so only closing the connection can report the error
             _abort(request)
         except BaseException:
             _abort(request)
@@ -158,7 +158,7 @@ class RegionRoutes:
     async def _send(
         self, request: web.Request, response: web.StreamResponse, region: ChecksummedRegion, chunks: range
     ) -> None:
-        """Send chunks in a thread, and return when it has ended, also when this task is cancelled."""
+        """Send chunks in a thread. Returns only after the thread has ended, even if this task is cancelled."""
         loop, transport = asyncio.get_running_loop(), request.transport
         connection = connection_of(transport)
         if connection is None or not isinstance(transport, asyncio.WriteTransport):
@@ -196,11 +196,6 @@ class RegionRoutes:
             self.sent_bytes += size_bytes
 
 
-def routes(source: RegionSource, pacer: Pacer) -> list[web.RouteDef]:
-    """Return the routes with which a node server offers its node's regions to peers."""
-    return RegionRoutes(source, pacer).routes()
-
-
 def _key(request: web.Request) -> str:
     try:
         return model_key(request.match_info["url"])
@@ -219,7 +214,7 @@ def _etag(request: web.Request, region: ChecksummedRegion) -> str:
 
 
 def _range(request: web.Request, region: ChecksummedRegion) -> range:
-    """Return the chunks that a request covers."""
+    """Return the chunks that a request asks for. Refuses a range that is too long or does not fit whole chunks."""
     found = region.shard(request.match_info["name"])
     if found is None:
         raise _Refused(404, "the model has no such shard")
@@ -246,4 +241,4 @@ def _abort(request: web.Request) -> None:
         request.transport.abort()
 
 
-__all__ = ["RegionRoutes", "RegionSource", "routes"]
+__all__ = ["RegionRoutes", "RegionSource"]

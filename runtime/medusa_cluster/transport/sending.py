@@ -1,7 +1,7 @@
-"""One answer with weights on its way: a thread that waits for a region's chunks and sends each as it comes.
+"""Sending weights: a thread for each answer, which waits for a region's chunks and sends each one as it arrives.
 
-An event loop would run some hundred lines for each chunk. A thread makes two system calls, which take the frame and
-the region's pages to the socket (sendfile); the bytes are never copied here.
+An event loop would run about a hundred lines of Python for each chunk. A thread makes two system calls: one sends the
+frame, the other the region's pages (sendfile). The bytes are never copied in this process.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from medusa_runtime.storage.framing import Frame
 
 from .pacing import Pacer
 
-_MOST_RUN = 64  # chunks that are sent before another answer to the same reader
-_LEAST_BYTES_PER_S = 64 << 10  # below which a peer that reads is given up
-_PATIENCE_S = 10.0  # with a peer that takes nothing
-_QUIET_S = 60.0  # with a region to which nothing comes
-_LOOK_S = 0.5  # between looks whether a region still has a prefetcher
-_STOP_S = 0.1  # between looks whether the peer has gone
+_MOST_RUN = 64  # chunks that are sent before another answer to the same reader gets its turn
+_LEAST_BYTES_PER_S = 64 << 10  # a slower reader is given up
+_PATIENCE_S = 10.0  # then a peer that takes nothing is given up
+_QUIET_S = 60.0  # then a region that receives nothing is given up
+_LOOK_S = 0.5  # between two checks that the region still has a prefetcher
+_STOP_S = 0.1  # between two checks that the peer is still there
 _ENCRYPTED_BYTES = 128 << 10
-_NEXT_S = 0.05  # for the next chunk, before an answer lets another one to the same reader go first
+_NEXT_S = 0.05  # how long an answer waits for its next chunk before another answer to the same reader goes first
 
 
 class Turns:
     """The answers that each reader waits for, in the order of its requests.
 
-    A fetch asks for the next range before it has the one before. Sent at a time, both would come half as fast, and each
-    node of a chain would be two chunks behind the one before it instead of one.
+    A fetch asks for its next range before the current one is complete. If both were sent at the same time, each would
+    arrive half as fast, and each node of a chain would be two chunks behind the one before it instead of one.
     """
 
     def __init__(self) -> None:
         self._readers: WeakValueDictionary[str, Turn] = WeakValueDictionary()
 
     def of(self, reader: str) -> Turn:
-        """Call this in one thread only."""
+        """Return the answers to one reader. Call this in one thread only."""
         return self._readers.setdefault(reader, Turn())
 
 
 class Turn:
-    """The answers to one reader."""
+    """The answers to one reader. Whoever holds the lock ``sending`` sends."""
 
     def __init__(self) -> None:
         self.sending = threading.Lock()
@@ -69,14 +69,15 @@ class Turn:
                 self._changed.notify_all()
 
     def is_first(self, answer: object) -> bool:
-        """Return whether this answer is the oldest one under way, whose chunk is to be sent next."""
+        """Return whether this answer is the reader's oldest one under way, whose chunks come next."""
         with self._changed:
             return self._answers[0] is answer
 
     def pause(self, answer: object, wait: Callable[[float], None]) -> None:
-        """Wait for the next chunk of an answer with ``wait(timeout_s)``. Only the first answer is woken for each.
+        """Wait for an answer's next chunk by calling ``wait(timeout_s)``, if the answer is the first.
 
-        The others look when the first one ends, or waits for a chunk that has not come for a while.
+        So a chunk wakes one thread only. The other answers check for their chunks when the first one ends or has to
+        wait.
         """
         with self._changed:
             if self._answers[0] is not answer:
@@ -87,7 +88,10 @@ class Turn:
 
 
 class Way(Protocol):
-    """What takes bytes to the peer. Both raise an OSError when it has gone, or takes nothing until ``deadline``."""
+    """The way that bytes take to a peer.
+
+    Both methods raise OSError when the peer has gone, or has not taken the bytes by ``deadline`` (monotonic seconds).
+    """
 
     connection: socket.socket
 
@@ -97,7 +101,7 @@ class Way(Protocol):
 
 
 class PlainWay:
-    """A connection's socket, which its owner leaves alone meanwhile. Close it."""
+    """Plain TCP: a duplicate of a connection's socket. The connection's owner must not write meanwhile. Close it."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection.dup()
@@ -105,7 +109,7 @@ class PlainWay:
         self._writable.register(self.connection, select.POLLOUT)
 
     def write(self, data: bytes, deadline: float) -> None:
-        """Send bytes together with those that follow, so that they wake the reader once."""
+        """Send bytes in one packet with the bytes that follow, so that the reader is woken once."""
         while data:
             try:
                 data = data[self.connection.send(data, socket.MSG_MORE | socket.MSG_DONTWAIT) :]
@@ -133,7 +137,7 @@ class PlainWay:
 
 
 class EncryptedWay:
-    """TLS, which the kernel cannot do: ``write`` hands bytes to the event loop, which owns the connection."""
+    """TLS, which sendfile cannot do. ``write(data, within_s)`` passes bytes to the event loop, which encrypts them."""
 
     def __init__(self, connection: socket.socket, write: Callable[[bytes, float], None]) -> None:
         self.connection = connection
@@ -152,13 +156,14 @@ class EncryptedWay:
             offset += len(piece)
 
     def close(self) -> None:
-        """The connection is the event loop's."""
+        """Do nothing: the connection belongs to the event loop."""
 
 
 class Sending:
-    """Chunks [first, first + count) of a region on their way to one peer.
+    """A range of a region's chunks on their way to one peer.
 
-    ``gone`` says whether the peer has; ``sent`` is called with the bytes that were sent, in the thread of ``run``.
+    ``gone()`` returns whether the peer has gone. ``sent`` is called with the number of bytes sent, in the thread of
+    ``run``.
     """
 
     def __init__(
@@ -183,13 +188,13 @@ class Sending:
         self._under_way: SendingChunks | None = None
 
     def stop(self) -> None:
-        """Have ``run`` end soon, from any thread."""
+        """Make ``run`` end soon. Can be called from any thread."""
         self._stopped = True
         if (under_way := self._under_way) is not None:
             under_way.stopped = 1
 
     def run(self) -> None:
-        """Send all chunks, each as soon as it is there. MedusaError or OSError when that cannot be."""
+        """Send all chunks, each as soon as it is there. Raises MedusaError or OSError if that is impossible."""
         next_chunk = self._chunks.start
         with self._turn.place(self):
             while next_chunk < self._chunks.stop:
@@ -202,12 +207,12 @@ class Sending:
                         next_chunk += ready
 
     def _wait(self, first: int, most: int) -> int:
-        """Wait until a chunk is there, and return how many are, one behind the other."""
+        """Wait until chunk ``first`` is there. Return how many are there from it on without a gap, up to ``most``."""
         region = self._region
         if ready := region.present(first, most):
             return ready
         looked = changed = time.monotonic()
-        seen_bytes = region.fetched_bytes  # first: what comes after this look ends the wait
+        seen_bytes = region.fetched_bytes  # read before the check, so that a chunk which comes after it ends the wait
         received_bytes = region.received_bytes
         while not (ready := region.present(first, most)):
             if self._stopped or self._gone():
@@ -217,7 +222,7 @@ class Sending:
             if now - looked < _LOOK_S:
                 continue
             looked = now
-            # In a chain, chunks come in the order in which they are asked for; from others, this one may be far away.
+            # In a chain, chunks come in the order of the requests. Otherwise this chunk may be far down the schedule.
             if self._turn.is_first(self):
                 region.demand(first)
             if region.received_bytes != received_bytes:
@@ -227,14 +232,14 @@ class Sending:
         return ready
 
     def _send_compiled(self, compiled_chunks: CompiledChunks, chunks: range) -> int:
-        """Send the first of these chunks, and those that come soon behind it; return how many were sent."""
+        """Send the first of these chunks and those that follow soon after it, in compiled code. Return their number."""
         sending = self._region.sending(chunks)
         sending.connection = self._way.connection.fileno()
         sending.idle_ms = int(_NEXT_S * 1000)
         slowest = min(_LEAST_BYTES_PER_S, self._pacer.bytes_per_s or _LEAST_BYTES_PER_S)
         sending.patience_ms = int((_PATIENCE_S + self._region.chunk_bytes / slowest) * 1000)
         self._under_way = sending
-        if self._stopped:  # before it was there to be told
+        if self._stopped:  # `stop` was called before `_under_way` was set
             sending.stopped = 1
         with self._pacer.sending(self._way.connection):
             status = compiled_chunks.send(sending)
@@ -246,7 +251,7 @@ class Sending:
         return int(sending.done)
 
     def _send(self, chunks: range) -> None:
-        """Send neighbouring chunks that are there, a frame before each."""
+        """Send neighbouring chunks that are all there, each behind its frame."""
         region, way = self._region, self._way
         descriptor, at = region.file.fileno(), region.offset(chunks.start)
         sizes = [region.chunks.size(chunk) for chunk in chunks]

@@ -7,9 +7,11 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 
+import aiohttp
 import pytest
 from medusa_cluster.gateway.dispatch import Dispatch, Lease
 from medusa_cluster.gateway.faults import Fault
+from medusa_cluster.gateway.health import Health
 from medusa_cluster.gateway.metrics import Metrics
 from medusa_cluster.gateway.routes import Deployed, Instance, Routes, node_server, parse
 from medusa_runtime.errors import ClusterError
@@ -51,6 +53,23 @@ def test_the_instance_with_the_least_work_is_chosen() -> None:
         assert [first.instance.id, *(one.instance.id for one in others)] == ["a", "b", "b", "b"]
         dispatch.release(first)
         assert (await lease(dispatch)).instance.id == "a"
+
+    run(work)
+
+
+def test_a_lost_instance_that_left_the_routes_gets_requests_when_it_comes_back() -> None:
+    async def work(dispatch: Dispatch) -> None:
+        async with aiohttp.ClientSession() as session:
+            health = Health(session, {}, dispatch)
+            dispatch.update(routes(m=["a"]))
+            held = await lease(dispatch)  # its client takes nothing, so it stays when the instance is lost
+            health._lose(held.instance)
+            dispatch.update(routes(m=[]))
+            health._look()
+            dispatch.update(routes(m=["a"]))
+            assert (await asyncio.wait_for(lease(dispatch), 5.0)).instance.id == "a"
+            for probe in health._probes.values():
+                probe.cancel()
 
     run(work)
 

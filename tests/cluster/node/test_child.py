@@ -56,6 +56,22 @@ def test_its_lines_and_its_status_are_known(tmp_path: Path) -> None:
     assert sorted((tmp_path / "log").read_text().split()) == ["one", "two"]
 
 
+def test_a_last_line_without_an_end_is_known(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    async def run() -> None:
+        code = "import sys; sys.stderr.write('first\\nno end')"
+        child = Child([sys.executable, "-c", code], os.environ, tmp_path / "log", lines.append)
+        await child.wait()
+        deadline = time.monotonic() + 10
+        while len(lines) < 2 and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        assert list(child.last_lines) == lines
+
+    asyncio.run(run())
+    assert lines == ["first", "no end"]
+
+
 def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 

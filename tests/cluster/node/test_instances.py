@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from medusa_cluster.deployment import Deployment
+from medusa_cluster.node import instances as instances_module
 from medusa_cluster.node.instances import Instances, RunningInstance
 from medusa_cluster.node.processes.child import Child
 from medusa_cluster.node.settings import NodeServerSettings
@@ -89,5 +90,24 @@ def test_an_instance_whose_process_is_being_ended_does_not_go_on(tmp_path: Path)
         assert not instances.resume("i")
         assert await stop
         assert not instances.resume("i")
+
+    asyncio.run(scenario())
+
+
+def test_an_instance_started_again_under_the_id_of_a_failed_one_stays_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instances_module, "_KEPT_ENDS_S", 0.1)
+
+    async def scenario() -> None:
+        instances = Instances(settings_in(tmp_path))
+        with pytest.raises(InstanceError, match="could not start"):
+            await instances.start("i", Deployment("m", "http://s/m", settings={"state": "a\0b"}))
+        await instances.stop("i", 0.0)
+        starting = asyncio.create_task(instances.start("i", Deployment("m", "http://127.0.0.1:1/model")))
+        await asyncio.sleep(0.3)
+        assert [one.id for one in instances.all()] == ["i"]
+        await instances.stop("i", 0.0)
+        await asyncio.gather(starting, return_exceptions=True)  # it may have listened before its end
 
     asyncio.run(scenario())

@@ -29,6 +29,17 @@ print(os.getpid(), child.pid, flush=True)
 while True:
     time.sleep(60)
 """
+# At the second fork there is no room for a process.
+FORKS = """
+import os
+fork, calls = os.fork, []
+def limited():
+    calls.append(None)
+    if len(calls) == 2:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+os.fork = limited
+"""
 WATCHING = """
 import os, signal, sys, threading, time
 from medusa_cluster.node.processes.keeper import keep
@@ -96,6 +107,14 @@ def test_a_node_server_that_is_killed_is_replaced_when_nothing_of_it_is_left(sta
     second, _ = pids(keeper)
     assert second != server
     assert not alive(child)
+    assert children(keeper.pid) == [second]
+
+
+def test_a_node_server_is_replaced_once_there_is_room_for_a_process(start: Start) -> None:
+    keeper = start(FORKS + SERVER)
+    server, _ = pids(keeper)
+    os.kill(server, signal.SIGKILL)
+    second, _ = pids(keeper)
     assert children(keeper.pid) == [second]
 
 

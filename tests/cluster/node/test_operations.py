@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from medusa_cluster.node.instances import Instances
 from medusa_cluster.node.operations import Operations
 from medusa_cluster.node.server import NodeServer
 from medusa_cluster.node.settings import NodeServerSettings
@@ -23,6 +25,24 @@ def test_a_pace_that_is_none_is_refused_and_the_old_one_stays(limit: object) -> 
     with pytest.raises(ConfigError, match="pace: expected bytes a second above 0, or null"):
         asyncio.run(operations.answer({"op": "pace", "bytes_per_s": limit}))
     assert pacer.bytes_per_s == 5e6
+
+
+def test_an_earlier_failure_of_a_model_that_is_fetched_again_is_not_shown(tmp_path: Path) -> None:
+    region = {"url": "s://m", "state": "fetching", "fetched_bytes": 1, "total_bytes": 2, "pinned": False, "idle_s": 0.0}
+    shown = {"regions": [region | {"version": ""}]}
+
+    async def agent_status() -> dict[str, Any]:
+        return shown
+
+    settings = NodeServerSettings("n1", tmp_path, "127.0.0.1", tmp_path / "token")
+    agent: Any = SimpleNamespace(status=agent_status, starts=1, failures={"s://m": "no space", "s://other": "gone"})
+    peers: Any = SimpleNamespace(sent_bytes=0)
+    nothing: Any = None
+    operations = Operations(settings, agent, Instances(settings), nothing, peers, Pacer())
+    status = asyncio.run(operations.answer({"op": "status"}))
+    assert status["failed_fetches"] == {"s://other": "gone"}
+    shown["regions"] = []
+    assert set(asyncio.run(operations.answer({"op": "status"}))["failed_fetches"]) == {"s://m", "s://other"}
 
 
 def test_the_controller_is_tried_again_where_its_process_cannot_be_made(

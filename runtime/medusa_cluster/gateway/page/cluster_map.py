@@ -1,4 +1,4 @@
-"""The picture of the nodes: what runs on each, how busy its link is, and what is on its way to it."""
+"""The picture of the nodes, with the instances on each, the use of its link, and the transfers to it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from .form import Palette, number, percent, text
 
-_MOST_NODES = 24  # more would not be told apart
+_MOST_NODES = 24  # more could not be told apart
 _MOST_IN_ROWS = 10
 _RADIUS, _RING, _BEND = 22.0, 27.0, 24.0
 _WIDTH = 440.0
-_DOTS = 9  # instances that are drawn in a node
+_DOTS = 9  # a node with more instances shows their number instead of dots
 
 Status = Mapping[str, Any]
 
@@ -24,7 +24,7 @@ class _Point(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a node is, and in which direction its name stands, away from the others."""
+    """A node's place in the picture, and the direction of its name, away from the other nodes."""
 
     x: float
     y: float
@@ -33,7 +33,7 @@ class _Place(NamedTuple):
 
 
 def cluster_map(status: Status, palette: Palette) -> str:
-    """An SVG as wide as its place; empty where there are too many nodes or none."""
+    """Return the picture as SVG, or an empty string if there are no nodes or too many."""
     nodes: Sequence[Status] = status.get("nodes") or ()
     if not 0 < len(nodes) <= _MOST_NODES:
         return ""
@@ -54,7 +54,10 @@ def cluster_map(status: Status, palette: Palette) -> str:
 
 
 def _places(names: Sequence[str]) -> tuple[dict[str, _Place], float, float]:
-    """The nodes, clockwise, in two rows or, where there are more, on an ellipse; and the picture's width and height."""
+    """Place the nodes clockwise, in two rows or, if there are many, on an ellipse.
+
+    Returns the places by name, and the picture's width and height.
+    """
     if len(names) > _MOST_IN_ROWS:
         return _on_ellipse(names), 620.0, 500.0
     columns = max(-(-len(names) // 2), 2) if len(names) > 3 else len(names)
@@ -79,7 +82,7 @@ def _on_ellipse(names: Sequence[str]) -> dict[str, _Place]:
 
 
 def _hops(status: Status) -> list[tuple[str, str, str, float]]:
-    """Return what is on its way: model, from, to, and percent done."""
+    """Return the transfers under way as (model's URL, from, to, percent done). -1: the percentage is unknown."""
     found: dict[tuple[str, str, str], float] = {}
     for chain in status.get("chains") or ():
         names = [str(name) for name in chain.get("nodes") or ()]
@@ -94,7 +97,7 @@ def _hops(status: Status) -> list[tuple[str, str, str, float]]:
 def _edge(
     places: Mapping[str, _Point | _Place], centre: _Point, hop: tuple[str, str, str, float], palette: Palette
 ) -> str:
-    """An arrow that bends a little towards the middle."""
+    """Draw an arrow that bends a little towards the middle."""
     url, source, target, done = hop
     start, end = places[source], places[target]
     middle = _Point((start.x + end.x) / 2, (start.y + end.y) / 2)
@@ -112,7 +115,7 @@ def _edge(
 
 
 def _inwards(start: _Point | _Place, end: _Point | _Place, centre: _Point) -> _Point:
-    """The direction across the way from start to end, on the side of the centre."""
+    """Return the direction at right angles to the line from start to end, on the side of the centre."""
     length = math.dist(start[:2], end[:2]) or 1.0
     across = _Point((start.y - end.y) / length, (end.x - start.x) / length)
     inside = (centre.x - start.x) * across.x + (centre.y - start.y) * across.y
@@ -156,7 +159,7 @@ def _node(node: Status, at: _Place, palette: Palette) -> str:
 
 
 def _dots(instances: Sequence[Status], at: _Place, palette: Palette) -> str:
-    """The instances of a node, three in a row."""
+    """Draw the instances of a node, three in a row."""
     if len(instances) > _DOTS:
         return f'<text class="count" x="{at.x:.1f}" y="{at.y + 5:.1f}">{len(instances)}</text>'
     rows = -(-len(instances) // 3)

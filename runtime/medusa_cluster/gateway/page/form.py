@@ -1,4 +1,4 @@
-"""How quantities and names are written on the page."""
+"""The form of quantities, names and colours on the page."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from html import escape
 from typing import Any
 
 _LARGEST = 1e18
-COLOURS = 8  # of models, in the style sheet
+COLOURS = 8  # how many colours for models the style sheet has
 
 
 def text(value: Any) -> str:
-    """Anything as HTML text, of characters that can be sent: JSON may name half of a surrogate pair."""
+    """Return a value as escaped HTML text. Replaces lone surrogates, which JSON can have but UTF-8 cannot."""
     return escape(str(value).encode("utf-8", "replace").decode())
 
 
 def number(value: Any) -> float:
-    """A number from the status; 0 for what is none, or is larger than anything that can be counted."""
+    """Return a number from the status, or 0 if it is no number or absurdly large."""
     known = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if known and -_LARGEST < value < _LARGEST else 0.0
 
 
 def size(count: Any) -> str:
-    """Bytes, in units of a thousand."""
+    """Return a number of bytes as text, in decimal units."""
     value = number(count)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(value) < 999.5 or unit == "TB":
@@ -44,18 +44,18 @@ def duration(seconds: Any) -> str:
 
 
 def short(url: Any) -> str:
-    """A model's URL as its last part."""
+    """Return the last part of a model's URL."""
     return str(url).rstrip("/").rpartition("/")[2] or str(url)
 
 
 def percent(part: Any, whole: Any) -> float:
-    """0 to 100."""
+    """Return a part of a whole in percent, from 0 to 100."""
     total = number(whole)
     return 0.0 if total <= 0 else min(max(number(part) / total * 100, 0.0), 100.0)
 
 
 class Palette:
-    """A colour for each model, the same for its name and its URL."""
+    """The models' colours. A model's name and its URL have the same one."""
 
     def __init__(self, status: Mapping[str, Any]) -> None:
         self._known: dict[str, int] = {}
@@ -64,7 +64,7 @@ class Palette:
                 self._known.setdefault(str(name), place % COLOURS)
 
     def of(self, model: Any) -> str:
-        """The class of its colour."""
+        """Return the CSS class of the colour for a model's name or URL."""
         name = str(model)
         place = self._known.get(name)
         if place is None:
@@ -73,7 +73,7 @@ class Palette:
 
 
 def bar(part: float, title: str) -> str:
-    """A bar that is filled to ``part`` percent."""
+    """Draw a bar that is filled to ``part`` percent."""
     return (
         f'<span class="bar" role="img" aria-label="{text(title)}" title="{text(title)}">'
         f'<i class="fill" style="width:{part:.1f}%"></i></span>'

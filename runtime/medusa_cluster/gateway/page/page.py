@@ -1,4 +1,4 @@
-"""The page about a cluster, from the controller's status. It loads nothing, and needs no script to be read."""
+"""The page about a cluster, made from the controller's status. It loads nothing, and can be read without scripts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .time_line import time_line
 
 
 def html(status: Mapping[str, Any], *, refresh: bool) -> str:
-    """The whole page. ``refresh``: it fetches its body again every second, from the gateway that it came from."""
+    """Return the whole page. With ``refresh``, it fetches its body again every second from the same gateway."""
     script = f"<script>{_asset('refresh.js')}</script>" if refresh else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -27,7 +27,7 @@ def html(status: Mapping[str, Any], *, refresh: bool) -> str:
 
 
 def body(status: Mapping[str, Any]) -> str:
-    """Return what changes."""
+    """Return the content of the page, which changes with the status."""
     palette = Palette(status)
     picture = cluster_map(status, palette)
     happened = time_line(status, palette)
@@ -44,7 +44,7 @@ def body(status: Mapping[str, Any]) -> str:
 
 
 def headers() -> dict[str, str]:
-    """Return what a browser may do on the page: run its own script, and ask this gateway."""
+    """Return the page's headers. A browser may only run the page's own script and call this gateway."""
     digest = base64.b64encode(hashlib.sha256(_asset("refresh.js").encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'; "

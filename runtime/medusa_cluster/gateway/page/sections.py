@@ -13,7 +13,7 @@ Status = Mapping[str, Any]
 
 
 def headline(status: Status) -> str:
-    """The whole cluster in one line, and whether anything is wrong."""
+    """Return the cluster's totals in one line, and a warning while the controller is away."""
     nodes: Sequence[Status] = status.get("nodes") or ()
     models: Sequence[Status] = status.get("models") or ()
     alive = sum(node.get("state") != "lost" for node in nodes)
@@ -96,7 +96,7 @@ def transfers(status: Status, palette: Palette) -> str:
 
 
 def _chain(chain: Status, palette: Palette) -> str:
-    """A chain as its nodes with arrows between them; it wraps where there is no room."""
+    """Draw a chain as its nodes with arrows between them."""
     names = [f"<b>{text(name)}</b>" for name in chain.get("nodes") or ()]
     arrow = '<svg width="26" height="10" aria-hidden="true"><path class="hop" d="M1 5H25"/></svg>'
     return (

@@ -1,4 +1,4 @@
-"""What has happened, on a line of time: a row for each model, and one for the nodes."""
+"""The cluster's events on a time line, with a row for each model and one for the nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .form import Palette, duration, number, text
 _MOST_EVENTS, _MOST_ROWS, _LISTED = 200, 10, 12
 _SHORTEST_S, _LONGEST_S = 60.0, 1800.0
 _ROW, _TOP, _AXIS = 36, 4, 18
-# The mark of an event, by what its kind contains.
+# An event whose kind contains one of these words gets this mark.
 _MARKS = (
     (("lost", "fail", "died", "wrong"), "bad"),
     (("up", "start", "ready", "join", "back", "come", "gateway", "deployed"), "up"),
@@ -22,7 +22,7 @@ Status = Mapping[str, Any]
 
 
 def time_line(status: Status, palette: Palette) -> str:
-    """The events of the last half an hour as marks, and the last ones as a list. Empty where nothing has happened."""
+    """Return the events of the last half an hour as marks, and the last 12 events as a list. Empty without events."""
     events: Sequence[Status] = (status.get("events") or ())[-_MOST_EVENTS:]
     if not events:
         return ""
@@ -66,7 +66,7 @@ def _kind(event: Status) -> str:
 
 
 def _mark(event: Status, ago: float, y: int, palette: Palette) -> str:
-    """A mark at its time. ``ago``: 0 is now, 1 the left end."""
+    """Draw an event's mark. ``ago`` is its place: 0 is now, 1 the left end."""
     x = 0.7 + 98.6 * (1 - min(max(ago, 0.0), 1.0))
     colour = palette.of(event.get("model")) if event.get("model") else ""
     shape = {

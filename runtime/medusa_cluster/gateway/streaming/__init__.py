@@ -1,1 +1,1 @@
-"""Streamed answers: their events, and what a client has been sent of one, so that another instance can go on."""
+"""Streamed answers: their events, and a record of what a client has, so that another instance can continue."""

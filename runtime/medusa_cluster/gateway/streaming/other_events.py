@@ -1,4 +1,4 @@
-"""Events of a stream that are no choices: the usage, and those of other interfaces, such as the Responses API."""
+"""Events of a stream without choices: the usage, and events of other interfaces such as the Responses API."""
 
 from __future__ import annotations
 
@@ -8,33 +8,36 @@ from typing import Any
 
 from ..faults import compact
 
-# What is made anew in each run.
+# Fields that differ from run to run.
 _IDS = ("id", "item_id", "response_id", "call_id", "message_id")
 _TIMES = ("created", "created_at", "completed_at")
 
 
 class DivergedError(Exception):
-    """Another run of a request gave another answer than the one that was begun."""
+    """A second run of a request gave another answer than the one that the client has begun to get."""
 
 
 class OtherEvents:
-    """All that were sent, and how many of them the present run has repeated.
+    """The events that the client has, and how many of them the present run has repeated.
 
-    A second run has to give the same events one by one. Its ids become those of the first.
+    A second run has to give the same events one by one. Its ids are replaced by those of the first run.
     """
 
     def __init__(self) -> None:
         self._sent: list[bytes] = []
         self._repeated = 0
         self._ids: list[str] = []  # in the order of their first appearance
-        self._new_ids: dict[str, int] = {}  # of the present run, with their places in that order
+        self._new_ids: dict[str, int] = {}  # id of the present run → its place in that order
 
     def rewind(self) -> None:
         self._repeated = 0
         self._new_ids = {}
 
     def take(self, raw: bytes, data: bytes, value: dict[str, Any]) -> bytes | None:
-        """Return what to send for an event, or None when the client has it. Raises DivergedError."""
+        """Return what to send for an event, or None if the client has it already. Raises DivergedError.
+
+        ``raw`` is the whole event, ``data`` its data and ``value`` the data's JSON.
+        """
         self._note_ids(value)
         digest = hashlib.sha256(json.dumps(_lasting(value), sort_keys=True).encode()).digest()[:16]
         self._repeated += 1
@@ -61,7 +64,7 @@ class OtherEvents:
 
 
 def _lasting(value: Any) -> Any:
-    """A value without what is made anew in each run."""
+    """Return a value without the fields that differ from run to run."""
     if isinstance(value, list):
         return [_lasting(part) for part in value]
     if isinstance(value, dict):

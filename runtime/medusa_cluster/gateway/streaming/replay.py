@@ -1,8 +1,8 @@
-"""What a client has been sent of a streamed answer, so that another run of the request can go on from there.
+"""A record of what a client has of a streamed answer, so that another run of the request can continue it.
 
-The instance that wrote a stream may be lost. The gateway then runs the request again elsewhere, with the same seed, and
-so with the same tokens. ``Transcript.take`` drops what the client has already, after comparing it, and lets the rest
-through.
+If the instance that writes a stream is lost, the gateway runs the request again elsewhere, with the same seed and so
+with the same tokens. ``Transcript.take`` compares the new events with what the client has, drops that part, and lets
+the rest through.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from .other_events import DivergedError, OtherEvents
 from .sse import event
 
-_SILENT = ("role", "content", "refusal")  # fields of a chat's delta that are compared as text, or say nothing
+_SILENT = ("role", "content", "refusal")  # fields of a chat's delta that are not compared as other fields
 
 
 @dataclass
 class _Choice:
-    """One choice of an answer: all that was sent of it, and how much of that the present run has repeated."""
+    """A choice of an answer: what was sent of it, and how much of that the present run has repeated."""
 
     opened: bool = False
     text: bytearray = field(default_factory=bytearray)  # in UTF-8: a string would be copied for every token
@@ -37,7 +37,7 @@ class _Choice:
 
 @dataclass
 class _Piece:
-    """What one chunk adds to a choice."""
+    """The part that one chunk adds to a choice."""
 
     text: bytes
     tokens: list[str]
@@ -56,16 +56,17 @@ class Transcript:
         self._others = OtherEvents()
 
     def begin(self) -> None:
-        """Note that the request is run, or run again."""
+        """Note that a run of the request begins."""
         self.runs += 1
         self._others.rewind()
         for choice in self._choices.values():
             choice.rewind()
 
     def take(self, raw: bytes, data: bytes) -> bytes | None:
-        """Return what to send for an event, or None when the client has it already.
+        """Return what to send for an event, or None if the client has it already.
 
-        Raises DivergedError when it is not what the client has, ValueError when it cannot be read.
+        ``raw`` is the whole event and ``data`` its data. Raises DivergedError if the event contradicts what the client
+        has, and ValueError if it cannot be read.
         """
         chunk = json.loads(data)
         if not isinstance(chunk, dict):
@@ -88,13 +89,13 @@ class Transcript:
         return event(chunk | self._head | {"choices": rest}) if rest else None
 
     def _new_part(self, choice: dict[str, Any]) -> dict[str, Any] | None:
-        """The part of a chunk's choice that the client does not have; None when it has all of it."""
+        """Return the part of a chunk's choice that the client does not have, or None if it has all of it."""
         record = self._choices.setdefault(int(choice.get("index", 0)), _Choice())
         piece = _piece(choice)
         opening, record.opened = not record.opened, True
         known = self._compare(record, piece)
         if self.runs == 1:
-            # A token may have no text: it is a part of a letter, or marks an end.
+            # A token may have no text: it may be part of a character, or mark the end.
             self.tokens += not (piece.text or piece.tokens or "role" in choice.get("delta", {}))
             return choice
         text, tokens = piece.text[known.text :], piece.tokens[known.tokens :]
@@ -106,7 +107,7 @@ class Transcript:
         return _cut(choice, _decoded(text), known.tokens)
 
     def _take_frame(self, raw: bytes, frame: dict[str, Any]) -> bytes | None:
-        """A delta between engine and function, which has one sequence and token ids."""
+        """Return what to send for a delta frame between engine and function, which has one sequence and token ids."""
         text, token_ids, logprobs, finish_reason = frame["values"][:4]
         record = self._choices.setdefault(0, _Choice())
         whole = _encoded(text)
@@ -126,7 +127,7 @@ class Transcript:
         return event(frame | {"values": values})
 
     def _compare(self, record: _Choice, piece: _Piece) -> _Known:
-        """Compare a piece with what was sent, and record what is new of it."""
+        """Compare a piece with what was sent, and record its new part. Raises DivergedError."""
         was_finished = record.finish_reason
         text = _overlap(record.text, record.repeated_text, piece.text)
         tokens = _overlap(record.tokens, record.repeated_tokens, piece.tokens)
@@ -142,14 +143,14 @@ class Transcript:
         record.repeated_others += len(piece.others)
         record.finish_reason = was_finished or piece.finish_reason
         if piece.finish_reason is not None and record.repeated_text < len(record.text):
-            raise DivergedError  # it ended before all that was sent came again
+            raise DivergedError  # the run ended before it repeated everything that was sent
         self.tokens += len(new_tokens) or bool(new_text)
         return _Known(text, tokens, others, piece.finish_reason is not None and was_finished is None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """How much of a piece the client has, and whether the piece ends the choice for it."""
+    """The part of a piece that the client has already, and whether the piece ends the choice."""
 
     text: int
     tokens: int
@@ -158,9 +159,9 @@ class _Known:
 
 
 def _overlap(sent: Any, repeated: int, new: Any) -> int:
-    """Return how much of ``new``, which follows ``repeated`` parts, was sent before.
+    """Return how much of ``new``, which comes after ``repeated`` items, was sent before.
 
-    Raises DivergedError if it differs.
+    Raises DivergedError if that part differs from what was sent.
     """
     before = sent[repeated : repeated + len(new)]
     if before != new[: len(before)]:
@@ -186,7 +187,7 @@ def _piece(choice: Mapping[str, Any]) -> _Piece:
 
 
 def _plain(name: str, value: Any) -> str:
-    """A field of a delta without the ids of tool calls, which are drawn anew in each run."""
+    """Return a field of a delta as text, without the ids of tool calls, which differ from run to run."""
     if name == "tool_calls" and isinstance(value, list):
         value = [{key: part for key, part in call.items() if key != "id"} for call in value if isinstance(call, dict)]
     return json.dumps([name, value], sort_keys=True)
@@ -201,7 +202,7 @@ def _decoded(text: bytes) -> str:
 
 
 def _cut(choice: dict[str, Any], text: str, known_tokens: int) -> dict[str, Any]:
-    """A choice with the end of its text and of its log-probabilities only."""
+    """Return a choice with only ``text`` as its text, and without the log-probabilities of the first tokens."""
     logprobs = choice.get("logprobs")
     if isinstance(logprobs, dict):
         logprobs = {

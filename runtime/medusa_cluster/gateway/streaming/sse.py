@@ -1,4 +1,4 @@
-"""Server-sent events (WHATWG HTML, section 9.2), cut out of a stream of bytes."""
+"""Server-sent events (WHATWG HTML, section 9.2), parsed from a stream of bytes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _LARGEST_BYTES = 32 << 20
 
 
 class Event(NamedTuple):
-    """One event as it came, and its data; ``data`` is None for a comment."""
+    """An event: its raw bytes, and its data, which is None for a comment."""
 
     raw: bytes
     data: bytes | None
 
 
 class Splitter:
-    """Takes whole events off a stream."""
+    """A parser that splits a stream into events."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._searched = 0
 
     def feed(self, piece: bytes) -> list[Event]:
-        """The events that ``piece`` has completed. Raises ValueError when one is too large."""
+        """Return the events that ``piece`` has completed. Raises ValueError if an event is too large."""
         self._buffer += piece
         events = []
         while (end := self._buffer.find(b"\n\n", max(0, self._searched - 1))) >= 0:
@@ -41,7 +41,7 @@ class Splitter:
 
 
 def event(value: object) -> bytes:
-    """An event with this JSON as its data."""
+    """Return an event with this value as JSON."""
     return b"data: " + compact(value) + b"\n\n"
 
 

@@ -1,1 +1,1 @@
-"""Instances that help one another: live scaling, and prefill apart from decode."""
+"""Instances that help one another: live scaling, and prefill separated from decode."""

@@ -2,9 +2,9 @@
 
     source ─offer▶ target's queue ─layer by layer, as they arrive▶ … ◀pull─ source ─handover▶ the other layers, sampling
 
-The source keeps its requests, and offers what is to be prefilled. The target runs one layer at a time of the first
-batch whose next layer it has. An idle source takes the head of the queue, with its hidden states and the keys and
-values of the layers that it has passed, and runs the rest. No batch waits for a layer that the source could run.
+The source keeps its requests, and offers prompts to prefill. The target runs one layer at a time, of the first batch
+whose next layer it has. An idle source takes the batch at the head of the queue, with its hidden states and the keys
+and values of the layers that are done, and runs the rest. No batch waits for a layer that the source could run.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 from ..wire.channel import Channel
 from ..wire.message import DTYPES, Kind, Message, buffer_of, hidden_states, packed
 
-BATCH_TOKENS = 256  # prompts are put together up to so many tokens: a pull should not take too much at once
+BATCH_TOKENS = 256  # a batch is full with so many tokens, so that one pull does not take too much
 
 
 class Batch(NamedTuple):
-    """Whole prompts that are prefilled together. ``tables``: the blocks that they had when they were offered."""
+    """Whole prompts that are prefilled together. ``tables`` are the block tables that they had when offered."""
 
     number: int
     spans: list[Span]
@@ -34,21 +34,21 @@ class Batch(NamedTuple):
 
     @property
     def alive(self) -> list[Span]:
-        """The spans whose sequences still have these blocks."""
+        """Return the spans whose sequences still have these blocks."""
         return [span for span, table in zip(self.spans, self.tables, strict=True) if span.sequence.blocks is table]
 
 
 class Handover(NamedTuple):
-    """A batch as it comes from the target: how many layers are done, what they left behind for each prompt."""
+    """A batch that comes back from the target, with the results of the ``done`` layers that have run."""
 
     number: int
     done: int
     hidden: Tensor | None
-    caches: list[list[Tensor]]  # of each prompt, one behind the other: [layers, 2, tokens, kv_heads, head_dim]
+    caches: list[list[Tensor]]  # prompt → its parts in order, each [layers, 2, tokens, kv_heads, head_dim]
 
 
 def grouped(spans: list[Span], tokens: int = BATCH_TOKENS) -> list[list[Span]]:
-    """Neighbours put together until they have so many tokens."""
+    """Put neighbouring spans together, until each group has at least so many tokens."""
     groups: list[list[Span]] = []
     size = tokens
     for span in spans:
@@ -61,13 +61,13 @@ def grouped(spans: list[Span], tokens: int = BATCH_TOKENS) -> list[list[Span]]:
 
 
 def offer(group: int, batch: Batch) -> Message:
-    """The prompts of a batch."""
+    """Return the message that offers a batch's prompts."""
     prompts = [span.sequence.tokens[: span.stop] for span in batch.spans]
     return packed(Kind.OFFER, group, {"prompts": prompts}, step=batch.number)
 
 
 def prompts_of(message: Message) -> list[list[int]]:
-    """What ``offer`` wrote. EngineError for something else."""
+    """Return the prompts, as token ids, in a message of ``offer``. Raises EngineError for anything else."""
     try:
         found = [[int(token) for token in prompt] for prompt in message.values()["prompts"]]
     except (KeyError, OverflowError, TypeError, ValueError) as error:
@@ -87,17 +87,21 @@ def send_cache(channel: Channel, group: int, number: int, cache: Tensor) -> None
 def send_handover(
     channel: Channel, group: int, number: int, parts: list[int], lengths: list[int], hidden: Tensor | None
 ) -> None:
-    """Send a batch whose keys and values have been sent: in ``parts`` of so many layers, each for every prompt."""
+    """Send the end of a handover, after the batch's keys and values.
+
+    ``parts``: the keys and values came in parts of so many layers, each for every prompt. ``lengths``: the prompts'
+    lengths in tokens.
+    """
     channel.send(packed(Kind.HANDOVER, group, {"parts": parts, "lengths": lengths}, step=number))
     if hidden is not None:
         channel.send(hidden_states(group, number, 1, hidden))
 
 
 class HandoverReader:
-    """Puts the messages of handovers together; keys and values of several batches may come in turn.
+    """A reader that joins messages into handovers. Keys and values of several batches may arrive interleaved.
 
-    ``lengths`` returns the tokens of each prompt of an offered batch, and None for every other number. So no more is
-    kept than was offered, whatever comes.
+    ``lengths`` returns the number of tokens of each prompt of an offered batch, and None for any other batch number. So
+    a peer cannot make the reader keep more than it was offered.
     """
 
     def __init__(self, lengths: Callable[[int], list[int] | None]) -> None:
@@ -106,7 +110,7 @@ class HandoverReader:
         self._blocks: dict[int, list[Tensor]] = {}
 
     def take(self, message: Message, cache: KvCache) -> Handover | None:
-        """Take the next message; the handover when it is complete. EngineError for what does not belong there."""
+        """Take the next message. Return the handover if that completes one, else None. Raises EngineError."""
         number = message.step
         lengths = self._lengths(number)
         if lengths is None:
@@ -156,10 +160,10 @@ def _put_together(message: Message, head: dict[str, Any], blocks: list[Tensor], 
 
 
 def read_in(cache: KvCache, sequence: Sequence, parts: list[Tensor]) -> None:
-    """Write the keys and values of a sequence's first layers, in parts one behind the other, into its blocks."""
+    """Write the keys and values of a sequence's first layers, given in parts in order, into its blocks."""
     first = 0
     whole = parts[0].shape[2] // BLOCK_TOKENS
-    numbers = torch.tensor(sequence.blocks[:whole], dtype=torch.long)  # none of a short prompt
+    numbers = torch.tensor(sequence.blocks[:whole], dtype=torch.long)  # empty for a short prompt
     for kv in parts:
         last = first + kv.shape[0]
         head, rest = kv[:, :, : whole * BLOCK_TOKENS], kv[:, :, whole * BLOCK_TOKENS :]
@@ -172,7 +176,10 @@ def read_in(cache: KvCache, sequence: Sequence, parts: list[Tensor]) -> None:
 
 
 def read_out(cache: KvCache, blocks: list[int], tokens: int, start: int, stop: int) -> Tensor:
-    """A copy of the keys and values of one prompt's layers [start, stop): [layers, 2, tokens, kv_heads, head_dim]."""
+    """Return a copy of a prompt's keys and values in layers [start, stop).
+
+    Shape [layers, 2, tokens, kv_heads, head_dim].
+    """
     return cache.pool[start:stop, :, torch.tensor(blocks)].flatten(2, 3)[:, :, :tokens].contiguous()
 
 

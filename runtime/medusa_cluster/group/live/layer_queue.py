@@ -1,4 +1,4 @@
-"""The queue of a new instance: which batch it runs a layer of next, and which it hands over (BlitzScale Figure 16)."""
+"""The queue of a new instance, which decides whose layer runs next and what is handed over (BlitzScale Figure 16)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from ...policy.zigzag import PullQueue
 
 
 class LayerQueue(Protocol):
-    """Batches by number, from 0. It knows no time and no tensors, and is asked between two layers."""
+    """A queue of batches, numbered from 0. It knows neither time nor tensors, and is asked between two layers."""
 
     def add(self) -> int:
-        """A batch has come; its number."""
+        """Add a batch, and return its number."""
 
     def next(self, loaded: int) -> int | None:
-        """The batch of which a layer runs next, where ``loaded`` layers are there."""
+        """Return the batch whose next layer should run, if ``loaded`` layers are there. None: nothing can run."""
 
     def ran(self, batch: int) -> None:
-        """A layer of it has run."""
+        """Note that a layer of the batch has run."""
 
     def pull(self, loaded: int) -> int | None:
-        """The batch to hand over; None where the source has to wait."""
+        """Return the batch to hand over, or None if the source has to wait."""
 
     def done(self, batch: int) -> int:
-        """Return how many layers of it have run."""
+        """Return how many layers of the batch have run."""
 
 
 class ZigZag:
-    """First come, first served among batches whose next layer is there; the head goes to the source when it is idle."""
+    """First come, first served among batches whose next layer is there. An idle source gets the batch at the head."""
 
     def __init__(self, layers: int) -> None:
         self._queue = PullQueue((), layers)
@@ -45,7 +45,7 @@ class ZigZag:
         self._queue.ran(batch)
 
     def pull(self, loaded: int) -> int | None:
-        # Asked between two layers, so nobody works on the head; an idle source takes it untouched, too.
+        # Between two layers the head is not being worked on. An idle source takes it even if no layer has run.
         return self._queue.pull(None, untouched=True)
 
     def done(self, batch: int) -> int:
@@ -53,12 +53,12 @@ class ZigZag:
 
 
 class _InOrder:
-    """Batches that are handed over in the order in which they came."""
+    """A queue that hands batches over in the order in which they came."""
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self._done: list[int] = []
-        self._first = 0  # that has not been handed over
+        self._first = 0  # the first batch that has not been handed over
 
     def add(self) -> int:
         self._done.append(0)
@@ -72,7 +72,7 @@ class _InOrder:
 
 
 class BestEffort(_InOrder):
-    """Each batch once, in order, with the layers that are there when it begins, at most half: the paper's baseline."""
+    """The paper's baseline: each batch once, in order, with the layers there when it begins, at most half of them."""
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
@@ -103,7 +103,7 @@ class BestEffort(_InOrder):
 
 
 class Whole(_InOrder):
-    """Each batch through all layers, in order: a prefill instance, which hands over what is done (BlitzScale §5.4)."""
+    """A prefill instance's queue: each batch through all layers, in order, and then handed over (BlitzScale §5.4)."""
 
     def next(self, loaded: int) -> int | None:
         for batch in range(self._first, len(self._done)):

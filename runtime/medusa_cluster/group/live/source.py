@@ -1,4 +1,4 @@
-"""An instance that lets others run layers of its prefills: an overloaded one, or one that only decodes."""
+"""The source: an instance that lets others run its prefills, because it is overloaded, or because it only decodes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .handover import Batch, Handover, HandoverReader, grouped, offer, read_in
 
 logger = logging.getLogger(__name__)
 
-_PLAN_S = 0.25  # between two looks at the group's file
+_PLAN_S = 0.25  # between two readings of the group's file
 
 
 class _Pair:
-    """The target that helps, and what it has of ours."""
+    """A target that helps, and the batches that it was offered."""
 
     def __init__(self, channel: TcpChannel, beats: Beats) -> None:
         self.channel = channel
@@ -39,12 +39,12 @@ class _Pair:
         self.offered: dict[int, Batch] = {}
         self.arrived: deque[Handover] = deque()
         self.pulled = False  # a pull has not been answered yet, or its answer is still in our inbox
-        self.due = False  # a handover may come; the listening thread takes this back
-        self.leaving = False  # it gets nothing more
+        self.due = False  # a handover may come; the listening thread resets this
+        self.leaving = False  # it gets no more offers
 
     @property
     def tokens(self) -> int:
-        """How many tokens it has been offered and has not handed over."""
+        """Return how many tokens it was offered and has not handed over yet."""
         return sum(span.stop for batch in self.offered.values() for span in batch.spans)
 
     def lengths(self, number: int) -> list[int] | None:
@@ -54,12 +54,12 @@ class _Pair:
 
 
 class Source(TorchEngine):
-    """An instance that listens for new ones. Alone it is a torch engine like any other."""
+    """The source's engine, which listens for new instances. Alone it is a torch engine like any other."""
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
         self.plan = plan
         self._pairs: list[_Pair] = []
-        self._places = threading.BoundedSemaphore(plan.size - 1)  # for partners that are accepted, begun or not
+        self._places = threading.BoundedSemaphore(plan.size - 1)  # for accepted partners
         self._closing = threading.Event()
         self._next_batch = 1
         self.helped = 0  # layers of batches that targets have run
@@ -78,7 +78,7 @@ class Source(TorchEngine):
         return super().stats() | {"paired": len(pairs), "offered": offered, "layers_helped": self.helped}
 
     def release(self) -> None:
-        """Let all partners become instances when they have handed over what they were offered; from any thread."""
+        """Let all partners become instances, once they have handed over their batches. Can be called in any thread."""
         for pair in list(self._pairs):
             pair.leaving = True
 
@@ -91,7 +91,7 @@ class Source(TorchEngine):
         super().close()
 
     def _follow_plan(self) -> None:
-        """In a thread of its own: release the partners when the group's file says so."""
+        """Release the partners when the group's file says so. Runs in a thread of its own."""
         assert self._settings.group is not None
         file = PlanFile(self._settings.group, self.plan)
         while not self._closing.wait(_PLAN_S):
@@ -99,7 +99,7 @@ class Source(TorchEngine):
                 self.release()
 
     def _accept(self, greeting: Greeting) -> None:
-        """In the listener's thread: a new instance offers its help."""
+        """Take a new instance as a partner, or refuse it. Called in the listener's thread."""
         ours = identity_of(self._region, self._model.config, self._dtype, size=self.plan.size)
         reason = disagreement(ours, greeting.values)
         if reason is None and (greeting.purpose != "live" or not self._places.acquire(blocking=False)):
@@ -137,7 +137,7 @@ class Source(TorchEngine):
             error = EngineError(f"it sent something that could not be read: {found!r}")
         self._inbox.post(lambda: self._lose(pair, error))
 
-    # From here on: the thread of run.
+    # The methods from here on run in the thread of ``run``.
 
     def _turn(self) -> bool:
         if not self._pairs:
@@ -188,7 +188,7 @@ class Source(TorchEngine):
             pair.arrived.append(handover)
 
     def _finish(self, pair: _Pair, handover: Handover) -> None:
-        """Run the layers of a batch that the target has not run, and sample."""
+        """Run the layers of a batch that the target has not run, and sample its tokens."""
         batch = pair.offered.pop(handover.number, None)
         if batch is None:
             return
@@ -232,14 +232,14 @@ class Source(TorchEngine):
         return hidden.shape[1] == self._model.config.hidden_size and hidden.dtype == self._dtype
 
     def _lose(self, pair: _Pair, error: MedusaError) -> None:
-        """Go on without it: the scheduler finds all that it was offered where it was before."""
+        """Go on without a partner. The prompts that it was offered are still in the scheduler."""
         if pair in self._pairs:
             logger.warning("a partner is lost: %s; going on without it", error)
             self._timeline.mark("unpaired", reason=str(error))
             self._end_pair(pair)
 
     def _part_with(self, pair: _Pair) -> None:
-        """It has nothing of ours any more: from here on both are instances."""
+        """Release a partner that has handed over everything. From here on both are instances."""
         try:
             pair.channel.send(packed(Kind.RELEASE, self.plan.number, {"as": "instance"}))
             pair.channel.flush(1.0)

@@ -1,4 +1,4 @@
-"""An instance that runs layers of another one's prefills: a new one with those it has, or one that only prefills."""
+"""The target: an instance that runs another one's prefills, with the layers it has so far, or as its only work."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from .layer_queue import layer_queue
 
 logger = logging.getLogger(__name__)
 
-_ARRIVAL_S = 0.005  # how often an idle target looks for a layer that has arrived
+_ARRIVAL_S = 0.005  # between two checks of an idle target for a newly arrived layer
 
 
 class Target(TorchEngine):
-    """Helps its source until the source lets go; then it is an instance."""
+    """The target's engine. It helps its source until the source releases it, and is an instance after that."""
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
         self.plan = plan
@@ -71,7 +71,7 @@ class Target(TorchEngine):
         super().run(stop)
 
     def loaded_layers(self) -> int:
-        """Return how many layers could run now, from the first one on."""
+        """Return how many layers, from the first one on, could run now."""
         if not all(self._loader.is_loaded(unit) for unit in self._model.entry):
             return 0
         total = self.layers.total
@@ -79,15 +79,15 @@ class Target(TorchEngine):
 
 
 class _Work:
-    """A batch under way: its prompts in the target's own blocks, and the hidden states behind its layers so far."""
+    """A batch under way: its prompts, in the target's own blocks, and its hidden states after the layers so far."""
 
     def __init__(self, number: int, prompts: list[list[int]]) -> None:
-        self.number = number  # the source's
+        self.number = number  # the source's number of the batch
         self.spans = [Span(_sequence(prompt), 0, len(prompt)) for prompt in prompts]
         self.hidden: Tensor | None = None
         self.places: Tensor | None = None
         self.attention: PagedAttention | None = None
-        self.parts: list[int] = []  # of how many layers keys and values have been sent, each time
+        self.parts: list[int] = []  # for each sending of keys and values, the number of layers
 
 
 class _Helper:
@@ -97,14 +97,14 @@ class _Helper:
         self._target = target
         self._plan = target.plan
         self._queue = layer_queue(target.plan.queue, target.layers.total)
-        self._works: dict[int, _Work] = {}  # by the queue's numbers
+        self._works: dict[int, _Work] = {}  # by the queue's number of the batch
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._pull = False
         self._channel: TcpChannel | None = None
         self._beats: Beats | None = None
 
     def run(self, stop: threading.Event) -> None:
-        """Work until the source lets go. EngineError when it is lost."""
+        """Work until the source releases this target. Raises EngineError if the source is lost."""
         target, plan = self._target, self._plan
         link = Link(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
         identity = identity_of(target._region, target._model.config, target._dtype, size=plan.size)
@@ -118,13 +118,13 @@ class _Helper:
         while not stop.is_set() and self._handle(channel, idle=idle):
             target._check_loaded()
             loaded = target.loaded_layers()
-            if self._pull:  # before the next layer, as the source is idle until this is answered
+            if self._pull:  # before the next layer, because the source is idle until it gets an answer
                 self._hand_over(channel, loaded)
             batch = self._queue.next(loaded)
             idle = batch is None or not self._run_layer(batch)
 
     def _handle(self, channel: TcpChannel, *, idle: bool) -> bool:
-        """Take what the source has sent; False when it lets go."""
+        """Handle the source's messages. Return False if it has released this target."""
         wait_s = _ARRIVAL_S if idle else 0.0
         while True:
             try:
@@ -146,7 +146,7 @@ class _Helper:
                 return False
 
     def _run_layer(self, batch: int) -> bool:
-        """Run the next layer of a batch; False when there is no room for its keys and values."""
+        """Run the next layer of a batch. Return False if there is no room for its keys and values."""
         target, work = self._target, self._works[batch]
         if work.attention is None:
             needed = [blocks_for(span.stop) for span in work.spans]
@@ -162,7 +162,7 @@ class _Helper:
         done = self._queue.done(batch)
         work.hidden = target._model.run_layers(work.hidden, work.places, work.attention, done, done + 1)
         self._queue.ran(batch)
-        self._send_layers(work, done, done + 1)  # the source will need it, and it travels while the next layer runs
+        self._send_layers(work, done, done + 1)  # the source needs them, and they travel while the next layer runs
         return True
 
     def _send_layers(self, work: _Work, start: int, stop: int) -> None:
@@ -207,7 +207,7 @@ class _Helper:
 
 
 def _sequence(prompt: list[int]) -> Sequence:
-    """A prompt as attention wants it: it gets no tokens here."""
+    """Return a prompt in the form that attention takes. It will get no tokens here."""
     return Sequence(
         GenerateRequest("", (), SamplingParams()),
         prompt,

@@ -1,8 +1,8 @@
 """Serialization of the calls from the leader's scheduler to its workers, and of their results.
 
-vLLM's own processes pickle these objects. Here only the data classes of a few of its modules are read back, and what
-numpy and torch need for arrays: nothing in a message can run code. Other classes of vLLM's do run code when they are
-made: its ``ModelConfig`` loads that of a checkpoint.
+vLLM's own processes pickle these objects. Here, only data classes of a few of its modules are read back, and what numpy
+and torch need for arrays, so nothing in a message can run code. Other classes of vLLM do run code when they are made:
+its ``ModelConfig`` loads a checkpoint's code.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _VLLM_OTHERS = frozenset((("vllm.v1.worker.worker_base", "CompilationTimes"),))
 
 
 def written(value: Any) -> bytes:
-    """An object of vLLM's as bytes."""
+    """Return an object of vLLM as bytes."""
     return pickle.dumps(value, protocol=5)
 
 
 def read(data: Any) -> Any:
-    """The object that ``written`` was given. EngineError for anything but data."""
+    """Return the object that ``written`` was given. Raises EngineError for anything but data."""
     try:
         return _Reader(io.BytesIO(data)).load()
     except EngineError:
@@ -71,7 +71,7 @@ class _Reader(pickle.Unpickler):
                 return found
         if module in _VLLM_MODULES or (module, name) in _VLLM_OTHERS:
             found = super().find_class(module, name)
-            # A module also names what it imported from others.
+            # A module also has the names that it imported from others.
             if isinstance(found, type) and found.__module__ == module and _holds_data(found):
                 return found
         raise EngineError(f"a message of the group names {module}.{name}; expected only data")

@@ -1,4 +1,4 @@
-"""vLLM's configuration of a pipeline, and what must be equal in its workers."""
+"""vLLM's configuration for a pipeline, and the identity on which its workers must agree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PARTITION = "VLLM_PP_LAYER_PARTITION"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One worker's part of a pipeline: vLLM's configuration of it, its layers, and what it shows of itself."""
+    """One worker's part of a pipeline: its configuration of vLLM, its layers, and its identity for the greeting."""
 
     config: Any
     layers: LayerRange
@@ -37,7 +37,7 @@ class Share:
 
 
 def layers_of(region: Region, settings: Settings) -> LayerRange:
-    """The layers that ``--layers`` names. ConfigError without it, or for others than the model has."""
+    """Return the layers in ``--layers``. Raises ConfigError without it, or if the model does not have them."""
     if settings.layers is None:
         raise ConfigError("--engine vllm-group needs --layers (MEDUSA_LAYERS): the layers that this worker holds")
     count = max(layer_numbers(region.wait_index().order).values(), default=-1) + 1
@@ -54,9 +54,10 @@ def share(
     settings: Settings,
     timeline: Timeline,
 ) -> Share:
-    """This worker's part. ``whole``: the configuration of an instance, and ``arguments`` those that it was made of.
+    """Return this worker's part of a pipeline.
 
-    Raises ModelError and ConfigError for a model that vLLM does not split.
+    ``whole`` is vLLM's configuration for an instance, made of ``arguments``. ``budget`` is the memory for the KV cache.
+    Raises ModelError or ConfigError for a model that vLLM does not split.
     """
     from .executor import GroupExecutor
 
@@ -70,12 +71,12 @@ def share(
             | {
                 "pipeline_parallel_size": plan.size,
                 "distributed_executor_backend": GroupExecutor,
-                "model_loader_extra_config": extra,  # without what is compiled, which is of the whole model
+                "model_loader_extra_config": extra,  # without compiled code, which is for the whole model
                 "enforce_eager": True,
                 "max_model_len": model.max_model_len,
             }
         )
-    blocks = budget.cache_bytes // budget.block_bytes + 1  # one is padding, which no sequence gets
+    blocks = budget.cache_bytes // budget.block_bytes + 1  # vLLM keeps one as padding
     part = layers.stop - layers.start
     config.cache_config.kv_cache_memory_bytes = -(-blocks * budget.block_bytes * part // layers.total)
     identity = {
@@ -99,7 +100,7 @@ def share(
 
 @contextmanager
 def partition(layers: LayerRange, plan: GroupPlan) -> Iterator[None]:
-    """Tell vLLM in this context which layers are this worker's. Of the others it needs only the sums."""
+    """Set this worker's layers for vLLM while the block runs. vLLM needs only the number of layers before and after."""
     parts = [0] * plan.size
     parts[plan.rank] = layers.stop - layers.start
     if plan.rank:

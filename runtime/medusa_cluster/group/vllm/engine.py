@@ -1,4 +1,4 @@
-"""The engine of ``--engine vllm-group``: vLLM's, of a worker that shares its model with others."""
+"""The engine of ``--engine vllm-group``: the vLLM engine of a worker that shares its model with others."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..plan import GroupPlan
 
 logger = logging.getLogger(__name__)
 
-_IMPORTED = "medusa_vllm.executor"  # by now everything else is that vLLM's engine needs
+_IMPORTED = "medusa_vllm.executor"  # the last import of the vLLM engine; if it is there, so are all others
 
 
 def preimport(settings: Settings, region: Region | None = None) -> None:
-    """Import what vLLM's engine needs, and the group's own modules; see ``registry.EngineKind``."""
-    if _IMPORTED not in sys.modules:  # else this was an idle process for an instance of vLLM, which has done the same
+    """Import the vLLM engine's modules and the group's own. See ``registry.EngineKind``."""
+    if _IMPORTED not in sys.modules:  # else this was an idle process for a vLLM instance, with the same imports
         opening.preimport(replace(settings, engine="vllm"), region)
     if settings.group is not None and not opening.is_compatible():
         try:
@@ -34,10 +34,10 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
 
 
 def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
-    """The leader's engine or another worker's, as ``--group`` says; without it that of an instance by itself.
+    """Return the engine for this worker's rank in ``--group``. Without ``--group``, return a whole instance's engine.
 
-    Waits for the checkpoint's index. Raises ConfigError for a group that cannot be, and ModelError for a model that
-    vLLM does not split. In a version of vLLM without the parts for it, the leader is an instance by itself.
+    Waits for the checkpoint's index. Raises ConfigError for an impossible group, and ModelError for a model that vLLM
+    does not split. If this version of vLLM lacks parts that a group needs, the leader is a whole instance.
     """
     settings = replace(settings, engine="vllm")
     if settings.group is None:
@@ -67,11 +67,11 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
 
 
 def _missing() -> str | None:
-    """Return what this vLLM lacks of the parts that a group uses from within; None where all is there."""
+    """Return which of the inner parts that a group needs this version of vLLM lacks, or None if it has all."""
     if opening.is_compatible():
         return "its inner parts are not used (--vllm-mode compatible, or a version without them)"
     try:
-        from . import first  # noqa: F401 - it imports all of them
+        from . import first  # noqa: F401 - imports all the inner parts
     except UNKNOWN_PARTS as error:
         return f"{type(error).__name__}: {error}"
     from vllm.distributed.parallel_state import GroupCoordinator

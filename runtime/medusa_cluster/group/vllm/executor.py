@@ -1,4 +1,4 @@
-"""vLLM's executor of a group: what its scheduler decides goes to every worker, and comes back from the last one."""
+"""vLLM's executor for a group. It sends the scheduler's decisions to every worker; results come from the last one."""
 
 from __future__ import annotations
 
@@ -25,26 +25,29 @@ _DUMPS = "vllm.logging_utils.dump_input"
 
 
 class BrokenGroupError(EngineError):
-    """A worker of the group is lost, so that no step can end."""
+    """A worker of the group is lost, so no step can end."""
 
 
 class Calls:
-    """Calls of the workers' methods, and what they answer."""
+    """Calls of the workers' methods, and their results."""
 
     def __init__(
         self, workers: list[Worker], plan: GroupPlan, timeline: Timeline, *, served: Callable[[], bool]
     ) -> None:
-        """``served`` is for the crew's signs of life."""
+        """Make a crew of the workers. ``served`` is passed on to it."""
         self.broken: BrokenGroupError | None = None
         self._group = plan.number
         self._numbers = itertools.count(1)
-        self._pending: dict[tuple[int, int], Future[Any]] = {}  # by the worker's rank and the call's number
+        self._pending: dict[tuple[int, int], Future[Any]] = {}  # (rank, number of the call) → its result
         self._lock = threading.Lock()
         self._released = False
         self.crew = Crew(workers, plan, timeline, take=self._take, lose=self._lose, served=served)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: range) -> list[Future[Any]]:
-        """Have every worker run a method of vLLM's; the answers of those of ``ranks``. Raises BrokenGroupError."""
+        """Call a method of vLLM's worker in every worker, and return the results of ``ranks``, as futures.
+
+        Raises BrokenGroupError.
+        """
         number = next(self._numbers)
         futures: list[Future[Any]] = [Future() for _ in ranks]
         with self._lock:
@@ -59,13 +62,13 @@ class Calls:
         return futures
 
     def release(self, keep: int) -> None:
-        """Dissolve the group, as the crew does; calls that wait end with an error."""
+        """Dissolve the group, like ``Crew.release``. Waiting calls end with an error."""
         self._released = True
         self.crew.release(keep)
         self._fail("the group was dissolved")
 
     def _fail(self, reason: str) -> None:
-        """End all calls that wait, and take no more."""
+        """End all waiting calls with an error, and accept no more."""
         with self._lock:
             if self.broken is None and not self._released:
                 self.broken = BrokenGroupError(reason)
@@ -91,14 +94,14 @@ class GroupExecutor(Executor):  # type: ignore[misc]
     supports_pp = True
 
     def __init__(self, vllm_config: Any, calls: Calls) -> None:
-        logging.getLogger(_DUMPS).setLevel(logging.CRITICAL)  # pages about a step whose worker was lost
+        logging.getLogger(_DUMPS).setLevel(logging.CRITICAL)  # vLLM logs pages about a step whose worker was lost
         self._calls = calls
         size = len(calls.crew.workers)
         self._all, self._last = range(size), range(size - 1, size)
         super().__init__(vllm_config)
 
     def _init_executor(self) -> None:
-        """The workers have begun to load by themselves."""
+        """Do nothing: the workers load by themselves."""
 
     def collective_rpc(
         self,
@@ -128,7 +131,7 @@ class GroupExecutor(Executor):  # type: ignore[misc]
             raise self._calls.broken
 
     def shutdown(self) -> None:
-        """The crew outlives its core; the leader releases it."""
+        """Do nothing: the crew outlives the core, and the leader releases it."""
 
 
 __all__ = ["BrokenGroupError", "Calls", "GroupExecutor"]

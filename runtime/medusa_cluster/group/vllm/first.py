@@ -24,7 +24,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def fork_first(share: Share, plan: GroupPlan, link: Link | None, timeline: Timeline) -> int:
     """Fork rank 0, which serves until the group is dissolved, and return its process id.
 
-    It is killed when the thread that calls this ends.
+    The kernel kills it when the calling thread ends.
     """
     parent = os.getpid()
     pid = os.fork()

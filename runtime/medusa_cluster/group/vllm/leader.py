@@ -1,10 +1,10 @@
-"""The leader of a group of vLLM workers: it has the requests and vLLM's scheduler, and comes to hold the whole model.
+"""The leader of a group of vLLM workers. It has the requests and vLLM's scheduler, and will hold the whole model.
 
-    scheduler ─call▶ every worker     rank 0 is a process beside this one, so that this one can load all layers
+    scheduler ─call▶ every worker     rank 0 is another process, so that this one can load all layers
               ─hidden▶ 1 ─hidden▶ … ─tokens▶ scheduler
 
-When its node has the whole model, and the group's file says so, a second core is made in this process, and takes the
-requests over with their tokens so far. The same happens when a worker is lost, and where no group was formed.
+When its node has the whole model, and the group's file says so, the leader makes a second core in this process, which
+takes over the requests with their tokens so far. The same happens when a worker is lost, or if no group is formed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.25  # between two looks at the region, and at the group's file
+_LOOK_S = 0.25  # between two checks of the region and the group's file
 
 
 class Leader(VllmEngine):
-    """See the module."""
+    """The engine of the leader; see the module."""
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
         self.plan = plan
@@ -54,9 +54,9 @@ class Leader(VllmEngine):
         self._first = 0  # the process of rank 0
         self._alone = threading.Event()
         self._closing = threading.Event()
-        self._began_ns = 0  # of the first forward, until its tokens have come
+        self._began_ns = 0  # when the first forward began; 0 once its tokens have come
         self._making: threading.Thread | None = None
-        self._made: Any = None  # a second core, or the error that it ended with
+        self._made: Any = None  # the second core, or the error that making it ended with
         super().__init__(region, settings, timeline)
         self._pace = Pace(region, self._first_loaded, full=True)
 
@@ -64,7 +64,7 @@ class Leader(VllmEngine):
         return super().stats() | {"workers": 1 if self._calls is None else self.plan.size}
 
     def open_http(self) -> Callable[[socket.socket], None]:
-        """vLLM's own server stands on the core that stays, so a request for it waits until this engine is alone."""
+        """Open vLLM's own server. It needs the core that stays, so this waits until the engine is alone."""
         self.wait_ready()
         while not self._alone.wait(_LOOK_S):
             if self._closing.is_set():
@@ -88,10 +88,10 @@ class Leader(VllmEngine):
         calls = self._calls
         return calls is not None and calls.crew.workers[0].loaded
 
-    # The methods from here on run in the thread of ``run``, where nothing else is said.
+    # The methods from here on run in the thread of ``run``, unless they say otherwise.
 
     def _open_core(self) -> Any:
-        """A core over the group, or without one that of an instance."""
+        """Return a core over the group, or if no group is formed, an instance's core."""
         try:
             core = self._form()
         except (MedusaError, *UNKNOWN_PARTS) as error:
@@ -119,14 +119,14 @@ class Leader(VllmEngine):
         return core
 
     def _start_first(self) -> None:
-        """Fork rank 0, by a thread that has computed nothing: an OpenMP thread that has cannot be forked."""
+        """Fork rank 0 in a new thread, because a thread that has computed with OpenMP cannot fork."""
         from .first import fork_first
 
         started = threading.Event()
         share, plan, link, timeline = self._share, self.plan, self.link, self._timeline
         assert share is not None
 
-        def run() -> None:  # it stays while the child lives, which would end with it
+        def run() -> None:  # the thread stays while the child lives, which would end with it
             pid = self._first = fork_first(share, plan, link, timeline)
             started.set()
             os.waitpid(pid, 0)
@@ -138,7 +138,7 @@ class Leader(VllmEngine):
         if self._calls is None:
             super()._first_forward(start_ns)
         else:
-            self._began_ns = start_ns  # its end comes later, with its tokens
+            self._began_ns = start_ns  # its end is noted later, with its tokens
 
     def _handle(self, outputs: Any) -> None:
         if self._began_ns:
@@ -157,17 +157,17 @@ class Leader(VllmEngine):
             super()._step()
         except BrokenGroupError as error:
             self._fall_back(str(error))
-        except Exception as error:  # noqa: BLE001 - whatever it is, another core can go on from here
+        except Exception as error:  # noqa: BLE001 - after any error, another core can go on
             broken = self._calls.broken
             self._fall_back(str(broken or f"a step failed: {type(error).__name__}: {error}"))
 
     def _look(self) -> None:
-        """Has the group broken while it had nothing to do?"""
+        """Fall back if the group has broken while it had nothing to do."""
         if self._calls is not None and self._calls.broken is not None:
             self._fall_back(str(self._calls.broken))
 
     def _fall_back(self, reason: str) -> None:
-        """Go on alone with all requests, from prompt and tokens so far."""
+        """Go on alone with all requests, from their prompts and tokens so far."""
         self._dissolve(self.plan.size if self.plan.then == "up" else 1)
         self._go_alone(reason)
         if self._making is None:
@@ -182,7 +182,7 @@ class Leader(VllmEngine):
         self._pace.alone()
 
     def _dissolve(self, keep: int) -> None:
-        """Dissolve the group; from any thread."""
+        """Dissolve the group. Can be called in any thread."""
         calls, self._calls = self._calls, None
         if calls is not None:
             calls.release(keep)
@@ -196,7 +196,7 @@ class Leader(VllmEngine):
     # From the group to one instance.
 
     def _follow_plan(self) -> None:
-        """In a thread of its own: when this node has the whole model, do what the group's file says."""
+        """Once this node has the whole model, do what the group's file says. Runs in a thread of its own."""
         assert self._settings.group is not None
         file, marked = PlanFile(self._settings.group, self.plan), False
         while not self._closing.wait(_LOOK_S) and self._calls is not None:
@@ -213,7 +213,7 @@ class Leader(VllmEngine):
                 self._making.start()
 
     def _make_and_tell(self, keep: int) -> None:
-        """In a thread of its own, while the group serves: make the second core."""
+        """Make the second core while the group serves. Runs in a thread of its own."""
         began_ns = time.monotonic_ns()
         self._make_core()
         self._inbox.post(lambda: self._consolidate(keep, began_ns))
@@ -226,9 +226,9 @@ class Leader(VllmEngine):
             self._made = error
 
     def _consolidate(self, keep: int, began_ns: int) -> None:
-        """The second core is there: it takes the requests over, between two steps."""
+        """Let the second core, which is ready, take over the requests between two steps."""
         if self._calls is None:
-            return  # a worker was lost meanwhile, and it has taken over
+            return  # a worker was lost meanwhile, so it has taken over already
         now_ns = time.monotonic_ns()
         tokens = sum(len(one.tokens) for one in self._requests.running())
         self._timeline.record("gather", began_ns, now_ns, tokens=tokens, bytes=0)
@@ -238,7 +238,7 @@ class Leader(VllmEngine):
         self._take_over()
 
     def _take_over(self) -> None:
-        """Give the second core all requests with their tokens so far. What the first has under way is forgotten."""
+        """Give the second core all requests with their tokens so far. The first core's steps under way are dropped."""
         core, self._made = self._made, None
         if isinstance(core, Exception):
             raise core
@@ -256,7 +256,7 @@ class Leader(VllmEngine):
         self._alone.set()
 
     def _served(self) -> bool:
-        """Return whether all of the group's layers are loaded; in a thread of the crew's."""
+        """Return whether all of the group's layers are loaded. Called in a thread of the crew."""
         calls = self._calls
         if calls is not None and calls.crew.loaded:
             self._pace.group_loaded = True

@@ -1,4 +1,4 @@
-"""A worker of a group of vLLM workers that is not the leader: a rank of its pipeline, until the group is dissolved."""
+"""A vLLM worker that is not the leader. It is a rank of the pipeline until the group is dissolved."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Part(VllmEngine):
-    """See the module. ``run`` serves the group, and requests of its own when it has become an instance."""
+    """The engine of a rank above 0; see the module. ``run`` serves the group, and later requests as an instance."""
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
         self.plan = plan

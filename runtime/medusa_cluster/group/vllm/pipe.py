@@ -1,8 +1,8 @@
-"""vLLM's pipeline of several workers, over the connections of a group.
+"""vLLM's pipeline over the connections of a group.
 
 vLLM passes hidden states on through a ``GroupCoordinator``, whose processes belong to one group of torch.distributed.
-Such a group cannot lose a process, and whoever reaches its ports can take part. Here each worker is alone in torch's
-eyes, and the coordinator for the pipeline sends and receives over the group's own connections.
+Such a group cannot lose a process, and any process that reaches its ports can take part. Here each worker is alone in
+its torch.distributed group, and the pipeline's coordinator sends and receives over the group's own connections.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class Pipe(parallel_state.GroupCoordinator):  # type: ignore[misc]
-    """The coordinator of one rank among ``size``. ``check`` raises when the pipeline has broken."""
+    """The coordinator of one rank among ``size``. ``check`` raises an error if the pipeline is broken."""
 
     def __init__(
         self, rank: int, size: int, group: int, incoming: queue.SimpleQueue[Message], check: Callable[[], None]
@@ -45,7 +45,7 @@ class Pipe(parallel_state.GroupCoordinator):  # type: ignore[misc]
         self.unique_name = f"medusa-pipe-{rank}"
         self._incoming = incoming
         self.following: TcpChannel | None = None
-        self.formed = threading.Event()  # by now ``following`` is known, for all but the last rank
+        self.formed = threading.Event()  # set once ``following`` is known; the last rank has none
         self._group = group
         self._check = check
 
@@ -55,12 +55,12 @@ class Pipe(parallel_state.GroupCoordinator):  # type: ignore[misc]
         parallel_state._PP = self
 
     def remove(self) -> None:
-        """Give this process back the group that it is alone in."""
+        """Give the process back its own pipeline group, in which it is alone."""
         if parallel_state._PP is self:
             parallel_state._PP = self._alone
 
     def isend_tensor_dict(self, tensor_dict: dict[str, Any], *_: Any, **__: Any) -> list[Any]:
-        """Send the hidden states to the next rank; what is sent is a copy."""
+        """Send a copy of the hidden states to the next rank."""
         while not self.formed.wait(_LOOK_S):
             self._check()
         assert self.following is not None
@@ -68,7 +68,7 @@ class Pipe(parallel_state.GroupCoordinator):  # type: ignore[misc]
         return []
 
     def irecv_tensor_dict(self, *_: Any, **__: Any) -> tuple[dict[str, Tensor], list[Any], list[Any]]:
-        """Wait for the hidden states of the rank before."""
+        """Wait for the hidden states of the previous rank."""
         while True:
             try:
                 message = self._incoming.get(timeout=_LOOK_S)
@@ -79,7 +79,7 @@ class Pipe(parallel_state.GroupCoordinator):  # type: ignore[misc]
 
 
 def tensors_message(group: int, rank: int, tensors: dict[str, Tensor]) -> Message:
-    """Named tensors as a message: their names, types and shapes as a line of JSON, then their bytes, aligned."""
+    """Return a message with named tensors: a line of JSON with names, dtypes and shapes, then their bytes, aligned."""
     head = json.dumps([[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()]).encode()
     body = bytearray(head + b"\n")
     for tensor in tensors.values():
@@ -89,7 +89,7 @@ def tensors_message(group: int, rank: int, tensors: dict[str, Tensor]) -> Messag
 
 
 def tensors_of(message: Message) -> dict[str, Tensor]:
-    """The tensors of such a message. EngineError when it is none."""
+    """Return the tensors in a message of ``tensors_message``. Raises EngineError for anything else."""
     body = message.body
     try:
         at = body.index(b"\n") + 1

@@ -1,6 +1,6 @@
-"""One rank of vLLM's pipeline: a worker of vLLM, which runs what the leader's scheduler says.
+"""A rank of vLLM's pipeline: a worker of vLLM that runs the steps of the leader's scheduler.
 
-It loads its layers at once, and meanwhile the group comes together. It has no scheduler, and no text.
+It begins to load its layers at once, while the group forms. It has no scheduler and no text.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _ANSWERED_BY_THE_LAST = ("execute_model", "sample_tokens")
 
 
 class Rank:
-    """One membership in a group, from the greeting to the end. ``run`` belongs to one thread.
+    """One membership in a group, from the greeting to the end. Call ``run`` in one thread.
 
-    ``pace`` is told of each step, and whether all of the group's layers are loaded.
+    ``pace`` learns of each step, and whether all of the group's layers are loaded.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Rank:
         self._beats: Beats | None = None
         self._echo: tuple[int, int] | None = None
         self._lost: str | None = None
-        self._become: str | None = None  # what the leader has said when it dissolved the group
+        self._become: str | None = None  # ``end`` or ``instance``, once the leader has dissolved the group
         self._told = 0
         self._incoming: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._made: Future[Pipe] = Future()
@@ -73,9 +73,10 @@ class Rank:
         self._listener = Listener(plan.bind, 0, group=self._number, access=plan.access, accept=self._accept, link=link)
 
     def run(self, deadline: float) -> str:
-        """Serve until the group is dissolved; what this worker becomes: ``end`` or ``instance``.
+        """Serve until the group is dissolved, and return what this worker becomes: ``end`` or ``instance``.
 
-        Raises LostError when the group is gone without that, and EngineError for what this rank cannot do.
+        ``deadline`` is when it must have joined (time.monotonic). Raises LostError if the group is lost, and
+        EngineError if this rank cannot take part.
         """
         threading.Thread(target=self._join, args=(deadline,), name="group-join", daemon=True).start()
         try:
@@ -110,8 +111,11 @@ class Rank:
         return "end"
 
     def _load(self) -> Pipe:
-        """Make vLLM's worker with this rank's layers, each as its bytes arrive."""
-        config, plan = copy.deepcopy(self._share.config), self._plan  # a model's layers are noted in it
+        """Make vLLM's worker, and load this rank's layers as their bytes arrive."""
+        config, plan = (
+            copy.deepcopy(self._share.config),
+            self._plan,
+        )  # a copy, because vLLM notes a model's layers in it
         worker = self._worker = PreparedWorker(rpc_rank=0, global_rank=plan.rank)
         own = {"local_rank": 0, "rank": plan.rank, "distributed_init_method": "env://", "is_driver_worker": True}
         worker.init_worker([{"vllm_config": config, **own}])
@@ -122,7 +126,7 @@ class Rank:
         worker.init_device()
         worker.load_model()
         current_platform.update_block_size_for_backend(config)
-        if plan.rank:  # vLLM makes them in a warm-up, which an eager CPU skips
+        if plan.rank:  # vLLM makes them in its warm-up, which is skipped when eager on a CPU
             runner = worker.worker.model_runner
             with set_current_vllm_config(config):
                 runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
@@ -132,7 +136,7 @@ class Rank:
         return pipe
 
     def _call(self, message: Message, pipe: Pipe) -> None:
-        """Run a method of the worker, and answer."""
+        """Run a method of vLLM's worker, and send the result."""
         assert self._leader is not None
         method, args, kwargs = read(message.body)
         if not isinstance(method, str) or method.startswith("_"):
@@ -151,7 +155,7 @@ class Rank:
             self._tell_timeline()
 
     def _check(self) -> None:
-        """Raise LostError when the group is gone."""
+        """Raise LostError if the group is lost or dissolved."""
         if self._become is not None or self._stopped():
             raise LostError("the group was dissolved during a step")
         if self._lost is not None:
@@ -218,21 +222,21 @@ class Rank:
             greeting.channel.close()
 
     def _watch(self, channel: TcpChannel) -> None:
-        """Take what a neighbour sends; from the next one nothing comes but the end of the connection."""
+        """Take a neighbour's tensors until the connection ends. The next rank sends none."""
         try:
             while (message := channel.receive()) is not None:
                 if message.kind is Kind.TENSORS:
                     self._incoming.put(message)
         except MedusaError as error:
             logger.warning("a neighbour in the group sent something that is no message: %s", error)
-        time.sleep(_LOOK_S)  # the leader's word may come a moment later
+        time.sleep(_LOOK_S)  # the leader's message may come a moment later
         self._lost = self._lost or "the connection to a neighbour in the group broke"
 
     def _state(self) -> dict[str, Any]:
         return {"loaded": self.loaded, "echo": self._echo}
 
     def _tell_timeline(self) -> None:
-        """Send the stages of this process that the leader has not heard of; rank 0 shares the leader's timeline."""
+        """Send the leader the stages of this process that it does not have yet. Rank 0 shares the leader's timeline."""
         if self._plan.rank == 0 or self._leader is None:
             self._told = 1
             return

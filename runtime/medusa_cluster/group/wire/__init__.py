@@ -1,1 +1,1 @@
-"""What travels between the workers of a group, and how."""
+"""The connections between the workers of a group, and the messages on them."""

@@ -1,8 +1,8 @@
 """A connection between two workers for one class of messages, over TCP.
 
 With the cluster's certificates it is encrypted by mutual TLS. Activations, keys and values, and weights never share a
-connection, so that none waits behind another. A reader thread of the owner always drains a channel: two workers that
-wait to send to each other would wait for ever otherwise.
+connection, so none waits behind another. The owner's reader thread always drains a channel. Otherwise two workers that
+wait to send to each other would wait for ever.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Unacknowledged bytes for so long mean that the other node is gone. Less, and a link that is full of weights breaks it.
+# Bytes unacknowledged for so long mean that the other node is gone. A shorter time breaks connections on a full link.
 _USER_TIMEOUT_MS = 10_000
-_GREETING_S = 5.0  # for all of a handshake
-_MOST_STRANGERS = 64  # connections that have not shown yet that they may talk here; then the oldest one is closed
-_PAUSE_S = 0.05  # where no connection can be taken, as this process has no descriptors left
+_GREETING_S = 5.0  # for a whole handshake
+_MOST_STRANGERS = 64  # connections before the end of their handshake; one more closes the oldest
+_PAUSE_S = 0.05  # before the next attempt to accept, when this process has no descriptors left
 _PIECE_BYTES = 64 << 10
 _MOST_WAITING_BYTES = 8 << 20  # of what can be made again when there is room
 _MOST_PIECES = 64  # for one system call; the kernel takes 1024
@@ -44,31 +44,31 @@ _UNLIMITED = (1 << 32) - 1
 
 
 class Channel(Protocol):
-    """Messages in order to one peer and from it."""
+    """A connection to one peer. Messages arrive in order, both ways."""
 
-    heard: float  # when something last came (time.monotonic)
+    heard: float  # when something last arrived (time.monotonic)
 
     def send(self, message: Message) -> None:
-        """Queue a message; does not wait for the network. EngineError when the channel is broken."""
+        """Queue a message, without waiting for the network. Raises EngineError if the channel is broken."""
 
     def receive(self) -> Message | None:
-        """Wait for the next message; None when the peer has closed, or the channel is broken."""
+        """Wait for the next message. Return None if the peer has closed the channel, or if it is broken."""
 
     def wait_room(self) -> None:
         """Wait while much of what was sent has not left. EngineError when the channel is broken."""
 
     def pace(self, bytes_per_s: float | None) -> None:
-        """Send at most so fast from now on."""
+        """Send at most so many bytes a second from now on. None: no limit."""
 
     def close(self) -> None:
-        """Send nothing more. May be called twice, and by any thread."""
+        """Send nothing more. Can be called twice, and in any thread."""
 
 
 class TcpChannel:
-    """See ``Channel``. What the socket does not take at once is sent by a thread, which starts when it is needed.
+    """A ``Channel`` over TCP. A thread, started when needed, sends what the socket does not take at once.
 
-    ``urgent``: its packets go before others on this node (SO_PRIORITY) and, marked, on the way (IP_TOS). ``link``: the
-    emulated wire that the messages take. ``encryption``: the TLS session of the connection, if it has one.
+    The packets of an ``urgent`` channel go first on this node (SO_PRIORITY), and are marked for the network (IP_TOS).
+    ``link`` is an emulated wire that the messages take. ``encryption`` is the connection's TLS session, if it has one.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class TcpChannel:
         self._changed = threading.Condition()
         self._writer: threading.Thread | None = None
         self._broken = self._closed = False
-        self._deadline: float | None = None  # of a handshake
+        self._deadline: float | None = None  # for the present message of a handshake
         self.heard = time.monotonic()
         self.sent_bytes = 0
 
@@ -118,7 +118,7 @@ class TcpChannel:
                 self._changed.notify()
 
     def _send_now(self, pieces: list[memoryview]) -> list[memoryview]:
-        """Send what the socket takes without waiting; what is left."""
+        """Send what the socket takes without waiting, and return the rest. Raises EngineError if it is broken."""
         try:
             sent = self._socket.sendmsg(pieces[:_MOST_PIECES], (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except BlockingIOError:
@@ -163,17 +163,17 @@ class TcpChannel:
 
     @property
     def refusal(self) -> str | None:
-        """Why the peer has ended the encrypted connection, if it said so."""
+        """The reason that the peer gave for ending the encrypted connection, or None."""
         return None if self._encryption is None else self._encryption.refusal
 
     def greet(self, message: Message) -> None:
-        """Send a message of the handshake, and wait until it has left."""
+        """Send a message of the handshake, and wait until it is sent."""
         data = memoryview(message.header() + bytes(message.body))
         for piece in [data] if self._encryption is None else self._encryption.seal(data):
             self._socket.sendall(piece)
 
     def greeted(self, deadline: float) -> Message | None:
-        """Receive a message of the handshake, of a peer that has not shown yet that it may talk here."""
+        """Receive a message of the handshake, which must be small, because the peer is not trusted yet."""
         self._deadline = deadline
         message = self._receive(LARGEST_GREETING_BYTES)
         self._deadline = None
@@ -218,7 +218,7 @@ class TcpChannel:
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, min(rate, _UNLIMITED))
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until everything has been given to the network, or for ``timeout_s``."""
+        """Wait until everything is handed to the network, for at most ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while self._waiting and not self._broken and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -233,7 +233,7 @@ class TcpChannel:
 
 
 class Greeting(NamedTuple):
-    """The first message of a connection, with the channel behind it."""
+    """A worker's greeting, the first message from it, and the channel on which it came."""
 
     rank: int
     purpose: str  # steps, hidden, blocks
@@ -242,9 +242,10 @@ class Greeting(NamedTuple):
 
 
 class Listener:
-    """Takes the connections of a group's workers: those that know its token. Others are closed.
+    """A listener for connections of the group's workers. It closes all connections that do not know the group's token.
 
-    With certificates in ``access``, workers have to speak TLS, with a certificate of the same CA.
+    With certificates in ``access``, workers have to speak TLS, with a certificate of the same CA. ``accept`` is called
+    with each worker's greeting.
     """
 
     def __init__(
@@ -319,13 +320,13 @@ class Listener:
                 self._strangers.pop(connection, None)
 
     def _refuse(self, reason: str) -> None:
-        """Say so once: strangers could fill the log."""
+        """Log a refused connection, but only the first one, since strangers could fill the log."""
         if not self._refused and not self._closed:
             self._refused = True
             logger.warning("a connection to this worker of a group was refused (others will be silently): %s", reason)
 
     def close(self) -> None:
-        """Take no more connections; those that were given away stay."""
+        """Accept no more connections. Those that were given to ``accept`` stay open."""
         with self._lock:
             self._closed = True
             for stranger in self._strangers:
@@ -346,14 +347,14 @@ def connect(
     link: Link | None = None,
     **values: Any,
 ) -> TcpChannel:
-    """Connect to a worker's listener, which may not be there yet. EngineError after ``deadline`` (time.monotonic).
+    """Connect to a worker's listener at ``HOST:PORT``, which may not be there yet.
 
-    ``values`` are what it is told of us.
+    ``values`` are sent in the greeting. Raises EngineError after ``deadline`` (time.monotonic).
     """
     host, _, port = address.rpartition(":")
     values = {"purpose": purpose, **values}
     context = access.client_context()
-    said: object = None  # what was wrong with the one that answered last
+    said: object = None  # the reason why the last attempt failed
     while True:
         connection: socket.socket | None = None
         try:
@@ -376,7 +377,7 @@ def connect(
 
 
 def _encryption(connection: socket.socket, context: ssl.SSLContext) -> Encryption:
-    from .encryption import Encryption  # imports ssl, only where there are certificates
+    from .encryption import Encryption  # imports ssl, which is needed only with certificates
 
     return Encryption(connection, context, server=False, deadline=time.monotonic() + _GREETING_S)
 
@@ -389,14 +390,14 @@ def _accept_encryption(connection: socket.socket, context: ssl.SSLContext, group
 
 
 def _shake_hands(channel: TcpChannel, token: str, group: int, rank: int, values: dict[str, Any]) -> None:
-    """Raise OSError, or EngineError, unless the listener knows the token and has taken ours."""
+    """Carry out the handshake. Raises OSError or EngineError unless both sides know the token."""
     within = time.monotonic() + _GREETING_S
     asked = channel.greeted(within)
     if asked is None:
         if channel.refusal is not None:
             raise EngineError(channel.refusal)
         raise ConnectionResetError("it has closed the connection")
-    if asked.kind is Kind.ERROR:  # its words are those of a stranger
+    if asked.kind is Kind.ERROR:  # do not show its text, which is from a stranger
         raise EngineError("it expects TLS: start this node with --tls-cert, --tls-key and --tls-ca, too")
     said = greeting(token, asked, group, rank, values)
     channel.greet(said)
@@ -405,13 +406,13 @@ def _shake_hands(channel: TcpChannel, token: str, group: int, rank: int, values:
 
 
 def error_of(message: Message) -> MedusaError:
-    """The error that a peer has sent."""
+    """Return the error in a peer's message."""
     values = message.values()
     return from_code(str(values.get("code")), str(values.get("message")))
 
 
 def close_with(channel: TcpChannel, group: int, error: MedusaError) -> None:
-    """Close a channel, and tell the peer why."""
+    """Close a channel, after sending the peer the reason."""
     try:
         channel.send(packed(Kind.ERROR, group, {"code": error.code, "message": str(error)}))
         channel.flush(1.0)

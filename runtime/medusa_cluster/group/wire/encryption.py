@@ -1,7 +1,7 @@
 """TLS for a connection on which one thread reads while others write.
 
-An ``ssl.SSLSocket`` must not be used by two threads at a time, and a channel's reader waits in it as a rule. So here
-OpenSSL never sees the socket: it turns bytes into records in memory, under a lock, and the channel sends them.
+Two threads must not use an ``ssl.SSLSocket`` at the same time, but a channel's reader waits in it nearly always. So
+here OpenSSL never gets the socket. It turns bytes into records in memory, under a lock, and the channel sends them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from medusa_runtime.errors import EngineError
 from .message import Kind, Message
 
 _RECEIVED_BYTES = 256 << 10
-_SEALED_BYTES = 256 << 10  # that are encrypted before a reader gets the lock
-_HELLO_S = 1.0  # for the first byte of a client, which speaks first in TLS
+_SEALED_BYTES = 256 << 10  # how much is encrypted before a reader can get the lock
+_HELLO_S = 1.0  # for the first byte from a client, which speaks first in TLS
 _HANDSHAKE_RECORD = b"\x16"
-# How OpenSSL's versions call bytes that are no TLS.
+# The reasons by which versions of OpenSSL report bytes that are no TLS.
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE")
 
 
@@ -29,12 +29,12 @@ class Encryption:
     """The TLS session of one connection."""
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, server: bool, deadline: float) -> None:
-        """Shake hands. EngineError says why the two do not fit together; other failures are an OSError."""
+        """Carry out the TLS handshake. Raises EngineError, with the reason, if the sides do not agree, else OSError."""
         self._connection = connection
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._session = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
         self._lock = threading.Lock()
-        self.refusal: str | None = None  # what the other side said, when it ended the session by an error
+        self.refusal: str | None = None  # the error with which the other side ended the session
         try:
             while not self._agreed():
                 connection.settimeout(max(deadline - time.monotonic(), 0.0))
@@ -50,13 +50,13 @@ class Encryption:
             self._session.do_handshake()
         except ssl.SSLWantReadError:
             return False
-        finally:  # an alert, too
+        finally:  # send an alert, too
             with suppress(OSError):
                 self._connection.sendall(self._outgoing.read())
         return True
 
     def seal(self, *pieces: memoryview) -> list[memoryview]:
-        """Encrypt bytes. What is returned has to be sent in the order of the calls. EngineError in a broken session."""
+        """Encrypt bytes. The results must be sent in the order of the calls. Raises EngineError in a broken session."""
         sealed = []
         try:
             for piece in pieces:
@@ -70,7 +70,7 @@ class Encryption:
         return sealed
 
     def receive_into(self, view: memoryview) -> int:
-        """Receive some bytes, decrypted; 0 at the end. For one thread at a time."""
+        """Receive and decrypt some bytes, and return their number, 0 at the end. Use it in one thread at a time."""
         while True:
             with self._lock:
                 filled = self._decrypt(view)
@@ -93,7 +93,7 @@ class Encryption:
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLError as error:
-            if not filled:  # else the next call finds it
+            if not filled:  # else the next call gets the error again
                 self.refusal = _words(error)
                 raise
         return filled
@@ -102,7 +102,7 @@ class Encryption:
 def refuse_plain(connection: socket.socket, group: int) -> None:
     """Raise EngineError unless the client begins a TLS handshake.
 
-    A client without TLS waits for our first message: it gets an error, and need not wait until it gives up.
+    A client without TLS waits for our first message. It gets an error message, so that it need not wait in vain.
     """
     readable = select.poll()
     readable.register(connection, select.POLLIN)

@@ -1,9 +1,9 @@
-"""How two workers show each other that they know the group's token, without sending it.
+"""The handshake by which two workers prove to each other that they know the group's token, without sending it.
 
     listener ─challenge: a number▶ worker ─greeting: proof, its number, what it is▶ listener ─challenge: proof▶ worker
 
-Proofs are HMAC-SHA256 (RFC 2104) over the numbers, which are random, and the greeting. So a stranger who took the port
-of a leader learns nothing, what was recorded is of no use another time, and a greeting cannot be changed on its way.
+Proofs are HMAC-SHA256 (RFC 2104) over the random numbers and the greeting. So a stranger on a leader's port learns
+nothing, a recorded handshake cannot be used again, and a greeting cannot be changed on its way.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _GREETING, _ANSWER = b"medusa group greeting", b"medusa group answer"
 
 
 def challenge(group: int) -> Message:
-    """The listener's first message."""
+    """Return the listener's first message."""
     return Message(Kind.CHALLENGE, group, body=os.urandom(_NUMBER_BYTES))
 
 
 def greeting(token: str, asked: Message, group: int, rank: int, values: dict[str, Any]) -> Message:
-    """The answer to a challenge. EngineError when it is none."""
+    """Return the answer to a challenge. Raises EngineError if ``asked`` is no challenge."""
     if asked.kind is not Kind.CHALLENGE or len(asked.body) != _NUMBER_BYTES:
         raise EngineError("expected the challenge of a group's worker, found something else")
     body = os.urandom(_NUMBER_BYTES) + json.dumps(values, separators=(",", ":")).encode()
@@ -36,7 +36,10 @@ def greeting(token: str, asked: Message, group: int, rank: int, values: dict[str
 
 
 def read_greeting(token: str, asked: Message, found: Message) -> dict[str, Any] | None:
-    """Return what a greeting says; None when it is no answer to ``asked`` by one who knows the token. EngineError."""
+    """Return a greeting's values, or None unless it proves, in answer to ``asked``, that its sender knows the token.
+
+    Raises EngineError if the values are no JSON object.
+    """
     if found.kind is not Kind.GREETING or found.group != asked.group:
         return None
     body = bytes(found.body)
@@ -47,12 +50,12 @@ def read_greeting(token: str, asked: Message, found: Message) -> dict[str, Any] 
 
 
 def answer(token: str, asked: Message, found: Message) -> Message:
-    """The listener's proof, once a greeting was right."""
+    """Return the listener's proof, for a greeting that was right."""
     return asked._replace(body=_proof(token, _ANSWER, asked, found))
 
 
 def is_answer(token: str, asked: Message, sent: Message, found: Message | None) -> bool:
-    """Whether ``found`` shows that the listener knows the token, too."""
+    """Return whether ``found`` proves that the listener knows the token, too."""
     return found is not None and hmac.compare_digest(bytes(found.body), _proof(token, _ANSWER, asked, sent))
 
 

@@ -1,4 +1,4 @@
-"""A network link of a given speed, emulated: where many nodes share one machine, their channels share its tokens."""
+"""An emulated network link of a given speed, which the channels of a worker share."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 
 
 class Link:
-    """A token bucket: ``take`` returns when so many bytes may be on the wire."""
+    """A token bucket. ``take`` returns once so many bytes may be on the wire."""
 
     def __init__(self, bytes_per_s: float, *, burst_bytes: int = 64 << 10) -> None:
         self.bytes_per_s = bytes_per_s
         self._burst_s = burst_bytes / bytes_per_s
-        self._free_at = 0.0  # when the wire has sent what it was given
+        self._free_at = 0.0  # when the wire will have sent everything it was given
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> None:

@@ -1,14 +1,14 @@
-"""Messages between the workers of a group: a header of fixed size and raw bytes, no pickle.
+"""Messages between the workers of a group: a header of fixed size and raw bytes, without pickle.
 
-Their bodies are JSON, but for tensors:
+The body is JSON, except for tensors:
 
     challenge  the first message of a connection, from the listener, and its proof after the greeting (see handshake)
-    greeting   from the other side: a proof, then rank, purpose, and what the sender is
-    form       leader → worker: where the next worker is
+    greeting   from the other side: a proof, then its rank, its purpose, and the sender's identity
+    form       leader → worker: the address of the next worker
     step       leader → every worker: the spans of one step
     hidden     worker → next worker: hidden states [rows, columns] behind its layers (tensor)
-    tokens     last worker → leader: what was sampled in a step
-    beat       both ways: the sender lives; with clocks, and whether its layers are loaded
+    tokens     last worker → leader: the tokens sampled in a step
+    beat       both ways: a sign of life, with clocks, and whether the sender's layers are loaded
     fetch      leader → worker: send these blocks of keys and values
     block      worker → leader: one block of all its layers; ``rows`` is the block's number (tensor)
     release    leader → worker: the group is dissolved
@@ -19,7 +19,7 @@ Their bodies are JSON, but for tensors:
     error      both ways: why the sender gives up
     tensors    worker → next worker, of vLLM: named tensors
     call       leader → worker, of vLLM: a method of its worker, with arguments
-    result     worker → leader, of vLLM: what the method gave
+    result     worker → leader, of vLLM: the method's result
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class Message(NamedTuple):
     dtype: int = 0
     rows: int = 0
     columns: int = 0
-    body: Any = b""  # whatever has the buffer protocol
+    body: Any = b""  # any object with the buffer protocol
 
     def header(self) -> bytes:
         kind, group, step, stage, dtype, rows, columns, body = self
         return _HEADER.pack(_MAGIC, _VERSION, kind, stage, group, step, dtype, rows, columns, memoryview(body).nbytes)
 
     def values(self) -> dict[str, Any]:
-        """The JSON object in the body. EngineError when it is none."""
+        """Return the JSON object in the body. Raises EngineError if it is none."""
         try:
             found = json.loads(bytes(self.body))
         except (ValueError, RecursionError) as error:
@@ -92,7 +92,7 @@ class Message(NamedTuple):
         return found
 
     def tensor(self) -> Tensor:
-        """The tensor [rows, columns] in the body. EngineError when its size is another."""
+        """Return the tensor [rows, columns] in the body, without a copy. Raises EngineError if the size is wrong."""
         import torch
 
         dtype = getattr(torch, DTYPES[self.dtype]) if 0 < self.dtype < len(DTYPES) else None
@@ -105,14 +105,14 @@ class Message(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What the header of a message that is still to come says."""
+    """The header of a message whose body has not been read yet."""
 
     message: Message
     body_bytes: int
 
 
 def parse_header(data: bytes | bytearray, most_bytes: int = LARGEST_BYTES) -> Head:
-    """Read a header. EngineError when it is none, or announces more than ``most_bytes``."""
+    """Read a header. Raises EngineError if it is none, or announces a body of more than ``most_bytes``."""
     magic, version, kind, stage, group, step, dtype, rows, columns, body_bytes = _HEADER.unpack(data)
     if magic != _MAGIC:
         raise EngineError("expected a message of a group of workers, found something else")
@@ -128,19 +128,19 @@ def parse_header(data: bytes | bytearray, most_bytes: int = LARGEST_BYTES) -> He
 
 
 def packed(kind: Kind, group: int, values: dict[str, Any], *, step: int = 0, stage: int = 0) -> Message:
-    """A message whose body is JSON."""
+    """Return a message whose body is JSON."""
     return Message(kind, group, step, stage, body=json.dumps(values, separators=(",", ":")).encode())
 
 
 def hidden_states(group: int, step: int, stage: int, hidden: Tensor) -> Message:
-    """A message with the hidden states [rows, columns]."""
+    """Return a message with hidden states [rows, columns]."""
     rows, columns = hidden.shape
     dtype = DTYPES.index(str(hidden.dtype).removeprefix("torch."))
     return Message(Kind.HIDDEN, group, step, stage, dtype, rows, columns, buffer_of(hidden))
 
 
 def buffer_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in the host's memory, without a copy where it is contiguous. They keep it alive."""
+    """Return the bytes of a CPU tensor, without a copy if it is contiguous. The view keeps the tensor alive."""
     tensor = tensor.contiguous()
     array = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
     array.tensor = tensor  # type: ignore[attr-defined]

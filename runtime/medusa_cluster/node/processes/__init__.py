@@ -1,1 +1,1 @@
-"""Processes that a node server starts: followed, stopped and never left behind."""
+"""Processes of a node server: how they are started, watched, ended, and never left behind."""

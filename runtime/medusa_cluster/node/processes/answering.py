@@ -1,4 +1,4 @@
-"""Kills a process of this node that does not answer any more, so that Ray starts it again."""
+"""A watch that kills a process of this node which no longer answers, so that Ray starts it again."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ logger = logging.getLogger(__name__)
 
 _PING_S = 0.5
 _LOOK_S = 0.1
-_LONGEST_LOOK_S = 0.2  # a look that comes later than that was held up itself
-_LONGEST_DISK_S = 10.0  # that a process may wait for the disk
+_LONGEST_LOOK_S = 0.2  # the most that one look counts: if it took longer, this process was held up itself
+_LONGEST_DISK_S = 10.0  # how long a process may wait for the disk
 
 
 class AnswerWatch:
-    """Asks a process again and again for its pid, on its socket. One that was stopped is killed by others."""
+    """A watch that asks a process for its pid on its socket, again and again, and kills one that stops answering."""
 
     def __init__(self, what: str, socket: Path, answers_within_s: float) -> None:
-        """``what`` it is, for the log. ``answers_within_s``: time in which it waited for a CPU or for the disk does not
-        count.
+        """Make a watch. ``what`` names the process in the log.
+
+        ``answers_within_s`` does not include time in which the process waited for a CPU, or up to 10 s for the disk.
         """
         self._what = what
         self._socket = socket
         self._answers_within_s = answers_within_s
-        self._pid: int | None = None  # while it answers
+        self._pid: int | None = None  # from the last answer; None if there was none
 
     async def run(self) -> None:
-        """Work until cancelled."""
+        """Watch until cancelled."""
         while True:
             await self._ask()
             await asyncio.sleep(_PING_S)
@@ -53,13 +54,13 @@ class AnswerWatch:
                 return
             self._pid = int(asking.result())
         except (OSError, MedusaError, ValueError):
-            return  # it has ended, or has only begun to start
+            return  # the process has ended, or is still starting
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
     async def _answered(self, asking: asyncio.Task[object], pid: int | None) -> bool:
-        """Wait for the answer; False when it does not come."""
+        """Wait for the answer. Return whether it came in time."""
         passed_s, disk_s, before = 0.0, 0.0, _cpu_waits_s(pid)
         while passed_s - _longer_s(_cpu_waits_s(pid), before) < self._answers_within_s:
             began = time.monotonic()
@@ -75,20 +76,20 @@ class AnswerWatch:
 
 
 def _cpu_waits_s(pid: int | None) -> dict[str, float]:
-    """Return how long each thread of a process has been ready to run and had no CPU;
+    """Return how long each thread of a process has been ready to run without a CPU, by thread id.
 
-    empty where the kernel does not say.
+    Empty if the kernel does not report it, or if there is no such process.
     """
     return {thread: int(text.split()[1]) / 1e9 for thread, text in _of_threads(pid, "schedstat")}
 
 
 def _waits_for_disk(pid: int | None) -> bool:
-    """Return whether any thread of a process is in uninterruptible sleep, as one is that waits for the disk."""
+    """Return whether a thread of the process is in uninterruptible sleep, as when it waits for the disk."""
     return any(text.rpartition(b")")[2].split()[0] == b"D" for _, text in _of_threads(pid, "stat"))
 
 
 def _of_threads(pid: int | None, name: str) -> Iterator[tuple[str, bytes]]:
-    """Read a file of each thread's folder in /proc (proc(5)); nothing of those that have ended."""
+    """Yield the id and the file ``name`` of each thread of a process, from /proc (proc(5)). Skips ended threads."""
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             text = b""

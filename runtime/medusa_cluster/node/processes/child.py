@@ -1,4 +1,4 @@
-"""Processes that a node server starts, follows and ends. None of them outlives it."""
+"""Child processes of a node server. None of them outlives it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 
 _KEPT_LINES = 20
 _LONGEST_LOG_BYTES = 16 << 20
-_LOOK_S = 0.02  # between two looks whether killed processes have ended
-OUT_OF_MEMORY = OutOfMemory()  # of this process's control group
+_LOOK_S = 0.02  # between two checks whether killed processes have ended
+OUT_OF_MEMORY = OutOfMemory()  # the out-of-memory kills in this process's control group
 
 
 class Child:
-    """A process in a session of its own, so that Ctrl-C in a terminal reaches the node server alone.
+    """A child process in a session of its own, so that Ctrl-C in a terminal reaches only the node server.
 
-    Its output goes into a file, and line by line to ``on_line``. The kernel kills it when the node server dies. It must
-    be started in the event loop's thread, whose end the kernel takes for the node server's.
+    Its output goes into the file ``log``, and line by line to ``on_line``. The kernel kills it when the node server
+    dies. Make it in the event loop's thread: the kernel would kill it when the thread that started it ends.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Child:
 
     @property
     def status(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
+        """The exit status, negative for a signal, or None while the process runs."""
         return self._ended.result() if self._ended.done() else None
 
     @property
     def how(self) -> str:
-        """How it ended, in words."""
+        """How the process ended, in words."""
         return "it runs" if self.status is None else OUT_OF_MEMORY.how(self.status)
 
     async def wait(self) -> int:
@@ -77,7 +77,7 @@ class Child:
                 self._process.send_signal(number)
 
     async def end(self, grace_s: float) -> int:
-        """SIGTERM, and after ``grace_s`` SIGKILL to it and to its process group; returns the exit status."""
+        """Send SIGTERM, and after ``grace_s`` SIGKILL to its process group. Return the exit status."""
         self.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):
@@ -119,20 +119,25 @@ class Child:
                 loop.remove_reader(output.fileno())
                 output.close()
                 self._log.close()
+                if unfinished:
+                    self._take_line(unfinished)
                 return
             self._write(data)
             *lines, unfinished = (unfinished + data).split(b"\n")
             unfinished = unfinished[-4096:]
             for line in lines:
-                text = line.decode(errors="replace")
-                self.last_lines.append(text)
-                if self._on_line is not None:
-                    self._on_line(text)
+                self._take_line(line)
 
         loop.add_reader(output.fileno(), readable)
 
+    def _take_line(self, line: bytes) -> None:
+        text = line.decode(errors="replace")
+        self.last_lines.append(text)
+        if self._on_line is not None:
+            self._on_line(text)
+
     def _write(self, data: bytes) -> None:
-        """Keep the output, from the start again when the file has become too long. A full disk must not stop us."""
+        """Write output to the log, which is emptied when it is too long. Ignores errors such as a full disk."""
         with suppress(OSError):
             if self._log.tell() > _LONGEST_LOG_BYTES:
                 self._log.truncate(0)
@@ -140,12 +145,12 @@ class Child:
 
 
 class KeptAlive:
-    """A child that is started again when it ends by itself, later each time if it ends soon."""
+    """A child that is started again whenever it ends, after a pause that doubles as long as it ends soon."""
 
     _SHORTEST_S, _LONGEST_S, _STABLE_S = 0.2, 10.0, 30.0
 
     def __init__(self, start: Callable[[], Child], on_end: Callable[[Child], Awaitable[None]] | None = None) -> None:
-        """``on_end`` is awaited before the next start."""
+        """Keep the child that ``start`` makes. ``on_end`` is awaited after each end, before the next start."""
         self._start = start
         self._on_end = on_end
         self._task: asyncio.Task[None] | None = None
@@ -161,7 +166,7 @@ class KeptAlive:
             began = loop.time()
             try:
                 self.child = self._start()
-            except OSError as error:  # no room for a process, or a file, at this moment
+            except OSError as error:  # out of processes or descriptors at this moment
                 logger.warning("a process of this node cannot be started: %s; trying again", error)
             else:
                 self.starts += 1
@@ -180,7 +185,7 @@ class KeptAlive:
 
 
 async def end_orphans(ours: set[int], within_s: float = 5.0) -> None:
-    """Kill the processes that our children left to us, and theirs, until there are none."""
+    """Kill this process's children, and the orphans that they leave to it, until only ``ours`` remain."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + within_s
     while kill_children(but=ours) and loop.time() < deadline:

@@ -1,7 +1,7 @@
-"""Run a command, and end all that it has started when it ends, or when our parent dies: ``python -m … COMMAND…``.
+"""A command whose descendants all end with it, or when this process's parent dies: ``python -m … COMMAND…``.
 
-The kernel kills a child with its parent (PR_SET_PDEATHSIG), but not the child's children: some of Ray's processes
-would outlive a node server that is killed. This process becomes the parent of all that lose theirs, and kills them.
+The kernel kills a child with its parent (PR_SET_PDEATHSIG), but not the child's children. So some of Ray's processes
+would outlive a node server that is killed. This process becomes the parent of all orphans below it, and kills them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from contextlib import suppress
 from medusa_runtime.process import adopt_orphans, children, die_with_parent, kill_children
 
 _PR_SET_PDEATHSIG = 1
-_GRACE_S = 4.0  # for the command to end what it started by itself
+_GRACE_S = 4.0  # for the command to end its own processes
 WAITED_FOR = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 def main(command: Sequence[str]) -> int:
-    """Returns the command's exit status as a shell does; 143 when we were told to end."""
+    """Run a command, and return its exit status as a shell does. 128 + the signal if a signal ended this process."""
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     adopt_orphans()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if parent == 1 or os.getppid() != parent:  # our parent has gone already
+    if parent == 1 or os.getppid() != parent:  # the parent has gone already
         return 128 + signal.SIGTERM
     ours = os.getpid()
 
@@ -53,14 +53,14 @@ def main(command: Sequence[str]) -> int:
 
 
 def reap_orphans(ours: set[int]) -> None:
-    """Collect the exit status of processes that our children left to us, so that no zombies remain."""
+    """Collect the exit status of ended children other than ``ours``, that is, of orphans, so that no zombies remain."""
     for pid in children() - ours:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
 
 def end_children() -> None:
-    """Kill our children, and theirs, which become ours, until there are none."""
+    """Kill this process's children, and the orphans that they leave to it, until there are none."""
     while kill_children():
         time.sleep(0.02)
 

@@ -1,4 +1,4 @@
-"""Kills processes that have been stopped (SIGSTOP): whoever waits for them would wait for ever."""
+"""A watch that kills stopped processes (SIGSTOP), because others would wait for them for ever."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _STOPPED_S = 1.5
 
 
 class StoppedProcesses:
-    """Looks at processes now and then, at all our descendants by default. One that a debugger holds is left alone."""
+    """A watch over processes, by default over all descendants of this one. It leaves alone what a debugger holds."""
 
     def __init__(self, pids: Callable[[], list[int]] | None = None) -> None:
         self._pids = pids or _descendants
         self._since: dict[int, float] = {}
 
     def look(self) -> None:
-        """Kill those that were stopped at each look of the last seconds."""
+        """Kill the processes that were stopped at every look of the last 1.5 s."""
         now = time.monotonic()
         stopped = [pid for pid in self._pids() if _state(pid) == "T"]
         self._since = {pid: self._since.get(pid, now) for pid in stopped}

@@ -1,1 +1,1 @@
-"""Ray on one machine: how its processes are started, and the actor through which the head reaches the node server."""
+"""Ray on one machine: how its processes are started, and the actor by which the controller reaches the node server."""

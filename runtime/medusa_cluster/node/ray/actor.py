@@ -1,7 +1,7 @@
-"""The node actor: passes calls that come through Ray on to the control socket of its node's server.
+"""The node actor, which passes Ray calls on to the control socket of its node's server.
 
-It keeps no state, so Ray may start it again at any time. Engines and instances are the node server's, because Ray
-would end an actor's children with it. The node server asks it again and again whether it still works.
+It keeps no state, so Ray may start it again at any time. Engines and instances are children of the node server, because
+Ray would end an actor's children with it. The node server checks again and again whether the actor still works.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def actor_name(node: str) -> str:
 def _group(name: str) -> Callable[[_Method], _Method]:
     """Put a method into one of Ray's concurrency groups, so that long calls leave room for short ones.
 
-    As ``ray.method(concurrency_group=name)`` does, without importing Ray here.
+    Does the same as ``ray.method(concurrency_group=name)``, without importing Ray.
     """
 
     def mark(method: _Method) -> _Method:
@@ -41,7 +41,7 @@ def _group(name: str) -> Callable[[_Method], _Method]:
 
 
 class NodeActor:
-    """Every method is an operation of the control socket and returns its answer, ``{"ok": …}`` or ``{"error": …}``."""
+    """The actor. Each method is an operation of the control socket, and returns ``{"ok": …}`` or ``{"error": …}``."""
 
     async def __init__(self) -> None:  # type: ignore[misc]  # Ray awaits it
         self._socket = os.environ[CONTROL_SOCKET_VARIABLE]
@@ -50,7 +50,7 @@ class NodeActor:
         await self._server.start()
 
     async def _works(self, _: dict[str, Any]) -> int:
-        """Return this process's pid, once each of its loops has come round."""
+        """Return this process's pid, once each of its event loops has run."""
         for loop in list(self._loops):
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.pid(), loop))
         return os.getpid()

@@ -1,6 +1,6 @@
 """The command and the environment that start Ray's processes on one node.
 
-`ray start --block` ends its processes when one of them dies, and the kernel ends them when it is killed itself.
+``ray start --block`` ends its processes when one of them dies. If it is killed itself, the kernel ends them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from contextlib import suppress
 from ..settings import NodeServerSettings
 
 NODE_LABEL = "medusa-node"
-PORT_LABEL = "medusa-port"  # of the node server, on the address that Ray knows
-HEAD_LABEL = "medusa-head"  # a new head may have another name; the controller is to run there all the same
+PORT_LABEL = "medusa-port"  # the node server's port, on the address that Ray knows
+HEAD_LABEL = "medusa-head"  # where the controller runs; not by name, since a new head may have another name
 NODE_RESOURCE = "medusa_node"  # one on each node, so that Ray's autoscaler can be asked for more nodes
 CONTROL_SOCKET_VARIABLE = "MEDUSA_CLUSTER_CONTROL_SOCKET"
-LEAST_NODES_VARIABLE = "MEDUSA_CLUSTER_LEAST_NODES"  # the controller's; without it nodes stay
+LEAST_NODES_VARIABLE = "MEDUSA_CLUSTER_LEAST_NODES"  # for the controller; without it, it gives no nodes back
 STARTED = "Ray runtime started"
 
 _WORKER_PORTS = 10  # the offset of the first worker's port
@@ -28,16 +28,17 @@ _LIGHTER = {
     "RAY_task_events_report_interval_ms": "0",
     "RAY_enable_timeline": "0",
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-    "RAY_agent_register_timeout_ms": "100000",  # its agents need 15 s to start where others have the cores
-    "RAY_worker_niceness": "0",  # the control of a busy node must not wait behind its engines
-    "RAY_worker_oom_score_adjustment": "0",  # nor end before them where memory runs out: Ray would give it 1000
+    "RAY_agent_register_timeout_ms": "100000",  # Ray's agents need 15 s to start on busy cores
+    "RAY_worker_niceness": "0",  # the node actor of a busy node must not wait behind its engines
+    "RAY_worker_oom_score_adjustment": "0",  # nor be killed before them when memory runs out; Ray's default is 1000
     "RAY_memory_monitor_refresh_ms": "0",
 }
 
-# By which an autoscaler finds out which of its machines a node is; whoever starts the machine sets them.
+# Variables by which an autoscaler recognizes a node as one of its machines. It sets them when it starts the machine.
 _OF_AUTOSCALERS = ("RAY_CLOUD_INSTANCE_ID", "RAY_NODE_TYPE_NAME", "RAY_enable_autoscaler_v2")
 
-# A dead node is noticed after 1.4 s, one that hangs after 4.2 s. Shorter times declare busy nodes dead.
+# With these, Ray notices a dead node after 1.4 s, and one that hangs after 4.2 s. With shorter ones it gives up busy
+# nodes.
 _HEALTH = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
@@ -47,7 +48,7 @@ _HEALTH = {
 
 
 def ray_command(settings: NodeServerSettings, head_ray_address: str | None) -> list[str]:
-    """The command line; ``head_ray_address`` is None on the head."""
+    """Return the command line. ``head_ray_address`` is HOST:PORT of the head's Ray, or None on the head."""
     port = settings.ray_port
     labels = f"{NODE_LABEL}={settings.name},{PORT_LABEL}={settings.data_port}" + (
         f",{HEAD_LABEL}=true" if settings.is_head else ""
@@ -80,7 +81,7 @@ def ray_command(settings: NodeServerSettings, head_ray_address: str | None) -> l
 
 
 def ray_environment(settings: NodeServerSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for Ray's processes and drivers. Node actors inherit it, and find their control socket in it."""
+    """Return the environment for Ray's processes and drivers. From it a node actor knows its control socket."""
     kept = {name: value for name, value in environ.items() if not name.startswith(("RAY_", "MEDUSA_"))}
     tuned = {name: value for name, value in environ.items() if name.startswith("RAY_health_check_")}
     machine = {name: environ[name] for name in _OF_AUTOSCALERS if name in environ}
@@ -107,6 +108,9 @@ def ray_environment(settings: NodeServerSettings, environ: Mapping[str, str]) ->
 
 
 def forget_address(settings: NodeServerSettings) -> None:
-    """Let the head start again: Ray refuses while it knows its own address and any raylet of this machine names it."""
+    """Remove the file in which Ray keeps the cluster's address, so that the head can start again.
+
+    With the file, Ray refuses to start a head while any raylet of this machine names that address.
+    """
     with suppress(FileNotFoundError):
         os.unlink(settings.ray_folder / "ray_current_cluster")

@@ -1,11 +1,12 @@
-"""Ray's own command line, made to start on a busy machine: ``python -m … start …``.
+"""Ray's own command line, changed so that it can start on a busy machine: ``python -m … start …``.
 
-A raylet waits 15 s for two helpers in Python, which take that long where others have the cores, and then ends.
-`ray start` waits 30 s for the raylet, also for one that has ended. On a machine where eight nodes start at a time, or
-where a node has a quarter of a core, none of them would ever come up. So the raylet is told at once what its helpers
-will tell it: the runtime environments' port was chosen by us, and nobody uses the dashboard's. And `ray start` waits
-longer, for a raylet that lives. All this changes private functions of Ray; a Ray that has none of them starts as it
-does by itself.
+A raylet waits 15 s for two helpers in Python, and then ends. On busy cores they take that long. ``ray start`` waits
+30 s for the raylet, even if it has ended. On a machine where eight nodes start at the same time, or where a node has a
+quarter of a core, no node would ever come up.
+
+So this module gives the raylet at once what its helpers would report: the port for runtime environments, which we
+choose, and the dashboard's ports, which are not used. And ``ray start`` waits longer, as long as the raylet lives. This
+changes private functions of Ray. A version of Ray without these functions starts unchanged.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from typing import Any
 
 _PATIENCE_S = 120.0
 _PAUSE_S = 0.2
-_NOT_IN_USE = -1  # as Ray's minimal installation says of the dashboard's ports
+_NOT_IN_USE = -1  # the dashboard's ports in Ray's minimal installation
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status of `ray`."""
+    """Run ``ray`` with these arguments, and return its exit status."""
     if not be_patient():
         print("this version of Ray gives a raylet no more than 30 s to start", file=sys.stderr)
     (command,) = entry_points(group="console_scripts", name="ray")
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def be_patient() -> bool:
-    """Change how `ray start` starts a raylet and looks for it. Returns whether this Ray has what is changed."""
+    """Change how ``ray start`` starts a raylet and waits for it. Return whether this version of Ray allows it."""
     try:
         from ray._private import services
 
@@ -56,7 +57,7 @@ def be_patient() -> bool:
 
 
 def _tell_ports(raylet: dict[str, Any]) -> None:
-    """Write the files for which a raylet with these arguments waits, before its helpers do."""
+    """Write the files that a raylet with these arguments waits for, before its helpers write them."""
     try:
         names: Any = import_module("ray._raylet")
         ports = {
@@ -72,7 +73,10 @@ def _tell_ports(raylet: dict[str, Any]) -> None:
 
 
 def _patient(get_node: Callable[..., Any], ended: Callable[[], bool]) -> Callable[..., Any]:
-    """Have it look for a node that is not there yet for longer than its caller would, unless its raylet has ended."""
+    """Wrap Ray's ``get_node``, so that it waits up to 120 s for a node that is not there yet.
+
+    The program exits as soon as ``ended()`` says that the raylet has ended.
+    """
 
     @functools.wraps(get_node)
     def find(*arguments: Any, **options: Any) -> Any:
