@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,6 +106,12 @@ def test_the_same_code_must_give_the_same_text() -> None:
     command.check_same_tokens(samples, "vllm-prewarmed", Sample(1.0, "a c"))  # eager, and rounds otherwise
     with pytest.raises(MedusaError, match="vllm-compiled and vllm-warm-cache-baseline disagree"):
         command.check_same_tokens(samples, "vllm-compiled", Sample(1.0, "a c"))
+
+
+def test_a_row_that_is_not_measured_gets_no_samples() -> None:
+    samples: defaultdict[str, list[Sample]] = defaultdict(list)
+    command.check_same_tokens(samples, "vllm-prewarmed", Sample(1.0, "a"))
+    assert not samples  # an empty row ended --stages
 
 
 def test_an_eager_start_is_no_compiled_one() -> None:

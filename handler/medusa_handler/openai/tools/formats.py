@@ -312,7 +312,7 @@ class Llama3(_Parser):
 
 
 class Forced(_Parser):
-    """A list of calls, to which structured outputs restrict the text. No part of it is content, even if it is cut off."""
+    """A list of calls, to which structured outputs restrict the text. No part is content, even if it is cut off."""
 
     def __init__(self, new_id: Callable[[], str] = _call_id) -> None:
         super().__init__()
