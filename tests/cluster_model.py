@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from medusa_cluster.policy.decide import Memory, Options, decide
 from medusa_cluster.policy.state import (
@@ -24,6 +25,20 @@ from medusa_cluster.policy.state import (
     StartInstance,
     StopInstance,
 )
+
+MB = 10**6
+
+
+def nodes(count: int, memory: int = 1000 * MB, **changes: Any) -> list[Node]:
+    return [Node(f"n{number}", link_bytes_per_s=50e6, memory_bytes=memory, **changes) for number in range(count)]
+
+
+def model(name: str = "m", size: int = 100 * MB, **changes: Any) -> Deployment:
+    return Deployment(name, f"s3://{name}", size_bytes=size, **{"max": 8, **changes})
+
+
+def of(kind: type, decisions: list[Any]) -> list[Any]:
+    return [decision for decision in decisions if isinstance(decision, kind)]
 
 
 class ClusterModel:

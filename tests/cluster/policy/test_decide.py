@@ -6,19 +6,16 @@ import math
 from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
-from cluster_model import ClusterModel
+from cluster_model import MB, ClusterModel, model, nodes, of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from medusa_cluster.policy.decide import Memory, Options, decide
 from medusa_cluster.policy.scaling import Bounds
 from medusa_cluster.policy.state import (
-    ChangeRole,
     ClusterState,
     Consolidate,
-    Deployment,
     Drop,
     Fetch,
     Load,
@@ -31,20 +28,7 @@ from medusa_cluster.policy.state import (
 )
 from medusa_runtime.state.stage_times import StageTimes
 
-MB = 10**6
 TIMES = StageTimes(0.05, 0.0, 0.1, 0.1, 0.01, 100 * MB, math.inf, 0.0, 1)
-
-
-def nodes(count: int, memory: int = 1000 * MB, **changes: Any) -> list[Node]:
-    return [Node(f"n{number}", link_bytes_per_s=50e6, memory_bytes=memory, **changes) for number in range(count)]
-
-
-def model(name: str = "m", size: int = 100 * MB, **changes: Any) -> Deployment:
-    return Deployment(name, f"s3://{name}", size_bytes=size, **{"max": 8, **changes})
-
-
-def of(kind: type, decisions: list[Any]) -> list[Any]:
-    return [decision for decision in decisions if isinstance(decision, kind)]
 
 
 def test_a_deployed_model_comes_into_the_pool_and_starts_where_it_is() -> None:
@@ -342,49 +326,6 @@ def test_new_instances_relieve_the_most_loaded_one_while_they_load() -> None:
     cluster.load("m", running=8, waiting=8)
     starts = of(StartInstance, cluster.tick())
     assert [start.partner for start in starts].count(instance.id) == 1
-
-
-def test_only_prefill_instances_relieve_prefill_instances() -> None:
-    cluster = ClusterModel(nodes(8), [model(disaggregated=True, min=1, max=4)], Options(live=True))
-    cluster.run(3)
-    roles = {instance.id: instance.role for instance in cluster.instances("m")}
-    cluster.load("m", waiting=32)
-    starts = of(StartInstance, cluster.tick())
-    assert {start.role for start in starts} == {"prefill", "decode"}
-    partners = [(start.role, roles[start.partner]) for start in starts if start.partner is not None]
-    assert partners == [("prefill", "prefill")]
-
-
-def test_decode_instances_are_scaled_with_prefill_instances() -> None:
-    deployment = model(disaggregated=True, max=4)
-    cluster = ClusterModel(nodes(8), [deployment], Options(live=True))
-    cluster.load("m", waiting=8)
-    cluster.run(3)
-    roles = sorted(instance.role for instance in cluster.instances("m"))
-    assert "decode" in roles
-    assert "prefill" in roles
-    cluster.load("m", waiting=32)
-    before = len(roles)
-    decisions = cluster.tick()
-    assert of(ChangeRole, decisions) == []  # no prefill instance can be spared
-    assert {start.role for start in of(StartInstance, decisions)} == {"prefill", "decode"}
-    cluster.run(3)
-    assert len(cluster.instances("m")) > before
-    cluster.load("m", running=64)
-    assert {change.role for change in of(ChangeRole, cluster.tick())} == {"decode"}  # they have the weights already
-
-
-def test_without_prescaling_requests_count_where_their_keys_and_values_are() -> None:
-    for prescale in (False, True):
-        cluster = ClusterModel(nodes(8), [model(disaggregated=True, max=4)], Options(prescale=prescale))
-        cluster.load("m", waiting=1)
-        cluster.run(3)
-        assert [instance.role for instance in cluster.instances("m")].count("decode") == 1
-        cluster.load("m", running=64, kv_use=0.5)
-        assert bool(of(StartInstance, cluster.tick())) == prescale
-        if not prescale:
-            cluster.load("m", running=64, kv_use=1.0)
-            assert {start.role for start in of(StartInstance, cluster.tick())} == {"decode"}
 
 
 def test_the_same_state_gives_the_same_decisions_and_a_new_memory_disturbs_nothing() -> None:

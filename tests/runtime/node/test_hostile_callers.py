@@ -10,7 +10,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -18,43 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_runtime.errors import NodeError, NodeRefusedError
+from medusa_runtime.errors import NodeRefusedError
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.node.messages import receive, send
 from medusa_runtime.region.layout import State, Word
 from medusa_runtime.region.reader import Region
 from medusa_runtime.region.seals import F_ADD_SEALS, SEAL_GROW, SEAL_SHRINK, SEAL_WRITE
-from strangers import ALICE, MALLORY, as_user
+from strangers import ALICE, MALLORY, as_user, as_user_raw, ask, contents, raw
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(200), pytest.mark.forked]
 
 Start = Callable[..., Any]
 Put = Callable[..., str]
 SECRET = b'{"secret of root": 1}'
-
-
-def contents(region: Region, name: str = "config.json") -> str:
-    index = region.wait_index(30)
-    for tensor in index.order:
-        region.wait_tensor(tensor, 30)
-    return (region.file(name) or b"nothing").decode()
-
-
-def ask(path: str, url: str, name: str = "config.json") -> str:
-    with closing(NodeClient(path)) as client, closing(client.region(url)) as region:
-        return contents(region, name)
-
-
-def raw(path: str, *messages: tuple[str, dict[str, Any], list[int]]) -> list[Any]:
-    """The answers to these messages after a hello, over a connection of one's own making."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(60)
-        connection.connect(path)
-        answers = []
-        for kind, body, descriptors in (("hello", {"version": 1}, []), *messages):
-            send(connection, kind, body, descriptors)
-            answers.append(receive(connection))
-        return answers[1:]
 
 
 @pytest.fixture
@@ -234,11 +209,6 @@ def test_no_scheme_reads_the_agents_files(start_node: Start, url: str) -> None:
     assert "expected an absolute path or one of" in answer
 
 
-def as_user_raw(path: str, *messages: tuple[str, dict[str, Any], list[int]]) -> list[str]:
-    said = as_user(MALLORY, lambda: json.dumps([str(answer and answer.body) for answer in raw(path, *messages)]))
-    return list(json.loads(said))
-
-
 # One message must not be the end
 
 
@@ -291,119 +261,6 @@ def test_a_socket_that_lingers_holds_nobody_up(start_node: Start) -> None:
 
 
 # Limits
-
-
-def test_fetches_are_limited(start_node: Start, put_model: Put, origin: Any) -> None:
-    over = threading.Event()
-    origin.accept = lambda *_: over.wait(30)  # a tarpit
-    node = start_node("--allow", origin.url, "--per-caller", "fetches=3")
-
-    def attack() -> list[str]:
-        clients, found = [], []
-        for number in range(12):
-            clients.append(NodeClient(node.socket))
-            send(clients[-1]._socket, "region", {"url": f"{origin.url}/m{number}"})
-            answer = receive(clients[-1]._socket)
-            assert answer is not None
-            found.append(answer.kind if answer.kind == "wait" else str(answer.body["message"])[:60])
-        return found
-
-    said = as_user(MALLORY, attack)
-    assert said.count("'wait'") == 3
-    assert said.count("user 1001 has 3 fetches of the node agent's already") == 9
-    node.until(lambda: not node.status()["callers"]["user 1001"].get("connections"))
-    assert node.status()["callers"]["user 1001"]["fetches"] == 3, "nobody waits for them, but they go on"
-    # They give way to the next; another user was never in want.
-    origin.accept = lambda *_: True
-    first, second = put_model("m"), put_model("other")
-    assert as_user(ALICE, lambda: ask(node.socket, first)) == '{"model_type": "m"}'
-    assert as_user(MALLORY, lambda: ask(node.socket, second)) == '{"model_type": "other"}'
-    over.set()
-    assert node.stop() == 0
-
-
-def test_one_connection_has_one_model(start_node: Start, put_model: Put, origin: Any) -> None:
-    first, second = put_model("a"), put_model("b")
-    node = start_node("--allow", origin.url)
-    bodies = [("region", {"url": url}, []) for url in (first, second)]
-    answers = as_user_raw(node.socket, *bodies)
-    assert any("expected one model for a connection" in answer for answer in answers), answers
-
-
-def test_connections_are_limited(start_node: Start) -> None:
-    node = start_node("--per-caller", "connections=5")
-
-    def attack() -> int:
-        clients = []
-        with suppress(NodeError):
-            for _ in range(50):
-                clients.append(NodeClient(node.socket))
-        return len(clients)
-
-    assert as_user(MALLORY, attack) == "5"
-    assert as_user(ALICE, attack) == "5", "each has its own"
-    assert node.status()["refused_callers"] == {"user 1000": 1, "user 1001": 1}
-
-
-def test_small_files_are_memory(start_node: Start, put_model: Put, origin: Any) -> None:
-    """Of weights without bytes a region still has what lies beside them."""
-    for name in ("a", "b", "c"):
-        put_model(name, 8)
-        origin.put(f"/{name}/tokenizer.json", b" " * (4 << 20))
-    node = start_node("--allow", origin.url, "--memory-budget", "100MB", "--per-caller", "memory=10MB")
-
-    def attack() -> str:
-        clients = [NodeClient(node.socket) for _ in range(3)]
-        for client, name in zip(clients, "abc", strict=True):
-            contents(client.region(f"{origin.url}/{name}"))
-        return "had all"
-
-    assert "takes 4 MB of memory; expected at most what user 1001 may have, 10 MB" in as_user(MALLORY, attack)
-    assert node.status()["used_bytes"] > 8e6
-    assert as_user(ALICE, lambda: ask(node.socket, f"{origin.url}/c")) == '{"model_type": "c"}'
-
-
-def test_models_are_limited(start_node: Start, put_model: Put, origin: Any) -> None:
-    urls = [put_model(name, 8) for name in ("a", "b", "c")]
-    node = start_node("--allow", origin.url, "--per-caller", "models=2")
-
-    def attack() -> str:
-        clients = [NodeClient(node.socket) for _ in urls]
-        for client, url in zip(clients, urls, strict=True):
-            contents(client.region(url))
-        return "had all"
-
-    assert "user 1001 uses 2 models of the node agent's already; expected at most 2" in as_user(MALLORY, attack)
-
-
-def test_models_that_are_brought_back_are_limited_too(start_node: Start, put_model: Put, origin: Any) -> None:
-    urls = [put_model(name, 8) for name in ("a", "b")]
-    node = start_node("--allow", origin.url, "--per-caller", "models=1")
-    regions = [node.client().region(url) for url in urls]
-    for region in regions:
-        contents(region)
-    recorded = Path(node.socket + ".regions")
-    node.until(lambda: [held["state"] for held in node.status()["regions"]] == ["done", "done"])
-    node.until(lambda: recorded.exists() and len(json.loads(recorded.read_text())["regions"]) == 2)
-    time.sleep(0.2)  # the time of its seal is recorded a moment after it
-    node.kill()
-    node.start()
-    ours = [node.client() for _ in urls]
-    for client, url, region in zip(ours, urls, regions, strict=True):
-        client.keep(url, region.fd)
-
-    def attack() -> str:
-        clients = [NodeClient(node.socket) for _ in urls]
-        for client, url, region in zip(clients, urls, regions, strict=True):
-            client.keep(url, region.fd)
-        return "had all"
-
-    assert "user 1001 uses 1 models of the node agent's already; expected at most 1" in as_user(MALLORY, attack)
-    for region in regions:
-        region.close()
-
-
-# Who may have what
 
 
 def test_without_allow_nobody_has_the_agents_credentials(start_node: Start, put_model: Put, origin: Any) -> None:
