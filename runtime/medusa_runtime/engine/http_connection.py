@@ -31,8 +31,10 @@ def connect_http(path: str, look: Callable[[], None]) -> socket.socket:
 
 def _wait(connection: socket.socket, look: Callable[[], None]) -> None:
     reader = frames.FrameReader(connection)
+    readable = select.poll()  # select(2) takes no descriptor above 1023, which a function with many clients has
+    readable.register(connection, select.POLLIN)
     while True:
-        while not reader.begun and not select.select([connection], [], [], _LOOK_S)[0]:
+        while not reader.begun and not readable.poll(_LOOK_S * 1000):
             look()
         frame = reader.read()
         if frame is None:

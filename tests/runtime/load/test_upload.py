@@ -274,6 +274,18 @@ def test_the_hosts_pages_are_released_behind_it(filling: Fill, net: Net) -> None
         later.close()
 
 
+def test_a_source_is_forgotten_once_its_copy_is_done(filling: Fill, net: Net) -> None:
+    """A dequantized tensor is freed then. Pages that stayed registered would be read in place of a later one's."""
+    link = HostLink(is_open=False)
+    filled = filling(state(net)).complete()
+    with load(filled, empty_net(), link) as loader:
+        until(lambda: bool(link.copies))
+        assert link.forgotten == []
+        link.open.set()
+        loader.wait()
+    assert sorted(link.forgotten) == sorted(copy.source.data_ptr() for copy in link.copies)
+
+
 def load_again(region: Region) -> Loader:
     return Loader(region, Applier(empty_net(), dtype=torch.float32), link=HostLink())
 

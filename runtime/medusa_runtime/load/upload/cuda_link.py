@@ -2,7 +2,8 @@
 
 A copy engine reads only host memory that cannot move. Either the pages of a tensor are registered with the driver and
 read in place, so that nothing is copied twice, or its bytes pass through a ring of pinned buffers. A page is registered
-only for a tensor that fills all of it, and so at most once.
+only for a tensor that fills all of it, and until ``forget``: memory that is freed while it is registered may be mapped
+anew, and the copy engine would still read the old pages.
 """
 
 from __future__ import annotations
@@ -95,23 +96,24 @@ class CudaLink:
             ) from error
 
     def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> CudaCopy:
-        source = source.contiguous()
+        given, source = source, source.contiguous()
+        in_place = source.data_ptr() == given.data_ptr()  # else a copy, whose memory ``forget`` does not know
         stream: torch.cuda.Stream = next(self._streams[urgent])
         with torch.cuda.stream(stream):
             if target.dtype is source.dtype and target.is_contiguous():
                 raw = target
             else:  # convert on the device, which is faster and keeps no thread busy
                 raw = torch.empty(source.shape, dtype=source.dtype, device=self.device)
-            self._copy_bytes(_bytes(raw), _bytes(source), stream)
+            self._copy_bytes(_bytes(raw), _bytes(source), stream, in_place=in_place)
             if raw is not target:
                 target.copy_(raw)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return CudaCopy(event, (source, raw))
 
-    def _copy_bytes(self, target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
+    def _copy_bytes(self, target: Tensor, source: Tensor, stream: torch.cuda.Stream, *, in_place: bool) -> None:
         begin, end = self._own_pages(source)
-        if end - begin < _LEAST_REGISTERED_BYTES:
+        if not in_place or end - begin < _LEAST_REGISTERED_BYTES:
             self._stage(target, source, stream)
             return
         way = self._trial.next()
@@ -170,8 +172,9 @@ class CudaLink:
         return piece
 
     def forget(self, source: Tensor) -> None:
-        raw = _bytes(source.contiguous())
-        self._unregister(raw.data_ptr() + self._own_pages(raw)[0])
+        if source.is_contiguous():  # else nothing was registered
+            raw = _bytes(source)
+            self._unregister(raw.data_ptr() + self._own_pages(raw)[0])
 
     def close(self) -> None:
         for stream in self._all_streams:

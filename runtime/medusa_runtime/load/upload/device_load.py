@@ -54,10 +54,8 @@ class DeviceLoad:
             must_wait = not backlog.pending or not uploads.has_room
             for name in uploads.wait(check) if must_wait else uploads.finished():
                 backlog.count(places[name], begun_ns[name])
-                source = sources.pop(name)
+                link.forget(sources.pop(name))  # a dequantized tensor's memory is freed now, a released one's below
                 if self._release:
-                    link.forget(source)
-                    del source
                     tensors.applied(name, copied=True, release=True)
             for name in backlog.arrived(_POLL_S) if backlog.pending else ():
                 del backlog.pending[name]

@@ -32,7 +32,7 @@ class Link(Protocol):
         """
 
     def forget(self, source: Tensor) -> None:
-        """Drop all references to a tensor's host memory, which is about to be released. Its copy must be done."""
+        """Drop all references to the host memory of a tensor, which may be freed now. Its copy must be done."""
 
     def close(self) -> None:
         """Wait for the copies that run, and free staging memory. May be called twice."""
