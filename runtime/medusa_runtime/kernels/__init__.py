@@ -46,9 +46,8 @@ class _Path(NamedTuple):
 
 
 _TORCH = _Path(None, "torch")
-_FEW_ROWS = (
-    32  # for fp32, or with bf16 dot products; for more rows, packing the weights each time as torch does pays off
-)
+# For fp32, or with bf16 dot products. For more rows, packing the weights each time, as torch does, pays off.
+_FEW_ROWS = 32
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:

@@ -94,8 +94,12 @@ def test_a_program_gives_the_same_bits_from_other_inputs(
     layer = Layer(dtype, rows, past=20)
     expected = layer()
     result, program = record(library, layer, layer)
-    assert program is not None
     assert torch.equal(result, expected)
+    path = kernels._path(dtype)
+    if path.compiled is None or path.most_rows < rows:  # as fp16 on a CPU with avx512_fp16: products are torch's there
+        assert program is None
+        return
+    assert program is not None
     for past in (20, 50, 33):  # tables of other widths
         layer.begin(dtype, rows, past)
         before = layer.pool.clone()
