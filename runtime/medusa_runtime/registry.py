@@ -36,6 +36,7 @@ class EngineKind(NamedTuple):
         the checkpoint's small files, in place of the prefetcher. ``--model`` is then a name instead of a checkpoint.
     http: ``(settings) -> bool``, for an engine with an HTTP server of its own (``open_http``), which gets the requests
         that our routes do not cover. Returns whether our routes may answer those that they do. Raises ConfigError.
+    in_groups: whether only a cluster starts it, as a worker of a group, so that users are not offered it.
     adapters: ``(settings) -> dict[str, str]``. Returns the URLs of the adapters in the settings, by the names that
         requests use for them. Raises ConfigError or ValueError.
     """
@@ -53,6 +54,7 @@ class EngineKind(NamedTuple):
     warmed_as: str = ""
     fetch: str = ""
     http: str = ""
+    in_groups: bool = False
     adapters: str = ""
 
 
@@ -67,6 +69,11 @@ def register(kind: EngineKind) -> None:
 def engine_names() -> tuple[str, ...]:
     """Return the names of the registered engines, in the order of their registration."""
     return tuple(_KINDS)
+
+
+def offered_engines() -> tuple[str, ...]:
+    """Return the names of the engines that a user may choose."""
+    return tuple(kind.name for kind in _KINDS.values() if not kind.in_groups)
 
 
 def engine_kind(name: str) -> EngineKind:
@@ -94,5 +101,6 @@ def imported(target: str) -> Callable[..., Any]:
 
 
 __all__ = [
-    "NO_ENGINE", "EngineKind", "engine_kind", "engine_names", "engines_using", "imported", "is_remote", "register",
+    "NO_ENGINE", "EngineKind", "engine_kind", "engine_names", "engines_using", "imported", "is_remote",
+    "offered_engines", "register",
 ]  # fmt: skip

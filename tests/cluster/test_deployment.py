@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from medusa_cluster.deployment import Deployment
+from medusa_runtime.config import from_env
 from medusa_runtime.errors import ConfigError
 
 
@@ -42,3 +43,9 @@ def test_an_slo_is_a_number_of_seconds(seconds: Any) -> None:
 def test_the_engine_of_a_groups_workers_is_no_engine_of_a_deployment(engine: str, whole: str) -> None:
     with pytest.raises(ConfigError, match=f"engine: expected {whole}, .* found '{engine}'"):
         Deployment.from_json({"name": "m", "url": "/m", "engine": engine})
+
+
+def test_users_are_not_offered_the_engine_of_a_groups_workers() -> None:
+    assert from_env({"MEDUSA_ENGINE": "group"}).engine == "group"  # as a node starts a worker
+    with pytest.raises(ConfigError, match=r"expected one of torch, cluster, (vllm, )?none$"):
+        from_env({"MEDUSA_ENGINE": "groups"})

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from medusa_runtime.config import Settings, from_env, misspelt
 from medusa_runtime.errors import ConfigError
-from medusa_runtime.registry import NO_ENGINE, engine_names
+from medusa_runtime.registry import NO_ENGINE, offered_engines
 from medusa_runtime.storage.base import redacted
 
 from ...platforms.base import load
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", help="its image")
     parser.add_argument("--model", help="checkpoint, as `medusa serve --model` takes it (MEDUSA_MODEL)")
     parser.add_argument("--handler", help="user code (MEDUSA_HANDLER); the image's own setting if not given")
-    parser.add_argument("--engine", choices=(*engine_names(), NO_ENGINE), help="MEDUSA_ENGINE")
+    parser.add_argument("--engine", choices=(*offered_engines(), NO_ENGINE), help="MEDUSA_ENGINE")
     add_list(parser, "--env", "NAME=VALUE", "environment")
     parser.add_argument(
         "--concurrency",
