@@ -70,10 +70,11 @@ class Routes:
 def parse(value: object) -> Routes:
     """Read routes from a controller's answer. Raises ClusterError for anything else."""
     try:
-        assert isinstance(value, Mapping)
+        if not isinstance(value, Mapping):
+            raise TypeError("no object")
         models = {str(name): _deployed(str(name), entry) for name, entry in value["models"].items()}
         return Routes(str(value.get("version", "")), models)
-    except (AssertionError, AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ClusterError(f"expected routes from the controller, found something else: {error!r}") from None
 
 

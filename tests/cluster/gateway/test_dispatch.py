@@ -213,7 +213,14 @@ def test_routes_are_read_and_what_is_none_is_refused() -> None:
     assert (instance.id, instance.url, node_server(instance.url)) == ("1", "http://n/instances/1", "http://n")
     assert found.models["m"].concurrency == 64
     assert node_server("http://n:1") is None
-    for bad in (None, [], {}, {"models": []}, {"models": {"m": {}}}, {"models": {"m": {"instances": [{"id": 1}]}}}):
+    text = {"instances": [], "deployment": "text"}
+    for bad in (
+        None,
+        [],
+        {},
+        {"models": []},
+        *({"models": {"m": one}} for one in ({}, {"instances": [{"id": 1}]}, text)),
+    ):
         with pytest.raises(ClusterError, match="expected routes"):
             parse(bad)
 

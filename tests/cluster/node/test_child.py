@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -40,6 +41,23 @@ async def line_of(child: Child) -> str:
     while not child.last_lines:
         await asyncio.sleep(0.02)
     return child.last_lines[0]
+
+
+def test_a_process_that_cannot_be_watched_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[int] = []
+
+    def refuse(pid: int) -> int:
+        watched.append(pid)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def run() -> None:
+        with pytest.raises(OSError, match="Too many open files"):
+            Child(SLEEP, os.environ, tmp_path / "log")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    asyncio.run(run())
+    until_gone(*watched)
+    assert len(watched) == 1
 
 
 def test_its_lines_and_its_status_are_known(tmp_path: Path) -> None:

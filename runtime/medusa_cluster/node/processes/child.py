@@ -42,20 +42,20 @@ class Child:
         self._on_line = on_line
         OUT_OF_MEMORY.look()
         self._log = open(log, "ab", buffering=0)  # noqa: SIM115  closed when the process has ended
-        parent = os.getpid()
-        self._process = subprocess.Popen(
-            arguments,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(parent),
-        )
+        try:
+            self._process = _start(arguments, environment)
+        except BaseException:
+            self._log.close()
+            raise
         self.pid = self._process.pid
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._watch_end()
-        self._watch_output()
+        try:
+            self._watch_end()
+            self._watch_output()
+        except BaseException:  # such as no descriptor; nobody would know of the process
+            os.killpg(self.pid, signal.SIGKILL)
+            with self._log, self._process:  # waits for the end, and closes the pipe
+                raise
 
     @property
     def status(self) -> int | None:
@@ -142,6 +142,19 @@ class Child:
             if self._log.tell() > _LONGEST_LOG_BYTES:
                 self._log.truncate(0)
             self._log.write(data)
+
+
+def _start(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    parent = os.getpid()
+    return subprocess.Popen(
+        arguments,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=lambda: die_with_parent(parent),
+    )
 
 
 class KeptAlive:
