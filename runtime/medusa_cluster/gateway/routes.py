@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from medusa_runtime.config import Settings, seconds
 from medusa_runtime.errors import ClusterError
@@ -70,10 +70,9 @@ class Routes:
 def parse(value: object) -> Routes:
     """Read routes from a controller's answer. Raises ClusterError for anything else."""
     try:
-        if not isinstance(value, Mapping):
-            raise TypeError("no object")
-        models = {str(name): _deployed(str(name), entry) for name, entry in value["models"].items()}
-        return Routes(str(value.get("version", "")), models)
+        routes = dict(cast("Mapping[str, Any]", value))
+        models = {str(name): _deployed(str(name), entry) for name, entry in routes["models"].items()}
+        return Routes(str(routes.get("version", "")), models)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ClusterError(f"expected routes from the controller, found something else: {error!r}") from None
 
