@@ -53,7 +53,7 @@ class ControllerLine:
                 return result_of(await answer.json(content_type=None))
         except MedusaError:
             raise
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, UnicodeDecodeError):
             raise ClusterError(f"{head_url} is no node server: expected JSON from /cluster/{operation}") from None
         except (ClientError, OSError, TimeoutError) as error:
             reason = str(error) or type(error).__name__

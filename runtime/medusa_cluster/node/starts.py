@@ -30,9 +30,9 @@ class Starts:
         """Read timelines until cancelled."""
         async with ClientSession(timeout=ClientTimeout(total=2.0)) as session:
             while True:
-                for instance in self._instances.all():
-                    if self._is_due(instance):
-                        await self._look(session, instance)
+                # At the same time, so that one that hangs does not hold up the others.
+                due = [instance for instance in self._instances.all() if self._is_due(instance)]
+                await asyncio.gather(*(self._look(session, instance) for instance in due))
                 known = {instance.id for instance in self._instances.all()}
                 self._looked = {name: at for name, at in self._looked.items() if name in known}
                 await asyncio.sleep(_SOON_S)
