@@ -1,4 +1,4 @@
-"""What every engine offers, and the values that cross the socket between function process and engine process."""
+"""The engine protocol, and the values that cross the socket between function process and engine process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 
 class StructuredOutputs(NamedTuple):
-    """The form that a text must have. ``kind`` says what ``text`` is: json_schema, regex, choice or grammar.
+    """The form that generated text must have. ``kind`` says what ``text`` is: json_schema, regex, choice or grammar.
 
-    A choice is a JSON list of strings; a grammar is Lark or GBNF.
+    The text of a choice is a JSON list of strings, that of a grammar is Lark or GBNF.
     """
 
     kind: str
@@ -20,7 +20,10 @@ class StructuredOutputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample; names and defaults are vLLM's. ``temperature=0`` is greedy. ``logprobs`` counts alternatives."""
+    """How to sample. Names and defaults are vLLM's.
+
+    ``temperature=0`` is greedy. ``logprobs`` is how many of the most likely tokens are reported with each token.
+    """
 
     max_tokens: int | None = 16
     temperature: float = 1.0
@@ -45,9 +48,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One sequence to continue: ``prompt`` is text or token ids. ``id`` is unique among the running requests.
+    """A prompt to continue, as text or token ids. ``id`` is unique among the running requests.
 
-    ``adapter`` names the adapter with which it is continued; None: the base model.
+    ``adapter`` names the LoRA adapter to use; None uses the base model.
     """
 
     id: str
@@ -81,7 +84,7 @@ class Delta(NamedTuple):
 
 
 class EngineInfo(NamedTuple):
-    """What the function process must know of the model an engine runs."""
+    """The facts about an engine and its model that the function process needs."""
 
     engine: str
     architecture: str
@@ -92,22 +95,22 @@ class EngineInfo(NamedTuple):
 
 
 class Embedding(NamedTuple):
-    """A text's number of tokens, and its vector as float32, little-endian."""
+    """A text's vector, as little-endian float32 bytes, and the number of its tokens."""
 
     tokens: int
     data: bytes
 
 
 class Engine(Protocol):
-    """Continuous batching over one model. ``run`` belongs to one thread; ``add``, ``cancel``, ``stats`` to any.
+    """Continuous batching over one model. One thread calls ``run``; any thread may call ``add``, ``cancel``, ``stats``.
 
-    An encoder's also has ``embed`` (encoder_engine.py).
+    An encoder's engine also has ``embed`` (``encoder/engine.py``).
     """
 
     info: EngineInfo
 
     def add(self, request: GenerateRequest, sink: Callable[[Delta], None]) -> None:
-        """Queue a request; its deltas go to ``sink``, in order, from the thread of ``run``.
+        """Queue a request. The thread of ``run`` calls ``sink`` with each of its deltas, in order.
 
         Raises RequestError (too long, bad parameter) and OverloadedError (queue full) at once.
         """
@@ -116,16 +119,16 @@ class Engine(Protocol):
         """Stop a request and free its KV blocks; unknown ids are ignored."""
 
     def run(self, stop: Event) -> None:
-        """Serve until ``stop`` is set. Returns or raises only when the engine as a whole is done or broken."""
+        """Serve until ``stop`` is set. Raises only when the engine as a whole is broken."""
 
     def wait_ready(self) -> None:
-        """Block until the weights are applied; raises what made that impossible (CorruptError, MismatchError …)."""
+        """Block until the weights are applied. Raises what made that impossible (CorruptError, MismatchError …)."""
 
     def tokenize(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
     def detokenize(self, token_ids: list[int]) -> str: ...
 
     def stats(self) -> dict[str, Any]:
-        """Numbers for /metrics: running, waiting, kv_tokens_used, prompt_tokens_total, generated_tokens_total."""
+        """Return the numbers for /metrics: running, waiting, kv_tokens_used, generated_tokens_total and others."""
 
     def close(self) -> None: ...

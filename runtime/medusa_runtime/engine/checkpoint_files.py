@@ -16,9 +16,9 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensor
 
 
 def read_config(region: Region) -> ModelConfig:
-    """config.json. Raises MismatchError without one, CorruptError, and what ``model_config`` raises.
+    """Read config.json. Raises MismatchError if there is none, CorruptError, and what ``model_config`` raises.
 
-    A config that names no dtype gets that of the weights; float32 would double a bf16 model's memory.
+    A config without a dtype gets the weights' dtype: the usual default, float32, would double a bf16 model's memory.
     """
     raw = read_config_json(region)
     if raw.get("dtype") is None and raw.get("torch_dtype") is None:
@@ -27,7 +27,7 @@ def read_config(region: Region) -> ModelConfig:
 
 
 def read_config_json(region: Region) -> dict[str, Any]:
-    """config.json as it is. Raises MismatchError without one, CorruptError."""
+    """Read config.json, and return its fields unchanged. Raises MismatchError if there is none, and CorruptError."""
     raw = read_object(region.file, "config.json")
     if raw is None:
         raise no_config()
@@ -35,7 +35,10 @@ def read_config_json(region: Region) -> dict[str, Any]:
 
 
 def weights_dtype(index: WeightIndex) -> str:
-    """The dtype most of the weights' bytes have; bfloat16 where none can be computed in (fp8)."""
+    """Return the dtype of most of the weights' bytes, such as "bfloat16".
+
+    It is also "bfloat16" if the weights have only dtypes that cannot be computed in, such as fp8.
+    """
     sizes: Counter[str] = Counter()
     for entry in index.tensors.values():
         if entry.dtype in _DTYPES:
@@ -44,9 +47,10 @@ def weights_dtype(index: WeightIndex) -> str:
 
 
 def read_eos_token_ids(region: Region, config: ModelConfig) -> tuple[int, ...]:
-    """The ids in config.json and generation_config.json together: often only one of them has the turn's end.
+    """Return the end-of-sequence ids of config.json and generation_config.json together, sorted.
 
-    Some files name ids that the model has no row for, such as -1 for none.
+    Often only one of the two files has the token that ends a turn of a chat. Ids outside the vocabulary are left out:
+    some files have them, such as -1 for "none". Raises CorruptError.
     """
     raw = (read_object(region.file, "generation_config.json") or {}).get("eos_token_id")
     found = raw if isinstance(raw, list) else [] if raw is None else [raw]

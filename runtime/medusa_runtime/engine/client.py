@@ -1,4 +1,4 @@
-"""The function process's end of the engine socket. Imports nothing heavy: the process answers probes from t=0."""
+"""The function process's end of the engine socket. It imports nothing heavy: the process answers probes from t=0."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .base import Delta, Embedding, EngineInfo, GenerateRequest
 logger = logging.getLogger(__name__)
 
 _LOOK_S, _LONG_S = 0.25, 3600.0
-_MOST_ATTEMPTS = 2  # a request that may itself have killed an engine is not given to a third one
+_MOST_ATTEMPTS = 2  # no third engine gets a request that may have killed the first two
 
 
 class TokenStream:
-    """The deltas of one request. Iterate, or ``get`` with a timeout; ``close`` cancels what is still running."""
+    """The deltas of one request. Iterate over it, or call ``get`` with a timeout. ``close`` cancels the request."""
 
     def __init__(self, client: EngineClient, request: GenerateRequest) -> None:
         self.request = request
@@ -71,9 +71,9 @@ class TokenStream:
 
 
 class EngineClient:
-    """Talks to whichever engine process serves the socket at ``path``; survives the engine's crash.
+    """A client of the engine process that serves the socket at ``path``. It reconnects when the engine has crashed.
 
-    Nothing is opened before the first use or ``start``, so that it can be made before a fork.
+    It opens nothing before the first use or ``start``, so it can be made before a fork.
     """
 
     def __init__(self, path: str) -> None:
@@ -86,7 +86,7 @@ class EngineClient:
         self._socket: socket.socket | None = None
         self._streams: dict[str, TokenStream] = {}
         self._calls: dict[str, queue.SimpleQueue[Any]] = {}
-        self._adapters: dict[str, list[int]] = {}  # descriptors by name, for the engine that comes after a crash, too
+        self._adapters: dict[str, list[int]] = {}  # name → descriptors, kept for the engine that follows a crash
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._send_lock = threading.Lock()
@@ -110,7 +110,7 @@ class EngineClient:
                 self._thread.start()
 
     def wait_ready(self, timeout_s: float | None = None) -> EngineInfo:
-        """Block until the engine has its weights. EngineError after ``timeout_s``."""
+        """Block until the weights are applied. Raises EngineError after ``timeout_s``, and the engine's failure."""
         self.start()
         with self._state:
             if not self._state.wait_for(lambda: self._ready or self._failure or self._closed, timeout_s):
@@ -123,7 +123,11 @@ class EngineClient:
             return self.info
 
     def generate(self, request: GenerateRequest) -> TokenStream:
-        """Send a request; before the engine is up it waits in the socket. Errors come out of the stream."""
+        """Send a request, and return the stream of its deltas.
+
+        A request that is sent before the engine is up waits for it. The stream raises the request's errors; this method
+        itself raises EngineError for an id that is in use, and the error given to ``fail``.
+        """
         self.start()
         stream = TokenStream(self, request)
         with self._state:
@@ -145,7 +149,7 @@ class EngineClient:
             self._send(connection, {"type": "cancel", "id": request_id})
 
     def stats(self) -> dict[str, Any]:
-        """The engine's numbers; empty while there is no engine."""
+        """Return the engine's numbers for /metrics; empty while there is no engine."""
         if self.info is None:
             return {}
         return dict(self._call("stats", timeout_s=2.0))
@@ -165,18 +169,20 @@ class EngineClient:
         classify: bool = False,
         look: Callable[[], None] | None = None,
     ) -> list[Embedding]:
-        """Return a vector for each text (see EncoderEngine.embed). May be called before the weights are there.
+        """Return a vector for each text (see ``EncoderEngine.embed``). Before the weights are there, this waits.
 
-        ``look`` is called a few times a second meanwhile; what it raises ends the wait. RequestError, EngineError.
+        ``look`` is called a few times a second during the wait; an exception from it ends the wait. Raises RequestError
+        and EngineError.
         """
         arguments = {"inputs": inputs, "dimensions": dimensions, "truncate": truncate, "classify": classify}
         found = self._call("embed", timeout_s=None, look=look, **arguments)
         return [Embedding(tokens, base64.b64decode(data)) for tokens, data in found]
 
     def bring_adapter(self, name: str, descriptors: list[int]) -> None:
-        """Give every engine of this socket an adapter, as ``region.handed`` describes it; takes the descriptors over.
+        """Give an adapter to this socket's engine, and to every later one. Takes over the descriptors.
 
-        Requests that are sent later may name it. Whether it can be used is what they, or ``wait_adapter``, are told.
+        ``region.handed`` says what the descriptors are. Requests that are sent from now on may name the adapter. If it
+        cannot be used, these requests and ``wait_adapter`` get the error.
         """
         self.start()
         with self._state:
@@ -187,11 +193,14 @@ class EngineClient:
             self._send(connection, {"type": "adapter", "name": name}, descriptors)
 
     def wait_adapter(self, name: str, look: Callable[[], None] | None = None) -> dict[str, Any]:
-        """Wait until the engine has loaded an adapter, and describe it. Raises what makes it impossible."""
+        """Wait until the engine has loaded an adapter, and return its numbers of layers and bytes.
+
+        Raises the error if the adapter cannot be used, and what ``look`` raises.
+        """
         return dict(self._call("wait_adapter", timeout_s=None, look=look, name=name))
 
     def drop_adapter(self, name: str) -> None:
-        """Take an adapter from the engine; requests that use it go on."""
+        """Remove an adapter from the engine. Requests that use it go on."""
         with self._state:
             frames.close_all(self._adapters.pop(name, ()))
             connection = self._socket
@@ -199,9 +208,10 @@ class EngineClient:
             self._send(connection, {"type": "call", "id": "", "method": "drop_adapter", "arguments": {"name": name}})
 
     def http(self, look: Callable[[], None]) -> socket.socket:
-        """Connect to the engine's own HTTP server; waits until it is up, and calls ``look`` meanwhile.
+        """Connect to the engine's own HTTP server. Waits until it is up, calling ``look`` a few times a second.
 
-        Raises RequestError where the engine has none, EngineError when it ends meanwhile, and what ``look`` raises.
+        Raises RequestError if the engine has no such server, EngineError if the engine ends during the wait, and what
+        ``look`` raises.
         """
         from .http_connection import connect_http
 
@@ -216,7 +226,7 @@ class EngineClient:
         return connect_http(self.path, check)
 
     def fail(self, error: MedusaError) -> None:
-        """Give every waiting and future request this error, because no engine will ever come."""
+        """Answer every waiting and future request with this error, because no engine will ever come."""
         with self._state:
             self._failure = error
             streams, self._streams = list(self._streams.values()), {}
@@ -266,7 +276,7 @@ class EngineClient:
         return value
 
     def _serve(self) -> None:
-        """Connect, read until the engine goes away, end the requests that are lost with it, and connect again."""
+        """Connect, read until the engine goes away, end the requests lost with it, and start over."""
         self.changed()
         while not self._closed:
             connection = socket.socket(socket.AF_UNIX)
@@ -335,7 +345,7 @@ class EngineClient:
             call.put(value)
 
     def _lost(self, connection: socket.socket) -> None:
-        """Handle an engine's end. Requests that it had not begun go to the next engine; the others get an error."""
+        """Handle an engine's end: requests it had not started go to the next engine, the others get an error."""
         connection.close()
         error = EngineError(
             "the engine process ended while it worked on this request; it is being restarted, try again"
@@ -374,18 +384,18 @@ class EngineClient:
                 sent = socket.send_fds(connection, [data], descriptors) if descriptors else 0
                 connection.sendall(data[sent:])
         except OSError:
-            pass  # the reader notices it too, and sees to every waiting stream
+            pass  # the reading thread notices the broken connection too, and handles every waiting stream
 
 
 class _Wait:
-    """Slices of a wait, between which ``look`` is called."""
+    """A wait that is cut into slices, so that ``look`` can be called between them."""
 
     def __init__(self, timeout_s: float | None, look: Callable[[], None] | None) -> None:
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._look = look
 
     def next_s(self) -> float | None:
-        """Call ``look``, and return how long to wait before the next call of this method; None at the end."""
+        """Call ``look``, and return the seconds to wait before calling this method again; None once time is up."""
         if self._look is not None:
             self._look()
         left_s = _LONG_S if self._deadline is None else self._deadline - time.monotonic()

@@ -1,4 +1,4 @@
-"""The engine of this repository that runs a checkpoint, as ``models/backend.py`` decides."""
+"""Opens the torch engine for a checkpoint: the encoders' or the decoders', as ``models/backend.py`` decides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from .torch.engine import TorchEngine
 
 
 def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Engine:
-    """An encoder's or a decoder's; waits for the checkpoint's index. Raises what their construction raises."""
+    """Open the engine for this checkpoint. Waits for its weight index.
+
+    Raises ConfigError with ``--layers``, and what the construction of the engine raises.
+    """
     if settings.layers is not None:
         raise ConfigError("--layers is for a worker that shares a model with others: expected --engine group with it")
     region.wait_index()

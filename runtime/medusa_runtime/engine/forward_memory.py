@@ -10,7 +10,8 @@ from ..config import Settings
 
 logger = logging.getLogger(__name__)
 
-# Results grow with the number of tokens: more than these are calculated, which takes seconds instead of minutes.
+# The memory grows with the number of tokens, so for more tokens than these it is extrapolated. Measuring would take
+# minutes instead of seconds.
 MOST_TOKENS = 256
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -18,10 +19,10 @@ _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 def measure(
     forward: Callable[[], object], settings: Settings, *, tokens: int, vocabulary: int, stays_bytes: int = 0
 ) -> int | None:
-    """The most bytes that a forward of ``max_batched_tokens`` takes; None when this kernel does not report it.
+    """Return the peak memory in bytes of a forward of ``max_batched_tokens``; None if this kernel does not report it.
 
-    ``forward`` is one of ``tokens``, in a process in which another has made what stays: threads, buffers. Only
-    ``stays_bytes`` of what it takes, pages of the cache, do not count.
+    ``forward`` runs ``tokens`` tokens, and the result is scaled up. Call it once before this, so that threads and
+    buffers which stay exist already. ``stays_bytes`` are subtracted: pages of the cache that the forward touches first.
     """
     try:
         _CLEAR_REFS.write_text("5")  # the high-water mark is what is resident now; proc(5)

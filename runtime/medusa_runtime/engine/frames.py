@@ -1,14 +1,14 @@
-"""Frames on the socket between function process and engine process: a length and a JSON object.
+"""The frames on the socket between function process and engine process: a length, then a JSON object.
 
-No pickle: with pre-warmed engines the other side may belong to another user. These are the types of frames:
+They do not use pickle, because the other side may belong to another user (pre-warmed engines). The types of frames:
 
     client → engine   generate {id, prompt, params, add_special_tokens, adapter}, cancel {id},
                       call {id, method, arguments}, adapter {name} +[region, and the files of local shards]
     engine → client   hello {info}, ready, delta {…}, result {id, value},
                       error {id, code, message, param, retry_after_s}
 
-``http {}`` as a connection's only frame asks for the engine's own HTTP server, where there is one. The engine answers
-``http {}`` when that server is up; behind it the connection speaks HTTP/1.1.
+A client that wants the engine's own HTTP server sends ``http {}`` as the only frame of a connection. The engine answers
+``http {}`` once that server is up, and from then on the connection speaks HTTP/1.1.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Frame = dict[str, Any]
 
 _LENGTH = struct.Struct("<I")
 _LARGEST_BYTES = 64 << 20
-_MOST_FRAMES = 16  # with descriptors that wait to be handled
+_MOST_FRAMES = 16  # how many frames with descriptors may wait to be handled
 _UNREADABLE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 
 
 def pack(frame: Frame) -> bytes:
-    """The frame with its length in front. RequestError for one that the other side would not take."""
+    """Encode a frame, with its length in front. Raises RequestError if it is too large for the other side."""
     body = json.dumps(frame, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
     if len(body) > _LARGEST_BYTES:
         raise RequestError(
@@ -43,7 +43,7 @@ def pack(frame: Frame) -> bytes:
 
 
 def unpack(body: bytes) -> Frame:
-    """The frame in ``body``, the bytes behind the length. EngineError when it is none."""
+    """Decode a frame from ``body``, the bytes after the length. Raises EngineError if they are not a frame."""
     try:
         frame = json.loads(body.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
@@ -56,22 +56,22 @@ def unpack(body: bytes) -> Frame:
 
 
 class FrameReader:
-    """Takes whole frames off a stream socket."""
+    """Reads whole frames from a stream socket."""
 
     def __init__(self, connection: socket.socket, *, most_descriptors: int = 0) -> None:
-        """``most_descriptors`` may come with a frame (SCM_RIGHTS); without it, the kernel closes those that come."""
+        """Accept up to ``most_descriptors`` descriptors with a frame (SCM_RIGHTS). With 0 the kernel closes them."""
         self._connection = connection
         self._buffer = bytearray()
         self._most = most_descriptors
-        self._descriptors: deque[list[int]] = deque()  # of frames that have not been handled, one list each
+        self._descriptors: deque[list[int]] = deque()  # a list for each frame that has not been handled yet
 
     @property
     def begun(self) -> bool:
-        """Whether some of the next frame has been taken already."""
+        """Whether a part of the next frame has been received already."""
         return bool(self._buffer)
 
     def read(self) -> Frame | None:
-        """The next frame, or None when the other side has closed. EngineError when what came is no frame."""
+        """Return the next frame; None when the other side has closed. Raises EngineError for anything else."""
         head = self._take(_LENGTH.size)
         if head is None:
             return None
@@ -86,11 +86,11 @@ class FrameReader:
         return unpack(body)
 
     def descriptors(self) -> list[int]:
-        """The descriptors that came with the frame which was read last; they are the caller's to close."""
+        """Return the descriptors that came with the frame read last. The caller closes them."""
         return self._descriptors.popleft() if self._descriptors else []
 
     def close(self) -> None:
-        """Close the descriptors that nobody took."""
+        """Close the descriptors that ``descriptors`` has not returned."""
         while self._descriptors:
             close_all(self._descriptors.popleft())
 
@@ -124,7 +124,7 @@ def close_all(descriptors: Iterable[int]) -> None:
 
 
 def request_to_frame(request: GenerateRequest) -> Frame:
-    """Only parameters that differ from their defaults travel."""
+    """Make a generate frame. It holds only the parameters that differ from their defaults."""
     defaults = SamplingParams()
     params = {
         name: value
@@ -142,7 +142,10 @@ def request_to_frame(request: GenerateRequest) -> Frame:
 
 
 def request_from_frame(frame: Frame) -> GenerateRequest:
-    """The request in a frame. RequestError when it has none; the values of parameters are the engine's to check."""
+    """Read a request from a generate frame. Raises RequestError if there is none.
+
+    The values of the parameters are not checked here; the engine does that.
+    """
     try:
         params = dict(frame["params"])
         for name in ("stop", "stop_token_ids"):
@@ -171,7 +174,7 @@ def delta_to_frame(delta: Delta) -> Frame:
 
 
 def delta_from_frame(frame: Frame) -> Delta:
-    """The delta in a frame. EngineError when it has none."""
+    """Read the delta in a frame. Raises EngineError if there is none."""
     try:
         return _delta(frame)
     except _UNREADABLE as error:
@@ -179,7 +182,7 @@ def delta_from_frame(frame: Frame) -> Delta:
 
 
 def info_from_frame(frame: Frame) -> EngineInfo:
-    """Return what a hello frame says of the engine. EngineError when it says nothing of the kind."""
+    """Read the engine's info from a hello frame. Raises EngineError if there is none."""
     try:
         return EngineInfo(**{**frame["info"], "eos_token_ids": tuple(frame["info"]["eos_token_ids"])})
     except _UNREADABLE as error:
@@ -187,7 +190,7 @@ def info_from_frame(frame: Frame) -> EngineInfo:
 
 
 def answer_from_frame(frame: Frame) -> Any:
-    """The value of a result frame; of an error frame, the error itself. EngineError when it has neither."""
+    """Return the value of a result frame, or the error in an error frame. Raises EngineError for a malformed one."""
     try:
         if frame["type"] == "result":
             return frame["value"]

@@ -1,8 +1,8 @@
-"""An answer of the HTTP server that an engine has of its own, read piece by piece.
+"""Reads, piece by piece, an answer of the HTTP server that an engine such as vLLM's has of its own.
 
-The standard library's reader would be imported for the first such request (20 ms of CPU: it brings email and TLS),
-while the engine computes its answer on the same cores. The engine may be another user's process, so heads and lines
-have a largest size.
+``http.client`` is not used, because importing it takes 20 ms of CPU (it brings email and TLS), on the cores on which
+the engine computes the first answer. The engine may be another user's process, so the sizes of heads and lines are
+limited.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ from collections.abc import Iterator
 from ..storage.http.fields import FieldError, Head, chunk_size, framing, parse_lines
 
 _HEAD_BYTES = 64 << 10
-_LINE_BYTES = 256  # the most of the line before a chunk, which holds its size
+_LINE_BYTES = 256  # limit for the line before a chunk, which holds the chunk's size
 _PIECE_BYTES = 64 << 10
 _MOST_INTERIM = 8  # interim answers (1xx) before the final one
 
 
 class HttpAnswer:
-    """An answer that comes over ``connection``, which stays the caller's. ``begin`` reads its head.
+    """An HTTP answer over ``connection``, which stays the caller's to close. Call ``begin`` first, to read the head.
 
-    What is not HTTP, or ends early, is a FieldError; a broken connection an OSError.
+    Methods raise FieldError for bytes that are not HTTP and for an answer that ends early, and OSError when the
+    connection breaks.
     """
 
     def __init__(self, connection: socket.socket, method: str) -> None:
         self._connection = connection
         self._method = method
-        self._left = b""  # received, and not handed on yet
+        self._left = b""  # received, but not consumed yet
         self._length: int | None = 0
         self._chunked = False
         self.status = 0
         self.headers: list[tuple[str, str]] = []
 
     def begin(self) -> None:
-        """Receive the head: ``status``, and ``headers`` as they came, with names in lower case."""
+        """Receive the head, and set ``status`` and ``headers`` (in their order, names in lower case)."""
         for _ in range(_MOST_INTERIM):
             minor, status, lines = parse_lines(self._until(b"\r\n\r\n", _HEAD_BYTES))
             if status >= 200:
@@ -47,7 +48,7 @@ class HttpAnswer:
         raise FieldError(f"expected an answer, found {_MOST_INTERIM} that announce one (1xx)")
 
     def pieces(self) -> Iterator[bytes]:
-        """The body, in pieces as they come."""
+        """Yield the body in pieces, as they arrive."""
         if self._chunked:
             while size := chunk_size(self._until(b"\r\n", _LINE_BYTES)):
                 yield from self._exactly(size)
@@ -75,7 +76,7 @@ class HttpAnswer:
         return data
 
     def _until(self, end: bytes, most: int) -> bytes:
-        """Receive what ends with ``end``, and return it without."""
+        """Receive up to and including ``end``, at most ``most`` bytes before it, and return what precedes it."""
         searched = 0
         while (at := self._left.find(end, max(searched - len(end), 0))) < 0 and len(self._left) <= most:
             searched = len(self._left)

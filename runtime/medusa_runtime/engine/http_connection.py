@@ -1,4 +1,4 @@
-"""A connection to the HTTP server that an engine has of its own, such as vLLM's, over the engine's socket."""
+"""Connects, over the engine's socket, to the HTTP server that an engine such as vLLM's has of its own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _RETRY_S = 0.05
 
 
 def connect_http(path: str, look: Callable[[], None]) -> socket.socket:
-    """Connect, and wait until the engine is loaded and its server is up. ``look`` is called meanwhile.
+    """Connect, and wait until the engine is loaded and its server is up, calling ``look`` a few times a second.
 
-    Raises what ``look`` raises, the engine's own error, and EngineError when the engine ends meanwhile.
+    Raises what ``look`` raises, the error with which the engine answers, and EngineError if the engine ends during the
+    wait.
     """
     connection = _connect(path, look)
     try:
@@ -31,7 +32,7 @@ def connect_http(path: str, look: Callable[[], None]) -> socket.socket:
 
 def _wait(connection: socket.socket, look: Callable[[], None]) -> None:
     reader = frames.FrameReader(connection)
-    readable = select.poll()  # select(2) takes no descriptor above 1023, which a function with many clients has
+    readable = select.poll()  # select(2) cannot watch descriptors above 1023, which a busy function has
     readable.register(connection, select.POLLIN)
     while True:
         while not reader.begun and not readable.poll(_LOOK_S * 1000):

@@ -1,4 +1,4 @@
-"""What a process imports before it forks torch engines. Importing this file itself imports no torch."""
+"""The imports that a process makes before it forks torch engines. Importing this file itself does not import torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..region.reader import Region
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 1.0  # for the small files, which come while torch is imported
+_PATIENCE_S = 1.0  # how long to wait for config.json, which is fetched while torch is imported
 
 
 def preimport(settings: Settings, region: Region | None = None) -> None:
-    """Import torch, leanly on a CPU, and every model family; see ``registry.EngineKind``."""
+    """Import torch (leanly, on a CPU) and every model family. ``registry.EngineKind`` says when this is called."""
     if settings.device == "cuda":
         if settings.torch_import == "lean":
             logger.warning("importing torch plainly: the engine uses a GPU, the lean import was tested without")
@@ -30,9 +30,9 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
 
 
 def _import_foreign(region: Region) -> None:
-    """Import the model's module of transformers, where the region's model needs one and is known by now.
+    """Import the model's module of transformers, if the model needs one and its config.json has arrived.
 
-    What is wrong with the model is reported by the engine.
+    Errors in the model are not reported here; the engine reports them.
     """
     from ..models.fields import read_object
     from ..models.registry import has_family, is_encoder

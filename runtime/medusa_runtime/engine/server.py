@@ -1,4 +1,4 @@
-"""The engine's end of the socket: takes requests off every connection and writes their deltas back."""
+"""The engine's end of the socket: it reads requests from every connection and writes their deltas back."""
 
 from __future__ import annotations
 
@@ -19,19 +19,16 @@ from .base import Delta, Engine, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
-_LONG = 1 << 16  # characters or token ids, which take tens of milliseconds; nobody else shall wait for them
+_LONG = 1 << 16  # characters or token ids; handling more takes tens of milliseconds, so it gets a thread of its own
 _METHODS = ("stats", "tokenize", "detokenize", "embed", "wait_adapter", "drop_adapter")
-_SLOW = ("embed", "wait_adapter")  # what waits for forwards or bytes; other frames of its connection do not
+_SLOW = ("embed", "wait_adapter")  # these wait for forwards or bytes, so they must not hold up the connection
 _UNREADABLE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
-_RETRY_S = 0.1  # until the next attempt to accept a connection for which there were no descriptors
-_ADAPTER_FILES = 2  # descriptors of an adapter: its region, and its file where that is a local one
+_RETRY_S = 0.1  # between attempts to accept a connection while the process has no free descriptor
+_ADAPTER_FILES = 2  # descriptors of an adapter: its region, and its weights' file if that is local
 
 
 def _takes_long(request: GenerateRequest) -> bool:
-    """Return whether adding a request may take so long that others should not wait for it:
-
-    a long text, or a grammar.
-    """
+    """Return whether adding a request is slow, so that others should not wait: it has a long prompt, or a grammar."""
     return _is_long(request.prompt) or request.params.structured_outputs is not None
 
 
@@ -51,7 +48,7 @@ def _error_frame(request_id: Any, error: MedusaError) -> frames.Frame:
 
 
 def _packed(frame: frames.Frame) -> bytes:
-    """The bytes of a frame, or of the error that it is too large: the client would give up the whole connection."""
+    """Encode a frame. One that is too large becomes an error frame, since the client would drop the connection."""
     try:
         return frames.pack(frame)
     except RequestError as error:
@@ -59,7 +56,7 @@ def _packed(frame: frames.Frame) -> bytes:
 
 
 class EngineServer:
-    """Serves one engine to any number of connections, from ``start`` until ``close``."""
+    """Serves one engine over any number of connections, from ``start`` until ``close``."""
 
     def __init__(self, listener: socket.socket, engine: Engine) -> None:
         self._listener = listener
@@ -108,7 +105,7 @@ class EngineServer:
 
 
 class _Connection:
-    """One client: a thread reads its frames, another writes, so that a slow client never holds up the engine."""
+    """One client's connection. One thread reads and another writes, so a slow client never holds up the engine."""
 
     def __init__(self, connection: socket.socket, engine: Engine, on_close: Any) -> None:
         self._socket = connection
@@ -144,7 +141,7 @@ class _Connection:
                 elif self._speak_http():
                     return
         except OSError:
-            pass  # it broke, or the engine's end has closed it
+            pass  # the connection broke, or this side has closed it
         except MedusaError as error:
             logger.error("engine connection dropped: %s", error)  # noqa: TRY400
         except Exception:
@@ -180,13 +177,13 @@ class _Connection:
                 raise RequestError(f"the engine knows no frame {kind!r}")  # noqa: TRY301 answered below
         except MedusaError as error:
             self._refuse(request_id, error)
-        except Exception as error:  # others have requests on this connection, which go on
+        except Exception as error:  # the other requests on this connection go on
             if not isinstance(error, _UNREADABLE):
                 logger.exception("a %r frame could not be handled", kind)
             self._refuse(request_id, RequestError(f"a {kind!r} frame could not be read: {error}"))
 
     def _add_adapter(self, frame: frames.Frame, descriptors: list[int]) -> None:
-        """Give the engine an adapter's region. If it cannot be used, the requests for it get the error."""
+        """Give an adapter's region to the engine. If it cannot be used, requests that name the adapter get an error."""
         try:
             name = frame.get("name")
             if not isinstance(name, str) or not descriptors or not hasattr(self._engine, "add_adapter"):
@@ -200,7 +197,10 @@ class _Connection:
             frames.close_all(descriptors)
 
     def _speak_http(self) -> bool:
-        """Hand this connection to the engine's own HTTP server, once that is up; False where the engine has none."""
+        """Wait for the engine's own HTTP server, and hand this connection to it.
+
+        Returns False, after sending the error, if the engine has no such server or it failed.
+        """
         try:
             if not hasattr(self._engine, "open_http"):
                 raise RequestError(f"the {self._engine.info.engine} engine has no HTTP server of its own")
@@ -208,7 +208,7 @@ class _Connection:
         except MedusaError as error:
             self._refuse("", error)
             return False
-        self._on_close(self)  # from here on nobody else sends over it
+        self._on_close(self)  # from here on the server sends nothing more over it
         self._takes_over = takes_over
         self.send({"type": "http"})
         return True
@@ -222,7 +222,7 @@ class _Connection:
             self.send({"type": "result", "id": request_id, "value": value})
         except MedusaError as error:
             self._refuse(request_id, error)
-        except Exception as error:  # without an answer the caller would wait for ever
+        except Exception as error:  # without an answer the caller would wait forever
             if not isinstance(error, _UNREADABLE):
                 logger.exception("a call of %s failed", method)
             self._refuse(request_id, RequestError(f"a call of {method} could not be read: {error}"))
@@ -259,7 +259,7 @@ class _Connection:
             while (frame := self._outgoing.get()) is not None:
                 pieces = [_packed(frame)]
                 last = False
-                # Whatever one engine step produced leaves in one system call.
+                # Everything that one engine step produced is sent in one system call.
                 while not last and not self._outgoing.empty():
                     following = self._outgoing.get()
                     if following is None:

@@ -1,5 +1,8 @@
-"""A whole start and two tokens with a model of no meaning, so that what a process does once is done before it counts:
-libraries are opened, modules that were deferred are executed, kernels are built, threads are made."""
+"""A warm-up before the real model arrives: a whole start and two tokens, with a tiny model whose weights are zeros.
+
+Everything that a process does only once is then done: it has opened libraries, executed deferred modules, built kernels
+and started threads.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ _BYTES = {"BF16": 2, "F32": 4}
 
 
 def warm_up(open_engine: Callable[[Region, Settings, Timeline], Engine], settings: Settings) -> None:
-    """Raises what an engine of this kind would raise in this process."""
+    """Open an engine for each dtype in turn, and generate two tokens. Raises what such an engine raises."""
     for dtype in _BYTES:
         region = _region(dtype)
         timeline = Timeline.create("rehearsal")
@@ -105,7 +108,7 @@ def _generate(engine: Engine) -> None:
 
 
 def _region(dtype: str) -> Region:
-    """A decoder's checkpoint with zeros as weights, in a region."""
+    """Make a complete region with the checkpoint of a small decoder, whose weights are zeros."""
     shapes = _shapes()
     entries, at = {}, 0
     for name, shape in shapes.items():
@@ -125,7 +128,7 @@ def _region(dtype: str) -> Region:
     }
     writer.lay_out(index, {name: json.dumps(body).encode() for name, body in files.items()})
     for chunk in writer.pending():
-        writer.publish(chunk)  # a new memfd is zeros
+        writer.publish(chunk)  # a new memfd contains zeros already
     writer.finish()
     return region
 

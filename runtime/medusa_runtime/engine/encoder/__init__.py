@@ -1,1 +1,1 @@
-"""The engine of text encoders, which turn texts into vectors."""
+"""The engine for text encoders, which turn texts into vectors."""

@@ -1,4 +1,4 @@
-"""The engine of encoders: it batches texts of similar length from all waiting requests."""
+"""The engine for encoders. It batches texts of similar length from all waiting requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .text_encoder import Encoder, Reading, Tokens
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.2  # how often an idle engine looks at its stop event
-_WINDOW = 256  # waiting texts among which those of similar length are sought
+_WINDOW = 256  # a batch is made of so many of the texts that have waited longest
 _MOST_TEXTS = 64
 
 
@@ -39,7 +39,7 @@ class _Text:
 
 
 class EncoderEngine:
-    """Serves ``embed``; ``add`` refuses, since an encoder continues no text. One forward at a time, in ``run``."""
+    """Serves ``embed``, one forward at a time, in ``run``. ``add`` refuses: an encoder cannot continue text."""
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline) -> None:
         with timeline.stage("config"):
@@ -63,11 +63,12 @@ class EncoderEngine:
         truncate: int | None = None,
         classify: bool = False,
     ) -> list[tuple[int, str]]:
-        """Return each input's number of tokens and its vector (float32 little-endian, in base64). Call from any thread.
+        """Return each input's number of tokens and its vector (float32 little-endian, in base64).
 
-        ``dimensions``: keep only the first so many numbers, scaled to length 1 again. ``truncate``: cut inputs after so
-        many tokens, -1: at the model's limit. ``classify``: a classifier is asked, whose vector has each label's
-        probability. Raises RequestError, EngineError, and the error of weights that failed.
+        ``dimensions``: keep this many numbers of each vector, and scale it to length 1 again. ``truncate``: cut inputs
+        to this many tokens; -1 cuts at the model's limit. ``classify``: expect a classifier, whose vectors are the
+        probabilities of the labels. Any thread may call this. Raises RequestError, EngineError, and the error of
+        weights that could not be loaded.
         """
         if classify is not self._encoder.classifies:
             able = (
@@ -113,7 +114,7 @@ class EncoderEngine:
                 text.vector.set_exception(end)
 
     def _take(self) -> list[_Text]:
-        """Take the text that has waited longest, and those of the nearest length that fit beside it."""
+        """Take the text that has waited longest, and texts of the most similar lengths that fit into its batch."""
         with self._changed:
             if not self._waiting:
                 self._changed.wait(_IDLE_S)
@@ -150,7 +151,7 @@ class EncoderEngine:
         tokens = sum(len(text.tokens) for text in batch)
         if not self._steps:
             self._timeline.record("first_forward", start_ns, time.monotonic_ns(), tokens=tokens)
-            self._timeline.mark("first_token")  # what a start is timed by: the first answer
+            self._timeline.mark("first_token")  # the first answer, which ends a cold start
         self._steps += 1
         self._embedded += len(batch)
         self._tokens += tokens
@@ -161,7 +162,7 @@ class EncoderEngine:
         raise RequestError("this model makes embeddings and continues no text; expected a request to /v1/embeddings")
 
     def cancel(self, request_id: str) -> None:
-        """Nothing to do: it has no such request."""
+        """Do nothing: there are no such requests."""
 
     def wait_ready(self) -> None:
         self._encoder.wait()
@@ -187,5 +188,5 @@ class EncoderEngine:
 
 
 def _packed(vector: Tensor) -> str:
-    # There is no numpy in the engine process.
+    # The engine process does not import numpy.
     return base64.b64encode(array("f", vector.tolist()).tobytes()).decode()

@@ -1,4 +1,4 @@
-"""Texts → vectors: a BERT-like encoder of a region, with its tokenizer and its pooling."""
+"""Turns texts into vectors with an encoder such as BERT from a region, its tokenizer and its pooling."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from ..serving.tokenizer import Tokenizer
 
 
 class Tokens(list[int]):
-    """The token ids of a text or a pair of texts; ``segments`` are 0 in the first and 1 in the second, or empty."""
+    """The token ids of a text or of a pair of texts.
+
+    For a pair, ``segments`` has a 0 for each token of the first text and a 1 for each of the second; else it is empty.
+    """
 
     def __init__(self, ids: Sequence[int], segments: Sequence[int] = ()) -> None:
         super().__init__(ids)
@@ -46,16 +49,18 @@ def _build(raw: dict[str, Any], dtype: torch.dtype) -> tuple[Bert | Transformers
 
 @dataclass(frozen=True)
 class Reading:
-    """How to read: ``dtype`` to compute in (None: the weights' own), ``max_tokens`` of a text (None: the model's)."""
+    """Options: the dtype to compute in (None: the weights' own), and the most tokens of a text (None: the model's)."""
 
     dtype: torch.dtype | None = None
     max_tokens: int | None = None
 
 
 class Encoder:
-    """Construction waits for the checkpoint's index; the first ``encode`` waits, layer by layer, for the weights.
+    """An encoder or a sequence classifier with its tokenizer.
 
-    Raises ModelError for a model of another kind, MismatchError without a config.json, ConfigError and CorruptError.
+    Construction waits for the checkpoint's weight index, and the first ``encode`` waits, layer by layer, for the
+    weights. Construction raises ModelError for a model of another kind, MismatchError if there is no config.json,
+    ConfigError and CorruptError.
     """
 
     def __init__(self, region: Region, timeline: Timeline, reading: Reading | None = None) -> None:
@@ -73,12 +78,12 @@ class Encoder:
 
     @property
     def index(self) -> WeightIndex:
-        """The index of the tensors that the encoder takes."""
+        """The weight index, as the encoder's loader uses it."""
         return self._loader.index
 
     @property
     def size(self) -> int:
-        """Numbers of a vector."""
+        """The length of a vector."""
         return self.config.hidden_size
 
     def _longest(self, wanted: int | None) -> int:
@@ -93,9 +98,10 @@ class Encoder:
         return wanted
 
     def tokens(self, given: str | Sequence[int] | Sequence[str], most: int | None = None) -> Tokens:
-        """The token ids of a text, or of a pair of texts, special tokens included; ids are taken as they are.
+        """Return the token ids of a text or of a pair of texts, with special tokens. Token ids are kept as they are.
 
-        What is longer than ``most`` is cut there. RequestError for what is empty, too long or no id of the model.
+        With ``most``, longer inputs are cut to ``most`` tokens, or to the model's limit. Raises RequestError for an
+        empty input and for ids outside the vocabulary, and ContextLengthError for an input that is too long.
         """
         if isinstance(given, str):
             if most is None:
@@ -110,7 +116,7 @@ class Encoder:
         if not found:
             raise RequestError("input: expected at least one token, found an empty input", "input")
         if most is not None:
-            # As tokenizers cut: what a text ends with, BERT's [SEP], stays at its end.
+            # Like a tokenizer that truncates: the last token, BERT's [SEP], stays at the end.
             most = min(most, self.max_tokens)
             found = found if len(found) <= most else Tokens([*found[: most - 1], found[-1]], found.segments[:most])
         if len(found) > self.max_tokens:
@@ -125,7 +131,10 @@ class Encoder:
         return found
 
     def encode(self, texts: Sequence[Tokens]) -> Tensor:
-        """Token ids of each text → float32 [texts, size]."""
+        """Run the model on a batch of texts, and return their vectors, float32 [texts, size].
+
+        A classifier's vector has the probability of each label.
+        """
         longest = max(map(len, texts))
         ids = torch.zeros(len(texts), longest, dtype=torch.long)
         mask = torch.zeros(len(texts), longest, dtype=torch.bool)
@@ -146,13 +155,16 @@ class Encoder:
         return torch.tensor([[*text.segments, *[0] * (longest - len(text.segments))] for text in texts])
 
     def embed(self, texts: Sequence[str]) -> list[list[float]]:
-        """A vector for each text, all in one batch; longer texts are cut. For a function that runs its own encoder."""
+        """Return a vector for each text, all in one batch; texts that are too long are cut.
+
+        This is for functions that run an encoder themselves.
+        """
         with torch.inference_mode():
             vectors: list[list[float]] = self.encode([self.tokens(text, self.max_tokens) for text in texts]).tolist()
         return vectors
 
     def wait(self) -> None:
-        """Until weights and tokenizer are there. Raises what came instead."""
+        """Wait until weights and tokenizer are loaded. Raises the error of the one that failed."""
         self._loader.wait()
         self.tokenizer.wait()
 

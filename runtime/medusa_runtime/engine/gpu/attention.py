@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache on a GPU: torch's kernels for prefills, one that can be captured for decodes."""
+"""Attention over the paged KV cache on a GPU: torch's kernels for prefills, a capturable kernel for decodes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ..torch.kv_cache import BLOCK_TOKENS, KvCache
 
 
 class DecodeAttention:
-    """The models' Attention for one new token a sequence. It reads only the given tensors, so it can be captured.
+    """The ``Attention`` of a step with one new token for each sequence.
 
-    slots and contexts: int64 [sequences]; tables: int32 [sequences, blocks]. Dynamic rope scaling asks for ``lengths``.
+    It reads only the tensors it is given, so it can be captured: ``slots`` and ``contexts`` int64 [sequences], and
+    ``tables`` int32 [sequences, blocks]. Dynamic rope scaling reads ``lengths``.
     """
 
     def __init__(self, cache: KvCache, slots: Tensor, contexts: Tensor, tables: Tensor) -> None:
@@ -40,7 +41,10 @@ class _Prefill(NamedTuple):
 
 
 class GpuAttention:
-    """Attention for any mix of prefills and decodes, made for one step. Spans of one token at the front are decodes."""
+    """The ``Attention`` of one step with any mix of prefills and decodes.
+
+    The leading spans with a single token are handled as decodes.
+    """
 
     def __init__(self, cache: KvCache, spans: list[Span]) -> None:
         self._cache = cache

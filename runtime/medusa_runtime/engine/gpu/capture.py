@@ -1,4 +1,4 @@
-"""Captures graphs with torch: on one stream, in one memory pool, without disturbing other threads."""
+"""Captures CUDA graphs with torch, on one stream and in one memory pool, without disturbing other threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class CudaGraph:
-    """A graph that torch captured. ``captured`` is torch's object."""
+    """A graph that torch has captured. ``captured`` is torch's object."""
 
     def __init__(self, captured: torch.cuda.CUDAGraph) -> None:
         self.captured = captured
@@ -23,9 +23,10 @@ class CudaGraph:
 
 
 class CudaCapturer:
-    """Captures graphs. ``keep_graph`` keeps their nodes readable; ``instantiate`` makes such graphs ready to replay.
+    """Captures graphs that share one stream and one memory pool.
 
-    ``memory``: the pool for all that they use, or torch's own, whose addresses differ from process to process.
+    ``memory``: the pool; by default torch's own, whose addresses differ from process to process. ``keep_graph`` keeps
+    the graphs' nodes readable, and ``instantiate`` makes such graphs ready to replay as well.
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class CudaCapturer:
 
     def capture(self, work: Callable[[], None]) -> CudaGraph:
         captured = torch.cuda.CUDAGraph(keep_graph=True) if self._keep_graph else torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph, which collects garbage and empties the allocator's cache each time.
+        # torch.cuda.graph is not used, because it collects garbage and empties the allocator's cache each time.
         with torch.cuda.stream(self.stream):
-            # thread_local, because the loader copies and allocates in its own thread meanwhile.
+            # thread_local, because the loader's thread copies and allocates at the same time.
             captured.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 work()

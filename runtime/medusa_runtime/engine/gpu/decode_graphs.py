@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs, one for each of a few batch sizes (MEDUSA §2.2; vLLM's 35 default sizes).
 
-A batch runs in the graph of the next larger size. A graph contains the addresses of the weights, the KV cache and the
-static inputs, which are all placed before the weights' bytes arrive. So graphs can be captured while weights are still
-loading, and whenever the engine is idle. A batch without a graph runs eagerly.
+A batch runs in the smallest graph that is large enough, or eagerly if there is none. A graph contains the addresses of
+the weights, the KV cache and the static inputs, which are all known before the weights' bytes arrive. So graphs can be
+captured while weights are still loading, and whenever the engine is idle.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from .static_inputs import StaticInputs
 logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (1, 2, 4, *range(8, 257, 8))
-_FIRST_SIZES = (1, 2, 4, 8)  # and the largest: with them every batch has a graph
+_FIRST_SIZES = (1, 2, 4, 8)  # restored first, together with the largest size, which fits every batch
 
 
 class Graph(Protocol):
     """A captured or restored graph."""
 
     def replay(self) -> None:
-        """Run it on the current stream, after what was launched there before."""
+        """Launch the graph on the current stream, behind earlier work."""
 
 
 class Capturer(Protocol):
-    """Makes graphs on a device. In tests they are recorded callables."""
+    """Captures graphs on a device. In tests a graph is a recorded callable."""
 
     def warm_up(self, work: Callable[[], None]) -> None:
         """Run ``work`` outside of a capture, so that kernels are loaded and workspaces exist."""
@@ -49,26 +49,32 @@ class Capturer(Protocol):
 
 
 class Restorer(Protocol):
-    """Brings back a state bundle's graphs, in the engine's thread."""
+    """Restores a state bundle's graphs, in the engine's thread."""
 
     def begin(self, data: bytes) -> Sequence[int]:
-        """Map the graphs' memory, and return the sizes that the bundle has. Raises StateError for a damaged one."""
+        """Map the graphs' memory, and return the sizes that the bundle has. Raises StateError for a damaged bundle."""
 
     def build(self, sizes: Sequence[int]) -> None:
         """Do what needs no weights: load kernels, relocate, build the graphs of these sizes."""
 
     def restore_sizes(self, sizes: Sequence[int], *, validate: str = "all") -> Mapping[int, Graph]:
-        """The graphs of these sizes, each checked by a replay, which needs the weights. Those that fit."""
+        """Return the graphs that fit, of these sizes. ``validate`` says which of them are checked by a replay.
+
+        The weights must be loaded.
+        """
 
 
 def sizes_for(max_concurrency: int) -> tuple[int, ...]:
-    """The batch sizes to capture for at most ``max_concurrency`` sequences, up to the next larger size."""
+    """Return the batch sizes to capture for up to ``max_concurrency`` sequences; the last size fits them all.
+
+    Above 256 sequences, the last size is 256.
+    """
     last = bisect_left(BATCH_SIZES, min(max_concurrency, BATCH_SIZES[-1]))
     return BATCH_SIZES[: last + 1]
 
 
 def obstacle(model: DecoderModel) -> str | None:
-    """Why this model's decode steps cannot be captured; None when they can."""
+    """Return the reason why this model's decode steps cannot be captured; None if they can."""
     rope = getattr(model, "rope", None)
     if rope is not None and rope.config.kind == "dynamic":
         return "dynamic rope scaling computes its frequencies on the host"
@@ -109,25 +115,25 @@ class DecodeGraphs:
 
     @property
     def pending(self) -> list[int]:
-        """The sizes without a graph, the largest first: the memory of a large graph serves the smaller ones."""
+        """The sizes without a graph, the largest first, because smaller graphs reuse the memory of larger ones."""
         return [] if self._disabled else [size for size in reversed(self.sizes) if size not in self.graphs]
 
     @property
     def first_sizes(self) -> tuple[int, ...]:
-        """The sizes that are restored before others: every batch fits the largest, and few requests the small ones."""
+        """The sizes to restore first: the small ones, for few requests, and the largest, which fits every batch."""
         return tuple(size for size in self.sizes if size in _FIRST_SIZES or size == self.sizes[-1])
 
     def adopt(self, graphs: Mapping[int, Graph]) -> None:
-        """Use graphs that were restored from a state bundle, for any of the sizes."""
+        """Use graphs that were restored from a state bundle. Graphs for other sizes are ignored."""
         self.graphs.update({size: graph for size, graph in graphs.items() if size in self.sizes})
 
     def size_for(self, count: int) -> int | None:
-        """The smallest size of at least ``count`` that has a graph; None when there is none."""
+        """Return the smallest size of at least ``count`` that has a graph; None if there is none."""
         first = bisect_left(self.sizes, count)
         return next((size for size in self.sizes[first:] if size in self.graphs), None)
 
     def can_run(self, spans: Sequence[Span]) -> bool:
-        """Return whether all of these spans are decodes, and there is a graph for so many."""
+        """Return whether all of these spans are decodes, and there is a graph for this many."""
         decodes = all(stop - start == 1 and stop == len(sequence.tokens) for sequence, start, stop in spans)
         return decodes and self.size_for(len(spans)) is not None
 
@@ -141,9 +147,9 @@ class DecodeGraphs:
         return self.inputs.logits[: len(spans)]
 
     def step(self, size: int, layers: int | None = None) -> None:
-        """Launch by hand what the graph of this size does: from the first ``size`` rows of the inputs to their logits.
+        """Run eagerly what the graph of this size does, from the first ``size`` rows of the inputs to their logits.
 
-        ``layers``: run only so many of the model's layers.
+        ``layers``: run only the first so many of the model's layers.
         """
         inputs = self.inputs
         attention = DecodeAttention(self.cache, inputs.slots[:size], inputs.contexts[:size], inputs.tables[:size])
@@ -153,7 +159,7 @@ class DecodeGraphs:
         inputs.logits[:size].copy_(self._model.logits(hidden))
 
     def capture(self, size: int) -> None:
-        """Warm up and capture one size, with any weights. A failure is logged once and ends capturing."""
+        """Warm up and capture one size, even before the weights are loaded. A failure is logged and ends capturing."""
         start_ns = time.monotonic_ns()
 
         def work() -> None:
@@ -165,7 +171,7 @@ class DecodeGraphs:
                 self.capturer.warm_up(work)
                 warm_ns = time.monotonic_ns()
                 self.graphs[size] = self.capturer.capture(work)
-        except Exception as error:  # noqa: BLE001 - decoding goes on without graphs
+        except Exception as error:  # noqa: BLE001 - decoding goes on without this graph
             self._disabled = f"{type(error).__name__}: {error}"
             logger.warning("decode steps run without a CUDA graph: batch size %d: %s", size, self._disabled)
             return
@@ -174,7 +180,7 @@ class DecodeGraphs:
             self._timeline.record("capture", warm_ns, time.monotonic_ns(), batch=size)
 
     def capture_first_layer(self, size: int, capturer: Capturer) -> Graph:
-        """Capture a step of one layer, which loads the modules of all kinds of kernels (MEDUSA §5.2)."""
+        """Capture a step of the first layer alone, which loads the modules of all kinds of kernels (MEDUSA §5.2)."""
         work = partial(self.step, size, 1)
         with passing(), torch.inference_mode():
             self.inputs.fill([], self.inputs.rows)

@@ -1,4 +1,4 @@
-"""A GPU as the engine sees it, and the graphs of its state bundle."""
+"""The GPU as the torch engine uses it, and the CUDA graphs of the state bundle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # a start on a CPU does not import these
 
 
 def open_gpu(settings: Settings, timeline: Timeline) -> Gpu | None:
-    """Open the GPU of these settings; None for the CPU."""
+    """Open the GPU if the settings' device is "cuda"; else return None."""
     if settings.device != "cuda":
         return None
     with timeline.stage("device"):
@@ -37,7 +37,7 @@ def open_gpu(settings: Settings, timeline: Timeline) -> Gpu | None:
 
 
 def graphs_of(region: Region, settings: Settings) -> BundledGraphs | None:
-    """The graphs of the state bundle, where this start has any and is to use them (``--graphs restore``)."""
+    """Return the state bundle's graphs; None if there are none, or without ``--graphs restore``."""
     if not region.has_code(file_name(CUDA_GRAPHS.name)):
         return None
     if settings.graphs != "restore":
@@ -47,7 +47,7 @@ def graphs_of(region: Region, settings: Settings) -> BundledGraphs | None:
 
 
 class BundledGraphs:
-    """The blob of graphs among a region's files, and whether it may be used."""
+    """The blob of CUDA graphs among a region's files, with the quarantine that says whether it may be used."""
 
     def __init__(self, region: Region, settings: Settings) -> None:
         from ...state.graphs.restoration.quarantine import Quarantine
@@ -57,7 +57,7 @@ class BundledGraphs:
         self._digest = ""
 
     def has_come(self) -> bool:
-        """Whether ``read`` would not wait."""
+        """Return whether the blob has arrived, so that ``read`` does not wait."""
         try:
             self._region.code(file_name(CUDA_GRAPHS.name), 0.0)
         except TimeoutError:
@@ -65,9 +65,9 @@ class BundledGraphs:
         return True
 
     def read(self) -> bytes | None:
-        """Wait for the blob; None where it does not come.
+        """Wait for the blob, and return it; None if it could not be fetched.
 
-        Raises StateError when these graphs have broken a context before.
+        Raises StateError if these graphs have broken a CUDA context before.
         """
         import hashlib
 
@@ -80,20 +80,20 @@ class BundledGraphs:
         return data
 
     def quarantine(self, reason: str) -> bool:
-        """Write down that the graphs break a context. False when that cannot be written."""
+        """Record that the graphs break a CUDA context. Returns False if that cannot be written."""
         return self._quarantine.note(self._digest, reason)
 
 
 class Gpu:
-    """One device: how weights reach it, its free memory, and how graphs are captured on it."""
+    """One GPU: its memory, the link by which weights reach it, and what captures and restores graphs on it."""
 
     def __init__(
         self, ordinal: int = 0, *, way: str = "auto", base: int | None = None, graph_base: int | None = None
     ) -> None:
-        """Open the device, whose context exists already, so this takes milliseconds.
+        """Open the device. This takes milliseconds, because its context exists already.
 
-        ``way``: how weights reach it, see CudaLink. ``base``: the address from which memory is placed. ``graph_base``:
-        where graphs are captured to be materialized, the address of the pool that they are captured in.
+        ``way``: how weights reach it (see CudaLink). ``base``: the address from which memory is placed. ``graph_base``:
+        the address of the pool in which graphs are captured, for a process that materializes them.
         """
         from ...load.upload.cuda_link import CudaLink
         from ...state.graphs.driver import CudaDriver
@@ -108,30 +108,30 @@ class Gpu:
         self._graph_base = graph_base
 
     def memory(self, name: str, size_bytes: int) -> Tensor:
-        """Map memory where a graph's pointers expect it: uint8 [size_bytes], not cleared.
+        """Map memory at the address where graphs expect it, and return it as uint8 [size_bytes], uninitialized.
 
-        Raises DeviceError when the GPU has too little memory.
+        Raises DeviceError if the GPU has too little memory.
         """
         return self.placed(name, size_bytes)
 
     def blocks(self, planned: int) -> int:
-        """Return how many blocks the KV cache gets, of those that were planned."""
+        """Return how many of the ``planned`` blocks the KV cache gets. Subclasses may return fewer."""
         return planned
 
     def free_beside(self, loader: Loader) -> int:
-        """Wait until the weights are placed, and return the bytes that are free. Raises what placing raised."""
+        """Wait until all weights have their addresses, and return the free bytes. Raises the loader's error."""
         loader.wait_placed()
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def graph_sizes(self, max_concurrency: int) -> tuple[int, ...]:
-        """The batch sizes that get a CUDA graph; none where decode steps cannot be captured."""
+        """Return the batch sizes that get a CUDA graph; none if decode steps cannot be captured."""
         from ...kernels import cuda
         from .decode_graphs import sizes_for
 
         return () if cuda.triton_obstacle() is not None else sizes_for(max_concurrency)
 
     def capturer(self) -> Capturer | None:
-        """Return what captures decode steps; None where they cannot be captured."""
+        """Return a capturer for decode steps; None if they cannot be captured."""
         from ...kernels import cuda
 
         if cuda.triton_obstacle() is not None:
@@ -147,13 +147,16 @@ class Gpu:
         return CudaCapturer(self.device, memory=pool, keep_graph=True)
 
     def restored(self, model: DecoderModel, graphs: DecodeGraphs, blueprints: bytes) -> Mapping[int, Graph]:
-        """Restore all graphs of a state bundle: size → graph. Empty where none fits."""
+        """Restore all graphs of a state bundle, and return those that fit by batch size."""
         restorer = self.restorer(model, graphs)
         restorer.begin(blueprints)
         return restorer.restore_sizes(graphs.sizes, validate="ends")
 
     def restorer(self, model: DecoderModel, graphs: DecodeGraphs) -> Restorer:
-        """Return what restores a state bundle's graphs, a few at a time. Called in the thread that will use them."""
+        """Return a restorer, which restores a state bundle's graphs a few at a time.
+
+        Call it in the thread that will use the graphs.
+        """
         from .graph_state import GraphState
 
         self.placed.make_current()
@@ -161,7 +164,7 @@ class Gpu:
         return self._state
 
     def lost(self, error: Exception) -> bool:
-        """Return whether the context is broken, so that every further call fails. ``error``: what was raised last."""
+        """Return whether the CUDA context is broken, so that every further call fails. ``error`` was raised last."""
         from ...state.graphs.driver import STICKY, CudaError
 
         found = error if isinstance(error, CudaError) else error.__cause__
@@ -170,11 +173,11 @@ class Gpu:
         return self.placed.driver.result("cuCtxSynchronize") in STICKY
 
     def abandon(self) -> None:
-        """End this process as a crash does: the zygote forks another engine, and the region keeps the weights."""
+        """End this process like a crash, so that the zygote forks a new engine. The region keeps the weights."""
         os.abort()
 
     def working(self) -> AbstractContextManager[object]:
-        """A context in which new tensors are made on the device."""
+        """Return a context manager in which new tensors are made on the device."""
         return self.device
 
     def runner(

@@ -1,4 +1,7 @@
-"""Offline: the GPU memory that a forward and the graphs take, measured in the process that captures (MEDUSA §6)."""
+"""Measures, offline, the GPU memory that a forward takes, and makes a KV plan of it (MEDUSA §6).
+
+This runs in the process that captures the graphs.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ class DeviceMemory(Protocol):
     """The memory of one device, as torch and the driver report it."""
 
     def free(self) -> int:
-        """The bytes that the driver has free; what torch only keeps counts as taken."""
+        """Return the bytes that the driver has free. Memory that torch's allocator caches counts as taken."""
 
     def peak(self, work: Callable[[], object]) -> int:
-        """The most bytes that ``work`` takes from the driver beyond what was taken before."""
+        """Run ``work``, and return the most bytes that it took from the driver in addition to those taken before."""
 
 
 class CudaMemory:
@@ -46,13 +49,16 @@ class CudaMemory:
         reserved = torch.cuda.memory_reserved()
         work()
         torch.cuda.synchronize()
-        # Workspaces of libraries are not torch's, so what the driver has lost meanwhile may be more.
+        # Libraries' workspaces are not allocated by torch, so the driver's free memory may have shrunk by more.
         lost = before - int(torch.cuda.mem_get_info()[0])
         return max(torch.cuda.max_memory_reserved() - reserved, lost, 0)
 
 
 def forward_bytes(memory: DeviceMemory, model: DecoderModel, cache: KvCache, settings: Settings) -> int:
-    """Return what a forward of ``max_batched_tokens`` takes beside weights and cache. It overwrites the cache."""
+    """Return the bytes that a forward of ``max_batched_tokens`` takes beside weights and cache.
+
+    It runs a forward, which overwrites the cache.
+    """
     room = (cache.blocks.blocks - 1) * BLOCK_TOKENS
     tokens = max(min(settings.max_batched_tokens, model.config.max_positions, room), 1)
     taken = memory.peak(lambda: run_step(model, cache, prefill(tokens), GpuAttention))
@@ -64,10 +70,10 @@ def forward_bytes(memory: DeviceMemory, model: DecoderModel, cache: KvCache, set
 def measured_plan(
     memory: DeviceMemory, model: DecoderModel, cache: KvCache, settings: Settings, *, graph_bytes: int
 ) -> KvPlan:
-    """The KV plan of starts on this kind of GPU. ``graph_bytes``: what the graphs took when they were captured."""
+    """Make the KV plan for starts on this type of GPU. ``graph_bytes``: what the graphs took when captured."""
     shape = geometry(cache.shape, model.config.max_positions)
     taken = forward_bytes(memory, model, cache, settings)
-    # What is free here and now says nothing about another start, which looks for itself.
+    # The memory that is free here says nothing about later starts, so the plan assumes plenty; each start checks.
     asked = replace(settings, kv_cache_mb=None)
     return plan(shape, asked, free_bytes=_PLENTY_BYTES, activation_bytes=taken, graph_bytes=max(graph_bytes, 0))
 

@@ -1,8 +1,8 @@
 """Captures a model's decode graphs on this GPU and materializes them, offline (MEDUSA §3).
 
 Two processes capture the same graphs with all memory at different addresses, which proves what is a pointer. A third
-one restores and replays all of them, so that none runs for the first time for a user. Each is a new process, because
-what the driver has loaded, and where, must not depend on what ran before.
+process restores and replays all graphs, so that a user's request is never the first to run one. Each is a new process,
+so that the modules that the driver has loaded, and their addresses, do not depend on earlier work.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ _SHIFTS = (
     3 << 20,
     24 << 20,
     1 << 30,
-)  # allocated first for the dump, so that torch's own segments move
+)  # bytes of tensors that are allocated before the dump, so that torch's own segments lie at other addresses
 
 
 def capture(model: str, settings: Settings, folder: Path) -> Path | None:
-    """Write a file with the blueprints, for bundles of the kind cuda-graphs; None where there is no GPU."""
+    """Write the model's blueprints to a file in ``folder``, and return its path; None if there is no GPU.
+
+    Raises EngineError if capturing fails.
+    """
     from ...device.choice import choose
 
     if choose(settings.device, os.environ) != "cuda":
@@ -51,18 +54,20 @@ def capture(model: str, settings: Settings, folder: Path) -> Path | None:
     asked = replace(settings, model=model, device="cuda", state="none")
     second, made, result = folder / "second.dump", folder / "unchecked", folder / CUDA_GRAPHS.name
     run(asked, second)
-    run(asked, made, second)  # the torch engine's leaves a KV plan there, too
+    run(asked, made, second)  # for the torch engine this also writes a KV plan into the folder
     if engine_kind(settings.engine).graph_capture == __name__:
         run(asked, result, made, check=True)
     else:
-        made.rename(result)  # vLLM's worker checks what it restores
+        made.rename(result)  # vLLM's worker checks its graphs when it restores them
     return result if result.exists() else None
 
 
 def run(settings: Settings, out: Path, other: Path | None = None, *, check: bool = False) -> None:
-    """Run one process, with the second dump or, to ``check``, with the blueprints in ``other``.
+    """Run one capturing process, which writes to ``out``.
 
-    Raises EngineError with the end of its output when it fails.
+    Without ``other`` it writes a dump. With another process's dump as ``other`` it writes blueprints. With ``check``,
+    ``other`` has blueprints, and it writes those that can be restored. Raises EngineError, with the end of the
+    process's output, if it fails.
     """
     command = [
         sys.executable,
@@ -82,10 +87,9 @@ def run(settings: Settings, out: Path, other: Path | None = None, *, check: bool
 
 
 def main(arguments: list[str]) -> int:
-    """Write a dump to ``out``, or, given the dump ``second`` of another process, the blueprints.
+    """Run in the capturing process. ``arguments`` are OUT, then optionally OTHER and "check"; see ``run``.
 
-    With ``check`` as the third argument the second one is a file of blueprints, and those that can be restored are
-    written to ``out``. The settings come as JSON on standard input.
+    The settings come as JSON on standard input.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     settings = Settings(**json.load(sys.stdin))
@@ -114,7 +118,7 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
 
         class OtherGpu(Gpu):
             def blocks(self, planned: int) -> int:
-                """Half as many: a word of a graph that depends on the number of blocks then differs, and is found."""
+                """Return half as many, so that words of a graph that depend on the number of blocks differ."""
                 return max(planned // 2, 1)
 
         if second is None:
@@ -141,7 +145,7 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
                 made = state.materialize(capturer, images, Blueprints.load(second.read_bytes()))
                 made.save(out)
                 print(summary(made))
-                taken += sum(map(len, made.images.values()))  # a restored kernel's image is loaded a second time
+                taken += sum(map(len, made.images.values()))  # restoring loads a kernel's image a second time
                 _measure(runner, settings, taken, out.with_name(KV_PLAN.name))
         del shifts
 
@@ -160,7 +164,10 @@ def _check(settings: Settings, out: Path, made: Path) -> None:
 
 @contextmanager
 def _loaded(settings: Settings, gpu: Gpu) -> Iterator[GpuRunner]:
-    """The runner of an engine whose weights are loaded. Raises EngineError where its decodes cannot be captured."""
+    """Open an engine, load its weights, and yield its runner.
+
+    Raises EngineError if the model's decode steps cannot be captured.
+    """
     from ...fetch.prefetcher import prefetch
     from ...region.reader import Region
     from ...timeline import Timeline
@@ -185,7 +192,7 @@ def _loaded(settings: Settings, gpu: Gpu) -> Iterator[GpuRunner]:
 
 
 def _measure(runner: GpuRunner, settings: Settings, graph_bytes: int, out: Path) -> None:
-    """Write the KV plan. It runs a large forward, which may fail; the graphs are kept then."""
+    """Write the KV plan. This runs a large forward; if it fails, only the plan is left out."""
     from .footprint import CudaMemory, measured_plan
 
     try:

@@ -1,4 +1,4 @@
-"""Finds the device memory that graphs point into and that has no name: what torch has allocated for itself."""
+"""Finds the unnamed device memory that graphs may point into: what torch has allocated for itself."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ Segments = Iterable[Mapping[str, Any]]
 
 
 def other_ranges(named: Iterable[MemoryRange], segments: Segments, pool: tuple[int, int]) -> list[MemoryRange]:
-    """Everything that torch has allocated beyond the named ranges.
+    """Return all memory that torch has allocated beyond the named ranges.
 
-    That is the graphs' pool, live blocks (such as cuBLAS' workspaces), and cached blocks that are not in use:
-    parameters that are passed by value contain old bytes, and so addresses of what was there before.
+    That is the graphs' pool, live blocks (such as cuBLAS's workspaces), and cached blocks that are not in use. The last
+    count too, because kernel parameters that are passed by value can contain stale bytes, and so addresses of earlier
+    blocks.
 
-    Expandable segments are no fixed places: one grows, and shrinks, while its graphs live. Raises EngineError for them.
+    ``segments`` come from ``torch.cuda.memory_snapshot``. A range is named after its kind and size, with a number,
+    since several can have the same size. Another process may number them differently; comparing two captures
+    (``relocate.py``) shows which range is which.
 
-    ``segments``: from torch.cuda.memory_snapshot. The ranges are named after their sizes, with a number where sizes are
-    equal. Another process may count other ranges before them; comparing two captures (``relocate.py``) shows which is
-    which.
+    Raises EngineError for expandable segments, because they grow and shrink while graphs use them.
     """
     segments = list(segments)
     if any(segment.get("is_expandable") for segment in segments):

@@ -29,7 +29,7 @@ from .placed_memory import PlacedMemory
 logger = logging.getLogger(__name__)
 
 KV_BLOCKS, _ANY = "kv blocks", "any"
-_REFERENCE_BYTES = 1024  # of a row's logits
+_REFERENCE_BYTES = 1024  # how much of a row's logits is compared when a restored graph is checked
 _OURS = (RangeKind.SLAB, RangeKind.WORKSPACE)
 
 
@@ -38,10 +38,11 @@ def key_of(size: int) -> str:
 
 
 class GraphState:
-    """One engine's graphs.
+    """Materializes and restores the decode graphs of one engine.
 
-    ``dump`` and ``materialize`` are for the process that captured them, ``restore`` for one that did not. ``begin``,
-    ``build`` and ``restore_sizes`` are its parts, for an engine that restores a few graphs at a time.
+    ``dump`` and ``materialize`` are for the process that has captured the graphs, and ``restore`` for one that has not.
+    ``begin``, ``build`` and ``restore_sizes`` are the steps of ``restore``, for an engine that restores a few graphs at
+    a time.
     """
 
     def __init__(self, model: DecoderModel, graphs: DecodeGraphs, memory: PlacedMemory) -> None:
@@ -53,16 +54,22 @@ class GraphState:
         self._placement: Placement | None = None
         self._stream: Any = None
         self._restoration: Restoration | None = None
-        self._triggered: list[CudaGraph] = []  # kept, because their kernels are used
+        self._triggered: list[CudaGraph] = []  # kept alive, because restored graphs use their kernels
         self.restored: RestoredGraphs | None = None
 
     def restore(self, data: Blueprints | bytes, *, validate: str = "ends") -> dict[int, Any]:
-        """Restore the graphs that fit: size → graph. Why others do not is logged once. Weights must be loaded."""
+        """Restore all graphs that fit, and return them by batch size. The weights must be loaded.
+
+        The reasons why others do not fit are logged once.
+        """
         self.begin(data)
         return self.restore_sizes(self._graphs.sizes, validate=validate)
 
     def begin(self, data: Blueprints | bytes) -> tuple[int, ...]:
-        """Map the graphs' memory. Returns the sizes that the bundle has, which ``build`` and ``restore_sizes`` take."""
+        """Map the graphs' memory, and return the batch sizes that the bundle has graphs for.
+
+        It is empty if the memory cannot be mapped, and the reason is logged.
+        """
         blueprints = self._fitting(Blueprints.load(data) if isinstance(data, bytes) else data)
         used = blueprints.used_ranges()
         wanted = [
@@ -96,9 +103,9 @@ class GraphState:
             self._restoration.build([key_of(size) for size in sizes])
 
     def restore_sizes(self, sizes: Sequence[int], *, validate: str = "all") -> dict[int, Any]:
-        """Build the graphs of these sizes, if that was not done yet, and check them: size → graph.
+        """Build the graphs of these sizes unless ``build`` has, check them, and return those that fit by batch size.
 
-        ``begin`` comes first, and the weights must be loaded. Why others do not fit is logged once for these sizes.
+        Call ``begin`` before this, and have the weights loaded. The reasons why graphs do not fit are logged once.
         """
         if self._restoration is None:
             return {}
@@ -111,10 +118,10 @@ class GraphState:
         return {size: restored.graphs[key] for key, size in keys.items() if key in restored.graphs}
 
     def check(self, data: bytes) -> Blueprints:
-        """Restore and replay every graph of a bundle, and return it without those that do not give their outputs.
+        """Restore and replay every graph of a bundle, and return the bundle without those whose outputs are wrong.
 
-        For a process that has captured nothing, offline: no graph is then run for the first time for a user. Raises
-        DeviceError when one breaks the context.
+        This is for an offline process that has captured nothing, so that a user's request is never the first to run a
+        restored graph. Raises DeviceError if a graph breaks the context.
         """
         blueprints = Blueprints.load(data)
         for size in self.begin(data):
@@ -125,7 +132,7 @@ class GraphState:
 
     def _trigger(self, key: str) -> int:
         sizes = {key_of(size): size for size in self._graphs.sizes}
-        # In a pool of its own, since what is captured here is never run.
+        # It has a pool of its own, since what is captured here is never run.
         capturer = CudaCapturer(self._memory.device, keep_graph=True, instantiate=False)
         layer = self._graphs.capture_first_layer(sizes[key], capturer)
         assert isinstance(layer, CudaGraph)
@@ -133,7 +140,7 @@ class GraphState:
         return int(layer.captured.raw_cuda_graph())
 
     def dump(self, capturer: CudaCapturer, images: ImageStore) -> Blueprints:
-        """All captured graphs (``keep_graph``) as they are. ``images``: of all modules loaded so far."""
+        """Dump all captured graphs, which need ``keep_graph``. ``images``: those of all modules loaded so far."""
         handles = {key_of(size): graph.captured.raw_cuda_graph() for size, graph in self._captured().items()}
         return dump_graphs(self._driver, handles, self.ranges(capturer), images=images)
 
@@ -145,7 +152,8 @@ class GraphState:
     ) -> Blueprints:
         """Make blueprints of the captured graphs.
 
-        ``images``: of all modules loaded so far. ``second``: the dump of a process whose memory lies elsewhere.
+        ``images``: those of all modules loaded so far. ``second``: the dump of a process whose memory lies at other
+        addresses.
         """
         dump = self.dump(capturer, images)
         numbers = {memory_range.name: number for number, memory_range in enumerate(dump.ranges)}
@@ -166,7 +174,7 @@ class GraphState:
         return materialize_graphs(self._driver, dump, capture, second=second)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what must be equal at a restore: everything that kernels, sizes or offsets depend on."""
+        """Return the facts that must be equal when graphs are restored: what kernels, sizes and offsets depend on."""
         config = hashlib.sha256(repr(self._model.config).encode()).hexdigest()[:16]
         named = self._memory.ranges.items()
         sizes = {f"range.{name}": str(memory_range.size) for name, memory_range in named if name != KV_CACHE}
@@ -174,7 +182,7 @@ class GraphState:
         return fingerprint(self._driver, own)
 
     def ranges(self, capturer: CudaCapturer) -> list[MemoryRange]:
-        """All device memory that a graph may point into: named, the graphs' pool, and what else torch holds."""
+        """Return all device memory that graphs may point into: named ranges, their pool, and torch's other memory."""
         known = self._named()
         if capturer.memory is not None:
             known.append(capturer.memory.memory_range)
@@ -182,9 +190,10 @@ class GraphState:
         return [*known, *other_ranges(known, segments, capturer.pool)]
 
     def _named(self) -> list[MemoryRange]:
-        """The named memory, with a range for each layer's keys and values.
+        """Return the named memory, with a range for each layer's keys and one for its values.
 
-        Graphs know no more of the KV cache than where these begin, unless one contains the number of blocks.
+        A graph depends on where these begin, and on nothing else of the KV cache, unless it contains the number of
+        blocks.
         """
         named = [memory_range for memory_range in self._memory.ranges.values() if memory_range.name != KV_CACHE]
         for layer, parts in self._cache.layers.items():
@@ -194,17 +203,20 @@ class GraphState:
         return named
 
     def _resized(self, other: Blueprints) -> bool:
-        """Return whether every part of the KV cache had another size there."""
+        """Return whether every part of the KV cache had another size when ``other`` was captured."""
         sizes = {memory_range.name: memory_range.size for memory_range in other.ranges}
         parts = [memory_range for memory_range in self._named() if memory_range.name.startswith(KV_CACHE)]
         return all(sizes.get(part.name, part.size) != part.size for part in parts)
 
     def _blocks(self, proved: bool) -> dict[str, str]:
-        """The KV cache's entry of the fingerprint: any size, if captures with different sizes were alike."""
+        """Return the fingerprint's entry for the KV cache's size: "any" if it is ``proved`` not to matter.
+
+        Two captures with caches of different sizes prove it.
+        """
         return {KV_BLOCKS: _ANY if proved else str(len(self._cache.layers[0][0]))}
 
     def _fitting(self, blueprints: Blueprints) -> Blueprints:
-        """The blueprints without graphs that have an unexplained word, if the KV cache has another size than theirs."""
+        """Leave out graphs with unexplained words if the KV cache has another size than when they were captured."""
         if not self._resized(blueprints):
             return blueprints
         why = f"{Reason.ADDRESS}: captured with a KV cache of another size, which something in it may depend on"
@@ -235,7 +247,7 @@ def _launch(capturer: CudaCapturer, graph: CudaGraph) -> Any:
 
 
 def summary(blueprints: Blueprints) -> Mapping[str, object]:
-    """Count what was materialized, for a report."""
+    """Return counts of what was materialized, for a report."""
     return {
         "graphs": len(blueprints.graphs),
         "nodes": sum(len(graph.nodes) for graph in blueprints.graphs),

@@ -1,7 +1,7 @@
-"""Device memory at chosen addresses, so that a graph's pointers are right again in another process.
+"""Device memory at chosen addresses, so that a graph's pointers are valid in another process too.
 
-Ranges lie one after the other from a fixed base. Their sizes and order are the same offline and online, and so are the
-addresses, unless one is taken: then that range lies elsewhere, and pointers into it are relocated.
+Ranges lie one after the other from a fixed base. Their sizes and order are the same offline and in a start, and so are
+their addresses. Only if an address is taken does its range lie elsewhere, and pointers into it are relocated.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from ...state.graphs.driver import CudaDriver
 from ...state.graphs.mismatch import GraphMismatch
 from ...state.graphs.placement import Placement, place
 
-BASE = 0x6000_0000_0000  # a process' own mappings are at 0x55.. and 0x7f..
-OTHER_BASE = 0x5000_0000_0000  # for the other capture, which proves what is a pointer
+BASE = 0x6000_0000_0000  # a process's own mappings are at 0x55.. and 0x7f..
+OTHER_BASE = 0x5000_0000_0000  # for the second capture: words that differ between the two are pointers
 _GRANULE = 2 << 20
-_GAP = 64 << 20  # so that a pointer past the end of a range is in no other range
+_GAP = 64 << 20  # so that a pointer past the end of a range does not point into another range
 
 
 class PlacedMemory:
-    """A ``Memory`` at chosen addresses. Its tensors stay mapped as long as it lives."""
+    """A ``Memory`` that maps each range at a chosen address. Its tensors stay mapped as long as it lives."""
 
     def __init__(self, driver: CudaDriver, device: torch.device, base: int = BASE) -> None:
-        """Start at ``base``. The thread's current context must be the device's."""
+        """Place memory from the address ``base`` on. The calling thread's current context must be the device's."""
         self.driver = driver
         self._context = driver.current_context()
         self.ranges: dict[str, MemoryRange] = {}
@@ -34,7 +34,10 @@ class PlacedMemory:
         self._placements: list[Placement] = []
 
     def __call__(self, name: str, size_bytes: int) -> Tensor:
-        """Map uint8 [size_bytes], not cleared. Raises DeviceError when the GPU has too little memory."""
+        """Map a new range under this name, and return it as uint8 [size_bytes], uninitialized.
+
+        Raises DeviceError if the GPU has too little memory, or the name is taken.
+        """
         if name in self.ranges:
             raise DeviceError(f"expected to map {name} once, asked to map it again")
         self.make_current()
@@ -52,12 +55,12 @@ class PlacedMemory:
         return tensor_at(address, memory_range.size, self.device)
 
     def make_current(self) -> None:
-        """Make the context current in this thread, which may not have used the device yet."""
+        """Make the device's context current in this thread, which may not have used the device yet."""
         self.driver.call("cuCtxSetCurrent", self._context)
 
 
 def tensor_at(address: int, size_bytes: int, device: torch.device) -> Tensor:
-    """A uint8 tensor [size_bytes] over memory that the caller owns. Raises DeviceError where torch cannot make one."""
+    """Make a tensor uint8 [size_bytes] over memory that the caller owns. Raises DeviceError if torch cannot."""
     construct = getattr(torch._C, "_construct_storage_from_data_pointer", None)  # a private name
     if construct is None:
         raise DeviceError(

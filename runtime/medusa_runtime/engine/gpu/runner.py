@@ -1,4 +1,4 @@
-"""Runs steps on a GPU: decodes by graphs where there are any, everything else launched by hand."""
+"""Runs steps on a GPU: decodes with CUDA graphs where there are any, and everything else eagerly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class GpuRunner:
-    """Runs an engine's steps, in the engine's thread. ``graphs`` is None where decodes cannot be captured."""
+    """Runs an engine's steps, in the engine's thread. ``graphs`` is None if decode steps cannot be captured."""
 
     def __init__(
         self,
@@ -38,10 +38,10 @@ class GpuRunner:
         timeline: Timeline,
         blueprints: BundledGraphs | None = None,
     ) -> None:
-        """Set up graphs for the model's decode steps, where they can be captured.
+        """Prepare for graphs of the model's decode steps, if these can be captured.
 
-        ``blueprints``: the state bundle's graphs. They are read once, when the weights are loaded, and reading may
-        wait.
+        ``blueprints``: the state bundle's graphs. They are read once, as soon as the weights have their addresses. If
+        they arrive later than the weights, the first step waits for them.
         """
         self._gpu = gpu
         self.model = model
@@ -49,9 +49,9 @@ class GpuRunner:
         self.loader = loader
         self._timeline = timeline
         self._blueprints = blueprints
-        self._restored: BundledGraphs | None = None  # whose graphs are in use
+        self._restored: BundledGraphs | None = None  # the bundle's graphs, once they may be in use
         self._restorer: Restorer | None = None
-        self._to_restore: list[int] = []  # sizes that the bundle has, and that are not restored yet
+        self._to_restore: list[int] = []  # sizes that the bundle has and that have not been restored yet
         self.graphs: DecodeGraphs | None = None
         capturer = gpu.capturer()
         reason = obstacle(model) if capturer is not None else "there is no attention kernel that can be captured"
@@ -69,10 +69,10 @@ class GpuRunner:
         )
 
     def step(self, spans: list[Span]) -> tuple[Tensor | None, list[Sequence]]:
-        """Run one step, like ``run_step``. A graph does not wait at gates, so it needs all weights to be loaded."""
+        """Run one step, like ``run_step``. Graphs do not wait at gates, so they need all weights to be loaded."""
         graphs = self.graphs
         if graphs is not None and self.loader.applied and self._must_restore_first:
-            self._restore(graphs)  # waits for nothing else, so the first decode is as good a moment as an idle one
+            self._restore(graphs)  # the weights are loaded, so this need not wait until the engine is idle
         if graphs is None or not self.loader.applied or not graphs.can_run(spans):
             return run_step(self.model, self.cache, spans, GpuAttention)
         try:
@@ -95,15 +95,15 @@ class GpuRunner:
     def use_idle_time(self) -> bool:
         """Restore graphs, the most useful first, then capture those that are missing. Returns whether there was work.
 
-        A bundle's graphs are built while the weights come, and checked by a replay, which needs them. Nothing is
-        captured while these are loading, since it may be in vain. The sizes that are not restored first come one by
-        one; meanwhile batches run in the next larger one.
+        A bundle's graphs are built while the weights are loading, and checked by a replay once they are loaded. Until
+        then nothing is captured, since that may turn out to be unnecessary. After the most useful sizes the others are
+        restored one by one; meanwhile their batches run in the next larger graph.
         """
         graphs = self.graphs
         if graphs is None or not self.loader.placed or not graphs.pending:
             return False
         if self._blueprints is not None:
-            # A request that waits for weights must not wait for graphs.
+            # While weights are loading, requests wait for them, and must not wait for graphs too.
             return self._begin(graphs, wait=self.loader.applied)
         if self._to_restore:
             if not self.loader.applied:
@@ -115,13 +115,13 @@ class GpuRunner:
 
     @property
     def _must_restore_first(self) -> bool:
-        """Whether the bundle's most useful graphs are still to be restored."""
+        """Whether the bundle's most useful graphs have not been restored yet."""
         return self.graphs is not None and (self._blueprints is not None or bool(self._first(self.graphs)))
 
     def _begin(self, graphs: DecodeGraphs, *, wait: bool) -> bool:
-        """Read the bundle's graphs and build the first ones, which needs the weights' places and not their bytes.
+        """Read the bundle's graphs and build the first ones, which needs the weights' addresses but not their bytes.
 
-        Returns whether they were there. ``wait``: until they are.
+        Returns False if the bundle's graphs have not arrived yet. With ``wait``, waits for them.
         """
         blueprints, self._blueprints = self._blueprints, None
         assert blueprints is not None
@@ -139,7 +139,7 @@ class GpuRunner:
         return True
 
     def _restore(self, graphs: DecodeGraphs) -> None:
-        """Restore the graphs that serve most, or, when these are there, one more."""
+        """Restore the most useful graphs, or one more if these have been restored."""
         if self._blueprints is not None:
             self._begin(graphs, wait=True)
         sizes = self._first(graphs) or self._to_restore[:1]
@@ -155,7 +155,10 @@ class GpuRunner:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Go on without the bundle's graphs after any error but a broken context: a bundle never fails a start."""
+        """Log an error, and go on without the bundle's graphs, since a bundle never fails a start.
+
+        An error that has broken the CUDA context ends the process.
+        """
         try:
             yield
         except StateError as error:
@@ -167,10 +170,10 @@ class GpuRunner:
             logger.warning("CUDA graphs are captured, not restored: %s: %s", type(error).__name__, error)
 
     def _check_context(self, error: Exception) -> None:
-        """After an error, end this process if the context is broken, since nothing works in it any more.
+        """End this process if restored graphs have broken the CUDA context, since nothing works in it any more.
 
-        The graphs are quarantined first, so that the next engine does not use them. Does nothing if the context is
-        whole.
+        Call it after an error. The graphs are quarantined first, so that the next engine does not use them; if that
+        fails, ``error`` is raised again.
         """
         if self._restored is None or not self._gpu.lost(error):
             return

@@ -14,8 +14,8 @@ from ..torch.kv_cache import BLOCK_TOKENS, SPARE_BLOCKS, Memory
 class StaticInputs:
     """Token ids, positions, slots, contexts and block tables of up to ``rows`` sequences, and their logits.
 
-    A batch that is smaller than its graph is padded with rows whose results nobody reads. Such a row is token 0 at
-    position 0 of a sequence of one token in ``spare``, a block that no sequence is given.
+    A batch that is smaller than its graph is padded with rows whose results are not used. Such a row is token 0 at
+    position 0 of a sequence of one token in ``spare``, a block that belongs to no sequence.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class StaticInputs:
         dtype: torch.dtype,
         spare: int,
     ) -> None:
-        """Allocate the inputs and outputs. ``blocks``: the most that a sequence can have."""
+        """Allocate inputs and outputs. ``blocks``: the most that a sequence can have. ``dtype``: that of the logits."""
         self.rows = rows
         self._spare = spare
         numbers, tables = rows * 4 * 8, rows * blocks * 4
@@ -61,11 +61,11 @@ class StaticInputs:
 
     @property
     def kinds(self) -> int:
-        """How many different rows the reference has."""
+        """How many different rows ``fill_reference`` makes before they repeat."""
         return SPARE_BLOCKS
 
     def fill_reference(self, size: int, vocab: int) -> None:
-        """Fill rows that need only weights: first tokens in the spare blocks. Rows repeat after ``kinds``."""
+        """Fill rows whose results depend only on the weights: first tokens in spare blocks, of ``kinds`` kinds."""
         kind = torch.arange(size) % self.kinds
         blocks = self._spare + kind
         self._host_numbers[:, :size] = torch.stack(
@@ -75,15 +75,15 @@ class StaticInputs:
         self._send(size)
 
     def pieces(self, size: int) -> list[tuple[int, bytes]]:
-        """Return what the last fill wrote, as (offset in the memory of the inputs, bytes)."""
+        """Return what the last fill wrote, as pairs of an offset in the memory of the inputs and bytes."""
         rows = [(row * self.numbers.shape[1] * 8, self._host_numbers[row, :size]) for row in range(4)]
         parts = [*rows, (self.numbers.nbytes, self._host_tables[:size])]
         return [(offset, bytes(part.contiguous().view(-1).view(torch.uint8).tolist())) for offset, part in parts]
 
     def fill(self, spans: Sequence[Span], size: int) -> None:
-        """Write these spans, each of a sequence's last token, and padding up to ``size`` rows.
+        """Write these spans, each with a sequence's last token, and pad them to ``size`` rows.
 
-        The copies run before what is launched next on this stream. What the last fill wrote must have been used.
+        The copies run in the order of the current stream. Call this only when the data of the last fill has been used.
         """
         padding = size - len(spans)
         ids = [span.sequence.tokens[span.start] for span in spans]

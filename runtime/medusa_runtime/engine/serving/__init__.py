@@ -1,1 +1,1 @@
-"""What every engine does with a request: check it, tokenize it, follow it to its end."""
+"""The handling of requests that all engines share: checks, tokenization, tokens to text, stop strings, the end."""

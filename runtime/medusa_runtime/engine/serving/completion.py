@@ -1,4 +1,4 @@
-"""The effect of a sampled token on its sequence, and the delta that the caller gets."""
+"""Turns a sampled token into the delta that the caller gets, and decides whether the sequence ends with it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from .tokenizer import Tokenizer
 
 
 def advance(sequence: Sequence, sampled: Sampled, tokenizer: Tokenizer) -> Delta:
-    """Append a token; the delta has a finish_reason when the sequence ends with it.
+    """Append a token to its sequence, and return the delta. It has a ``finish_reason`` if the sequence ends.
 
-    Like vLLM, a token that ends a sequence is among the token ids but not in the text, unless its stop is included.
+    As in vLLM, a token that ends a sequence is among the delta's token ids but not in its text. With
+    ``include_stop_str_in_output``, a token of ``stop_token_ids`` is in the text too.
     """
     token, params, transcript = sampled.token, sequence.params, sequence.transcript
     sequence.tokens.append(token)
@@ -45,7 +46,7 @@ def advance(sequence: Sequence, sampled: Sampled, tokenizer: Tokenizer) -> Delta
 
 
 def ended(sequence: Sequence, reason: str, error: tuple[str, str] | None = None) -> Delta:
-    """The last delta of a sequence that did not end by itself."""
+    """Return the last delta of a sequence that is ended from outside. ``error`` is (code, message)."""
     return Delta(
         sequence.id,
         "",

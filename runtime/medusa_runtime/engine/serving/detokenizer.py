@@ -1,13 +1,13 @@
-"""Streaming detokenisation: text as tokens come, never half a character."""
+"""Streaming detokenization: turns tokens into text as they come, and never sends half a character."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
+_REPLACEMENT = "\ufffd"  # decoders write it for bytes that are not a character, or not a complete one yet
 _CONTEXT_TOKENS = 6
-_LONGEST_PART = 3  # tokens of a character that is not complete: a byte each
-_LONGEST_HOLD = 16  # a character has at most 4 bytes, so that many tokens without one will not become one
+_LONGEST_PART = 3  # most tokens of an incomplete character, if each is a byte
+_LONGEST_HOLD = 16  # a character has at most 4 bytes, so after this many tokens the bytes are not going to be one
 _LONGEST_WINDOW = 48
 _TAIL_TOKENS = 8
 
@@ -15,24 +15,25 @@ Decode = Callable[[list[int]], str]
 
 
 class Detokenizer:
-    """Decodes a short window of tokens and gives out what is new in it (the prefix-offset algorithm of TGI and vLLM).
+    """Decodes a short window of tokens and returns what is new in it (the prefix-offset algorithm of TGI and vLLM).
 
     The window starts some tokens back, because decoders treat the beginning of a text differently (SentencePiece drops
-    the first space). Text that ends in a replacement character waits: the rest of its bytes may be in the next tokens.
+    the first space). Text that ends in a replacement character is held back, because its missing bytes may be in the
+    next tokens.
     """
 
     def __init__(self, decode: Decode, prompt: Iterable[int]) -> None:
         self._decode = decode
-        self._window, self._beginnings = self._context(list(prompt))  # one beginning, once it is certain
-        self._read = len(self._window)  # tokens of the window that are given out in full
-        self._sent = len(self._beginnings[0])  # characters of the window that are given out
+        self._window, self._beginnings = self._context(list(prompt))  # a single beginning once it is certain
+        self._read = len(self._window)  # how many tokens of the window have been returned in full
+        self._sent = len(self._beginnings[0])  # how many characters of the window's text have been returned
 
     def _context(self, prompt: list[int]) -> tuple[list[int], list[str]]:
-        """The prompt's last tokens, and the texts that may turn out to be the prompt's part of what follows.
+        """Return the prompt's last tokens as the first window, and the possible texts of the prompt's part of it.
 
-        There are several when the prompt may end inside a character: only the next tokens say whether its last bytes
-        are the beginning of one. Decoders with byte fallback write U+FFFD for all bytes of a run that is no text, so
-        the window must not begin inside a character either.
+        There are several possible texts if the prompt may end inside a character: only the next tokens show whether its
+        last bytes begin one. The window must not begin inside a character either, because decoders with byte fallback
+        write U+FFFD for all bytes of a run that is not text.
         """
         window = prompt[-_CONTEXT_TOKENS:]
         whole = self._decode(window) if window else ""
@@ -68,7 +69,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """Return what is left at the end, an incomplete character as U+FFFD."""
+        """Return the text that is left at the end, with an incomplete character as U+FFFD."""
         new = self._decode(self._window)[self._sent :]
         self._advance()
         return new
@@ -81,7 +82,7 @@ class Detokenizer:
         self._sent = len(self._decode(self._window)) if self._window else 0
 
     def _shorten(self, text: str) -> None:
-        """Cut a window of bytes that are no text, where that does not change how the rest is read."""
+        """Shorten a window of bytes that are not text, at a place where the rest decodes to the same text."""
         for cut in range(len(self._window) - _TAIL_TOKENS, 0, -1):
             left, right = self._decode(self._window[:cut]), self._decode(self._window[cut:])
             if left + right == text and len(left) <= self._sent:

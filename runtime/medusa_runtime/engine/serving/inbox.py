@@ -14,7 +14,7 @@ _Result = TypeVar("_Result")
 
 
 class Inbox:
-    """Calls to be made between two steps, in order, by the thread that owns the sequences and the cache."""
+    """A queue of calls for the thread that owns the sequences and the cache, which makes them between two steps."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], object]] = deque()
@@ -28,13 +28,16 @@ class Inbox:
                 self._arrived.notify()
 
     def ask(self, call: Callable[[], _Result]) -> _Result:
-        """Post, and wait for the result. Raises what the call raises; EngineError when nobody will make it."""
+        """Post a call, and wait for its result.
+
+        Raises what the call raises, and EngineError if the inbox was closed before the call was made.
+        """
         answer: Future[_Result] = Future()
 
         def run() -> None:
             try:
                 answer.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - it belongs to the thread that asked
+            except BaseException as error:  # noqa: BLE001 - raised again in the thread that asked
                 answer.set_exception(error)
 
         self.post(run)
@@ -46,7 +49,7 @@ class Inbox:
                     raise EngineError("the engine is stopping") from None
 
     def handle(self) -> None:
-        """Make the calls that have been posted."""
+        """Make all calls that have been posted. Only the engine's thread calls this."""
         while self._calls:
             self._calls.popleft()()
 

@@ -15,15 +15,15 @@ _NAMELESS = ("", ".", "..", "model", "models", "main")
 
 
 def small_files(region: Region | None) -> Callable[[str], bytes | None] | None:
-    """A function that reads a region's small files; None while they are not there. Never waits."""
+    """Return a function that reads a region's small files; None while they have not arrived. Never waits."""
     return region.file if region is not None and region.progress().state in ("fetching", "done") else None
 
 
 def served_name(settings: Settings, read: Callable[[str], bytes | None] | None = None) -> str:
-    """The model's name in the OpenAI routes: as given, or what its location says, without secrets.
+    """Return the model's name in the OpenAI routes: ``--served-model-name``, or else one derived from its location.
 
-    That is the last part of a path or URL which names something; of a URL with a host alone, and of a folder that is
-    called "model", the name that its config.json has.
+    The derived name is the last part of the path or URL, without secrets. If that part says nothing, such as a folder
+    called "model", or if the URL has only a host, it is the name in config.json, which ``read`` reads.
     """
     if settings.served_model_name is not None:
         return settings.served_model_name
@@ -42,7 +42,7 @@ def served_name(settings: Settings, read: Callable[[str], bytes | None] | None =
 
 
 def _name_in(read: Callable[[str], bytes | None] | None) -> str | None:
-    """The name in a config.json: what the checkpoint was saved from, or the kind of its model."""
+    """Return the name in config.json: that of the checkpoint it was saved from, or the type of its model."""
     try:
         config = json.loads((read and read("config.json")) or b"{}")
     except (ValueError, RecursionError):

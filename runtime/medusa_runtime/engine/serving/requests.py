@@ -1,4 +1,4 @@
-"""The requests of an engine that have not ended: their admission, and the delivery of their tokens and their end."""
+"""An engine's unfinished requests: admits them, delivers their tokens, and ends them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Sink = Callable[[Delta], None]
 
 
 class Requests:
-    """The running requests. Any thread opens one; the engine's own thread delivers its deltas and ends it.
+    """The unfinished requests of one engine. Any thread may open one; the engine's own thread delivers and ends them.
 
-    ``release`` frees what the engine holds for a sequence; it is called once, before the last delta is delivered.
+    ``release`` frees what the engine holds for a sequence. It is called once, before the last delta is delivered.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Requests:
         self._sequences: dict[str, Sequence] = {}
         self._lock = threading.Lock()
         self._throughput = Throughput()
-        self._end: MedusaError | None = None  # why no more requests are taken
+        self._end: MedusaError | None = None  # the reason why no more requests are admitted
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -59,18 +59,21 @@ class Requests:
         return self._sequences.get(request_id)
 
     def running(self) -> list[Sequence]:
-        """Those that have not ended, in the order of their admission."""
+        """Return the sequences that have not ended, in the order of their admission."""
         with self._lock:
             return list(self._sequences.values())
 
     def open(self, request: GenerateRequest, sink: Sink) -> Sequence:
-        """Admit a request. RequestError for one that cannot be served, OverloadedError when too many wait already."""
+        """Check a request and admit it.
+
+        Raises RequestError for a request that cannot be served, and OverloadedError if too many wait already.
+        """
         sequence = self.prepare(request, sink)
         self.admit(sequence)
         return sequence
 
     def prepare(self, request: GenerateRequest, sink: Sink) -> Sequence:
-        """Check a request that ``admit`` is to take. Raises what ``open`` does."""
+        """Check a request, and return its sequence for ``admit``. Raises what ``open`` does."""
         self._check_room()
         if isinstance(request.prompt, str):
             self._tokenizer.check_length(request.prompt, self._info.max_model_len)
@@ -80,7 +83,7 @@ class Requests:
         return self._sequence(request, prompt, sink)
 
     def admit(self, sequence: Sequence) -> None:
-        """Take a prepared sequence in. Raises OverloadedError, and RequestError for an id that is in use."""
+        """Admit a prepared sequence. Raises OverloadedError, and RequestError for an id that is in use."""
         with self._lock:
             self._check_room()
             if sequence.id in self._sequences:
@@ -91,7 +94,7 @@ class Requests:
             self._prompt_tokens += sequence.prompt_length
 
     def give(self, sequence: Sequence, sampled: Sampled) -> Delta:
-        """Append a token to its sequence, and hand what comes of it to the caller."""
+        """Append a token to its sequence, and deliver the delta that results from it. Returns that delta."""
         delta = advance(sequence, sampled, self._tokenizer)
         if not self.generated_tokens:
             self._timeline.mark("first_token")
@@ -100,7 +103,7 @@ class Requests:
         return delta
 
     def tell(self, sequence: Sequence, delta: Delta) -> None:
-        """Hand a delta to its caller; one with a ``finish_reason`` ends the sequence."""
+        """Deliver a delta to the sequence's sink. A delta with a ``finish_reason`` ends the sequence."""
         last = delta.finish_reason is not None
         if last:
             self.drop(sequence)
@@ -112,12 +115,12 @@ class Requests:
                 self.drop(sequence)
 
     def end(self, sequence: Sequence, reason: str, error: MedusaError | None = None) -> None:
-        """End a sequence that did not end by itself, and has not ended yet."""
+        """End a sequence with this ``finish_reason``, unless it has ended already."""
         if self.get(sequence.id) is sequence:
             self.tell(sequence, ended(sequence, reason, None if error is None else (error.code, str(error))))
 
     def drop(self, sequence: Sequence) -> None:
-        """Let go of a sequence without another delta."""
+        """Forget a sequence and free what it holds, without delivering another delta."""
         self._release(sequence)
         with self._lock:
             del self._sequences[sequence.id]
@@ -125,9 +128,10 @@ class Requests:
 
     @contextlib.contextmanager
     def serving(self, known: Callable[[Exception], MedusaError | None] = lambda error: None) -> Iterator[None]:
-        """Take requests until the end of this block, and then end all of them with the error that ended it.
+        """Admit requests during this block. At its end, all that are left get the error that ended it.
 
-        ``known`` may give an exception that is none of ours a better error than that the engine failed.
+        ``known`` may translate an exception that is not a MedusaError; by default the error says that the engine
+        failed.
         """
         end: MedusaError = EngineError("the engine is stopping; try again")
         try:
@@ -142,14 +146,18 @@ class Requests:
             self.close(end)
 
     def close(self, error: MedusaError) -> None:
-        """Take no more requests, and end all with this error."""
+        """Admit no more requests, and end all with this error."""
         with self._lock:
             self._end = error
         for sequence in self.running():
             self.end(sequence, "error", error)
 
     def stats(self, running: int, kv_tokens_used: int) -> dict[str, Any]:
-        """Return what every engine's ``stats`` has. ``running``: how many requests compute; the others wait."""
+        """Return the numbers that every engine's ``stats`` has.
+
+        ``running`` is how many requests are being computed; all others count as waiting. ``kv_tokens_used`` is how many
+        tokens of the KV cache are taken.
+        """
         return {
             "running": running,
             "waiting": max(len(self) - running, 0),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Sampled(NamedTuple):
-    """A token, and with ``logprobs``: its log-probability and the most likely tokens with theirs."""
+    """A sampled token. With ``logprobs``, also its log-probability, and the most likely tokens as (id, logprob)."""
 
     token: int
     logprob: float | None = None
@@ -25,10 +25,10 @@ class Sampled(NamedTuple):
 
 
 class Constraint:
-    """A grammar that a sequence's text follows: its number in the process that keeps it (``engine/structured``).
+    """The grammar that a sequence's text must follow, kept in another process (``engine/structured``).
 
-    ``unseen`` are the tokens that this process has not heard of yet; ``introduced``, whether it knows which tokens end
-    the sequence.
+    ``number`` is the grammar's number there. ``unseen`` are the sequence's tokens that the process has not been sent
+    yet. ``introduced`` says whether it has been sent the tokens that end the sequence.
     """
 
     def __init__(self, process: GrammarProcess, number: int) -> None:
@@ -38,14 +38,15 @@ class Constraint:
         self.introduced = False
 
     def close(self) -> None:
-        """Have the grammar forgotten. In the engine's thread."""
+        """Have the process forget the grammar. Call it in the engine's thread."""
         self.process.closed.append(self.number)
 
 
 class Sequence:
-    """Prompt and completion of a request, and how much of them is in the KV cache (``computed`` tokens of ``tokens``).
+    """A request's prompt and completion (``tokens``). The KV cache holds the first ``computed`` tokens, in ``blocks``.
 
-    ``limit`` is the length at which it ends; ``ending`` the token ids that end it (EOS and stop_token_ids).
+    ``limit`` is the number of tokens, prompt included, at which the sequence ends. ``ending`` has the token ids that
+    end it (EOS and stop_token_ids). ``sink`` gets its deltas.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     def slots(self, start: int, stop: int) -> list[int]:
-        """Return where in the cache the tokens [start, stop) lie."""
+        """Return the slots in the KV cache of the tokens [start, stop)."""
         blocks = self.blocks
         return [blocks[i // BLOCK_TOKENS] * BLOCK_TOKENS + i % BLOCK_TOKENS for i in range(start, stop)]
 
@@ -98,7 +99,10 @@ class Span(NamedTuple):
 
 
 class Dice:
-    """A sequence's own random numbers: one for each sampled token, so that no other sequence changes them."""
+    """A sequence's own random numbers, one for each sampled token, so they do not depend on other sequences.
+
+    ``draws`` numbers are skipped: those that the sequence has used elsewhere.
+    """
 
     def __init__(self, seed: int, draws: int = 0) -> None:
         self.seed = seed
@@ -108,6 +112,6 @@ class Dice:
             self.roll()
 
     def roll(self) -> float:
-        """A number in [0, 1)."""
+        """Return the next number, in [0, 1)."""
         self.draws += 1
         return self._random.random()

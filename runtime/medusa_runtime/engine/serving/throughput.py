@@ -1,24 +1,24 @@
-"""The rate at which requests finish, from which a refused one learns when to try again."""
+"""Measures the rate at which requests finish, to say when a refused request should be tried again."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 
-_UNKNOWN_S = 5.0
+_UNKNOWN_S = 5.0  # the answer before any request has ended
 _LEAST_S, _MOST_S = 1.0, 120.0
 _WINDOW = 32
 
 
 class Throughput:
-    """The moments at which the last requests ended."""
+    """The times at which the last requests ended."""
 
     def __init__(self) -> None:
         self._ended: deque[float] = deque(maxlen=_WINDOW)
         self._busy_since: float | None = None
 
     def begin(self) -> None:
-        """Work is there (again): what was measured before a pause says nothing about the queue."""
+        """Note that the engine has work again, and forget older times: they say nothing about the present queue."""
         self._busy_since = time.monotonic()
         self._ended.clear()
 
@@ -26,7 +26,7 @@ class Throughput:
         self._ended.append(time.monotonic())
 
     def retry_after_s(self, waiting: int) -> float:
-        """Until half of the waiting requests have been served, at the rate of the last ones; bounded."""
+        """Estimate the seconds until half of the ``waiting`` requests have been served; between 1 and 120."""
         if not self._ended or self._busy_since is None:
             return _UNKNOWN_S
         since = self._ended[0] if len(self._ended) == _WINDOW else self._busy_since

@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import ContextLengthError, CorruptError, MedusaError, RequestError
 from ...timeline import Timeline
 
-_LONG_CHARACTERS = 1 << 16  # below, a text is tokenized before its length could be judged
+_LONG_CHARACTERS = 1 << 16  # a shorter text is tokenized so fast that estimating its length first saves nothing
 _HINT = (
     "give the prompt as token ids, or put a tokenizer.json beside the weights (from a tokenizer.model alone "
     "transformers makes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))"
@@ -18,7 +18,10 @@ _HINT = (
 
 
 class Tokenizer:
-    """Loads tokenizer.json in a thread; the first use waits for it. Without the file only token ids can be served."""
+    """A checkpoint's tokenizer.json, which a thread loads. The first use waits for it.
+
+    Without the file (``present`` is False), only token ids can be served.
+    """
 
     def __init__(self, data: bytes | None, timeline: Timeline) -> None:
         self.present = data is not None
@@ -32,12 +35,15 @@ class Tokenizer:
             self._thread.start()
 
     def wait(self) -> None:
-        """Raises CorruptError when tokenizer.json cannot be read."""
+        """Wait until the tokenizer is loaded. Raises CorruptError if tokenizer.json cannot be read."""
         if self.present:
             self._loaded()
 
     def check_length(self, text: str, most_tokens: int, *, name: str = "prompt") -> None:
-        """Raises RequestError for a text that cannot be as few tokens, without the minutes and memory to count them."""
+        """Refuse a text that is certainly longer than ``most_tokens``, without tokenizing it, which can take minutes.
+
+        ``name`` is what the error calls the text. Raises ContextLengthError.
+        """
         if not self.present or len(text) < _LONG_CHARACTERS:
             return
         if self._longest_piece is None:
@@ -50,7 +56,7 @@ class Tokenizer:
             )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Raises RequestError without a tokenizer.json."""
+        """Return a text's token ids. Raises RequestError without a tokenizer.json, or if it fails on this text."""
         if not self.present:
             raise RequestError(
                 f"prompt: this checkpoint has no tokenizer.json, so text cannot be used; {_HINT}", "prompt"
@@ -62,7 +68,10 @@ class Tokenizer:
         return ids
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """The token ids of two texts as one input, and for each token the text that it belongs to, 0 or 1."""
+        """Return the token ids of two texts as one input, and for each token the text it belongs to, 0 or 1.
+
+        Raises RequestError like ``encode``.
+        """
         if not self.present:
             raise RequestError(
                 f"prompt: this checkpoint has no tokenizer.json, so text cannot be used; {_HINT}", "prompt"
@@ -96,7 +105,7 @@ class Tokenizer:
         try:
             with self._timeline.stage("tokenizer", bytes=len(self._data)), _panics_as_errors():
                 parsed = Parsed.from_buffer(self._data)
-                # A file may ask for padding or truncation of training batches; neither is wanted of a prompt.
+                # The file may ask for padding or truncation, which are meant for batches in training, not for prompts.
                 parsed.no_padding()
                 parsed.no_truncation()
         except Exception as error:  # noqa: BLE001 - the package raises bare Exception
@@ -108,7 +117,10 @@ class Tokenizer:
 
 @contextmanager
 def _panics_as_errors() -> Iterator[None]:
-    """Raise RequestError for a panic of the package, as where its regular expressions give up. It is no Exception."""
+    """Turn a panic of the tokenizers package into a RequestError. A panic is a BaseException, but not an Exception.
+
+    The package panics, for example, when a regular expression gives up on a text.
+    """
     try:
         yield
     except BaseException as error:
@@ -118,5 +130,5 @@ def _panics_as_errors() -> Iterator[None]:
 
 
 def _without_surrogates(text: str) -> str:
-    """JSON may carry lone surrogates, which are no text."""
+    """Replace lone surrogates, which JSON may contain but which are not valid text."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

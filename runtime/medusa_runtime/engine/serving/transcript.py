@@ -1,4 +1,4 @@
-"""What the caller gets to see of a sequence: text, up to a stop string."""
+"""The text of a sequence as the caller gets it: up to a stop string, and never a part of one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .detokenizer import Detokenizer
 
 
 class Transcript:
-    """Turns tokens into text that can be sent: nothing that may yet become part of a stop string.
+    """Turns tokens into text that can be sent, and holds back text that may be the beginning of a stop string.
 
-    Without a detokenizer there is no text, only tokens.
+    Without a detokenizer the text is always empty. ``stopped_by`` is the stop string that was reached.
     """
 
     def __init__(self, detokenizer: Detokenizer | None, stop: Iterable[str], *, include_stop: bool) -> None:
@@ -21,13 +21,16 @@ class Transcript:
         self.stopped_by: str | None = None
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
-        """The text that this token makes certain; ``stopped_by`` is set when a stop string was reached."""
+        """Add a token, and return the text that can be sent now. Sets ``stopped_by`` if it completes a stop string.
+
+        With ``may_stop`` False, stop strings are ignored.
+        """
         if self._detokenizer is None:
             return ""
         return self._release(self._detokenizer.push(token), may_stop)
 
     def finish(self) -> str:
-        """Return what was held back, when the sequence ended for another reason than a stop string."""
+        """Return the text that was held back, at the end of the sequence; empty if a stop string ended it."""
         if self._detokenizer is None or self.stopped_by is not None:
             return ""
         text = self._release(self._detokenizer.flush(), True)
@@ -50,7 +53,7 @@ class Transcript:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many last characters of ``text`` are the beginning of ``stop``."""
+    """Return the length of the longest end of ``text`` with which ``stop`` begins."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

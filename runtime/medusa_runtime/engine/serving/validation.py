@@ -1,4 +1,4 @@
-"""Whether a request can be served: one error that names the parameter, what is accepted, and what came."""
+"""Checks whether a request can be served. An error names the parameter, what is accepted, and what was found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...errors import ContextLengthError, RequestError, shown
 from ..base import EngineInfo, SamplingParams
 
 _MOST_LOGPROBS = 20
-_LARGEST = sys.float_info.max  # JSON has whole numbers beyond it
+_LARGEST = sys.float_info.max  # JSON allows larger whole numbers, which no float can hold
 _MOST_STOPS = 32
 _MOST_TOP_K = 1 << 31
 _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
@@ -24,7 +24,11 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def check_prompt(prompt: list[int], info: EngineInfo) -> None:
-    """Raises RequestError for an empty prompt, one that leaves no room for a token, and ids the model has not."""
+    """Check a prompt's token ids.
+
+    Raises RequestError for an empty prompt and for ids outside the vocabulary, and ContextLengthError for a prompt that
+    leaves no room for a token.
+    """
     if not prompt:
         raise RequestError("prompt: expected at least one token, found an empty prompt", "prompt")
     if len(prompt) >= info.max_model_len:
@@ -37,19 +41,19 @@ def check_prompt(prompt: list[int], info: EngineInfo) -> None:
 
 
 def check_token_ids(name: str, token_ids: list[int], info: EngineInfo) -> None:
-    """Raises RequestError."""
+    """Raise RequestError, naming the parameter ``name``, if an id is not in the vocabulary."""
     for token in token_ids:
         _token(name, token, info)
 
 
 def check_params(params: SamplingParams, info: EngineInfo, *, has_text: bool) -> None:
-    """Raises RequestError."""
+    """Check sampling parameters. Raises RequestError. ``has_text``: the checkpoint has a tokenizer.json."""
     for name, (accepted, good) in _NUMBERS.items():
         _number(name, getattr(params, name), accepted, good)
     _count("top_k", params.top_k, -1, _MOST_TOP_K, "0 or -1 (all tokens), or 1 and more")
     _count("max_tokens", params.max_tokens, 1, None, "1 or more")
     if params.max_tokens is not None and params.max_tokens > info.max_model_len:
-        # As in vLLM, more than the prompt leaves room for is cut without an error.
+        # Only more than the whole context is an error. Otherwise, as in vLLM, it is cut to the room that is left.
         raise ContextLengthError(
             f"this model's maximum context length is {info.max_model_len} tokens, and {params.max_tokens} were asked "
             "for; expected fewer",
@@ -62,7 +66,7 @@ def check_params(params: SamplingParams, info: EngineInfo, *, has_text: bool) ->
     if params.prompt_logprobs is not None:
         raise _error("prompt_logprobs", "to be absent (only vLLM's own HTTP routes give them)", params.prompt_logprobs)
     if params.seed is not None and not (isinstance(params.seed, int) and -(1 << 63) <= params.seed < 1 << 64):
-        raise _error("seed", "a whole number of at most 64 bits", params.seed)  # torch's generators take no other
+        raise _error("seed", "a whole number of at most 64 bits", params.seed)  # the limit of torch's generators
     _check_stops(params, info, has_text)
     if params.structured_outputs is not None:
         if not all(isinstance(part, str) for part in params.structured_outputs):

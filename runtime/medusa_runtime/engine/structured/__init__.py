@@ -1,1 +1,1 @@
-"""Structured outputs: text that a grammar allows, by masks of the tokens that may come next."""
+"""Structured outputs: a grammar limits the text, by masking the tokens that must not come next."""

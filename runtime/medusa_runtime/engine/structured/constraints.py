@@ -1,4 +1,4 @@
-"""The sequences whose text must have a form: their grammars, and the masks on the logits of a step."""
+"""Makes the text of sequences with structured outputs follow their grammars, by masking the logits of each step."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ PARAM = "structured_outputs"
 
 
 class Ended(NamedTuple):
-    """A sequence that goes no further: with its text whole, or with an error."""
+    """A sequence that its grammar ends: its text is complete (``error`` is None), or there was an error."""
 
     sequence: Generated
     error: EngineError | None
 
 
 class _Awaited(NamedTuple):
-    """Masks that were asked for: of whom, and for which sequences."""
+    """Masks that have been requested from a process, for these sequences, and not received yet."""
 
     process: GrammarProcess
     rows: list[Generated]
 
 
 class _Masks(NamedTuple):
-    """What grammars say of their sequences, whose places are by identity.
+    """The masks and states that the process has returned.
 
-    ``bits`` [sequences, bytes]: a bit a token, whether it may come next. ``states``: stopped, error.
+    ``places``: the ``id()`` of a sequence → its row. ``bits`` uint8 [sequences, bytes]: a bit for each token, set if it
+    may come next. ``states``: (stopped, error) of each grammar.
     """
 
     places: dict[int, int]
@@ -49,7 +50,7 @@ class _Masks(NamedTuple):
 
 
 class Constraints:
-    """Grammars of one engine. The process that keeps them starts with the first request that asks for one."""
+    """The grammars of one engine. The process that keeps them is started by the first request with a grammar."""
 
     def __init__(
         self, read_tokenizer: Callable[[], bytes | None], *, vocab_size: int, eos_token_ids: tuple[int, ...], rows: int
@@ -65,15 +66,16 @@ class Constraints:
         self._bytes: Tensor | None = None
 
     def open(self, asked: StructuredOutputs) -> Constraint:
-        """A new sequence's grammar. Waits for the vocabulary at first. In any thread but the engine's.
+        """Open a grammar for a new sequence. The first call waits until the vocabulary has been read.
 
-        Raises RequestError for what is no grammar, and where the library is not installed; EngineError.
+        Call it in any thread except the engine's. Raises RequestError if the grammar is not valid or the library is not
+        installed, and EngineError.
         """
         process = self._started()
         return Constraint(process, process.open(asked))
 
     def take(self, sequences: Sequence[Generated], sampled: Sequence[Sampled], *, ask: bool) -> None:
-        """Note the new tokens. With ``ask`` have the next masks made already, while nothing computes."""
+        """Note the sampled tokens. With ``ask``, request the next masks now, so that they are made between steps."""
         going = []
         for sequence, each in zip(sequences, sampled, strict=True):
             if sequence.constraint is not None and not sequence.cancelled:
@@ -83,14 +85,14 @@ class Constraints:
             self._ask(going)
 
     def check(self, asked: StructuredOutputs) -> str:
-        """Return what is wrong with a grammar, for an engine that makes its masks itself; else nothing.
+        """Return what is wrong with a grammar, or "". This is for engines that make their masks themselves.
 
-        Raises RequestError, and EngineError, as ``open`` does.
+        Raises RequestError and EngineError like ``open``.
         """
         return self._started().check(asked)
 
     def begin(self, spans: Sequence[Span]) -> None:
-        """Have the masks made that are not yet, for sequences whose next token this step gives, while it runs."""
+        """Request the masks that a step will need, unless they have been requested. They are made while it runs."""
         wanted = [
             span.sequence
             for span in spans
@@ -103,7 +105,10 @@ class Constraints:
         self._ask(wanted)
 
     def apply(self, logits: Tensor, sequences: Sequence[Generated]) -> list[Ended]:
-        """Forbid what the grammars do not allow, in place. Returns the sequences that get no further token."""
+        """Mask the tokens that the grammars do not allow, in place. Returns the sequences that get no further token.
+
+        ``logits`` [sequences, vocab] has a row for each of ``sequences``.
+        """
         rows = {row: each for row, each in enumerate(sequences) if each.params.structured_outputs is not None}
         if not rows:
             return []
@@ -130,7 +135,7 @@ class Constraints:
                 constraint.unseen, constraint.introduced = [], True
         if not rows:
             return
-        if self._awaited is not None:  # others came meanwhile, or a step failed before it took them
+        if self._awaited is not None:  # they were for other sequences, or a step failed before it received them
             self._receive()
         try:
             process.send(asked)
@@ -174,7 +179,7 @@ class Constraints:
             if self._process is None or self._process.failed:
                 from importlib.util import find_spec
 
-                from .process import GrammarProcess  # subprocess and mmap, which no first token should wait for
+                from .process import GrammarProcess  # imports subprocess, for which no first token should wait
 
                 if find_spec("llguidance") is None:
                     raise RequestError(
@@ -193,7 +198,7 @@ class Constraints:
             return self._process
 
     def _receive(self) -> _Masks | None:
-        """The masks that were asked for last; None where there are none, or when the process is gone."""
+        """Receive the masks that were requested last; None if none were, or the process is gone."""
         awaited, self._awaited = self._awaited, None
         if awaited is None:
             return None
@@ -208,9 +213,12 @@ class Constraints:
         return _Masks(places, bits.view(len(rows), -1), states)
 
     def _forbidden(self, masks: _Masks, places: dict[int, int], logits: Tensor) -> Tensor:
-        """The tokens that must not come next [rows of the logits, vocabulary], from rows' places in the masks."""
+        """Return which tokens must not come next, bool [rows of the logits, vocab].
+
+        ``places``: row of the logits → row of the masks. Other rows of the logits have no forbidden tokens.
+        """
         if self._bytes is None:
-            # The eight answers of a byte of bits, as one number: a mask is a single lookup of numbers.
+            # For each byte of bits, its eight booleans packed into one int64, so that one lookup decodes eight tokens.
             bits = torch.tensor([[not byte >> bit & 1 for bit in range(8)] for byte in range(256)], dtype=torch.bool)
             self._bytes = bits.view(torch.int64).view(-1)
         chosen = list(places.values())

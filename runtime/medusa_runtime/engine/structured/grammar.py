@@ -1,4 +1,4 @@
-"""What was asked for → a grammar of llguidance. Only the process of the grammars imports this package's library."""
+"""Compiles a requested form into a grammar of llguidance, a library that only the grammars' process imports."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 from ..base import StructuredOutputs
 
 KINDS = ("json_schema", "regex", "choice", "grammar")
-COMPILED = "llguidance"  # a kind, too: what others have compiled
-# Enough to indent by, and not so much that a model which repeats spaces never ends.
+COMPILED = "llguidance"  # the kind of a grammar that has been compiled already
+# Enough for indentation, but limited, so that a model that repeats spaces cannot go on forever.
 _WHITESPACE = r"( ?|\r?\n[ \t]{0,40})"
 
 
 def compiled(asked: StructuredOutputs) -> str:
-    """The grammar, not yet checked. Raises ValueError with a reason for what cannot be one."""
+    """Return the grammar of llguidance, which has not been checked yet. Raises ValueError if there can be none."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -40,5 +40,5 @@ def compiled(asked: StructuredOutputs) -> str:
 
 
 def _literal(text: str) -> str:
-    """A string of Lark, which knows JSON's escapes."""
+    """Return a Lark string literal. Lark's escapes include those of JSON."""
     return json.dumps(text, ensure_ascii=False)

@@ -18,22 +18,29 @@ from ..frames import Frame, FrameReader, pack
 from .constraints import PARAM
 from .worker import Task
 
-_START_S = 60.0  # imports and the vocabulary; a second or two where nothing else runs
+_START_S = 60.0  # for imports and the vocabulary, which take a second or two on an idle machine
 _OPEN_S = 30.0
 _STEP_S = 30.0
 _END_S = 5.0
-_ONE = (1).to_bytes(8, sys.byteorder)  # a count, as eventfd takes it
-_NOT_KEPT = 0  # a number that the next such grammar takes over
+_ONE = (1).to_bytes(8, sys.byteorder)  # what is written to an eventfd to add 1
+_NOT_KEPT = 0  # the number of grammars that are only checked; each replaces the one before
 
 
 class GrammarProcess:
-    """One such process. Any thread opens grammars; the engine's own asks for masks."""
+    """A process that keeps grammars. Any thread may open grammars; only the engine's thread requests masks.
+
+    ``closed`` collects the numbers of grammars that are no longer needed, and the next ``send`` passes them on.
+    ``failed`` is True once the process is gone.
+    """
 
     def __init__(self, tokenizer: bytes, *, vocab_size: int, eos_token_ids: tuple[int, ...], rows: int) -> None:
-        """Start it. It reads the vocabulary meanwhile; ``open`` waits for that."""
+        """Start the process. It reads the vocabulary in the background, and ``open`` waits for that.
+
+        ``tokenizer``: the content of tokenizer.json. ``rows``: the most grammars in a step. Raises EngineError.
+        """
         self.row_bytes = -(-vocab_size // 32) * 4
         self.failed = False
-        self.closed: list[int] = []  # numbers of grammars that nobody needs any more
+        self.closed: list[int] = []
         self._asked = open(os.eventfd(0, os.EFD_CLOEXEC), "wb", buffering=0)  # noqa: SIM115
         openings, theirs = socket.socketpair()
         steps, their_steps = socket.socketpair()
@@ -74,7 +81,7 @@ class GrammarProcess:
         self._numbers = 0
 
     def open(self, asked: StructuredOutputs) -> int:
-        """The number of a new grammar. Raises RequestError for a bad one; EngineError."""
+        """Open a new grammar, and return its number. Raises RequestError if it is not valid, and EngineError."""
         number, answer = self._open(asked, keep=True)
         fault = answer["error"] or "; ".join(answer["warnings"])
         if fault:
@@ -82,7 +89,7 @@ class GrammarProcess:
         return number
 
     def check(self, asked: StructuredOutputs) -> str:
-        """Return what is wrong with a grammar or takes too much, if anything; nothing is kept for steps."""
+        """Return what is wrong with a grammar, or "". The grammar is not kept for steps."""
         return str(self._open(asked, keep=False)[1]["error"])
 
     def _open(self, asked: StructuredOutputs, *, keep: bool) -> tuple[int, Frame]:
@@ -102,17 +109,20 @@ class GrammarProcess:
             return number, self._ask(self._openings, self._read_opened, frame)
 
     def send(self, rows: list[tuple[int, list[int], list[int]]]) -> None:
-        """Ask for the masks of these grammars, which have seen these tokens since and which these tokens end."""
+        """Request masks for the rows of a step. ``receive`` returns once they are made.
+
+        A row is a grammar's number, the tokens since its last row, and the tokens that end its sequence (sent once).
+        """
         closed, self.closed = self.closed, []
         try:
             self._steps.settimeout(_STEP_S)
             self._steps.sendall(pack({"type": "step", "rows": rows, "closed": closed}))
             self._asked.write(_ONE)
-        except (OSError, ValueError) as error:  # the latter where another thread has closed it
+        except (OSError, ValueError) as error:  # ValueError: another thread has closed the file
             raise self._lost(error) from error
 
     def receive(self) -> list[tuple[bool, str]]:
-        """The grammars' states (stopped, error), once their masks are there."""
+        """Wait for the masks that ``send`` requested, and return the state of each row's grammar: (stopped, error)."""
         states: list[tuple[bool, str]] = self._ask(self._steps, self._read_masks, None)["states"]
         return states
 
@@ -126,7 +136,7 @@ class GrammarProcess:
         self._process.wait(_END_S)
 
     def _ask(self, connection: socket.socket, reader: FrameReader, frame: Frame | None) -> Frame:
-        """Send a frame, if any, and return the next one that comes."""
+        """Send a frame, if any, and return the next frame that arrives."""
         try:
             if frame is not None:
                 connection.sendall(pack(frame))
@@ -138,7 +148,7 @@ class GrammarProcess:
         return answer
 
     def _lost(self, error: Exception | None) -> EngineError:
-        """Give the process up."""
+        """End the process, and return the error that says so."""
         if not self.failed:
             self.close()
         why = "took too long" if isinstance(error, TimeoutError) else "ended"

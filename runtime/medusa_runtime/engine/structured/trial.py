@@ -1,10 +1,10 @@
-"""Tries a grammar in a process of its own, within limits, before the process that keeps everybody's takes it.
+"""Tries a grammar in a process of its own, within limits, before the process that keeps all grammars compiles it.
 
 A grammar comes from a client. A few kilobytes can make the library compute for minutes, take gigabytes or overflow its
-stack, which ends the process, and with it the grammars of all other clients.
+stack. That would end the process, and with it the grammars of all other clients.
 
-What is taken is compiled a second time: the library has no form of a compiled grammar that another process could read.
-For usual schemas that is one to two milliseconds of CPU, and the trial's fork alone takes five.
+A grammar that passes is compiled a second time, because the library cannot pass a compiled grammar to another process.
+For usual schemas this takes one to two milliseconds of CPU; the fork for the trial alone takes five.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ...process import die_with_parent
 
 CPU_S = 3
 MEMORY_BYTES = 256 << 20
-_WAIT_S = 20.0  # for a process that gets no CPU; less than the engine waits
+_WAIT_S = 20.0  # limit for a process that gets no CPU time; shorter than the engine's own wait
 _MOST_CHARACTERS = 2000
 _PAGE_BYTES = resource.getpagesize()
 
 
 class Trial(NamedTuple):
-    """What is wrong with a grammar, if anything, and what it takes of memory."""
+    """The result of a trial: what is wrong with the grammar, or "", and how much memory it takes."""
 
     fault: str
     size_bytes: int
 
 
 def attempt(make: Callable[[], Any]) -> Trial:
-    """Make a matcher and its first mask in a forked process."""
+    """Make a matcher, with ``make``, and its first mask in a forked process with limits on CPU time and memory."""
     reading, writing = os.pipe()
     parent = os.getpid()
     pid = os.fork()
@@ -74,7 +74,7 @@ def _attempt(make: Callable[[], Any]) -> Trial:
 
 
 def _memory() -> tuple[int, int]:
-    """The virtual and the resident size of this process."""
+    """Return the virtual and the resident size of this process, in bytes."""
     with open("/proc/self/statm") as statm:
         virtual, resident = statm.read().split()[:2]
     return int(virtual) * _PAGE_BYTES, int(resident) * _PAGE_BYTES

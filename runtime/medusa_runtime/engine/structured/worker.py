@@ -1,14 +1,16 @@
-"""The process that keeps an engine's grammars, beside the engine.
+"""The process that keeps an engine's grammars.
 
-To read a vocabulary of 128k tokens holds Python's lock for over a second, in which the engine could make no token for
-anybody. And a grammar comes from a client: what it costs in time and memory should not be the engine's.
+It is not the engine's process, because reading a vocabulary of 128k tokens holds Python's global lock for over a
+second, during which the engine could make no tokens. Also, grammars come from clients, and should not take the engine's
+time and memory.
 
-    hello {error}                                  when the vocabulary is read
+    hello {error}                                  sent once the vocabulary is read
     open {number, kind, text}                      → opened {error, warnings}
     step {rows: [[number, tokens, endings]], closed: […]} → masks {states: [[stopped, error]]}
 
-Two sockets, one for steps and one for the rest. The masks lie in a shared file, a row for each row of the step. What
-ends a sequence (``endings``, told once) may come when its grammar is satisfied.
+There are two sockets, one for steps and one for the rest. The masks are written to a shared file, one for each row of
+the step. ``endings`` are the tokens that end the row's sequence; they are sent once, and allowed whenever the grammar
+is satisfied.
 """
 
 from __future__ import annotations
@@ -30,16 +32,20 @@ from ..frames import Frame, FrameReader, pack
 from .grammar import compiled
 from .trial import attempt
 
-_MOST_COPIES = 64  # grammars that are kept for further requests
+_MOST_COPIES = 64  # compiled grammars that are kept for later requests
 _MOST_COPIES_BYTES = 256 << 20
-_STEP_CPU_S = 1.0  # in which everybody's next token waits
-_MOST_ITEMS = 10_000  # of the parser, in a step: a fifth of the library's default
-_STACK_BYTES = 256 << 20  # of addresses: the library calls itself as deep as a grammar is nested
+_STEP_CPU_S = 1.0  # limit for one grammar in a step, since the next tokens of all sequences wait for it
+_MOST_ITEMS = 10_000  # limit of the parser's items in a step: a fifth of the library's default
+_STACK_BYTES = 256 << 20  # addresses only: the library recurses as deep as a grammar is nested
 
 
 @dataclass(frozen=True)
 class Task:
-    """The argument of the process: descriptors it inherits, and what the engine knows of the vocabulary."""
+    """The argument of the process: the numbers of the descriptors that it inherits, and facts about the vocabulary.
+
+    ``asked`` is an eventfd that wakes the process for a step, ``masks`` the shared file with ``row_bytes`` for each
+    row.
+    """
 
     openings: int
     steps: int
@@ -52,13 +58,13 @@ class Task:
 
 
 class Grammars:
-    """The running grammars by number."""
+    """The grammars of running sequences, by number."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._matchers: dict[int, Any] = {}
         self._endings: dict[int, list[int]] = {}
-        # As they are before the first token, with their size; the last used last.
+        # Matchers in their state before the first token, with their sizes in bytes; the most recently used last.
         self._fresh: dict[StructuredOutputs, tuple[Any, int]] = {}
 
     def open(self, number: int, asked: StructuredOutputs) -> Frame:
@@ -72,7 +78,7 @@ class Grammars:
         return {"type": "opened", "error": fault, "warnings": [] if fault else matcher.get_grammar_warnings()}
 
     def _matcher(self, asked: StructuredOutputs) -> Any:
-        """Raises ValueError for what is no grammar, or takes too much."""
+        """Return a fresh matcher for a grammar. Raises ValueError if it is not valid, or too slow or large."""
         found = self._fresh.pop(asked, None)
         if found is None:
             trial = attempt(lambda: self._made(asked))
@@ -91,12 +97,15 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(step_max_items=_MOST_ITEMS, verbose_errors=False)
-        return LLMatcher(self._tokenizer, compiled(asked), log_level=0, limits=limits)  # without Python's lock
+        return LLMatcher(self._tokenizer, compiled(asked), log_level=0, limits=limits)  # releases Python's lock
 
     def step(
         self, rows: list[tuple[int, list[int], list[int]]], masks: memoryview, row_bytes: int
     ) -> list[tuple[bool, str]]:
-        """Take the tokens in, and write the masks of the next ones."""
+        """Consume each row's new tokens, and write the masks for the tokens after them.
+
+        Returns for each row whether its grammar allows no further token, and its error, or "".
+        """
         states = []
         for row, (number, tokens, endings) in enumerate(rows):
             matcher = self._matchers[number]
@@ -134,7 +143,7 @@ def main() -> None:
         grammars = Grammars(_vocabulary(text, task))
     except Exception as error:  # noqa: BLE001 - whatever the library makes of a tokenizer
         openings.sendall(pack({"type": "hello", "error": str(error) or type(error).__name__}))
-        steps.recv(1)  # until the engine is gone
+        steps.recv(1)  # returns when the engine is gone
         return
     del text
     openings.sendall(pack({"type": "hello", "error": ""}))
@@ -144,11 +153,14 @@ def main() -> None:
     threading.Thread(target=_open, args=(openings, grammars), daemon=True).start()
     stepping.start()
     stepping.join()
-    os._exit(0)  # the engine is gone; nobody waits for an opening
+    os._exit(0)  # the engine is gone, so a grammar that is being opened is not needed
 
 
 def _vocabulary(text: str, task: Task) -> Any:
-    """The tokens of a tokenizer.json. A model may have rows for more than these or fewer, and end with one of them."""
+    """Read the vocabulary of a tokenizer.json, with the model's size and EOS tokens where they fit it.
+
+    A model may have more or fewer rows than the tokenizer has tokens, and EOS tokens that the tokenizer does not have.
+    """
     from llguidance import LLTokenizer
 
     eos = task.eos_token_ids
@@ -171,14 +183,15 @@ def _open(connection: socket.socket, grammars: Grammars) -> None:
 
 
 def _step(connection: socket.socket, asked: int, grammars: Grammars, masks: memoryview, row_bytes: int) -> None:
-    """Answer steps, for which it is woken by an event.
+    """Answer steps until the engine is gone. The eventfd ``asked`` says that a step has been sent.
 
-    A message on a socket wakes its receiver on the sender's core, in whose place it often runs: the engine would wait.
+    Polling the socket instead would slow the engine: a message on a socket wakes its receiver on the sender's core,
+    where it often runs in the sender's place.
     """
     reader = FrameReader(connection)
     poll = select.poll()
     poll.register(asked, select.POLLIN)
-    poll.register(connection, 0)  # its end
+    poll.register(connection, 0)  # reports only that the engine has closed it
     while poll.poll()[0][0] == asked:
         os.eventfd_read(asked)
         frame = reader.read()

@@ -1,4 +1,4 @@
-"""From an adapter's region to the matrices of a model's layers: every name, shape and value is checked."""
+"""Reads an adapter's region into matrices for a model's layers, and checks every name, shape and value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLOATS = ("F32", "F16", "BF16")
 
 
 class AdapterWeights(NamedTuple):
-    """An adapter as a model uses it: the matrices by the layers' names, and these layers."""
+    """An adapter's matrices, and the layers that they change. The keys of both are the model's names of the layers."""
 
     pairs: dict[str, Pair]
     layers: dict[str, Linear]
@@ -38,8 +38,8 @@ class _Found(NamedTuple):
 def read_adapter(region: Region, model: DecoderModel, dtype: torch.dtype, *, most_rank: int) -> AdapterWeights:
     """Wait for the adapter in ``region``, and return its matrices as ``dtype``.
 
-    Raises what its fetch has failed with, MismatchError for one that does not fit the model or is not supported, and
-    CorruptError.
+    Raises MismatchError if the adapter does not fit the model, has a rank above ``most_rank`` or is not supported;
+    CorruptError; and the error of a failed fetch.
     """
     index = region.wait_index()
     config = AdapterConfig.read(region.file(ADAPTER_CONFIG))
@@ -51,7 +51,7 @@ def read_adapter(region: Region, model: DecoderModel, dtype: torch.dtype, *, mos
     found = {name: _layer(model, name) for name in _modules(index.tensors)}
     _check_targets(config, list(found))
     views = Views(region)
-    # A training writes its adapter again and again, and a mapped file that becomes shorter ends the process.
+    # Training rewrites an adapter's file, and a mapped file that is truncated kills the process (SIGBUS).
     copies = any(shard.path is not None for shard in index.shards)
 
     def matrix(name: str, expected: tuple[int, int]) -> Tensor:
@@ -84,7 +84,7 @@ def read_adapter(region: Region, model: DecoderModel, dtype: torch.dtype, *, mos
 
 
 def _modules(names: object) -> Iterator[str]:
-    """The modules that an adapter has matrices for. MismatchError for a tensor that is none of their matrices."""
+    """Yield the modules that an adapter has matrices for. Raises MismatchError for a tensor of any other kind."""
     assert isinstance(names, dict)
     modules: dict[str, None] = {}
     for name in names:
@@ -100,7 +100,7 @@ def _modules(names: object) -> Iterator[str]:
 
 
 def _layer(model: DecoderModel, module: str) -> _Found:
-    """The model's layer for a module of the adapter. MismatchError where that is no linear layer of its decoder."""
+    """Find the model's layer for a module of the adapter. Raises MismatchError unless it is linear, in the decoder."""
     renamed = model.rename(f"{module}.weight") or ""
     name = renamed.removesuffix(".weight")
     try:
@@ -118,7 +118,7 @@ def _layer(model: DecoderModel, module: str) -> _Found:
 
 
 def adaptable(model: DecoderModel) -> Iterator[str]:
-    """The names of the layers that an adapter may change."""
+    """Yield the names of the layers that an adapter may change."""
     for name, layer in model.named_modules():
         parts = name.split(".")
         if isinstance(layer, Linear) and any(part.isdigit() for part in parts) and "experts" not in parts:
@@ -136,7 +136,7 @@ def _check_targets(config: AdapterConfig, modules: list[str]) -> None:
 
 
 def _put_together(model: DecoderModel, pairs: dict[str, Pair]) -> None:
-    """Give layers that multiply the same input one matrix for it."""
+    """Join the A matrices of layers with the same input, so that one product serves them all."""
     for name, module in model.named_modules():
         for group in getattr(module, "FUSED", ()):
             names = [full for part in group if (full := f"{name}.{part}") in pairs]

@@ -1,4 +1,4 @@
-"""The adapters of an engine, by name: loaded in the background, and given their rows in each step."""
+"""An engine's LoRA adapters: they are loaded in the background, and each is applied to its rows of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class Adapter:
-    """One adapter. Once it is ``loaded``, it has ``pairs`` or an ``error``; sequences wait in ``waiting`` till then."""
+    """One adapter. When ``loaded`` is set, it has ``pairs`` or an ``error``. Until then its sequences are ``waiting``.
+
+    ``number`` is unique in the engine; a step's spans are sorted by it.
+    """
 
     def __init__(self, name: str, number: int) -> None:
         self.name = name
@@ -34,10 +37,14 @@ class Adapter:
 
 
 class Adapters:
-    """Any thread adds, drops and finds; ``arrange``, ``hold`` and what ``post`` is given belong to the engine's thread.
+    """The adapters of one engine, by name.
 
-    One that is dropped lives on while a sequence uses it. ``base_loaded`` waits for the base model's weights, ``begin``
-    starts a sequence whose adapter has come, and ``fail`` ends it with an error.
+    Any thread may add, drop, find and wait. ``hold``, ``arrange`` and ``check`` belong to the engine's thread. A
+    dropped adapter lives on while a sequence uses it.
+
+    Four functions connect this to the engine: ``base_loaded`` waits for the base model's weights, ``post`` runs a call
+    in the engine's thread, ``begin`` starts a sequence whose adapter has been loaded, and ``fail`` ends a sequence with
+    an error.
     """
 
     def __init__(
@@ -68,17 +75,17 @@ class Adapters:
         return len(self._adapters)
 
     def add(self, name: str, region: Region) -> None:
-        """Begin to load an adapter from its region, which this takes over; it replaces one of the same name."""
+        """Start loading an adapter from its region, and close the region afterwards. Replaces one of the same name."""
         adapter = Adapter(name, next(self._numbers))
         self._adapters[name] = adapter
         threading.Thread(target=self._load, args=(adapter, region), name="engine-adapter", daemon=True).start()
 
     def refuse(self, name: str, error: MedusaError) -> None:
-        """Answer all who name this adapter with an error."""
+        """Answer every request that names this adapter with an error."""
         adapter = Adapter(name, next(self._numbers))
         adapter.error = error
         adapter.loaded.set()
-        self._adapters[name] = adapter  # only now, lest a request waits for what never comes
+        self._adapters[name] = adapter  # last, so that no request waits for an adapter that will never be loaded
 
     def drop(self, name: str) -> bool:
         """Forget an adapter, and return whether there was one of this name."""
@@ -92,7 +99,10 @@ class Adapters:
         return adapter
 
     def wait(self, name: str) -> dict[str, Any]:
-        """Wait until an adapter is loaded, and describe it. Raises RequestError when it cannot be used."""
+        """Wait until an adapter is loaded, and return its numbers of layers and bytes.
+
+        Raises RequestError if it is unknown or cannot be used, and StorageError if its weights could not be fetched.
+        """
         adapter = self.find(name)
         adapter.loaded.wait()
         if adapter.error is not None:
@@ -100,7 +110,7 @@ class Adapters:
         return {"layers": len(adapter.pairs or ()), "bytes": adapter.size_bytes}
 
     def hold(self, sequence: Sequence) -> bool:
-        """Return whether a sequence cannot begin now: its adapter is not there yet, or never will be."""
+        """Return whether a sequence cannot begin now. It waits for its adapter then, or has failed with its error."""
         adapter = sequence.adapter
         if adapter is None or adapter.pairs is not None:
             return False
@@ -111,7 +121,7 @@ class Adapters:
         return True
 
     def arrange(self, spans: list[Span]) -> list[Span]:
-        """Order the spans of a step by their adapters, and note which rows each adapter has."""
+        """Return a step's spans ordered by adapter, and note which rows of the step belong to each adapter."""
         step = self._step
         if not any(span.sequence.adapter is not None for span in spans):
             step.groups = ()
@@ -131,7 +141,7 @@ class Adapters:
         return ordered
 
     def check(self, spans: list[Span]) -> None:
-        """After a step: end the sequences whose adapters could not take part in it."""
+        """End the sequences whose adapter could not be applied. Call it after each step."""
         step = self._step
         used = [span.sequence for span in spans if span.sequence.adapter is not None]
         for adapter in {sequence.adapter for sequence in used} if step.groups and step.misfits else ():
@@ -143,13 +153,13 @@ class Adapters:
                     "model",
                 )
                 adapter.pairs = None
-        for sequence in used:  # those that waited for their turn, too
+        for sequence in used:  # also those whose adapter was refused while they waited for their first step
             if sequence.adapter is not None and sequence.adapter.error is not None:
                 sequence.cancelled = True
                 self._fail(sequence, sequence.adapter.error)
 
     def _load(self, adapter: Adapter, region: Region) -> None:
-        """In a thread of its own."""
+        """Load an adapter, in a thread of its own."""
         from .adapter_weights import read_adapter
 
         try:

@@ -1,13 +1,13 @@
-"""Which blocks of the KV cache are free."""
+"""The free blocks of the KV cache."""
 
 from __future__ import annotations
 
 
 class BlockPool:
-    """Hands out block numbers. Freed ones come first: their pages are in memory already, fresh ones would cost more."""
+    """Hands out block numbers. Freed blocks are reused first, since a fresh block needs new pages of memory."""
 
     def __init__(self, blocks: int, first: int = 0) -> None:
-        """``blocks`` of them, numbered from ``first`` on."""
+        """Start with ``blocks`` free blocks, numbered from ``first`` on."""
         self.blocks = blocks
         self._first = first
         self._fresh = 0
@@ -22,12 +22,12 @@ class BlockPool:
         return self._fresh - len(self._freed)
 
     def limit(self, blocks: int) -> None:
-        """Hand out at most so many blocks from now on; only before any was handed out."""
+        """Reduce the pool to at most this many blocks. Call it before any block has been taken."""
         assert self._fresh == 0
         self.blocks = min(self.blocks, blocks)
 
     def take(self, count: int) -> list[int] | None:
-        """That many blocks, or None (and nothing taken) when there are fewer."""
+        """Take ``count`` blocks, and return their numbers; None, with nothing taken, if fewer are free."""
         if count > self.free:
             return None
         reused = min(count, len(self._freed))

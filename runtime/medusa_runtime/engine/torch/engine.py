@@ -1,8 +1,8 @@
-"""The engine of this repository: small, and serving before its weights are there.
+"""The torch engine: small, and able to serve before all of its weights have arrived.
 
     add ─▶ inbox ─▶ scheduler ─spans▶ runner ─logits▶ sampler ─token▶ completion ─delta▶ sink
 
-The first prefill starts as soon as there is a request; the gates of the loader hold it layer by layer.
+The first prefill starts as soon as there is a request. At each layer, a gate holds it until the weights are applied.
 """
 
 from __future__ import annotations
@@ -44,18 +44,21 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.2  # how often an idle engine looks at its stop event, which a signal handler may set
 _MOST_FAILED_STEPS = 3
-_DECODES = 8  # the first steps without a prefill, whose time a cluster's predictions learn
+_DECODES = 8  # how many of the first pure decode steps are timed; a cluster's predictions use their median
 
 
 class TorchEngine:
-    """Continuous batching over one model. Construction waits for the checkpoint's index, not its weights.
+    """Continuous batching over one model. Construction waits for the checkpoint's weight index, not for its weights.
 
-    With ``--layers`` it loads these layers only, and a subclass has the others run elsewhere. Subclasses may use the
-    attributes and methods with one underscore.
+    With ``--layers`` it loads only these layers, and a subclass runs the others in other processes. Subclasses may use
+    the attributes and methods with one underscore.
     """
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, gpu: Gpu | None = None) -> None:
-        """Run the model on ``gpu``, or with ``--device cuda`` on the first GPU there is; else on the CPU."""
+        """Load the model onto ``gpu``, by default the first GPU if the device setting is "cuda", else the CPU.
+
+        Raises ModelError for a model that this engine cannot run on that device.
+        """
         self._region = region
         self._settings = settings
         self._timeline = timeline
@@ -173,7 +176,7 @@ class TorchEngine:
         self._inbox.post(lambda: self._begin(sequence))
 
     def add_adapter(self, name: str, region: Region) -> None:
-        """Begin to load an adapter from its region, which the engine takes over. Requests that name it wait for it."""
+        """Start loading an adapter from its region, which the engine takes over. Requests that name it wait for it."""
         if not self._on_gpu and self.layers.first and self.layers.last:
             self._adapters.add(name, region)
             return
@@ -183,7 +186,7 @@ class TorchEngine:
         self._adapters.refuse(name, RequestError(error, "model"))
 
     def wait_adapter(self, name: str) -> dict[str, Any]:
-        """Wait for an adapter to load; returns its numbers of layers and bytes. Raises RequestError, StorageError."""
+        """Wait for an adapter, and return its numbers of layers and bytes. Raises RequestError and StorageError."""
         return self._adapters.wait(name)
 
     def drop_adapter(self, name: str) -> bool:
@@ -193,7 +196,7 @@ class TorchEngine:
     def cancel(self, request_id: str) -> None:
         sequence = self._requests.get(request_id)
         if sequence is not None:
-            sequence.cancelled = True  # at once, so that the step that is running gives it no token
+            sequence.cancelled = True  # now, so that a running step delivers no token for it
             self._inbox.post(lambda: self._requests.end(sequence, "cancelled"))
 
     def run(self, stop: threading.Event) -> None:
@@ -229,11 +232,11 @@ class TorchEngine:
         self._watcher.join()
 
     def _cached_layers(self) -> range:
-        """The layers whose keys and values this engine's cache has room for."""
+        """Return the numbers of the layers that this engine's KV cache has room for."""
         return range(self.layers.start, self.layers.stop)
 
     def _applier(self, *, rest: bool = False) -> Applier:
-        """Return what applies this engine's layers; with ``rest`` the other ones."""
+        """Return an applier for this engine's layers; with ``rest``, for the model's other layers."""
         if self.layers.first and self.layers.last:
             return self._model.applier(self._dtype)
         return PartApplier(
@@ -244,7 +247,7 @@ class TorchEngine:
             rest=rest,
         )
 
-    # From here on: the thread of run, but for what says otherwise.
+    # The methods below belong to the thread of ``run``, unless they say otherwise.
 
     def _watch(self) -> None:
         """Wait for the weights and the tokenizer, in a thread of its own."""
@@ -253,25 +256,25 @@ class TorchEngine:
             self._tokenizer.wait()
         except MedusaError as error:
             self._load_error = error
-        except Exception as error:  # noqa: BLE001 - wait_ready must hear of anything
+        except Exception as error:  # noqa: BLE001 - wait_ready has to raise any error
             self._load_error = EngineError(f"the weights could not be applied: {type(error).__name__}: {error}")
             self._load_error.__cause__ = error
         self._inbox.post(lambda: None)
 
     def _check_loaded(self) -> None:
-        """Raise what made loading impossible, if that is known already. Called by any thread."""
+        """Raise the error of loading, if it has failed already. Any thread may call this."""
         if self._load_error is not None:
             raise self._load_error
 
     def _turn(self) -> bool:
-        """Do what can be done now, for one step at most, and return whether there was anything to do."""
+        """Run the next step, if there is anything to run. Returns whether there was."""
         spans = self._scheduler.schedule()
         if spans:
             self._step(spans)
         return bool(spans)
 
     def _released(self, sequence: Sequence) -> None:
-        """Free what a sequence has held that will not go on."""
+        """Free what the engine holds for a sequence that has ended."""
         self._scheduler.remove(sequence)
         if sequence.constraint is not None:
             sequence.constraint.close()
@@ -303,7 +306,7 @@ class TorchEngine:
         self._give(spans, sequences, sampled, start_ns, in_turn=True)
 
     def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
-        """The tokens of these rows, each one that its sequence's grammar allows."""
+        """Sample a token for each row of ``logits`` that the row's grammar, if any, allows."""
         for ended in self._constraints.apply(logits, sequences):
             ended.sequence.cancelled = True
             self._requests.end(ended.sequence, "error" if ended.error else "stop", ended.error)
@@ -318,7 +321,10 @@ class TorchEngine:
         *,
         in_turn: bool = False,
     ) -> None:
-        """Deliver the tokens of a step that began at ``start_ns``. ``in_turn``: the next step continues these."""
+        """Deliver the tokens of a step that began at ``start_ns`` (of the monotonic clock).
+
+        ``in_turn`` says that the next step continues the same sequences, so their masks can be prepared now.
+        """
         self._constraints.take(sequences, sampled, ask=in_turn)
         self._steps += 1
         if self._steps == 1:

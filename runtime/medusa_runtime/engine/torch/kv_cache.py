@@ -1,4 +1,4 @@
-"""The paged KV cache (PagedAttention, Kwon et al. 2023, section 4.3): one pool of blocks, lent to sequences."""
+"""The paged KV cache (PagedAttention, Kwon et al. 2023, section 4.3): a pool of blocks that sequences share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .block_pool import BlockPool
 
 BLOCK_TOKENS = 16
 SPARE_BLOCKS = 16
-KV_CACHE = "KV cache"  # the name of its memory
+KV_CACHE = "KV cache"  # the name of its memory on a device
 
-Memory = Callable[[str, int], Tensor]  # a name and a size in bytes → uint8 of a device, with whatever was in it
+Memory = Callable[[str, int], Tensor]  # (name, size in bytes) → uint8 [size or more] on a device, uninitialized
 
 
 class KvShape(NamedTuple):
-    """What one token leaves behind in each layer."""
+    """The shape and dtype of the keys, and of the values, that one token leaves in the cache."""
 
     layers: int
     kv_heads: int
@@ -29,7 +29,7 @@ class KvShape(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, layers: int | None = None) -> KvShape:
-        """The shape for all layers of a model, or for so many of them."""
+        """Return the shape for a model's cache, for all of its layers or for a number of them."""
         return cls(layers or config.num_layers, config.num_kv_heads, config.head_dim, dtype)
 
     @property
@@ -38,12 +38,15 @@ class KvShape(NamedTuple):
 
 
 class KvCache:
-    """Keys and values of all sequences: ``pool`` [layers, 2, blocks, 16, kv_heads, head_dim], keys first.
+    """The keys and values of all sequences: ``pool`` [layers, 2, blocks, 16, kv_heads, head_dim], keys first.
 
-    The pool is never cleared, so a page of it costs memory only when it is first written. ``memory`` places it on a
-    device; there it has ``SPARE_BLOCKS`` more, from ``spare`` on, that are no sequence's: padding is written there.
-    They are the first ones, so that a graph's reference inputs are the same whatever the number of blocks.
-    ``first_layer`` is the model's number of the pool's first layer, in a worker that holds a range of them.
+    The pool is never cleared, so a page of it takes no memory until it is first written.
+
+    ``memory`` places the pool on a device. It then begins with ``SPARE_BLOCKS`` additional blocks, numbered from
+    ``spare`` on, which belong to no sequence: padding is written there. They come first, so that a graph's reference
+    inputs do not depend on the number of blocks.
+
+    ``first_layer`` is the number that the pool's first layer has in the model, for a worker with a range of layers.
     """
 
     def __init__(self, shape: KvShape, blocks: int, memory: Memory | None = None, *, first_layer: int = 0) -> None:
@@ -63,7 +66,7 @@ class KvCache:
         self.slots = {number: (k.flatten(0, 1), v.flatten(0, 1)) for number, (k, v) in self.layers.items()}
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """k and v [tokens, kv_heads, head_dim] into ``slots`` [tokens] (block x 16 + place in the block)."""
+        """Write k and v [tokens, kv_heads, head_dim] to ``slots`` [tokens] (block x 16 + place in the block)."""
         kernels.write_kv(*self.slots[layer], slots, k, v)
 
 

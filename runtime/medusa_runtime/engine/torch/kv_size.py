@@ -1,4 +1,4 @@
-"""The KV plan of the torch engine: its cache's geometry, and what is free beside the weights."""
+"""The KV plan of the torch engine: the geometry of its cache, and the memory that is free beside the weights."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from .kv_cache import BLOCK_TOKENS, KvShape, blocks_for
 
 
 def free_bytes(region: Region, settings: Settings, config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return what can be allocated once the weights of this region are there, all of them:
+    """Return how many bytes can be allocated beside all weights of this region, once they are loaded.
 
-    a worker may come to hold them.
+    All of them count, even where ``--layers`` loads a part: the worker may have to load the others later.
     """
     index, progress = weights(region, config, dtype), region.progress()
     total = sum(shard.data_bytes for shard in index.shards)
-    # Mapped files are page cache, which counts as free but is needed; what was fetched into the region does not.
+    # Local shards are mapped files. They are page cache, which counts as available memory, so all of it is subtracted.
+    # Bytes that were fetched into the region are in use already, so only the missing ones are.
     to_come = total if any(shard.path is not None for shard in index.shards) else total - progress.fetched_bytes
     stored = region.wait_index().tensors
     casts = sum(_cast_bytes(entry, dtype, entry is not stored.get(name)) for name, entry in index.tensors.items())
@@ -36,7 +37,7 @@ def free_bytes(region: Region, settings: Settings, config: ModelConfig, dtype: t
 
 
 def weights(region: Region, config: ModelConfig, dtype: torch.dtype) -> WeightIndex:
-    """The index of a checkpoint's weights in the shapes in which they are used."""
+    """Return the checkpoint's weight index, with quantized weights in the shapes that the model has for them."""
     index = region.wait_index()
     if config.quantization is None:
         return index
@@ -46,7 +47,10 @@ def weights(region: Region, config: ModelConfig, dtype: torch.dtype) -> WeightIn
 
 
 def _cast_bytes(entry: TensorEntry, dtype: torch.dtype, made: bool) -> int:
-    """The memory of a tensor's copy in another dtype, or of one that is ``made``; none when it is used as it is."""
+    """Return the bytes of a tensor's copy in another dtype; 0 if it is used in place.
+
+    ``made``: the tensor is not in the checkpoint but made from quantized ones, and so always takes memory.
+    """
     name = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
     return 0 if entry.dtype == name and not made else math.prod(entry.shape) * dtype.itemsize
 
@@ -69,11 +73,11 @@ def kv_plan(
     graph_sizes: Sequence[int] = (),
     tokens_before: int | None = None,
 ) -> KvPlan:
-    """The plan that the state bundle holds, where it fits this machine now; else one computed. Raises ConfigError.
+    """Return the state bundle's KV plan if it fits this machine now, else compute one. Raises ConfigError.
 
-    ``device_free_bytes``: what a GPU has free beside the weights, where the cache lies on one. ``layers``: how many of
-    the model's layers the cache is for; default: all. ``graph_sizes``: the batch sizes that will have a CUDA graph on
-    the GPU. ``tokens_before``: the size of this instance's cache until now.
+    ``device_free_bytes``: for a cache on a GPU, the GPU's free memory beside the weights. ``layers``: how many of the
+    model's layers the cache is for; default: all. ``graph_sizes``: the batch sizes that will have a CUDA graph on the
+    GPU. ``tokens_before``: the size of the cache of the engine that this one replaces.
     """
     sizes = geometry(KvShape.of(config, dtype, layers), config.max_positions)
     if tokens_before is not None and settings.kv_cache_mb is None:
@@ -96,17 +100,17 @@ def kv_plan(
 
 
 def tokens_before(timeline: Timeline) -> int | None:
-    """The size of the cache of the engine that this one replaces; None for the first one.
+    """Return how many tokens fit into the cache of the engine that this one replaces; None for the first engine.
 
-    The memory of a process that the kernel has killed comes back bit by bit, so what is free now says little. A cache
-    made for it would be small as long as the instance lives.
+    The kernel frees a killed process's memory bit by bit, so little may be free at this moment. A cache that is sized
+    by it would stay too small for as long as the instance lives.
     """
     planned = [stage.detail["tokens"] for stage in timeline.stages() if stage.name == "kv_plan" and stage.detail]
     return planned[-1] if planned else None
 
 
 def activations(region: Region, config: ModelConfig, settings: Settings, dtype: torch.dtype) -> int:
-    """Return what a forward may take beside weights and cache, calculated."""
+    """Calculate how many bytes a forward may take beside weights and cache."""
     return activation_bytes(
         weights(region, config, dtype),
         hidden=config.hidden_size,

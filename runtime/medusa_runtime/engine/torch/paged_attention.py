@@ -11,7 +11,10 @@ from .kv_cache import KvCache
 
 
 class PagedAttention:
-    """The models' Attention, made anew for each step: where its new tokens go, and what each of them sees."""
+    """The ``Attention`` that models call, made for one step.
+
+    It knows where in the cache the step's new tokens go, and which earlier tokens each of them attends to.
+    """
 
     def __init__(self, cache: KvCache, spans: list[Span]) -> None:
         self.spans = spans
@@ -46,7 +49,7 @@ class PagedAttention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """The seam of models/base.py; the new keys and values are written before anything is read."""
+        """Write the new keys and values to the cache, then attend (``Attention`` of models/base.py)."""
         self.cache.write(layer, self.slots, k, v)
         keys, values = self.cache.layers[layer]
         places = (self.tables, self.rows, self.contexts)

@@ -1,4 +1,4 @@
-"""What changes a sequence's logits before a token is chosen."""
+"""Biases and penalties: changes to a sequence's logits before a token is chosen."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from ..serving.sequence import Sequence
 
 
 def adjust(logits: Tensor, sequence: Sequence) -> None:
-    """In place, one row [vocab] in fp32: logit_bias, min_tokens, repetition, frequency and presence penalty.
+    """Change a sequence's logits (fp32 [vocab]) in place.
 
-    The repetition penalty is CTRL's (Keskar et al., 2019, section 4.1) and sees the prompt; the other two are OpenAI's
-    and see the completion only.
+    Applied in this order: logit_bias, min_tokens, repetition penalty, then frequency and presence penalty. The
+    repetition penalty is CTRL's (Keskar et al., 2019, section 4.1), and counts the prompt's tokens too. The other two
+    are OpenAI's, and count only those of the completion.
     """
     params = sequence.params
     if params.logit_bias:

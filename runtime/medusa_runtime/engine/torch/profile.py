@@ -1,4 +1,4 @@
-"""Offline: one forward that shows in which order tensors are used, and one that shows how much memory it takes."""
+"""Profiles a model offline: one forward shows the execution order of the weights, another the memory it takes."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _PLENTY_BYTES = 1 << 60
 
 
 class Profile(NamedTuple):
-    """A profile's result. ``order``: the tensors as a forward uses them. ``plan``: None without a cache (encoders)."""
+    """A profile's result. ``order``: the tensors' names in execution order. ``plan``: None for encoders (no cache)."""
 
     order: list[str]
     plan: KvPlan | None
 
 
 def profile(region: Region, settings: Settings) -> Profile:
-    """Profile the model in a region on this machine's CPU. Raises what an engine would raise for it."""
+    """Profile a region's model on this machine's CPU. Raises what an engine would raise for it."""
     if backend(region.file, settings).kind in ("encoder", "classifier"):
         return Profile(_encoder_order(region), None)
     config = read_config(region)
@@ -60,7 +60,7 @@ def profile(region: Region, settings: Settings) -> Profile:
         loader.close()
     if measured is None:
         measured = activations(region, config, settings, dtype)
-    # What is free here and now says nothing about another start, which looks for itself.
+    # The memory that is free here says nothing about later starts, so the plan assumes plenty; each start checks.
     settings = replace(settings, kv_cache_mb=None)
     shape = geometry(KvShape.of(config, dtype), config.max_positions)
     return Profile(order, plan(shape, settings, free_bytes=_PLENTY_BYTES, activation_bytes=measured))
@@ -83,7 +83,7 @@ def _order(model: DecoderModel, loader: Loader, config: ModelConfig) -> list[str
         assert logits is not None
         return logits
 
-    model.forward = forward  # a decoder has none: engines call its parts
+    model.forward = forward  # a decoder has no forward, because engines call its parts
     try:
         places = torch.arange(_ORDER_TOKENS)
         used = record_execution_order(model, places % config.vocab_size, places)
@@ -93,27 +93,27 @@ def _order(model: DecoderModel, loader: Loader, config: ModelConfig) -> list[str
 
 
 def _named(used: list[str], rename: Rename, index: WeightIndex) -> list[str]:
-    """Return the checkpoint's names for parameters used in this order; tensors that were not used come last."""
+    """Return the checkpoint's tensor names in the order of the ``used`` parameters; unused tensors come last."""
     rank = {name: number for number, name in enumerate(used)}
     order = sorted(index.order, key=lambda name: rank.get(rename(name) or "", len(rank)))
     return index.parts(order) if isinstance(index, QuantizedIndex) else order
 
 
 def _activations(model: DecoderModel, shape: KvShape, settings: Settings, config: ModelConfig) -> int | None:
-    """Return the most bytes that a forward of ``max_batched_tokens`` takes beside weights and cache.
+    """Measure the most bytes that a forward of ``max_batched_tokens`` takes beside weights and cache.
 
-    None when this kernel does not report it.
+    Returns None if this kernel does not report it.
     """
     tokens = min(settings.max_batched_tokens, MOST_TOKENS, config.max_positions)
     cache = KvCache(shape, blocks_for(tokens))
-    run_step(model, cache, prefill(tokens))  # touches weights and cache, makes threads and buffers that stay
+    run_step(model, cache, prefill(tokens))  # so that weights, cache, threads and lasting buffers do not count
     return measure(
         lambda: run_step(model, cache, prefill(tokens)), settings, tokens=tokens, vocabulary=config.vocab_size
     )
 
 
 def prefill(tokens: int) -> list[Span]:
-    """A step of one prompt of ``tokens``, in the first blocks of a cache that nobody uses."""
+    """Make a step with one prompt of ``tokens`` tokens, in the first blocks of a cache that is not in use."""
     request = GenerateRequest("profile", (0,) * tokens, SamplingParams())
     sequence = Sequence(
         request,

@@ -1,4 +1,4 @@
-"""One step of the model over a batch of spans, and the tokens that come of it."""
+"""Runs one step of the model over a batch of spans."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .sampler import sample
 
 
 class Runner(Protocol):
-    """How an engine's steps are run. Belongs to the engine's thread."""
+    """Runs an engine's steps on its device. Belongs to the engine's thread."""
 
     def step(self, spans: list[Span]) -> tuple[Tensor | None, list[Sequence]]:
-        """See ``run_step``."""
+        """Run the spans, and return logits and sequences like ``run_step``."""
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
-        """See ``sampler.sample``."""
+        """Choose a token for each sequence, like ``sampler.sample``."""
 
     def use_idle_time(self) -> bool:
-        """Do something that can wait, for a fraction of a second, and return whether there was anything to do."""
+        """Do a fraction of a second of work that can wait, and return whether there was any."""
 
 
 class CpuRunner:
@@ -49,9 +49,10 @@ def run_step(
     spans: list[Span],
     attend: Callable[[KvCache, list[Span]], Attention] = PagedAttention,
 ) -> tuple[Tensor | None, list[Sequence]]:
-    """Run the spans; returns the sequences whose last token was among them, after their logits [rows, vocab].
+    """Run the spans, and return the logits [rows, vocab] of each sequence's last token, and these sequences.
 
-    Afterwards the spans' keys and values are in the cache and count as computed.
+    Sequences of which a span does not reach the last token are left out; if none is left, the logits are None.
+    Afterwards the keys and values of all spans are in the cache and count as computed.
     """
     device = cache.pool.device
     attention = attend(cache, spans)
@@ -65,17 +66,20 @@ def run_step(
 
 
 def tokens_of(spans: list[Span]) -> Tensor:
-    """The token ids of all spans, [tokens]."""
+    """Return the token ids of all spans, int64 [tokens]."""
     return torch.tensor([token for sequence, start, stop in spans for token in sequence.tokens[start:stop]])
 
 
 def positions_of(spans: list[Span]) -> Tensor:
-    """The positions of all spans' tokens, [tokens]."""
+    """Return the positions of all spans' tokens, int64 [tokens]."""
     return torch.tensor([place for _, start, stop in spans for place in range(start, stop)])
 
 
 def last_rows(spans: list[Span], ends: list[int]) -> Tensor:
-    """The rows of the last tokens of the spans ``ends`` among the tokens of all spans."""
+    """Return the rows of the last tokens of some spans, among the rows of all spans' tokens.
+
+    ``ends`` has the indices of these spans in ``spans``.
+    """
     rows: list[int] = []
     row = -1
     for place, (_, start, stop) in enumerate(spans):
@@ -86,6 +90,6 @@ def last_rows(spans: list[Span], ends: list[int]) -> Tensor:
 
 
 def rows_of(hidden: Tensor, spans: list[Span], ends: list[int]) -> Tensor:
-    """The hidden states of the last tokens of the spans ``ends``, of ``hidden`` [tokens, hidden]."""
+    """Select from ``hidden`` [tokens, hidden] the rows of ``last_rows``."""
     rows = last_rows(spans, ends)
     return hidden if len(rows) == len(hidden) else hidden[rows.to(hidden.device)]

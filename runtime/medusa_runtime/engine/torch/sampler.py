@@ -1,4 +1,4 @@
-"""From logits to tokens."""
+"""Sampling: chooses tokens by their logits."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from ..serving.sequence import Sampled, Sequence
 from .penalties import adjust
 
-_CANDIDATES = 1024  # how many of the most likely tokens are looked at before a whole vocabulary is sorted
+_CANDIDATES = 1024  # how many of the most likely tokens are tried before the whole vocabulary is sorted
 
 
-GREEDY = 1e-5  # temperatures below are greedy: nothing but the most likely token would be left
+GREEDY = 1e-5  # lower temperatures are greedy: only the most likely token would have any probability
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
-    """One token for each row of ``logits`` [sequences, vocab].
+    """Choose a token for each row of ``logits`` [sequences, vocab].
 
-    Log-probabilities are the model's own, before penalties and temperature, as in vLLM.
+    Log-probabilities are those of the model, before penalties and temperature, as in vLLM.
     """
     plain = all(_is_plain(sequence) for sequence in sequences)
     raw = logits
@@ -57,7 +57,7 @@ def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """Sample each row after temperature, min-p, top-k and top-p, in this order."""
     params = [sequence.params for sequence in sequences]
     dice = torch.tensor([sequence.dice.roll() for sequence in sequences])
-    # A whole number of JSON may be too large for a tensor, as it is.
+    # float: a temperature may be a whole number that is too large for an integer tensor.
     probs = torch.softmax(logits / torch.tensor([float(p.temperature) for p in params])[:, None], -1)
     if any(p.min_p > 0 for p in params):
         least = probs.amax(-1, keepdim=True) * torch.tensor([p.min_p for p in params])[:, None]
@@ -74,7 +74,10 @@ def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
 
 
 def _pick_from_top(probs: Tensor, dice: Tensor, top_k: int, top_p: float) -> Tensor:
-    """From ``probs`` [vocab]: the ``top_k`` most likely tokens (0: all), of those the fewest that reach ``top_p``."""
+    """Draw from the ``top_k`` most likely tokens (0: all) of ``probs`` [vocab], cut to the fewest that reach ``top_p``.
+
+    Returns a tensor with the token id.
+    """
     size = probs.shape[0]
     total = float(probs.sum())
     limit = min(top_k, size) if top_k > 0 else size
@@ -91,10 +94,13 @@ def _pick_from_top(probs: Tensor, dice: Tensor, top_k: int, top_p: float) -> Ten
 
 
 def _pick(weights: Tensor, dice: Tensor) -> Tensor:
-    """An index for each row of ``weights`` [rows, n], in proportion to them: where the running sum passes the dice."""
+    """Draw an index for each row of ``weights`` [rows, n], with probabilities in proportion to them.
+
+    It is where the running sum passes the row's random number in ``dice`` [rows], times the whole sum.
+    """
     sums = weights.cumsum(-1)
     picked = torch.searchsorted(sums, dice[:, None] * sums[:, -1:], right=True)[:, 0]
-    # Rounding can put a dice just below 1 behind the last weight.
+    # Rounding can put a random number just below 1 behind the last weight.
     return torch.where(picked < weights.shape[1], picked, weights.argmax(-1))
 
 

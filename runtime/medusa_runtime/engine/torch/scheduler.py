@@ -1,4 +1,4 @@
-"""Which tokens run in the next step: iteration-level scheduling (Orca, OSDI'22), first come, first served."""
+"""Chooses the tokens of the next step: iteration-level scheduling (Orca, OSDI'22), first come, first served."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .kv_cache import blocks_for
 class Scheduler:
     """Mixes decodes with chunks of prefills (Sarathi-Serve, OSDI'24), up to ``max_batched_tokens`` a step.
 
-    When blocks run out, the sequence that came last gives its blocks back and is recomputed later.
+    When blocks run out, the sequence that came last is preempted: it gives its blocks back and is recomputed later.
     """
 
     def __init__(self, pool: BlockPool, *, max_concurrency: int, max_batched_tokens: int) -> None:
@@ -41,15 +41,15 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def schedule(self, busy: Collection[Sequence] = (), most: int | None = None) -> list[Span]:
-        """The spans of the next step, decodes first; empty when nothing is to be done.
+        """Return the spans of the next step, decodes first; empty if there is nothing to do.
 
-        Every sequence's blocks reach to the end of its span, and the spans do not count as computed yet. Sequences that
-        are ``busy`` in a step that has not ended are left alone. At most ``most`` sequences decode in this step.
+        Each span's sequence gets the blocks that it needs. The spans do not count as computed yet. Sequences that are
+        ``busy`` in an unfinished step are left alone. At most ``most`` sequences decode in this step.
         """
         budget = self._max_batched_tokens
         decodes: list[Span] = []
         index = 0
-        while index < len(self.running):  # the list becomes shorter from its end when somebody is preempted
+        while index < len(self.running):  # preemption takes sequences off the end of the list
             sequence = self.running[index]
             index += 1
             if sequence in busy or (most is not None and len(decodes) >= most):
@@ -65,9 +65,9 @@ class Scheduler:
         return decodes + prefills
 
     def restart(self, sequence: Sequence, computed: int) -> None:
-        """Count only ``computed`` tokens of a running sequence as computed, because the others' values are lost.
+        """Count at most ``computed`` tokens of a running sequence as computed, because the other values are lost.
 
-        Its blocks reach to its last token afterwards; where there are none left, it waits.
+        It gets blocks up to its last token. If too few are free, it is put back among the waiting sequences.
         """
         sequence.computed = min(computed, sequence.computed)
         taken = self._pool.take(max(blocks_for(len(sequence.tokens)) - len(sequence.blocks), 0))
@@ -81,7 +81,7 @@ class Scheduler:
     def _admit(self, budget: int, prefills: list[Span], busy: Collection[Sequence]) -> None:
         while self.waiting and budget > 0 and len(self.running) < self._max_concurrency:
             sequence = self.waiting[0]
-            if sequence in busy:  # it was preempted in a step that has not ended
+            if sequence in busy:  # it was preempted while an unfinished step uses it
                 return
             missing = blocks_for(len(sequence.tokens)) - len(sequence.blocks)
             taken = self._take(missing, keep=sequence)
@@ -99,7 +99,10 @@ class Scheduler:
         return stop - sequence.computed
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Blocks for one more token, if need be at the cost of later sequences; False if it was preempted itself."""
+        """Give a sequence a block for its next token if it needs one, preempting the latest sequences if necessary.
+
+        Returns False if the sequence itself was preempted.
+        """
         while blocks_for(len(sequence.tokens)) > len(sequence.blocks):
             taken = self._take(1)
             if taken is not None:
@@ -112,7 +115,10 @@ class Scheduler:
         return True
 
     def _take(self, count: int, keep: Sequence | None = None) -> list[int] | None:
-        """Free blocks, or those of waiting sequences: one that was imported holds its blocks before it runs."""
+        """Take blocks from the pool, if necessary from waiting sequences; None if there are too few.
+
+        A waiting sequence has blocks if its KV cache was imported. ``keep`` keeps its own.
+        """
         while (taken := self._pool.take(count)) is None:
             holders = [sequence for sequence in self.waiting if sequence.blocks and sequence is not keep]
             if not holders:
