@@ -254,7 +254,7 @@ def _gaps_s(lab: Laboratory, node: str, client: str) -> list[float]:
 
 
 def _stream(lab: Laboratory, node: str, client: str, gaps: list[float]) -> None:
-    """Request a completion from ``node``, in the network of ``client``. Append the seconds between tokens to ``gaps``."""
+    """Request a completion from ``node`` in the network of ``client``; add the seconds between tokens to ``gaps``."""
     connection = http.client.HTTPConnection(lab.address(node), _PORT, timeout=60)
     with lab.network(client):
         connection.connect()
