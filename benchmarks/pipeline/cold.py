@@ -48,7 +48,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
 def _predictions(
     site: Site, starts: list[list[Stage]], decode: dict[int, list[float]], ttft: dict[int, list[float]]
 ) -> list[dict[str, Any]]:
-    """Predict the first token of each size by Eq. 5 from the starts of one worker, and compare with the measurements."""
+    """Predict each size's first token by Eq. 5 from the starts of one worker, and compare with the measurements."""
     times = _times(site, starts, median(decode[1]))
     hop_s = max((median(decode[size]) - median(decode[1])) / size for size in decode) if len(decode) > 1 else 0.0
     errors, found = [], []

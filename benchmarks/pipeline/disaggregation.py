@@ -59,7 +59,7 @@ def _rows(system: str, name: str) -> list[dict[str, Any]]:
 
 
 def burst(system: str, seed: int, *, prescale: bool) -> tuple[float, float]:
-    """Simulate a burst. Return the p99 of the time to the first token and the mean time per output token, in seconds."""
+    """Simulate a burst, and return its p99 TTFT and its mean TPOT, in seconds."""
     strategy = with_bounds(strategy_named(system), BOUNDS)
     strategy = replace(strategy, policy=replace(strategy.policy, prescale=prescale))
     outcome = Simulation(_fleet(), strategy, _requests(seed), tick_s=0.1).run()
