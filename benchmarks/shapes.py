@@ -140,7 +140,7 @@ _LLAMA3_ROPE |= {"original_max_position_embeddings": 8192}
 SHAPES = {
     # Made for the benchmarks and tests, with their sizes in bf16.
     "llama-57m": Shape("llama", 8, 512, 1472, 8, 4, 4096),
-    "llama-55m": Shape("llama", 16, 512, 576, 8, 4, 1024, tied=True),  # the layers of the next one, in a thirtieth of its size
+    "llama-55m": Shape("llama", 16, 512, 576, 8, 4, 1024, tied=True),  # the next one's layers, much smaller
     "llama-1.6g": Shape("llama", 16, 2048, 6272, 32, 8, 8192, tied=True),
     "tiny-llama": Shape("llama", 2, 64, 160, 4, 2, 384),
     "tiny-qwen2": Shape("qwen2", 2, 64, 160, 4, 2, 384, tied=True),
