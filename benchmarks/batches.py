@@ -1,4 +1,4 @@
-"""Batches that an engine or a served instance continues while a clock runs."""
+"""Timed batches: the tokens per second of an engine or of a served instance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT_TOKENS = 32
 
 
 def engine_rate(engine: Any, requests: Iterable[GenerateRequest]) -> float:
-    """Have an engine of this process answer all requests, and return the tokens a second from the first token on."""
+    """Let an engine in this process answer all requests. Return the tokens per second, from the first token on."""
     arrived: queue.SimpleQueue[Delta] = queue.SimpleQueue()
     running = 0
     for request in requests:
@@ -32,9 +32,9 @@ def engine_rate(engine: Any, requests: Iterable[GenerateRequest]) -> float:
 
 
 def served_times(model: str | Path, sizes: Sequence[int], tokens: int) -> tuple[float, list[float]]:
-    """Serve a model, and return the seconds from the exec to the first token, and a rate for each size of a batch.
+    """Serve a model. Return the seconds from the exec to the first token, and a rate for each batch size.
 
-    A rate is in tokens a second, of a batch whose prompts are each continued by so many tokens.
+    A rate is the tokens per second of a batch in which each prompt is continued by ``tokens`` tokens.
     """
     began = time.time()
     most = max(sizes)
@@ -52,13 +52,13 @@ def served_times(model: str | Path, sizes: Sequence[int], tokens: int) -> tuple[
 
 
 def greedy(row: int, tokens: int) -> dict[str, Any]:
-    """A request for so many tokens after a prompt that differs from row to row."""
+    """Return the body of a request for ``tokens`` tokens. Its prompt differs from row to row."""
     prompt = [(row * 31 + at * 7) % 5000 + 3 for at in range(PROMPT_TOKENS)]
     return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
 def _complete(served: ServedInstance, batch: int, tokens: int) -> None:
-    """Have ``batch`` prompts continued at once."""
+    """Request the continuations of ``batch`` prompts at the same time, and wait for all."""
     threads = [threading.Thread(target=served.completion, args=(greedy(row, tokens),)) for row in range(batch)]
     for thread in threads:
         thread.start()

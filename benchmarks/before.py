@@ -1,12 +1,12 @@
-"""This checkout's cold start, imports, fetch and liveness probe in turn with those of an earlier one.
+"""Compare this checkout's cold start, imports, fetch and liveness probe with those of an earlier checkout.
 
     git worktree add before REVISION && make -C before setup
     python -m benchmarks.before before/.venv/bin/python --model out/llama-57m
     python -m benchmarks.make_checkpoint --shape llama-1.6g --out out/llama-1.6g
     python -m benchmarks.before before/.venv/bin/python --model out/llama-1.6g --rows fetch,limited-fetch
 
-Each pair runs one after the other, and the order changes with each pair. CPU seconds are those of all processes, and
-change less than seconds where others use the machine.
+The two samples of a pair run one after the other, in an order that changes with each pair. CPU seconds are those of all
+processes. They vary less than seconds when others use the machine.
 
 | row | what it does |
 |---|---|
@@ -95,7 +95,7 @@ def rows(text: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def sampler(row: str, folder: Path, pythons: dict[str, str]) -> Iterator[Callable[[str], Sample]]:
-    """Yield a function that takes one sample of this row with the interpreter that it is given."""
+    """Yield a function that takes a sample of this row with a given interpreter."""
     if row == "start":
         yield partial(start, folder=str(folder))
     elif row == "import":
@@ -115,7 +115,7 @@ def sampler(row: str, folder: Path, pythons: dict[str, str]) -> Iterator[Callabl
 def compare(
     result: Result, what: str, pythons: dict[str, str], sample: Callable[[str], Sample], pairs: int
 ) -> list[Target]:
-    """Add the rows of both, and return the medians of the pairs' ratios, of all processes together."""
+    """Measure pairs, add the rows of both checkouts to the result, and return the medians of the pairs' ratios."""
     taken: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in pythons}
     for number in range(pairs + 1):
         for name in pythons if number % 2 else reversed(pythons):
@@ -133,7 +133,7 @@ def compare(
 
 
 def start(python: str, folder: str) -> Sample:
-    """A cold start to its first answer: seconds, and CPU seconds of each process until then."""
+    """Run a cold start up to its first answer. Return its seconds, and the CPU seconds of each process until then."""
     question = Question(folder, folder, "The quick brown fox", max_tokens=1)
     with Medusa(python=python).start(question) as instance:
         answer = instance.completion(question.body)
@@ -146,7 +146,7 @@ def start(python: str, folder: str) -> Sample:
 
 
 def command(python: str, arguments: tuple[str, ...]) -> Sample:
-    """A command of medusa's to its end: seconds, and CPU seconds."""
+    """Run a `medusa` command to its end. Return its seconds and its CPU seconds."""
     with Process([*medusa_command(python), *arguments], {"MEDUSA_NODE_SOCKET": "none"}) as process:
         _, status, usage = os.wait4(process.pid, 0)
         seconds = process.since_start_s()
@@ -155,13 +155,13 @@ def command(python: str, arguments: tuple[str, ...]) -> Sample:
             raise MedusaError(process.output())
         assert process.process.stdout
         own_s = re.search(rb"(?m)^fetched .* in ([0-9.]+) s", process.process.stdout.read())
-        fetched = {"fetch_s": max(float(own_s[1]), 0.005)} if own_s else {}  # it prints hundredths
+        fetched = {"fetch_s": max(float(own_s[1]), 0.005)} if own_s else {}  # the command prints hundredths
         return {"wall_s": seconds, "cpu_s": usage.ru_utime + usage.ru_stime, **fetched}
 
 
 @contextlib.contextmanager
 def two_functions(pythons: dict[str, str]) -> Iterator[dict[str, ServedInstance]]:
-    """The same function, served by each of the interpreters; both have nothing to do but answer probes."""
+    """Serve the same function with each of the interpreters. Both only answer probes."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="m"))
         handler = Path(folder, "handler.py")
@@ -179,7 +179,7 @@ def two_functions(pythons: dict[str, str]) -> Iterator[dict[str, ServedInstance]
 
 
 def probes(served: dict[str, ServedInstance], python: str) -> Sample:
-    """Milliseconds of a probe: of one client with a connection that it keeps, and of many that never pause."""
+    """Measure probes of one client with one connection (median), and of many clients that never pause (p99), in ms."""
     instance = served[python]
     before = cpu_s(instance.tree())
     with contextlib.closing(instance.connect()) as connection:
@@ -203,7 +203,7 @@ def _probe(connection: http.client.HTTPConnection) -> float:
 
 
 def _probes_together(port: int) -> Iterator[float]:
-    """Seconds of each of many probes, of clients that each have one under way at any time."""
+    """Yield the seconds of each of many probes. Each client always has one probe under way."""
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
         began: dict[socket.socket, float] = {}
 

@@ -1,4 +1,4 @@
-"""How the commands of this folder end: with one line for an error, and through context managers at SIGTERM."""
+"""The end of this folder's commands: one line for an error, and the exit of all context managers at SIGTERM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from medusa_runtime.errors import ConfigError, MedusaError
 
 
 def run(main: Callable[[], int]) -> None:
-    """Run ``main`` and exit with its status: 2 for a call that cannot be meant so, 1 for the rest."""
+    """Run ``main`` and exit with its status. After an error it is 2 for a wrong option, and 1 otherwise."""
     signal.signal(signal.SIGTERM, _stop)
     try:
         sys.exit(main())

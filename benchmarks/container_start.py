@@ -1,8 +1,8 @@
-"""What a container adds to a cold start: ``python -m benchmarks.container_start --json FILE``.
+"""Measure what a container adds to a cold start: ``python -m benchmarks.container_start --json FILE``.
 
-The same model and request, in turn: `medusa serve` of this interpreter, and `podman run` of the image. Both are timed
-from before the exec of their command to the first token at a client that polls; ``livez_ms`` counts from the exec of
-medusa itself, in the container too.
+`medusa serve` with this interpreter and `podman run` of the image serve the same model and request in turn. Both are
+timed from before the exec of their command to the first token at a client that polls. ``livez_ms`` counts from the exec
+of medusa itself, also in the container.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from medusa_adapters.bench.served_instance import ServedInstance
 from medusa_runtime.errors import ConfigError, MedusaError
 
 IMAGE = "localhost/medusa-runtime:slim"
-# In the place of the image's entrypoint: says when it executes medusa. What `podman run` did before is create_ms.
+# Replaces the image's entrypoint, and prints when it executes medusa. create_ms is the time of `podman run` until then.
 AT_EXEC = 'date +%s%N; exec medusa "$0" "$@"'
 CONFINED = ("--read-only", "--tmpfs", "/tmp:mode=1777", "--cap-drop", "all", "--user", "1000")
 ADDED_S = 0.5
@@ -82,7 +82,7 @@ def take_turns(image: str, question: Question, runs: int) -> dict[str, list[Samp
 
 
 def targets(result: Result) -> list[Target]:
-    """Differences and times that issue texts promise; Target's number is a time here, not a ratio."""
+    """Return the promised differences and times. The number of a Target is a time here, not a ratio."""
     inside_s, outside_s = result.median("container", "ttft_s"), result.median("outside", "ttft_s")
     found = []
     if inside_s is not None and outside_s is not None:
@@ -116,12 +116,12 @@ def inside(image: str, question: Question) -> Sample:
 
 
 def _said_ns(instance: ServedInstance) -> int:
-    """The time of the exec, which the container prints on a line of its own."""
+    """Return the time of the exec, which the container prints on a line of its own."""
     return next(int(line) for line in instance.output().splitlines() if line.isdigit())
 
 
 def ask(instance: ServedInstance, question: Question, exec_ns: Callable[[], int]) -> Sample:
-    """Poll /livez, then ask for tokens at once: the request is held until the model is there."""
+    """Poll /livez, and then request tokens immediately. The instance holds the request until the model is loaded."""
     with instance.answering(), closing(instance.connect()) as connection:
         connection.request("GET", "/livez")
         response = connection.getresponse()
@@ -150,7 +150,7 @@ def checkpoint(folder: Path | None) -> Iterator[Path]:
 
 @contextmanager
 def podman_settings() -> Iterator[None]:
-    """podman's configuration as images/podman.py makes it, so that this runs where the image was built."""
+    """Use podman's configuration from images/podman.py, so that this runs wherever the image was built."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("images_podman", Path(__file__).parent.parent / "images/podman.py")

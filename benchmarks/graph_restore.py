@@ -1,4 +1,4 @@
-"""Measures how long building graphs from blueprints takes, apart from the driver.
+"""Measure how long it takes to build graphs from blueprints, without the time of a real driver.
 
     python -m benchmarks.graph_restore --library libcuda.so.1 [--graphs 35] [--nodes 400]
 
@@ -25,7 +25,7 @@ BASE = 0x6000_0000_0000
 
 
 def blueprints(graphs: int, nodes: int) -> Blueprints:
-    """Chains of two kernels, as in a decode step: one with 4 parameters, one with a structure of 64 bytes."""
+    """Return graphs that are chains of two kernels in turn: one with 4 parameters, one with a structure of 64 bytes."""
     images = ImageStore([CUBIN.read_bytes()])
     digest = next(iter(images.data))
     cubin = images.cubin(digest)

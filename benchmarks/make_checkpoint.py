@@ -1,7 +1,8 @@
 """Write a checkpoint of a real model's shape with random weights: ``python -m benchmarks.make_checkpoint --help``.
 
-The weights are normal with a standard deviation of 0.02, tiled from one random block at an offset of each tensor's own,
-so that gigabytes are written at the speed of the disk; norms are ones and biases zeros, so that logits stay finite.
+The weights are normally distributed with a standard deviation of 0.02. They are copied from one random block, from a
+different offset for each tensor, so that gigabytes are written at the speed of the disk. Norms are ones and biases
+zeros, so that logits stay finite.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def size(text: str) -> int:
-    """Bytes of ``500MB``, ``2GB``, or a plain number."""
+    """Parse a size in bytes, such as ``500MB``, ``2GB`` or a plain number."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B)?", text.strip(), re.IGNORECASE)
     if not found or float(found[1]) <= 0:
         raise argparse.ArgumentTypeError(f"expected a size such as 500MB or 2GB, found {text!r}")
@@ -54,7 +55,7 @@ def size(text: str) -> int:
 
 
 def write(shape: Shape, out: Path, shard_size: int, dtype: str, seed: int) -> int:
-    """Write the whole checkpoint; returns the bytes of its tensors."""
+    """Write the whole checkpoint, and return the bytes of its tensors."""
     out.mkdir(parents=True, exist_ok=True)
     code, name, width = DTYPES[dtype]
     blocks = Blocks(dtype, seed)
@@ -80,7 +81,7 @@ def shard_name(number: int, count: int) -> str:
 
 
 def split(tensors: Iterator[Tensor], shard_size: int, width: int) -> Iterator[list[Tensor]]:
-    """Fill shards in order; a tensor that is larger than a shard has one of its own."""
+    """Distribute the tensors over shards, in order. A tensor larger than ``shard_size`` gets a shard of its own."""
     shard: list[Tensor] = []
     filled = 0
     for tensor in tensors:
@@ -126,7 +127,7 @@ class Blocks:
 
     def of(self, tensor: Tensor, width: int) -> Iterator[memoryview]:
         block = self._kinds[tensor.kind]
-        # A place in the block that depends on the name alone: no two layers are equal, each run writes the same.
+        # The offset depends only on the name. So no two layers are equal, and each run writes the same bytes.
         at = zlib.crc32(tensor.name.encode()) % (len(block) // width) * width
         left = tensor.elements * width
         while left:
@@ -137,7 +138,7 @@ class Blocks:
 
 
 def write_tokenizer(out: Path, vocabulary: int) -> None:
-    """The example model's tokenizer, cut or padded to ``vocabulary`` tokens: every sampled id can be decoded."""
+    """Write the example model's tokenizer, cut or padded to ``vocabulary`` tokens, so that every id can be decoded."""
     tokenizer = json.loads((EXAMPLE / "tokenizer.json").read_text())
     model = tokenizer["model"]
     known = {token: number for token, number in model["vocab"].items() if number < vocabulary}

@@ -1,4 +1,4 @@
-"""The origin of a fetch benchmark: an object store on loopback, in the variants that are worth measuring."""
+"""The origin of a fetch benchmark: an object store on loopback, in several variants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _START_TIMEOUT_S = 10.0
 
 
 class Variant(NamedTuple):
-    """One way the origin can be: its bytes per second and connection, the delay of each answer, and TLS."""
+    """A variant of the origin: the bytes per second of each connection, the delay of each answer, and TLS."""
 
     name: str
     rate_bytes_per_s: int | None = None
@@ -39,11 +39,12 @@ VARIANTS = (
 
 
 class Origin:
-    """Serves ``root`` in one variant at ``url`` (no trailing slash) from processes of its own; a context manager.
+    """A server of the files in ``root``, in processes of its own, as a context manager.
 
-    nginx where it is installed, except with latency, which only the built-in server can add. It is path-style S3 as
-    far as reading goes: ranges, ETag, If-Match and S3's error bodies, with any credentials or none. With ``counting``
-    it keeps a log of what it has sent; without, only the variant that tells connections apart does.
+    Its ``url`` has no trailing slash. The server is nginx if it is installed, except with latency, which only the
+    built-in server can add. For reading it is path-style S3: ranges, ETag, If-Match and S3's error bodies, with any
+    credentials or none. With ``counting`` it keeps a log of the bytes that it sends. Otherwise only a variant with a
+    limited rate does.
     """
 
     def __init__(
@@ -74,17 +75,17 @@ class Origin:
         self._stack.close()
 
     def connections(self) -> int | None:
-        """Return how many connections have carried an object's bytes so far; None where the server keeps no log."""
+        """Return how many connections have carried an object's bytes so far; None if the server keeps no log."""
         if self._log is None or not self._log.exists():
             return None
         return len({connection for connection, sent in self._sent() if sent > 1 << 20})
 
     def sent_bytes(self) -> int:
-        """Return what it has sent so far, of an origin that is ``counting``; an answer counts when it has ended."""
+        """Return the bytes that have been sent so far, in answers that have ended. Needs ``counting``."""
         return sum(sent for _, sent in self._sent())
 
     def _sent(self) -> list[tuple[str, int]]:
-        """The connection and the bytes of each."""
+        """Return the connection and the bytes of each answer."""
         assert self._log is not None, "an origin that is not counting"
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         return [(line.split()[0], int(line.split()[1])) for line in lines if line.count(" ") == 1]
@@ -106,7 +107,7 @@ class Origin:
         return int(line)
 
     def _start_nginx(self) -> int:
-        for _ in range(3):  # between our look at the port and nginx's bind somebody else may take it
+        for _ in range(3):  # another process may take the port before nginx binds it
             port = _free_port()
             config = self._scratch / "nginx.conf"
             config.write_text(_nginx_config(self._root, self._scratch, self.variant, port, self.ca_file, self._log))
@@ -129,7 +130,7 @@ def nginx_path() -> str | None:
 
 
 def make_certificate(folder: Path) -> Path:
-    """A self-signed certificate for 127.0.0.1, which clients trust as their CA file; its key lies beside it as .key."""
+    """Make a self-signed certificate for 127.0.0.1, which is the clients' CA file. Its key is beside it as .key."""
     if not shutil.which("openssl"):
         raise MissingPackageError("the TLS origin needs a certificate made by openssl: apt-get install openssl")
     pem, key = folder / "origin.pem", folder / "origin.key"
@@ -199,4 +200,4 @@ def _stop(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
 
 
 def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: also when the bench is killed, nothing stays
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: the server ends even if the benchmark is killed

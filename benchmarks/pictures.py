@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def measure(model: Path, runs: int) -> dict[str, Any]:
-    """Cold starts as `medusa bench coldstart` measures them, and the stages of ours with the median time."""
+    """Measure cold starts like `medusa bench coldstart`. The stages are those of our start with the median time."""
     from medusa_adapters.bench.bytecode import compile_packages
     from medusa_adapters.bench.coldstart.command import median_sample, take_turns
     from medusa_adapters.bench.coldstart.contestants import Question
@@ -77,7 +77,7 @@ def measure(model: Path, runs: int) -> dict[str, Any]:
 
 
 def draw(record: dict[str, Any]) -> dict[str, str]:
-    """Each picture by the name of its file."""
+    """Return each picture by the name of its file."""
     return {
         "start.svg": _alone(gantt([Stage(**stage) for stage in record["stages"]])),
         "report.svg": _alone(bars([Row(**row) for row in record["rows"]], OURS)),
@@ -114,7 +114,7 @@ def _structure() -> str:
 
 
 def _rooms() -> Iterator[tuple[int, str, str]]:
-    """Depth, name and purpose of every package and layer, in the order of the contracts in pyproject.toml."""
+    """Yield the depth, name and purpose of every package and layer, in the order of the contracts in pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     roots = [ROOT / folder for folder in project["tool"]["hatch"]["build"]["dev-mode-dirs"]]
     contracts = [each for each in project["tool"]["importlinter"]["contracts"] if each["type"] == "layers"]
@@ -127,13 +127,13 @@ def _rooms() -> Iterator[tuple[int, str, str]]:
 
 
 def _names(layers: list[str]) -> Iterator[str]:
-    """The modules of layers as import-linter writes them: ``a``, ``(optional)``, ``beside | each other``."""
+    """Yield the modules of layers, which import-linter writes as ``a``, ``(optional)`` or ``beside | each other``."""
     for layer in layers:
         yield from (name.strip(" ()") for name in layer.replace(":", "|").split("|"))
 
 
 def _purpose(roots: list[Path], module: str) -> str:
-    """The first line of the module's docstring, up to the end of its first sentence."""
+    """Return the first line of a module's docstring, up to the end of its first sentence."""
     path = module.replace(".", "/")
     files = [root / name for root in roots for name in (f"{path}/__init__.py", f"{path}.py") if (root / name).exists()]
     if not files:

@@ -1,4 +1,4 @@
-"""Benchmarks whose rows have promised bounds, each measured by a module of the benchmark's folder."""
+"""Benchmarks whose rows have promised bounds. Each row is measured by a module of the benchmark's folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from medusa_runtime.errors import ConfigError
 
 
 class Promise(NamedTuple):
-    """A row's metric that is compared with a bound, from below (``at_least``) or above.
+    """The promise that a row's metric is at least (``at_least``) or at most its bound.
 
     ``module`` is the one in the benchmark's folder whose ``rows(options)`` measures it.
     """
@@ -31,11 +31,11 @@ class Options(Protocol):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """The names of the rows that are wanted."""
+        """The names of the rows to measure."""
 
 
 def chosen_rows(text: str, promises: Mapping[str, Promise]) -> tuple[str, ...]:
-    """Parse the value of ``--rows``. Raises ConfigError for unknown names, and for none."""
+    """Parse the value of ``--rows``. Raises ConfigError for an unknown name, or if there is none."""
     rows = tuple(name.strip() for name in text.split(",") if name.strip())
     unknown = [name for name in rows if name not in promises]
     if unknown or not rows:
@@ -44,7 +44,7 @@ def chosen_rows(text: str, promises: Mapping[str, Promise]) -> tuple[str, ...]:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Raises ConfigError for a folder without a checkpoint."""
+    """Raise ConfigError if the folder has no checkpoint."""
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"expected a checkpoint in {folder}, found no config.json there; make one with "
@@ -64,7 +64,7 @@ def report(package: str, promises: Mapping[str, Promise], options: Options, argu
 
 
 def _measure(package: str, promises: Mapping[str, Promise], options: Options) -> Result:
-    """Have each module that a wanted row needs measure its rows, one module after the other."""
+    """Run the modules that measure the wanted rows, one after another."""
     result = Result()
     for name in dict.fromkeys(promises[row].module for row in options.rows):
         print(f"{name} …", file=sys.stderr, flush=True)

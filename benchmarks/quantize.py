@@ -1,9 +1,9 @@
-"""Quantize a checkpoint, simply by rounding, in each format that the torch engine reads.
+"""Quantize a checkpoint by rounding, in any format that the torch engine reads.
 
     python -m benchmarks.quantize --model out/llama-57m --format awq --out out/llama-57m-awq
 
-``--format`` is one of ``FORMATS``. With ``--dequantized FOLDER`` the floats that the integers stand for are written,
-too, as an ordinary checkpoint: the same model, unquantized.
+``--format`` is one of ``FORMATS``. ``--dequantized FOLDER`` also writes the floats that the integers stand for, as an
+ordinary checkpoint: the same model, unquantized.
 """
 
 from __future__ import annotations
@@ -20,22 +20,26 @@ from torch import Tensor
 
 _EPSILON = 1e-6
 _LINEAR = ("proj", "_proj_with_mqa", ".w1", ".w2", ".w3", ".query", ".key", ".value", ".query_key_value", ".dense")
-_AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of eight neighbours that each nibble of a word has, lowest first
+_AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbouring columns is in each nibble of a word, lowest nibble first
 
 
 class Options(NamedTuple):
-    """``group``: columns that share a scale. ``block``: rows and columns that do, in fp8."""
+    """The options of a format.
+
+    ``group`` is the number of columns that share a scale (0: all), and ``block`` the rows and columns that share one in
+    fp8. With ``shuffled``, the columns of a group are not neighbours.
+    """
 
     bits: int = 8
     group: int = 32
     symmetric: bool = True
     block: tuple[int, int] = (32, 32)
-    shuffled: bool = False  # columns are in groups of no order
+    shuffled: bool = False
     v2: bool = False
 
 
 class Quantized(NamedTuple):
-    """The tensors of one weight, by their suffix, and the float32 that they stand for."""
+    """The tensors of one weight, by their suffix, and the float32 values that they stand for."""
 
     tensors: dict[str, Tensor]
     floats: Tensor
@@ -48,7 +52,7 @@ class Format(NamedTuple):
 
 
 def _codes(blocks: Tensor, options: Options, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """blocks [..., values that share a scale] → their integers from 0 on, and scale and zero point [..., 1]."""
+    """Quantize blocks [..., values that share a scale]. Return integers from 0 on, scales and zero points [..., 1]."""
     top = (1 << options.bits) - 1
     if options.symmetric:
         scale = (blocks.abs().amax(-1, keepdim=True) / (top // 2)).clamp(min=_EPSILON)
@@ -62,7 +66,7 @@ def _codes(blocks: Tensor, options: Options, dtype: torch.dtype) -> tuple[Tensor
 
 
 def _words(values: Tensor, bits: int) -> Tensor:
-    """Integers [..., n * 32 / bits] → int32 [..., n], the first one lowest."""
+    """Pack integers [..., n * 32 / bits] into int32 [..., n], the first integer into the lowest bits."""
     per_word = 32 // bits
     values = values.long().unflatten(-1, (-1, per_word))
     word = sum(values[..., at] << (bits * at) for at in range(per_word))
@@ -70,7 +74,7 @@ def _words(values: Tensor, bits: int) -> Tensor:
 
 
 def _whole(weight: Tensor, options: Options) -> Tensor:
-    """weight [out, in] → [out, groups, columns of a group]."""
+    """Divide weight [out, in] into [out, groups, columns of a group]."""
     return weight.unflatten(1, (-1, options.group or weight.shape[1]))
 
 
@@ -235,9 +239,9 @@ def _is_linear(name: str) -> bool:
 def quantize(
     source: Path, out: Path, name: str, *, dequantized: Path | None = None, options: Options | None = None
 ) -> None:
-    """Write the checkpoint in ``source`` with the weights of its layers in a format.
+    """Write the checkpoint in ``source`` to ``out``, with the linear weights of its layers in a format.
 
-    ``options``: other ones than the format's own. Tensors keep their order in the file.
+    ``options`` replaces the format's own options. Tensors keep their order in the file.
     """
     from safetensors import safe_open
     from safetensors.torch import save_file

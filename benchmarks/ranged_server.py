@@ -1,7 +1,7 @@
 """A small object server: GET and HEAD of files with ranges, ETag and If-Match, sent by sendfile.
 
-Stands in for nginx where that is not installed, and is the origin with added latency, which nginx alone cannot be.
-Like nginx it follows symbolic links under its root, wherever they lead; a URL's own `..` never leaves the root.
+It replaces nginx where that is not installed, and can add latency, which nginx cannot do by itself. Like nginx it
+follows symbolic links below its root, wherever they lead; a `..` in a URL never leaves the root.
 `python benchmarks/ranged_server.py ROOT [--rate BYTES] [--latency S] [--cert PEM] [--log FILE]`
 prints its port.
 """
@@ -28,11 +28,11 @@ _SENDFILE_BYTES = 1 << 30
 
 
 class RangedServer(ThreadingHTTPServer):
-    """Serves the files under ``root`` on a free port of 127.0.0.1, a thread per connection.
+    """A server of the files below ``root`` on a free port of 127.0.0.1, with a thread per connection.
 
-    ``rate`` limits the bytes per second of each connection, ``latency_s`` passes before each answer, ``cert`` is a PEM
-    file for TLS, with its key beside it as ``.key``. To ``log``, a descriptor, goes a line for each answer: the number
-    of its connection and the bytes of its body.
+    ``rate`` limits the bytes per second of each connection, and ``latency_s`` passes before each answer. ``cert`` is a
+    PEM file for TLS, with its key beside it as ``.key``. For each answer, a line is written to the descriptor ``log``:
+    the connection's port at the client, and the bytes of the body.
     """
 
     daemon_threads = True
@@ -57,13 +57,13 @@ class RangedServer(ThreadingHTTPServer):
             self.tls.load_cert_chain(cert, cert.with_suffix(".key"))
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        # The handshake belongs in the connection's own thread: in accept() it would hold up all others.
+        # The handshake is in the connection's own thread. In accept() it would block all other connections.
         if self.tls:
             request = self.tls.wrap_socket(request, server_side=True)
         _Handler(request, client_address, self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), OSError):  # a client that leaves is no error of the server
+        if not isinstance(sys.exception(), OSError):  # a client that disconnects is no error of the server
             super().handle_error(request, client_address)
 
 
@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, body: bool) -> None:
         time.sleep(self.server.latency_s)
-        # Joined to "/", ".." ends there. Links are followed: they are part of the root.
+        # A leading "/" keeps ".." within the root. Links are followed: they are part of the root.
         path = self.server.root / posixpath.normpath("/" + unquote(urlsplit(self.path).path)).lstrip("/")
         if not path.is_file():
             return self._error(404, b"NoSuchKey", body)
@@ -138,9 +138,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def parse_range(header: str | None, size: int) -> tuple[int, int] | None:
-    """The bytes [start, stop) that a Range header asks for, None without one; ValueError if there are none."""
+    """Return the bytes [start, stop) of a Range header, or None without one. Raises ValueError for an empty range."""
     match = re.fullmatch(r"bytes=(\d*)-(\d*)", header.strip()) if header else None
-    if not match or match.groups() == ("", ""):  # a unit or form that is not known is to be ignored (RFC 9110 §14.2)
+    if not match or match.groups() == ("", ""):  # an unknown unit or form must be ignored (RFC 9110 §14.2)
         return None
     first, last = match.groups()
     start = int(first) if first else max(0, size - int(last))
@@ -161,7 +161,7 @@ def main() -> None:
     log = os.open(args.log, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644) if args.log else None
     server = RangedServer(args.root, args.rate, args.latency, args.cert, log)
     print(server.server_port, flush=True)
-    # The starter holds our stdin: when it is gone, however it went, we go.
+    # The parent holds the other end of stdin. When the parent ends, in whatever way, so does this process.
     threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(0)), daemon=True).start()
     server.serve_forever()
 

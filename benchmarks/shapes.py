@@ -1,4 +1,4 @@
-"""The shapes of real models: what a checkpoint of each holds, tensor by tensor, and its config.json."""
+"""The shapes of real models: the tensors of a checkpoint of each, and its config.json."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Shape:
-    """``family`` is the ``model_type`` of config.json, ``extra`` what it holds besides the sizes."""
+    """The shape of a model. ``family`` is the ``model_type`` of config.json, and ``extra`` more keys for that file."""
 
     family: Literal["llama", "mistral", "qwen2", "qwen3", "opt", "falcon"]
     layers: int
@@ -38,7 +38,7 @@ class Shape:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[Tensor]:
-        """In execution order, under the names that transformers gives them."""
+        """Yield the tensors in execution order, with the names that transformers gives them."""
         return {"opt": self._opt, "falcon": self._falcon}.get(self.family, self._llama)()
 
     def config(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ _LLAMA3_ROPE |= {"original_max_position_embeddings": 8192}
 SHAPES = {
     # Made for the benchmarks and tests, with their sizes in bf16.
     "llama-57m": Shape("llama", 8, 512, 1472, 8, 4, 4096),
-    "llama-55m": Shape("llama", 16, 512, 576, 8, 4, 1024, tied=True),  # the next one's layers, a thirtieth as large
+    "llama-55m": Shape("llama", 16, 512, 576, 8, 4, 1024, tied=True),  # the next one's layers, much smaller
     "llama-1.6g": Shape("llama", 16, 2048, 6272, 32, 8, 8192, tied=True),
     "tiny-llama": Shape("llama", 2, 64, 160, 4, 2, 384),
     "tiny-qwen2": Shape("qwen2", 2, 64, 160, 4, 2, 384, tied=True),

@@ -1,9 +1,9 @@
-"""What a state bundle saves before the first byte of weights is asked for, on a store with latency.
+"""Measure the time that a state bundle saves before the first byte of weights is requested, on a store with latency.
 
     python -m benchmarks.state_bundle --model out/llama-57m --latency 0.03 --json out/state-bundle.json
 
-One server, which answers each request after the latency; fetches with and without the bundle in turn, each in a fork
-of this process, which has imported everything. ``index_s`` lasts until the region is laid out.
+A server answers each request after the latency. Fetches with and without the bundle run in turn, each in a fork of this
+process, which has imported everything. ``index_s`` is the time until the region is laid out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WITHOUT, _WITH = "no-bundle", "bundle"
 
 
 def index_s(url: str, state: str | None) -> float:
-    """Seconds until a prefetcher has laid the region out; the weights are left alone."""
+    """Return the seconds until a prefetcher has laid out the region. The prefetcher is then killed."""
     region = Region.create()
     began = time.monotonic()
     child = os.fork()

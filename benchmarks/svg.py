@@ -1,4 +1,4 @@
-"""Charts as SVG for the documents and for figures; they take their colours from the style sheet around them."""
+"""Charts as SVG for documents and figures. Their colours come from the style sheet of the page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ svg .tick,svg .value{fill:var(--soft);font-variant-numeric:tabular-nums}svg .str
 
 
 def bars(rows: Sequence[Row], ours: str) -> str:
-    """Horizontal bars of medians, all from zero, with a thin line from least to most."""
+    """Draw medians as horizontal bars from zero, with a thin line from the least to the greatest value."""
     top = max(row.max for row in rows) or 1.0
     room = _WIDTH - _LABELS - _VALUES
     height = len(rows) * (_ROW + 8) + 8
@@ -52,7 +52,7 @@ def bars(rows: Sequence[Row], ours: str) -> str:
 
 
 def gantt(stages: Sequence[Stage]) -> str:
-    """The start's stages by process; what no stage covers is shaded, and the first token is a line across."""
+    """Draw a start's stages by process. Times without a stage are shaded, and the first token is a vertical line."""
     start, end = window(stages)
     rows = tracks(stages)
     room = _WIDTH - _LABELS - _VALUES
@@ -116,7 +116,7 @@ def _axis(span_ns: int, bottom: float, room: int) -> str:
 
 
 def _step(span_ms: float) -> float:
-    """A round step that gives four to ten ticks."""
+    """Return a round step that gives four to ten ticks."""
     step = 1.0
     while span_ms / step > 10:
         step *= 2.5 if str(step).lstrip("0.").startswith("2") else 2.0

@@ -1,7 +1,7 @@
-"""The first request that needs vLLM's own routes: ``.venv-vllm/bin/python -m benchmarks.vllm_layer``.
+"""Measure the first request that needs vLLM's own routes: ``.venv-vllm/bin/python -m benchmarks.vllm_layer``.
 
-It is sent as soon as the instance is ready, to an instance from a cold process and to one that took a node agent's warm
-engine; ``later`` is the same request again. Needs vLLM in the environment that runs it.
+The request is sent as soon as the instance is ready, to an instance from a cold process and to one with a node agent's
+warm engine. ``later`` is the same request again. Needs vLLM in the environment that runs it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def measure(row: str, model: str, runs: int) -> list[tuple[float, float]]:
-    """Seconds of the first and of the second request, of each run."""
+    """Return the seconds of the first and of the second request of each run."""
     if row == "cold":
         return [_asked(model, "--node-socket", "none") for _ in range(runs)]
     node = Node(medusa_command(), "vllm")

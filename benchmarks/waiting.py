@@ -1,4 +1,4 @@
-"""Waiting for a cluster to come into a state."""
+"""A wait for a state of a cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LOOK_S = 0.1
 
 
 def until(condition: Callable[[], bool], within_s: float, what: str) -> None:
-    """Wait for a condition. Raises LabError, with ``what`` was expected, when it does not come to pass in time."""
+    """Wait until a condition is true. Raises LabError, which names ``what`` was expected, if that takes too long."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:

@@ -16,7 +16,7 @@ _LEAST_LETTERS = 0.80  # the share of letters and spaces in a paragraph that cou
 
 
 def documents() -> list[str]:
-    """Each the prose paragraphs of one documentation topic or one docstring; every paragraph occurs once overall."""
+    """Return the prose of each documentation topic and each docstring. Every paragraph occurs only once overall."""
     seen: set[str] = set()
     texts = []
     for source in _sources():

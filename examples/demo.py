@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def bound_port(server: subprocess.Popen[str]) -> int:
-    """The server prints its address first, long before the model is there."""
+    """Return the server's port. The server prints its address long before the model is loaded."""
     assert server.stdout is not None
     for line in server.stdout:
         if "http://" in line:
@@ -69,7 +69,7 @@ def wait_ready(port: int) -> None:
 
 
 def print_server(server: subprocess.Popen[str]) -> None:
-    """What the server printed meanwhile: the timeline of its start."""
+    """Print what the server has printed meanwhile: the timeline of its start."""
     assert server.stdout is not None
     os.set_blocking(server.stdout.fileno(), False)
     time.sleep(1.0)

@@ -99,7 +99,7 @@ def train(
                 save(model, options.out)
                 print(f"step {step} epoch {epoch} held-out loss {evaluate(model, tests):.3f}", flush=True)
                 return
-            for group in optimizer.param_groups:  # warm up, then down to nothing when the time is over
+            for group in optimizer.param_groups:  # warm up, then decrease to almost nothing at the end
                 group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / 100, 1.06 - done)
             loss = model(input_ids=batch, labels=batch).loss
             optimizer.zero_grad()
@@ -118,14 +118,14 @@ def train(
 
 
 def token_stream(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
-    """All documents in a new order, one after another, each behind an END: [tokens]."""
+    """Return the tokens of all documents in a new random order, one after another, each after an END: [tokens]."""
     order = torch.randperm(len(texts)).tolist()
     encodings = tokenizer.encode_batch([END + texts[number] for number in order])
     return torch.tensor([token for encoding in encodings for token in encoding.ids])
 
 
 def batches(stream: torch.Tensor) -> torch.Tensor:
-    """[batches, BATCH, CONTEXT]"""
+    """Divide a stream of tokens into [batches, BATCH, CONTEXT]."""
     whole = len(stream) // (BATCH * CONTEXT)
     return stream[: whole * BATCH * CONTEXT].view(whole, BATCH, CONTEXT)
 
@@ -153,7 +153,7 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
 
 
 def save(model: LlamaForCausalLM, out: Path) -> None:
-    """bf16, through a temporary folder of its own name: a reader never sees half a file."""
+    """Save the model in bf16, through a temporary folder, so that a reader never sees half a file."""
     copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
     copy.load_state_dict(model.state_dict())
     copy.config.dtype = torch.bfloat16

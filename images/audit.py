@@ -1,7 +1,7 @@
-"""Known vulnerabilities of an image's Python packages: `python images/audit.py REQUIREMENTS`, with pip-audit installed.
+"""Look up known vulnerabilities of an image's Python packages: `python images/audit.py REQUIREMENTS`. Needs pip-audit.
 
-The list is that of `images/sbom.py --requirements`. Without a source of advisories this fails: nothing was looked up,
-and that is not the same as nothing found.
+`images/sbom.py --requirements` makes the list. Without a source of advisories the command fails, because "nothing was
+looked up" does not mean "nothing was found".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import urllib.request
 
 OSV = "https://api.osv.dev/v1/query"
 NO_SOURCE = 3
-# A version with advisories of its own: a source that knows none of it knows nothing.
+# A version that has advisories. A source that does not know any of them is of no use.
 KNOWN_BAD = {"package": {"name": "pip", "ecosystem": "PyPI"}, "version": "9.0.0"}
 _TIMEOUT_S = 20
 
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def unusable(url: str) -> str:
-    """Why this is no source of advisories; empty when it is one."""
+    """Return why the URL is not a source of advisories, or an empty string if it is one."""
     request = urllib.request.Request(url, json.dumps(KNOWN_BAD).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:

@@ -1,7 +1,7 @@
-"""Builds the images with podman, on a bare machine too: `python images/build.py slim cpu` (what `make image` runs).
+"""Build the images with podman, also on a bare machine: `python images/build.py slim cpu` (`make image` runs this).
 
-Where no public registry can be reached the base is made with debootstrap. This machine's settings for packages (pip's
-configuration, apt's sources, certificates) go into the build as mounts of single steps, never into a layer.
+If no public registry can be reached, the base is made with debootstrap. This machine's settings for packages (pip's
+configuration, apt's sources, certificates) are mounted in single steps of the build, and are never in a layer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PUBLIC_BASE = re.findall(r"(?m)^ARG BASE_IMAGE=(.*)$", (ROOT / "Dockerfile").read_text())[0]
 OWN_BASE = "localhost/medusa-debian:bookworm"
 NAME = "localhost/medusa-runtime"
-_UNREACHABLE = "pinging container registry"  # what podman calls the first request
+_UNREACHABLE = "pinging container registry"  # podman's words in an error when its first request fails
 STAGES = ("packages", "runtime")
 DEBIAN_PACKAGES = "python3,python3-venv,ca-certificates"
-# In the manner of Debian's own slim images.
+# Like Debian's own slim images.
 DEBIAN_LEFT_OUT = (
     *("var/lib/apt/lists", "var/cache/apt", "var/cache/debconf", "var/log", "usr/share/doc", "usr/share/man"),
     *("usr/share/locale", "usr/share/info", "usr/share/lintian", "usr/share/bash-completion", "usr/share/perl"),
@@ -55,9 +55,9 @@ def main() -> int:
 
 
 def find_base(scratch: Path) -> str:
-    """The public base, else our own, which is made once, where its registry cannot be reached.
+    """Return the public base or, if its registry cannot be reached, our own base, which is made once.
 
-    A registry that answers, and has no image of that digest or another one under it, ends the build.
+    If the registry answers but pulling the image fails, the build ends.
     """
     for image in (PUBLIC_BASE, OWN_BASE):
         if succeeds("podman", "image", "exists", image):
@@ -90,7 +90,7 @@ def make_base(folder: Path) -> None:
 
 
 def build(variant: str, base: str, scratch: Path) -> None:
-    """One call of podman a stage: at the end of each it gives back what it holds beside the layers (docs/images.md)."""
+    """Build one variant, with one call of podman per stage. At its end, each frees its extra space (docs/images.md)."""
     flags = ["--network", "host", "--layers", "--build-arg", f"VARIANT={variant}", "--build-arg", f"BASE_IMAGE={base}"]
     flags += host.build_flags(scratch)
     for stage in STAGES:
@@ -106,7 +106,7 @@ def build(variant: str, base: str, scratch: Path) -> None:
 
 
 def podman_build(scratch: Path, *flags: str) -> str:
-    """The new image's id. podman's exit status is not to be trusted: ended by SIGTERM it is 0 (4.3)."""
+    """Build an image and return its id. podman's exit status cannot be trusted: after SIGTERM it is 0 (4.3)."""
     made = scratch / "id"
     made.unlink(missing_ok=True)
     command = ["podman", "build", "--iidfile", str(made), *flags, str(ROOT)]

@@ -1,9 +1,9 @@
-"""Finds what a cold start reads of /opt/medusa; runs in the build, after everything is installed.
+"""Find the files below /opt/medusa that a cold start reads. This runs in the build, after everything is installed.
 
-A real `medusa serve` with the example model is started and asked, once with each engine that the variant has and this
-machine can run, under a hook that notes every file that is opened. vLLM for GPUs is only imported: there is none here,
-and what nothing but a GPU makes it read is named in variants.toml (hot).
-The list stays in the image as ``cold-start.txt``; split.py makes the layers by it.
+It starts a real `medusa serve` with the example model and sends it requests, once with each engine that the variant has
+and this machine can run. A hook notes every file that is opened. vLLM for GPUs is only imported, because there is no
+GPU here; the files that it reads only with a GPU are named in variants.toml (hot).
+The list stays in the image as ``cold-start.txt``, and split.py makes the layers from it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pathlib import Path
 HOME = Path("/opt/medusa")
 TRACE = Path("/tmp/opened")
 URL = "http://127.0.0.1:8099"
-# The client of a store is imported by the prefetcher where MEDUSA_MODEL is its URL.
+# The prefetcher imports this client if MEDUSA_MODEL is the URL of such a store.
 STORE = "import boto3; boto3.client('s3', region_name='us-east-1', aws_access_key_id='x', aws_secret_access_key='x')"
-# What a start of vLLM imports before it asks for the device.
+# The imports of a start of vLLM, before it needs the device.
 VLLM = """
 from medusa_runtime.config import from_env
 from medusa_vllm.imports import preimport
 preimport(from_env({}, engine="vllm", model="."))
 print(open("/proc/self/maps").read())
 """
-# The first uses that make a start read more than it does to be ready.
+# First requests, which read more files than a start needs to become ready.
 ASKED: dict[str, dict[str, object]] = {
     "/v1/completions": {"prompt": "This function returns"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "This function returns"}]},
@@ -65,7 +65,7 @@ def named(variant: str) -> set[Path]:
 
 
 def engines(python: str) -> list[str]:
-    """vLLM for GPUs cannot start without one."""
+    """Return the engines to trace. vLLM for GPUs cannot start without a GPU, so it is only imported."""
     asked = "import importlib.util, torch; print(bool(importlib.util.find_spec('vllm')), torch.version.cuda is None)"
     found = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.strip()
     return {"True True": ["torch", "vllm"], "True False": ["torch", "vllm, imported"]}.get(found, ["torch"])
@@ -77,7 +77,7 @@ def imported(python: str, env: dict[str, str]) -> set[Path]:
 
 
 def start(model: str, engine: str, env: dict[str, str]) -> set[Path]:
-    """One start, an answer of each kind and one stop; the libraries that were mapped."""
+    """Start an instance, send it each kind of request, and stop it. Return the libraries that were mapped."""
     command = [str(HOME / "bin/medusa"), "serve", "--model", model, "--host", "127.0.0.1", "--port", "8099"]
     server = subprocess.Popen([*command, "--engine", engine, "--kv-cache-mb", "64"], env=env)
     try:
@@ -110,7 +110,7 @@ def ask(server: subprocess.Popen[bytes], path: str, body: dict[str, object]) -> 
 
 
 def mapped(pid: int) -> set[Path]:
-    """Shared libraries in the memory of a process and of what descends from it."""
+    """Return the shared libraries that a process and its descendants have mapped."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

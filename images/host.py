@@ -1,7 +1,8 @@
 """This machine's settings for packages, lent to a build: certificates, apt's mirrors, where pip finds packages.
 
-Of pip's configuration only the settings go along that say where packages come from and how they are verified. Files
-that these name are lent by content, and no other setting is: a file or folder of this machine is not in the build.
+Of pip's configuration, only the settings are lent that say where packages come from and how they are verified. Other
+settings may name files of this machine, which do not exist in the build. Files that the lent settings name are lent by
+their content.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FILES = ("cert", "constraint")
 RELEASE = "bookworm"
 DEBIAN_KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 PUBLIC_APT = ("deb.debian.org", "security.debian.org")
-# In a build /dev is in memory: a folder that is mounted there leaves no empty one in the layer.
+# In a build, /dev is in memory, so a mount there leaves no empty folder in the layer.
 LENT = "/dev/lent"
 INSIDE = {
     "ca": "/etc/ssl/certs/ca-certificates.crt",
@@ -33,14 +34,14 @@ INSIDE = {
 
 
 def build_flags(scratch: Path) -> list[str]:
-    """For our Dockerfile, whose steps mount secrets."""
+    """Return podman's flags for our Dockerfile, whose steps mount secrets."""
     files, folders = lend(scratch)
     flags = [flag for name, path in files.items() for flag in ("--secret", f"id={name},src={path}")]
     return [*flags, *volumes(folders)]
 
 
 def user_build_flags(scratch: Path) -> list[str]:
-    """For a user's Dockerfile, which mounts none: the files appear where pip looks for them."""
+    """Return podman's flags for a user's Dockerfile, which mounts no secrets. Files appear where pip looks for them."""
     files, folders = lend(scratch)
     return [*volumes({str(path): INSIDE[name] for name, path in files.items()}), *volumes(folders)]
 
@@ -50,7 +51,10 @@ def volumes(mounts: dict[str, str]) -> list[str]:
 
 
 def lend(scratch: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """Files by what they are (written into ``scratch`` where they must be made), and folders: here → in the build."""
+    """Return the files to lend, by their kind, and the folders to lend, each with its path in the build.
+
+    Files that have to be made are written into ``scratch``.
+    """
     files: dict[str, Path] = {}
     folders: dict[str, str] = {}
     certificates = Path(os.environ.get("SSL_CERT_FILE") or INSIDE["ca"])
@@ -109,7 +113,7 @@ def lend_files(settings: dict[str, str], made: Path, folders: dict[str, str]) ->
 
 
 def local_path(place: str) -> Path | None:
-    """The path that a setting of pip's names, None for one that is elsewhere."""
+    """Return the local path that a setting of pip names, or None for a place elsewhere."""
     url = urlsplit(place)
     if url.scheme in ("", "file"):
         return Path(unquote(url.path) if url.scheme else place)
@@ -117,13 +121,13 @@ def local_path(place: str) -> Path | None:
 
 
 def certificates(path: Path) -> bytes:
-    """The certificates in a file, or in all files of a folder."""
+    """Return the certificates in a file, or in all files of a folder."""
     found = [file for file in sorted(path.iterdir()) if file.is_file()] if path.is_dir() else [path]
     return b"\n".join(read(file, "cert") for file in found)
 
 
 def constraint_lines(path: Path, including: tuple[Path, ...] = ()) -> list[str]:
-    """The lines of a constraint file, with those of the files that it includes in their place."""
+    """Return the lines of a constraint file, with included files in the place of the lines that include them."""
     path = path.resolve()
     if path in including:
         return []
@@ -149,9 +153,9 @@ def read(path: Path, key: str) -> bytes:
 
 
 def apt_mirrors(root: Path = Path("/etc/apt")) -> list[str]:
-    """This machine's apt sources (deb822 stanzas) of the base's release, beyond the public ones.
+    """Return this machine's apt sources (deb822 stanzas) for the base's release, except the public ones.
 
-    Only those that name Debian's own keys, or none: others' are files that the base does not have.
+    Only sources with Debian's own keys, or without a key, are used. The base does not have the files of other keys.
     """
     found = []
     for path in sorted(root.glob("sources.list.d/*.sources")):
@@ -166,11 +170,11 @@ def apt_mirrors(root: Path = Path("/etc/apt")) -> list[str]:
 
 
 def pip_settings() -> dict[str, str]:
-    """Return where pip finds packages on this machine, by its files and environment;
+    """Return where pip finds packages on this machine, from its files and environment.
 
-    nothing where this Python has no pip.
+    The result is empty if this Python has no pip.
     """
-    # With `user` set `pip config list` shows nothing but the user's own file.
+    # If `user` is set, `pip config list` shows only the user's own file.
     environment = os.environ | {"PIP_USER": "0"}
     command = [sys.executable, "-m", "pip", "config", "list"]
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Fills /opt/medusa while the image is built: ``packages VARIANT`` with what the runtime needs, ``runtime`` with it."""
+"""Fill /opt/medusa in the build: ``packages VARIANT`` installs what the runtime needs, ``runtime`` the runtime."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main() -> None:
 
 def install_packages(name: str, variant: dict[str, Any], common: dict[str, Any]) -> None:
     subprocess.run([sys.executable, "-m", "venv", HOME], check=True)
-    # Versions and hashes of everything, pip itself too: the one that comes with Python has known vulnerabilities.
+    # The lock also has pip itself, because the one that comes with Python has known vulnerabilities.
     install_locked(BUILD / "locks" / f"{name}.txt", variant.get("torch_index"))
     for distribution in variant.get("remove", []):
         run(*PIP, "uninstall", "--yes", distribution)
@@ -42,9 +42,9 @@ def install_packages(name: str, variant: dict[str, Any], common: dict[str, Any])
 
 
 def install_locked(lock: Path, index: str | None, *flags: str) -> None:
-    """From the registry that the building machine is set up for; where that lacks torch's build, from PyTorch's, too.
+    """Install from the building machine's registry and, if that lacks this build of torch, also from PyTorch's.
 
-    Whatever registry that is, what has another hash than the lock's is not installed.
+    A file whose hash is not in the lock is never installed, whatever the registry.
     """
     locked = ("--require-hashes", "--no-deps", "--only-binary", ":all:", "--requirement", str(lock), *flags)
     try:
@@ -60,7 +60,7 @@ def install(*what: str) -> None:
 
 
 def install_runtime() -> None:
-    # pip would fetch what builds a wheel by itself, whatever version there is.
+    # Left to itself, pip would fetch any version of the tools that build a wheel.
     with tempfile.TemporaryDirectory() as tools:
         install_locked(BUILD / "locks/build.txt", None, "--target", tools)
         os.environ["PYTHONPATH"] = tools
@@ -87,7 +87,7 @@ def size_bytes(path: Path) -> int:
 
 
 def compile_all(*paths: Path) -> None:
-    # Unchecked: no file's time is looked at when it is imported, so copies and layers may change it.
+    # With unchecked hashes, an import does not look at a file's time, so copies and layers may change it.
     mode = ("--invalidation-mode", "unchecked-hash", "-j", str(len(os.sched_getaffinity(0))))
     # Packages ship files that no Python compiles (templates, other versions' syntax).
     subprocess.run([PYTHON, "-m", "compileall", "-q", *mode, *map(str, paths)], check=False, stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""What an image weighs, layer by layer, and what is in each: `python images/layers.py IMAGE [--limit-gb N]`."""
+"""Print the size of each layer of an image, and what is in it: `python images/layers.py IMAGE [--limit-gb N]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs inside an image, on stdin of its Python: prints what is installed there, Python and Debian, as JSON."""
+"""Print the installed Python and Debian packages as JSON. An image's own Python runs this, from its standard input."""
 
 import importlib.metadata
 import json

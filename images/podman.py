@@ -1,4 +1,4 @@
-"""What podman needs beside its own defaults on machines that are containers themselves."""
+"""Settings that podman needs on machines that are containers themselves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ runtime = "runc"
 
 
 def environment(scratch: Path) -> dict[str, str]:
-    """Variables for podman, with a configuration written into ``scratch``; one that is set already is kept."""
+    """Write a configuration into ``scratch``, and return podman's variables for it. One that is already set is kept."""
     if "CONTAINERS_CONF" in os.environ or shutil.which("runc") is None:
         return {}
     configuration = scratch / "containers.conf"

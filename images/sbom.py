@@ -46,7 +46,7 @@ def installed(image: str) -> dict[str, Any]:
 
 
 def requirements(found: dict[str, Any]) -> list[str]:
-    """Pins that an advisory database knows: without our own package, and versions without their build (+cpu)."""
+    """Return pins that an advisory database knows: without our own package, and versions without a build (+cpu)."""
     return sorted(f"{p['name']}=={p['version'].partition('+')[0]}" for p in found["python"] if p["name"] != OWN)
 
 

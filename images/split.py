@@ -1,9 +1,10 @@
-"""Splits /opt/medusa into the image's layers by what a cold start reads: the lines of its ``cold-start.txt``.
+"""Split /opt/medusa into the image's layers, depending on the files that a cold start reads (``cold-start.txt``).
 
-*hot* gets these, *own* the runtime, *cold* the rest. A registry that unpacks or fetches lazily then finds what a start
-reads in one layer. ``split.py digest`` runs where everything is installed, ``split.py copy LAYER STAGE`` in the final
-stage, with that one mounted: to move files into a folder for each layer there would write every byte once more.
-buildah's cache (1.28) keeps a step though the stage that it mounts has changed, so a digest is copied before it.
+The layer *hot* has these files, *own* the runtime, and *cold* the rest. So a registry that unpacks or fetches lazily
+finds what a start reads in one layer. ``split.py digest`` runs in the stage where everything is installed, and
+``split.py copy LAYER STAGE`` in the final stage, which mounts that stage. Moving files into a folder for each layer
+would write every byte once more. buildah's cache (1.28) keeps a step even if the stage that it mounts has changed, so a
+digest is copied before the step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def main() -> None:
 
 
 def layers_of(home: Path) -> dict[str, list[Path]]:
-    """The files and links below ``home``, relative to it, in order."""
+    """Return the files and links of each layer, relative to ``home``, in order."""
     hot = set((home / "cold-start.txt").read_text().splitlines())
     layers: dict[str, list[Path]] = {"cold": [], "hot": [], "own": []}
     for path in sorted(home.rglob("*")):
@@ -40,7 +41,7 @@ def layers_of(home: Path) -> dict[str, list[Path]]:
 
 
 def write_digests(home: Path, folder: Path) -> None:
-    """One file a layer; equal where the layer would be."""
+    """Write a file with a digest for each layer. Two digests are equal if their layers would be equal."""
     folder.mkdir()
     for name, paths in layers_of(home).items():
         digest = hashlib.sha256()
@@ -54,7 +55,7 @@ def write_digests(home: Path, folder: Path) -> None:
 
 
 def copy(source: Path, name: str, target: Path) -> None:
-    """Every path gets the same time, so that equal content makes an equal layer."""
+    """Copy a layer's files. All get the same time, so that equal content makes an equal layer."""
     folders = {target, target.parent}
     for path in layers_of(source)[name]:
         file = target / path

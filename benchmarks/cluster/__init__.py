@@ -1,1 +1,1 @@
-"""The benchmark of a cluster: each module of this folder measures rows of its own."""
+"""The benchmark of a cluster. Each module of this folder measures rows of its own."""

@@ -1,4 +1,4 @@
-"""Copies, starts and decisions of a cluster on this machine: ``python -m benchmarks.cluster``."""
+"""Measure copies, starts and decisions of a cluster on this machine: ``python -m benchmarks.cluster``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.cluster.options import Options
 from benchmarks.make_checkpoint import size
 from benchmarks.promised import Promise, check_checkpoint, chosen_rows, report
 
-# Name → the module of this folder whose ``rows(options)`` measures it, and what was promised of it.
+# For each row, the module of this folder whose ``rows(options)`` measures it, and the promise about it.
 ROWS: dict[str, Promise] = {
     "chain": Promise("chain", "ratio_8_to_2", 1.10, False, "1 -> 8 copies by a chain, over the time for 1 -> 2"),
     "origin": Promise("chain", "sent_ratio", 1.05, False, "bytes the origin sends for all copies, over the model's"),
@@ -29,7 +29,7 @@ ROWS: dict[str, Promise] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the medians and what was promised of them. Raises ConfigError for a bad option."""
+    """Print the medians, and what was promised of them. Raises ConfigError for a bad option."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=(__doc__ or "").partition(":")[0])
     add_arguments(parser)
     arguments = parser.parse_args(argv)

@@ -1,6 +1,7 @@
-"""Start `medusa serve` when a line comes, and print the milliseconds from its exec to its first token.
+"""Start `medusa serve` once for each input line, and print the milliseconds from its exec to its first token.
 
-``python -m benchmarks.cluster.alone BODY FLAG…``, run in the node whose agent the flags name. BODY: a request as JSON.
+``python -m benchmarks.cluster.alone BODY FLAG…`` runs in the node whose agent the flags name. BODY is a request as
+JSON, and the flags are those of `medusa serve`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests from the laboratory's switch to a gateway there."""
+"""Requests to a gateway in the network of the laboratory's switch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _WITHIN_S = 600.0
 
 
 def ask(cluster: LabCluster, port: int, body: dict[str, Any]) -> bytes:
-    """The gateway's answer to a completion. Raises LabError for an error, OSError and HTTPException without one."""
+    """Send a completion request to the gateway, and return the body of its answer.
+
+    Raises LabError for an answer that is an error, and OSError or HTTPException when there is no answer.
+    """
     with closing(http.client.HTTPConnection(cluster.lab.address(SWITCH), port, timeout=_WITHIN_S)) as connection:
         with cluster.lab.network(SWITCH):
             connection.connect()

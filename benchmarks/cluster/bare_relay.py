@@ -1,7 +1,8 @@
-"""A hop of a chain without anything of ours: bytes from a socket into memory, and from there into the next socket.
+"""A hop of a chain without any of our code. It receives bytes from a socket into memory, and sends them to the next.
 
-``python -m benchmarks.cluster.bare_relay SIZE LISTEN|- TARGET|-``, run in a node. Each line on its standard input lets
-it go on: it listens, connects, passes SIZE bytes on, and prints when the first and the last came, and its CPU time.
+``python -m benchmarks.cluster.bare_relay SIZE LISTEN|- TARGET|-`` runs in a node. It listens, connects, passes SIZE
+bytes on, and prints when the first and the last bytes came, and its CPU time. After each of these steps it prints a
+line, and waits for a line on its standard input.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import time
 
 _PIECE_BYTES = 256 << 10
-_MEMORY_BYTES = 64 << 20  # used over and over, and more than sockets hold: what matters is that its pages exist
+_MEMORY_BYTES = 64 << 20  # used in a circle; more than the sockets' buffers hold, and all of its pages exist
 
 
 def main() -> int:
@@ -45,7 +46,9 @@ def main() -> int:
         while onward is not None and at < stop:
             at += os.sendfile(onward.fileno(), descriptor, at, stop - at)
     cpu_s = time.process_time() - began_s
-    _next(json.dumps({"first_s": first_s, "ended_s": time.monotonic(), "cpu_s": cpu_s}))  # others still read
+    _next(
+        json.dumps({"first_s": first_s, "ended_s": time.monotonic(), "cpu_s": cpu_s})
+    )  # keep the sockets open: the next relay may still be reading
     return 0
 
 

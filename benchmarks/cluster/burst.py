@@ -1,4 +1,4 @@
-"""A burst on one model: instances go from one to one a node and back, and every request is answered as by one."""
+"""A burst on one model. Its instances go from one to one per node and back, and no answer may change."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ from benchmarks.waiting import until
 _NAME, _PORT = "model", 8080
 _PROMPTS = 16
 _TOKENS = 96
-_PLACES = 4  # requests that an instance works on at a time
-_CLIENTS = 2  # for each of these places, so that requests wait even when all instances are there
+_PLACES = 4  # requests that an instance works on at the same time
+_CLIENTS = 2  # for each of these places, so that some requests wait even when all instances are ready
 _GROWN_WITHIN_S, _SHRUNK_WITHIN_S, _READY_WITHIN_S = 180.0, 120.0, 180.0
-_STAY_S = 5.0  # under load with all instances
+_STAY_S = 5.0  # how long all instances stay under load
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
-    """Run bursts. A request is lost when its answer is an error, or another one than before the burst (changed)."""
+    """Run bursts.
+
+    A request is lost when its answer is an error, or differs from the answer before the burst (it is then also counted
+    as changed).
+    """
     with _cluster(options) as cluster:
         expected = [_complete(cluster, number) for number in range(_PROMPTS)]
         found = [_burst(cluster, options.nodes, expected) for _ in range(options.runs)]
@@ -59,7 +63,7 @@ class _Burst:
 
 @contextmanager
 def _cluster(options: Options) -> Iterator[LabCluster]:
-    """A cluster with a gateway and one instance."""
+    """Start a cluster with a gateway and one instance. It stops when the context ends."""
     link = Link(options.link_bytes_per_s)
     with Laboratory(options.nodes, link, cpus=options.cpus, origin={_NAME: options.model}) as lab:
         cluster = LabCluster(lab)
@@ -120,7 +124,10 @@ def _instances(cluster: LabCluster) -> int:
 
 
 def _complete(cluster: LabCluster, number: int) -> str:
-    """Ask the gateway, every other time as a stream. Raises LabError for an answer that is an error."""
+    """Send the request with this number to the gateway, and return the text. Raises LabError for an error.
+
+    Every second request is streamed, and two of four use temperature 0.
+    """
     sampling = {"temperature": 0} if number % 4 < 2 else {"temperature": 1, "seed": number}
     body = {
         "model": _NAME, "prompt": f"Number {number} is", "max_tokens": _TOKENS, "ignore_eos": True,

@@ -1,4 +1,4 @@
-"""Copies by a chain: how much longer eight take than two, what the origin sends, and how full each link is."""
+"""Copies by a chain: the time for all nodes over that for one, what the origin sends, and how full each link is."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from benchmarks.cluster.floor import bare_chain
 from benchmarks.cluster.options import Options, row
 from benchmarks.cluster.weight_nodes import WeightNode, weight_nodes
 
-_SETTLE_S = 1.0  # for processes to end that a fetch or a drop leaves behind
+_SETTLE_S = 1.0  # time for processes to end that a fetch or a drop leaves behind
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
-    """Measure copies with nodes that have nothing else to do; times count from the order to fetch."""
+    """Measure copies between nodes that do nothing else. Times count from the order to fetch."""
     models = {"model": options.model} | ({"large": options.large_model} if options.large_model else {})
     link = Link(options.link_bytes_per_s)
     largest = max(sum(file.stat().st_size for file in folder.iterdir()) for folder in models.values())
@@ -40,10 +40,10 @@ def rows(options: Options) -> list[dict[str, Any]]:
 
 
 def touch_memory(size_bytes: int) -> None:
-    """Use so much memory once, as far as it is free.
+    """Use this much memory once, or as much of it as is free.
 
-    A virtual machine gets its memory from its host page by page, when it first uses it. On the machine of
-    docs/benchmarks.md that takes up to 4 CPU seconds a GB, several times what pages cost from then on.
+    A virtual machine gets a page of memory from its host when it first uses it. On the machine of docs/benchmarks.md
+    that takes up to 4 CPU seconds per GB, several times what pages cost later.
     """
     size_bytes = min(size_bytes, memory_available_bytes() // 4 * 3)
     with mmap.mmap(-1, size_bytes) as memory, memoryview(memory) as view:
@@ -92,7 +92,7 @@ def _measure(options: Options, lab: Laboratory, nodes: list[WeightNode], url: st
 
 
 def settle(nodes: Sequence[WeightNode]) -> None:
-    """Wait until processes have ended, and all nodes have made memory ready for the next model."""
+    """Wait until old processes have ended, and all nodes have memory ready for the next model."""
     time.sleep(_SETTLE_S)
     with ThreadPoolExecutor(len(nodes)) as pool:
         list(pool.map(lambda node: node.ask("ready"), nodes))
@@ -104,7 +104,7 @@ def cpu_seconds(lab: Laboratory) -> float:
 
 
 def cpu_seconds_of(pid: int) -> float:
-    """Return the CPU time of a process, and of its children that have ended; 0 if it has ended itself."""
+    """Return the CPU time of a process and of its children that have ended; 0 if the process itself has ended."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
@@ -114,9 +114,10 @@ def cpu_seconds_of(pid: int) -> float:
 def fetch(
     targets: Sequence[WeightNode], url: str, sources: Sequence[WeightNode] = ()
 ) -> tuple[float, list[dict[str, Any]]]:
-    """Fetch a model as a chain: each node from those before it, the first from ``sources`` or else the origin.
+    """Fetch a model by a chain. Each node reads from those before it, the first from ``sources`` or else the origin.
 
-    Returns the seconds until all are complete, and what each node says of its copy.
+    Return the seconds until all copies are complete, and each node's report about its copy. Raises LabError if a copy
+    is not complete.
     """
     chain = [*sources, *targets]
     for place, node in enumerate(chain):

@@ -1,4 +1,4 @@
-"""How long the policy takes: a multicast to 1,000 devices, and every kind of decision in a cluster of 10,000 nodes."""
+"""The time that the policy takes for a multicast to 1,000 devices, and for each kind of decision with 10,000 nodes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SIZE = 16_000_000_000
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
-    """Rows ``planner`` and ``decisions``; the latter's samples are the slowest decision of each run.
+    """Measure the rows ``planner`` and ``decisions``.
 
-    ``decisions`` also has the time of each kind of decision as a metric of its own.
+    The metric ``ms`` of ``decisions`` is the slowest decision of each run. Each kind of decision also has a metric.
     """
     found = []
     if options.wants("planner"):
@@ -37,7 +37,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
 
 
 def planner(devices: int = _DEVICES) -> Callable[[], object]:
-    """Return a call that plans chains to all devices and, for each, from whom it reads."""
+    """Return a call that plans chains to all devices, and the sources from which each of them reads."""
     nodes = _nodes(devices + 20)
     sources, targets = nodes[:20], nodes[20:]
 
@@ -49,7 +49,7 @@ def planner(devices: int = _DEVICES) -> Callable[[], object]:
 
 
 def decisions(nodes: int, models: int) -> Iterator[tuple[str, float]]:
-    """Yield kinds of decisions with their milliseconds, in a cluster that serves two thirds of its models."""
+    """Yield each kind of decision with its milliseconds, in a cluster that serves two thirds of its models."""
     state = cluster(nodes, models)
     memory = Memory()
     options = PolicyOptions(largest_group=4, live=True)
@@ -113,7 +113,7 @@ def cluster(nodes: int, models: int) -> ClusterState:
 
 
 def _again(node: Node) -> Node:
-    """Return the node as a controller makes it that parses each status anew."""
+    """Return an equal copy of the node, as a controller makes one when it parses a status."""
     copies = tuple(replace(copy) for copy in node.copies)
     instances = tuple(replace(instance) for instance in node.instances)
     return replace(node, ingress_bytes_per_s=1.0, copies=copies, instances=instances)
@@ -133,7 +133,10 @@ def _nodes(count: int) -> list[Node]:
 
 
 def _timed(call: Callable[[], object]) -> float:
-    """Return milliseconds of the processor: a decision waits for nothing. Garbage of other parts is not collected."""
+    """Return a call's CPU time in milliseconds, without collections of other parts' garbage.
+
+    A decision never waits, so CPU time is enough.
+    """
     freeze()
     try:
         begun = time.thread_time()

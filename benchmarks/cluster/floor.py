@@ -1,4 +1,4 @@
-"""Measure the least that a chain takes on this machine, with relays that only receive and send."""
+"""The least time that a chain takes on this machine, measured with relays that only receive and send."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from medusa_cluster.lab.laboratory import Laboratory
 from medusa_runtime.errors import LabError
 
 _PORT = 8115
-_FIRST_BYTES = 256 << 10  # what has come when a relay notes its first bytes
+_FIRST_BYTES = 256 << 10  # how much a relay has received when it notes the time of its first bytes
 
 
 class BareChain(NamedTuple):
-    """Seconds until the last relay had everything, the rate of each hop, and the CPU seconds of all relays."""
+    """The seconds until the last relay had everything, the rate of each hop, and the CPU seconds of all relays."""
 
     seconds: float
     bytes_per_s: list[float]
@@ -25,7 +25,7 @@ class BareChain(NamedTuple):
 
 
 def bare_chain(lab: Laboratory, nodes: Sequence[str], size_bytes: int) -> BareChain:
-    """Pass so many bytes from the first node to the last, through each node between them."""
+    """Pass ``size_bytes`` from the first node to the last, through each node between them."""
     relays = [_start(lab, nodes, place, size_bytes) for place in range(len(nodes))]
     try:
         for _ in ("listening", "connected"):
@@ -54,7 +54,7 @@ def _start(lab: Laboratory, nodes: Sequence[str], place: int, size_bytes: int) -
 
 
 def _lines(relays: Sequence[subprocess.Popen[str]]) -> list[str]:
-    """Read a line of each."""
+    """Read a line from each relay."""
     found = []
     for relay in relays:
         assert relay.stdout

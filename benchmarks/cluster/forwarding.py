@@ -1,4 +1,4 @@
-"""A node that serves while it forwards weights: how much longer its tokens take, with and without a pace, and why."""
+"""A node that serves while it forwards weights: how much longer its tokens take, paced and unpaced, and why."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ from benchmarks.cluster.options import Options, row
 from benchmarks.cluster.weight_nodes import WeightNode, weight_nodes
 
 _PORT = 8080
-_PACE = 0.85  # of the link, for weights while the node serves
-_STREAMS = 2  # requests at a time
-_TOKENS = 150  # of a request, in each slice: with more, tokens of longer contexts would make the p99
-_ROUNDS = 7  # of a run: slices of the two ways of the promised ratio in turns, the first one with those of all others
-_STOLEN = 0.01  # of the serving core's time, by this machine's host: slices with more do not count
+_PACE = 0.85  # the share of the link for weights while the node serves
+_STREAMS = 2  # requests at the same time
+_TOKENS = 150  # of each request; with more of them, the p99 would come from tokens of longer contexts
+# Rounds of a run. Each measures a slice of the two ways of the promised ratio; the first one, of all ways.
+_ROUNDS = 7
+_STOLEN = 0.01  # slices count only if this machine's host took at most this share of the serving core's time
 _RESAMPLED = 400
-_PROBABLE = (0.05, 0.95)  # between which share of resampled figures the true one is
+_PROBABLE = (0.05, 0.95)  # the quantiles of the resampled figures between which the true one probably is
 _READY_WITHIN_S = 120.0
 
 
 class _Way(NamedTuple):
-    """A case to compare: which node sends weights while the measured one serves, and the share of the link it may take.
+    """A case to compare.
 
-    ``local``: the client is on the serving node, so that its tokens do not meet weights on the link.
+    ``sender`` is the node that sends weights while the measured one serves, and ``pace`` the share of the link that
+    weights may take (None: all of it). With ``local``, the client is on the serving node, so that tokens do not meet
+    weights on the link.
     """
 
     sender: Literal["serving", "other"] | None
@@ -54,7 +57,7 @@ _WAYS = {
     "elsewhere_local": _Way("other", local=True),
     "unpaced_local": _Way("serving", local=True),
 }
-_RATIOS = {  # metric → two ways
+_RATIOS = {  # metric → the two ways that it compares
     "tpot_p99_ratio": ("paced", "elsewhere"),
     "tpot_p99_ratio_unpaced": ("unpaced", "elsewhere"),
     "tpot_p99_ratio_unpaced_local": ("unpaced_local", "elsewhere_local"),
@@ -64,13 +67,13 @@ _PROMISED = "tpot_p99_ratio"
 
 
 class _Slice(NamedTuple):
-    """Some seconds of one way."""
+    """The measurements of a few seconds of one way."""
 
     gaps_s: list[float]  # between tokens
     seconds: float
     sent_bytes: int  # by the serving node
-    sender_cpu_s: float  # of its server of regions and its agent
-    stolen: float  # share of the serving core's time that the machine's host took
+    sender_cpu_s: float  # CPU time of the serving node's agent and server of regions
+    stolen: float  # the share of the serving core's time that the machine's host took
 
 
 def _p99_ms(slices: Sequence[_Slice]) -> float:
@@ -79,20 +82,20 @@ def _p99_ms(slices: Sequence[_Slice]) -> float:
 
 
 def _p99_of(slices: Sequence[tuple[_Slice, ...]]) -> float:
-    """The p99 of all tokens of a way, in ms, or over that of a second way in the same rounds."""
+    """Return the p99 of all tokens of a way in ms or, with two ways, the ratio of their p99 in the same rounds."""
     one, *others = (_p99_ms(way) for way in zip(*slices, strict=True))
     return one / others[0] if others else one
 
 
 def _undisturbed(slices: Sequence[tuple[_Slice, ...]]) -> list[tuple[_Slice, ...]]:
-    """Those during which the machine's host took next to nothing; at least the half with the least."""
+    """Return the slices in which the machine's host took almost no time, but at least the better half."""
     ordered = sorted(slices, key=lambda each: max(one.stolen for one in each))
     quiet = sum(all(one.stolen <= _STOLEN for one in each) for each in ordered)
     return ordered[: max(quiet, (len(ordered) + 1) // 2)]
 
 
 def _estimate(metric: str, unit: str, slices: Sequence[tuple[_Slice, ...]]) -> dict[str, Any]:
-    """The p99, and the range of 90 % of those that as many slices give, drawn from these at random (bootstrap)."""
+    """Return a row with the p99, and the range of 90 % of the p99 of samples drawn from the slices (bootstrap)."""
     draw, counted = random.Random(0), _undisturbed(slices)
     drawn = sorted(_p99_of(draw.choices(counted, k=len(counted))) for _ in range(_RESAMPLED))
     least, most = (drawn[int(share * _RESAMPLED)] for share in _PROBABLE)
@@ -100,14 +103,15 @@ def _estimate(metric: str, unit: str, slices: Sequence[tuple[_Slice, ...]]) -> d
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
-    """Measure p99 of the time between two tokens, as another node sees it.
+    """Measure the p99 of the time between two tokens, as another node sees it.
 
-    The serving node has a core of its own, as it would have a machine; the other nodes and the clients have the rest.
-    Cores of one machine still share caches, or are threads of one core. So a node that forwards is compared with one
-    beside which another node sends the same weights, and that one with a node beside which nothing happens.
+    The serving node has a core of its own, in place of a machine of its own. The other nodes and the clients share the
+    other cores. But cores of one machine still share caches, or are threads of one core. So a node that forwards is
+    compared with one that only serves while another node sends the same weights. That one is compared with a node that
+    serves while nothing else happens.
 
-    A figure is the p99 of the tokens of all undisturbed slices together; its least and its greatest are where the true
-    one probably is (``_estimate``).
+    A figure is the p99 of the tokens of all undisturbed slices together. The true one is probably between the row's
+    least and greatest values (see ``_estimate``).
     """
     everywhere = os.sched_getaffinity(0)
     own = {min(everywhere)}
@@ -134,7 +138,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
 
 
 def _measure(options: Options, own: set[int]) -> list[dict[str, _Slice]]:
-    """The slices of each round, by their ways."""
+    """Measure all rounds, and return the slices of each, by their ways."""
     link = Link(options.link_bytes_per_s)
     rounds: list[dict[str, _Slice]] = [{} for _ in range(options.runs * _ROUNDS)]
     with (
@@ -149,7 +153,7 @@ def _measure(options: Options, own: set[int]) -> list[dict[str, _Slice]]:
         senders = {"serving": serving, "other": other, None: None}
         for number, slices in enumerate(rounds):
             names = _RATIOS[_PROMISED] if number % _ROUNDS else _WAYS
-            for name in sorted(names, reverse=bool(number % 2)):  # what drifts concerns all of them alike
+            for name in sorted(names, reverse=bool(number % 2)):  # turns, so that a drift affects all ways alike
                 way = _WAYS[name]
                 serving.ask("pace", bytes_per_s=None if way.pace is None else way.pace * options.link_bytes_per_s)
                 sender = senders[way.sender]
@@ -174,7 +178,7 @@ def _slice(lab: Laboratory, node: str, client: str) -> _Slice:
 
 
 def _stolen_s(lab: Laboratory, node: str) -> float:
-    """The time that this machine's host has taken from the node's cores (proc_stat(5))."""
+    """Return the seconds that this machine's host has taken from the node's cores (steal time in proc_stat(5))."""
     names = {f"cpu{core}" for core in lab.cores[node]}
     lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
     return sum(int(fields[8]) for fields in lines if fields[0] in names) / os.sysconf("SC_CLK_TCK")
@@ -185,7 +189,7 @@ def _sender_cpu_s(lab: Laboratory, node: str) -> float:
 
 
 class _Weights:
-    """Has a node fetch a model from another again and again, until ``end``."""
+    """A thread that makes a node fetch a model from another node again and again, until ``end``."""
 
     def __init__(self, source: WeightNode, target: WeightNode, url: str) -> None:
         self._ending = threading.Event()
@@ -198,7 +202,7 @@ class _Weights:
             while not self._ending.is_set():
                 fetch([target], url, sources=[source])
                 target.ask("drop", url=url)
-        except BaseException as error:  # noqa: BLE001  raised again where it is awaited
+        except BaseException as error:  # noqa: BLE001  raised again in ``end``
             self._error = error
 
     def end(self) -> None:
@@ -209,7 +213,7 @@ class _Weights:
 
 
 def _serve(lab: Laboratory, node: str, url: str) -> None:
-    """Start `medusa serve` in a node; it ends with the laboratory."""
+    """Start `medusa serve` in a node, and wait until it is ready. It ends with the laboratory."""
     log = lab.node_folder(node) / "serve.log"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
     command = ["-m", "medusa_adapters", "serve", "--model", url, "--node-socket", "none", "--port", str(_PORT)]
@@ -250,7 +254,7 @@ def _gaps_s(lab: Laboratory, node: str, client: str) -> list[float]:
 
 
 def _stream(lab: Laboratory, node: str, client: str, gaps: list[float]) -> None:
-    """Ask for a completion from the node ``client``, and append the times between its tokens."""
+    """Request a completion from ``node`` in the network of ``client``; add the seconds between tokens to ``gaps``."""
     connection = http.client.HTTPConnection(lab.address(node), _PORT, timeout=60)
     with lab.network(client):
         connection.connect()

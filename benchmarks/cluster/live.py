@@ -1,4 +1,4 @@
-"""Requests that are answered while a second instance loads: when it helps the first one, and when it only loads."""
+"""Requests that are answered while a second instance loads, if it helps the first one and if it only loads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from benchmarks.cluster.options import Options, row
 from benchmarks.waiting import until
 
 _NAME, _PORT = "model", 8080
-_CORES = 0.4  # the part of the machine that a node has, unless told; the rest is for gateway and clients
-_LOAD_S = 8.0  # a copy's time on the link, which also carries the keys and values of prompts
+_CORES = 0.4  # the default share of the machine for a node; the rest is for the gateway and the clients
+_LOAD_S = 8.0  # how long a copy takes on the link, which also carries the keys and values of prompts
 _CLIENTS = 12
-_PLACES = 8  # requests that an instance works on at a time
+_PLACES = 8  # requests that an instance works on at the same time
 _PROMPT_TOKENS = 256
 _WITHIN_S = 180.0
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
-    """Requests a second from the second instance's start until it has its weights, live and not, in turn."""
+    """Measure requests per second while the second instance loads its weights, helping or not, in turn."""
     found: dict[bool, list[float]] = {True: [], False: []}
     for run in range(options.runs):
         for live in (True, False) if run % 2 else (False, True):
@@ -79,6 +79,6 @@ def _is_complete(copies: list[Any]) -> bool:
 
 
 def _ask(cluster: LabCluster, number: int) -> None:
-    """Ask the gateway for one token behind a long prompt. Raises LabError for an answer that is an error."""
+    """Request one token after a long prompt from the gateway. Raises LabError for an answer that is an error."""
     prompt = [3 + (number + 7 * place) % 900 for place in range(_PROMPT_TOKENS)]
     ask(cluster, _PORT, {"model": _NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0})

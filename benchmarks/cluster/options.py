@@ -1,4 +1,4 @@
-"""The options of the cluster benchmark, and the form of the rows that its modules return."""
+"""The options of the cluster benchmark, and the format of the rows that its modules return."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from medusa_adapters.bench.result import Row
 
 @dataclass(frozen=True)
 class Options:
-    """The laboratory of a run: its nodes, the payload that a link carries, the models, and the rows that are wanted.
+    """The options of a run: the laboratory's nodes and links, the models, and the rows to measure.
 
-    ``model`` is a checkpoint's folder. A module that compares sizes takes ``large_model``, too, where one is given.
-    ``cpus`` is each node's share of the cores, or None without a limit.
+    ``model`` is a checkpoint's folder. A module that compares sizes also takes ``large_model``, if there is one.
+    ``link_bytes_per_s`` is the payload that a link carries. ``cpus`` is the number of cores of each node, or None
+    without a limit. ``runs`` is the number of samples of each row.
     """
 
     model: Path

@@ -1,7 +1,7 @@
-"""A node without Ray: its regions for peers, and a control socket that has it fetch models.
+"""A node without Ray. It serves its regions to peers, and fetches models on orders from a control socket.
 
 ``python -m benchmarks.cluster.peer_node AGENT_SOCKET CONTROL_SOCKET HOST:PORT TOKEN_FILE [CA CERT KEY]`` prints its
-port. It stands in for the node server where only the way of the weights is looked at.
+port. It replaces the node server in benchmarks that look only at how weights travel.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from medusa_runtime.region.checksummed import ChecksummedRegion
 from medusa_runtime.storage.peer_access import PeerAccess
 
 _LOOK_S = 0.02
-_FETCHED_LOOK_S = 0.1  # the region says itself when it was complete
+_FETCHED_LOOK_S = 0.1  # may be coarse, because the region records when it was complete
 _DROPPED_WITHIN_S = 10.0
 _READY_WITHIN_S = 10.0
 
 
 class PeerNode:
-    """Answers a control socket: ``plan`` (what to answer to ``sources``), ``fetch``, ``ready``, ``drop``, ``pace``."""
+    """The orders of the control socket: ``plan``, ``sources``, ``fetch``, ``ready``, ``drop`` and ``pace``.
+
+    ``plan`` sets the sources that ``sources`` returns. ``agent`` is the path of the node agent's socket.
+    """
 
     def __init__(self, agent: str) -> None:
         self._agent = agent
@@ -63,15 +66,17 @@ class PeerNode:
         return self.regions.sent_bytes
 
     def _fetch(self, url: str) -> dict[str, Any]:
-        """Fetch a model, and return when and how fast, as soon as it is complete."""
+        """Fetch a model. Return its times and its rate as soon as it is complete."""
         client = NodeClient(self._agent)
         fetched = client.region(url)
         while fetched.progress().state == "fetching":
             time.sleep(_FETCHED_LOOK_S)
-        region = ChecksummedRegion(fetched)  # only now: a node server does not read the index of what it has fetched
+        region = ChecksummedRegion(
+            fetched
+        )  # only now, because a node server does not read the index of a model that it fetches
         self._held[url] = client, region
         started_ns, first_ns, ended_ns = region.times_ns
-        rest_bytes = region.total_bytes - region.chunk_bytes  # what came after the first chunk
+        rest_bytes = region.total_bytes - region.chunk_bytes  # the bytes after the first chunk
         return {
             "state": region.state.name,
             "started_s": started_ns / 1e9,
@@ -82,7 +87,7 @@ class PeerNode:
         }
 
     def _wait_ready(self) -> None:
-        """Wait until the agent has made memory ready for the next model, as it does while nothing is fetched."""
+        """Wait until the agent has memory ready for the next model. It prepares it while nothing is fetched."""
         deadline = time.monotonic() + _READY_WITHIN_S
         client = NodeClient(self._agent)
         try:
@@ -92,7 +97,7 @@ class PeerNode:
             client.close()
 
     def _drop(self, url: str) -> None:
-        """Give a model up, as soon as no peer reads it."""
+        """Drop a model as soon as no peer reads it."""
         client, region = self._held.pop(url)
         region.close()
         client.close()
@@ -109,7 +114,7 @@ class PeerNode:
 
 
 async def serve(agent: str, control: str, listen: str, access: PeerAccess) -> None:
-    """Serve until the process is ended."""
+    """Serve peers on the address ``listen`` and orders on the socket ``control``, until the process ends."""
     node = PeerNode(agent)
     application = web.Application(middlewares=[require_token(access.token)])
     application.add_routes(node.regions.routes())

@@ -1,4 +1,4 @@
-"""Nodes of a laboratory that only fetch and pass on weights: an agent each, and the server of its regions."""
+"""Nodes of a laboratory that only fetch and pass on weights. Each has a node agent and a server of its regions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ANSWER_WITHIN_S = 300.0
 
 
 class ControlConnection:
-    """A connection to a node's control socket; a context manager. One question at a time."""
+    """A connection to a node's control socket, as a context manager. Wait for each answer before the next order."""
 
     def __init__(self, name: str, connection: socket.socket) -> None:
         self._name = name
@@ -33,7 +33,7 @@ class ControlConnection:
         self._socket.sendall(json.dumps({"op": op, **arguments}).encode() + b"\n")
 
     def answer(self) -> Any:
-        """Wait for the answer, and return it. Raises the error that it is."""
+        """Wait for the answer, and return it. If the answer is an error, raise it."""
         answer = json.loads(self._answers.readline())
         if "error" in answer:
             raise from_code(answer["error"]["code"], f"{self._name}: {answer['error']['message']}")
@@ -48,7 +48,7 @@ class ControlConnection:
 
 
 class WeightNode:
-    """One node. ``url``: its server's, for the others."""
+    """A node that fetches and passes on weights. Other nodes reach its server at ``url``."""
 
     def __init__(self, lab: Laboratory, name: str, token_file: str, flags: Sequence[str] = ()) -> None:
         folder = lab.node_folder(name)
@@ -83,7 +83,7 @@ class WeightNode:
             time.sleep(0.1)
 
     def ask(self, op: str, **arguments: Any) -> Any:
-        """Ask the node's control socket, and return its answer. Raises the error that it answers."""
+        """Send an order to the node's control socket, and return the answer. If the answer is an error, raise it."""
         with self.connect() as connection:
             connection.send(op, **arguments)
             return connection.answer()
@@ -102,7 +102,7 @@ class WeightNode:
 
 @contextmanager
 def weight_nodes(lab: Laboratory, flags: Sequence[str] = ()) -> Iterator[list[WeightNode]]:
-    """Start the processes of all nodes, which end with the laboratory. ``flags``: further flags of `medusa node`."""
+    """Start the processes of all nodes. They end with the laboratory. ``flags`` are further flags of `medusa node`."""
     token_file = lab.node_folder(SWITCH) / "weights-token"
     token_file.touch(0o600)
     token_file.write_text(secrets.token_hex(32))

@@ -1,10 +1,10 @@
-"""The first token of a model without an instance: through the cluster, and from `medusa serve` alone.
+"""The time to the first token of a model without an instance, through the cluster and from `medusa serve` alone.
 
-Both take the region and a warm engine from the same agent. The difference is what the cluster adds: the gateway, the
-controller, the node actor, the node server, and the request's way through them.
+Both take the region and a pre-warmed engine from the same agent. The difference is what the cluster adds: the gateway,
+the controller, the node actor, the node server, and the request's way through them.
 
-Where other work disturbs both, two rows say more than the difference: from the request to the exec of `medusa serve`
-(``before_exec_ms``), and from its first token to the client's (``after_token_ms``).
+If other work disturbs both, two more rows are more exact than the difference. ``before_exec_ms`` is the time from the
+request to the exec of `medusa serve`, and ``after_token_ms`` the time from its first token to the client's.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _NODE = "n1"
 _GATEWAY_PORT = 8080
 _PROMPT = {"prompt": "This function returns", "max_tokens": 4, "temperature": 0}
 _WITHIN_S = 120.0
-_QUIET_S = 1.0  # after an engine is warm, before a sample
+_QUIET_S = 1.0  # how long to wait before a sample once an engine is warm
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
-    """Measure in turn with one node, which has nothing else to do. Raises LabError for different answers."""
+    """Measure both in turn on one node that does nothing else. Raises LabError if their answers differ."""
     link = Link(options.link_bytes_per_s)
     with Laboratory(1, link, cpus=options.cpus, origin={_NAME: options.model}) as lab:
         cluster = LabCluster(lab, ["--prewarm", "torch=1"])
@@ -59,7 +59,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
 
 
 class Sample(NamedTuple):
-    """A start through the cluster. The clock is the machine's, for all its processes."""
+    """The times of a start through the cluster. All processes of the machine share one clock."""
 
     ttft_ms: float
     before_exec_ms: float
@@ -86,7 +86,7 @@ def _samples(lab: Laboratory, cluster: LabCluster, runs: int) -> tuple[list[floa
                 sample, cluster_text = _through_gateway(lab, cluster)
                 if text != cluster_text:
                     raise LabError(f"the cluster answered {cluster_text!r}; expected {text!r}")
-                if number:  # the first ones fetch the model, and read code from disk
+                if number:  # the first starts also fetch the model and read code from disk, so they do not count
                     alone.append(took_ms)
                     through.append(sample)
         finally:
@@ -95,7 +95,7 @@ def _samples(lab: Laboratory, cluster: LabCluster, runs: int) -> tuple[list[floa
 
 
 def _settle(lab: Laboratory, cluster: LabCluster) -> None:
-    """Deploy anew, without an instance, and wait until an engine is warm."""
+    """Deploy the model again, without an instance, and wait until an engine is warm."""
     if cluster.status()["models"]:
         cluster.call("remove", name=_NAME)
     until(lambda: not any(node["instances"] for node in cluster.status()["nodes"]), _WITHIN_S, "no instance")
@@ -128,7 +128,7 @@ def _through_gateway(lab: Laboratory, cluster: LabCluster) -> tuple[Sample, str]
 
 
 def _stages(lab: Laboratory, cluster: LabCluster) -> Sequence[Stage]:
-    """The stages of the start of the one instance, as it reports them itself."""
+    """Return the stages of the only instance's start, from its own report."""
     (instance,) = cluster.call("routes")["models"][_NAME]["instances"]
     connection = http.client.HTTPConnection(lab.address(_NODE), DATA_PORT, timeout=_WITHIN_S)
     with lab.network(SWITCH):

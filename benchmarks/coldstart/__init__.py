@@ -1,1 +1,1 @@
-"""Cold starts of ours in turn with transformers, vLLM as it is, and yardsticks, on one checkpoint and prompt."""
+"""Our cold starts, measured in turn with transformers, unmodified vLLM and yardsticks, with one model and prompt."""

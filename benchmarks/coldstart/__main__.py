@@ -1,4 +1,4 @@
-"""Measure cold starts in turn with others: ``python -m benchmarks.coldstart --model DIR --vs transformers``."""
+"""Measure our cold starts and others' in turn: ``python -m benchmarks.coldstart --model DIR --vs transformers``."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def measure(
 
 
 def check_same_tokens(samples: Samples, name: str, sample: Sample) -> None:
-    """Raises MedusaError when contestants that run the same code give different texts."""
+    """Raise MedusaError if contestants that run the same code give different texts."""
     for group in SAME_TOKENS:
         for other in group if name in group else ():
             for earlier in samples.get(other, ())[:1]:
@@ -98,7 +98,11 @@ def check_same_tokens(samples: Samples, name: str, sample: Sample) -> None:
 
 @contextmanager
 def origin(question: Question, where: str, *, counting: bool) -> Iterator[Question]:
-    """The question with the checkpoint at a store on loopback, for as long as it is needed."""
+    """Serve the checkpoint from a store on loopback while the context is open.
+
+    ``where`` is local (no store is started), http or s3. The context's value is the question with the model's URL in
+    that store. With ``counting``, it also has a function that returns how many bytes the store has sent.
+    """
     if where == "local":
         yield question
         return
@@ -115,7 +119,7 @@ def origin(question: Question, where: str, *, counting: bool) -> Iterator[Questi
 
 
 def listed(flag: str, text: str, known: Sequence[str]) -> list[str]:
-    """The names of a list with commas. Raises ConfigError for one that is not known."""
+    """Split a list with commas into names. Raises ConfigError for a name that is not in ``known``."""
     names = [name for name in text.split(",") if name]
     for name in names:
         if name not in known:
@@ -124,7 +128,7 @@ def listed(flag: str, text: str, known: Sequence[str]) -> list[str]:
 
 
 def targets(result: Result, ours: str) -> list[Target]:
-    """The ratios this project holds itself to, where both sides were measured."""
+    """Return the ratios for which this project has set itself a bound, as far as both sides were measured."""
     found = []
     for metric, name, other, bound, text in (
         ("tokens_per_s_b1", ours, "transformers", 1.0, "tokens/s at batch 1, ours to transformers"),

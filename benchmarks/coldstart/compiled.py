@@ -1,4 +1,4 @@
-"""Our vLLM engine with a state bundle, which must start compiled and compile nothing."""
+"""Our vLLM engine with a state bundle. It must start with compiled code and compile nothing itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MATERIALIZE_TIMEOUT_S = 3600.0
 
 
 class Bundled:
-    """A folder with links to a checkpoint's files and a state bundle beside them, made when it is first asked for."""
+    """Folders with links to a checkpoint's files and a state bundle beside them. Each is made at its first use."""
 
     def __init__(self, command: list[str]) -> None:
         self._command = command
@@ -24,9 +24,9 @@ class Bundled:
         self._made: dict[str, Path] = {}
 
     def of(self, folder: str) -> str:
-        """The folder with links and a bundle; takes a minute or more, once.
+        """Return the folder with links and a bundle for a checkpoint's folder. The first call takes a minute or more.
 
-        Raises MedusaError with what `medusa materialize` printed when it fails.
+        Raises MedusaError when `medusa materialize` fails, with what it printed.
         """
         if folder not in self._made:
             place = Path(self._scratch.name) / str(len(self._made))
@@ -46,7 +46,7 @@ class Bundled:
 
 
 class Compiled(Prewarmed):
-    """`vllm-compiled`: a warm engine process, and the compile cache of a bundle."""
+    """The contestant `vllm-compiled`: a pre-warmed engine process, with the compile cache of a bundle."""
 
     def __init__(self, *, name: str, python: str) -> None:
         super().__init__("vllm", name=name, python=python)
@@ -69,14 +69,14 @@ class Compiled(Prewarmed):
 
 
 def check_attached(name: str, sample: Sample) -> None:
-    """Raises MedusaError when the start ran eagerly, without the functions of the bundle."""
+    """Raise MedusaError if the start ran eagerly, without the compiled functions of the bundle."""
     if not any(stage.name == "compiled_attach" and stage.detail.get("functions") for stage in sample.stages):
         reasons = [stage.detail["left_out"] for stage in sample.stages if stage.detail.get("left_out")]
         raise MedusaError(f"{name}: expected a compiled start, found an eager one: {'; '.join(reasons) or 'no cache'}")
 
 
 def check_nothing_compiled(instance: ServedInstance) -> None:
-    """Raises MedusaError when the engine process has traced, generated or built anything."""
+    """Raise MedusaError if the engine process has traced, generated or built anything."""
     count = instance.metric("medusa_engine_compilations_total")
     if count != 0:
         found = "no count" if count is None else f"{count:.0f}"

@@ -1,4 +1,4 @@
-"""Contestants that are not ours: transformers, and yardsticks, which do a part of the work and answer nothing."""
+"""Contestants that are not ours: transformers, and yardsticks, which do a part of the work and return no text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class _Nothing:
 
 
 class Transformers(_Nothing):
-    """A bare script: AutoTokenizer and AutoModelForCausalLM from the folder, then one forward pass."""
+    """A bare script that loads AutoTokenizer and AutoModelForCausalLM from the folder and generates the text.
+
+    The sample's first token comes from one forward pass.
+    """
 
     name = "transformers"
 
@@ -39,7 +42,7 @@ class Transformers(_Nothing):
 
 
 class Script(_Nothing):
-    """A process that does a part of the work, as a yardstick; its first line of output ends the sample."""
+    """A yardstick: a process that does a part of the work. Its first line of output ends the sample."""
 
     def __init__(self, name: str, arguments: Callable[[Question], list[str]], *, python: str = sys.executable) -> None:
         self.name = name
@@ -60,7 +63,7 @@ def yardsticks() -> list[Contestant]:
 
 
 def transformers() -> Transformers:
-    """Raises MissingPackageError with the command that installs it."""
+    """Return the contestant `transformers`. Raises MissingPackageError if it is not installed."""
     if importlib.util.find_spec("transformers") is None:
         raise MissingPackageError("--vs transformers: it is not installed; pip install transformers")
     return Transformers()

@@ -1,4 +1,4 @@
-"""All rows of the cold-start benchmark: ours (`medusa bench coldstart`), compiled vLLM, and what they compare with."""
+"""All rows of the cold-start benchmark: those of `medusa bench coldstart`, compiled vLLM, and what to compare with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.coldstart.compiled import Compiled
 from benchmarks.coldstart.others import Script, Transformers
 from benchmarks.coldstart.vllm_baselines import STARTS, VllmBaseline
 
-# vllm imports its parts when they are used.
+# vllm imports its parts only when they are used, so one of them is named.
 _IMPORT = "import vllm; vllm.LLM; print(vllm.__version__, flush=True)"
 
 ROWS: dict[str, Maker] = {
@@ -44,7 +44,7 @@ LABELS: Labels = {
     ),
 }
 
-# Greedy decoding gives these the same tokens, as they run the same code on the same weights.
+# The members of a set must generate the same tokens: they decode greedily, with the same code and the same weights.
 SAME_TOKENS = (
     frozenset({"vllm-compiled", "vllm-default-baseline", "vllm-warm-cache-baseline", "vllm-best-baseline"}),
     frozenset({"vllm-cold", "vllm-prewarmed", "vllm-eager-baseline"}),

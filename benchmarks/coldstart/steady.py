@@ -1,4 +1,4 @@
-"""Tokens per second once warm, at batch 1 and 8: a fast start must not be bought with slow serving."""
+"""Tokens per second of a warm process, at batch 1 and 8. A fast start must not come at the price of slow serving."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ BATCHES = (1, 8)
 def measure_steady(
     result: Result, contestants: Sequence[Contestant], question: Question, *, tokens: int, runs: int
 ) -> None:
-    """Rows ``tokens_per_s_b1`` and ``_b8``: generated tokens over the time from first request to last token."""
+    """Add the metrics ``tokens_per_s_b1`` and ``tokens_per_s_b8`` to the result.
+
+    They are the generated tokens over the time from the first request to the last token. ``tokens`` is the number for
+    each sequence. Raises ConfigError for a contestant that generates no text.
+    """
     found: dict[tuple[str, int], list[float]] = {}
     for number in range(runs):
         for contestant in contestants if number % 2 == 0 else reversed(contestants):
@@ -56,7 +60,7 @@ def _rates(contestant: Contestant, question: Question, tokens: int) -> dict[int,
 
 
 def _served(instance: ServedInstance, question: Question, tokens: int, named: dict[str, str]) -> dict[int, float]:
-    """Measure over HTTP, from the same client."""
+    """Measure an instance over HTTP. All servers are measured with the same client."""
     body = question.body | {"stream_options": {"include_usage": True}} | named
     instance.completion(body | {"max_tokens": 4})
     with instance.answering():
@@ -64,7 +68,7 @@ def _served(instance: ServedInstance, question: Question, tokens: int, named: di
 
 
 def _together(instance: ServedInstance, body: dict[str, Any], batch: int) -> float:
-    """Tokens per second of ``batch`` streams that start at once."""
+    """Return the tokens per second of ``batch`` streams that start at the same time."""
     connections = [instance.connect() for _ in range(batch)]
     with ThreadPoolExecutor(batch) as pool:
         began = time.monotonic_ns()

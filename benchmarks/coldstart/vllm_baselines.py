@@ -1,4 +1,4 @@
-"""vLLM as it is: what its users get who start it themselves."""
+"""Unmodified vLLM, as its users start it themselves."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ from medusa_adapters.bench.served_instance import ServedInstance
 
 from benchmarks.coldstart.others import OFFLINE, SCRIPTS
 
-# Its default on a CPU is most of the machine's memory, which it writes zeros to: with that it would start later still.
+# vLLM's default KV cache on a CPU is most of the machine's memory, and vLLM fills it with zeros: a start takes longer.
 _ENV = {**OFFLINE, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 _IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ENABLE_STARTUP_PLAN": "1"}
 
 
 @dataclass(frozen=True)
 class Start:
-    """One way to start vLLM: arguments of ``LLM``, environment, and whether its caches outlive the process."""
+    """A way to start vLLM.
+
+    ``options`` are arguments of ``LLM``, and ``env`` is added to the environment. ``keeps_caches`` says whether vLLM's
+    caches outlive the process. With ``streams``, vLLM loads weights with runai's streamer, if it is installed.
+    """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     keeps_caches: bool = True
-    streams: bool = False  # weights through runai's streamer, where its interpreter has that
+    streams: bool = False
 
 
 STARTS = {
@@ -42,9 +46,9 @@ STARTS = {
 
 
 class VllmBaseline:
-    """`LLM(...)` and its first token in a fresh interpreter. No server, no port: less than ours does.
+    """A contestant that runs `LLM(...)` in a fresh interpreter, without a server. So it does less than ours.
 
-    Caches lie in a folder of the contestant's own; the first sample, which the benchmark throws away, fills it.
+    Its caches are in a folder of its own. The first sample fills it, and the benchmark discards that sample.
     """
 
     model = "m"
@@ -71,8 +75,8 @@ class VllmBaseline:
             )
 
     def start(self, question: Question) -> ServedInstance:
-        """vLLM's own OpenAI server, with the same settings; its model has the name ``model``."""
-        with socket.create_server(("127.0.0.1", 0)) as free:  # it prints no port that it found itself
+        """Start vLLM's own OpenAI server with the same settings. It serves the model under the name ``model``."""
+        with socket.create_server(("127.0.0.1", 0)) as free:  # vLLM would not print a port that it chose itself
             port = int(free.getsockname()[1])
         command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", question.folder]
         command += ["--served-model-name", self.model, "--host", "127.0.0.1", "--port", str(port)]
@@ -92,7 +96,7 @@ class VllmBaseline:
         root = Path(self._caches.name)
         if not self._start.keeps_caches:
             root = Path(tempfile.mkdtemp(dir=root))
-        # The compiler's own temporary folders are caches too: Inductor's default is one below TMPDIR.
+        # The compiler also has caches in temporary folders: Inductor's default is a folder in TMPDIR.
         caches = {
             "VLLM_CACHE_ROOT": str(root / "vllm"),
             "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"),
@@ -101,7 +105,10 @@ class VllmBaseline:
         return {**_ENV, **self._start.env, **caches, **(self._named(root) if self._streams else {})}
 
     def _named(self, root: Path) -> dict[str, str]:
-        """The environment in which vLLM finds metadata of a package `vllm`, which its streamer needs on a CPU."""
+        """Return an environment with metadata of a package `vllm`, which vLLM's streamer needs on a CPU.
+
+        It is empty if the metadata is already installed.
+        """
         if succeeds(self._python, "import importlib.metadata; importlib.metadata.version('vllm')"):
             return {}
         metadata = root / "names" / "vllm-0.32.0+cpu.dist-info" / "METADATA"

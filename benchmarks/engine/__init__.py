@@ -1,1 +1,1 @@
-"""The torch engine measured: its kernels, adapters, quantized forms, structured outputs and other people's models."""
+"""Benchmarks of the torch engine: kernels, adapters, quantized weights, structured outputs, transformers' models."""

@@ -1,9 +1,9 @@
-"""What LoRA adapters cost: tokens a second with four of them in a batch, and the first token of one that is not loaded.
+"""Measure the cost of LoRA adapters: tokens per second with four in a batch, and a first token with one not yet loaded.
 
-``python -m benchmarks.engine.adapters``. The torch engine in this process, with adapters of random values for all
-linear layers of a Llama. Each round runs a batch without adapters and one whose requests take turns with four of them,
-so that what else the machine does meets both. The second table times a request from its arrival to its first token: for
-the base model, for an adapter that is loaded, and for one that lies in a folder and is fetched for it.
+``python -m benchmarks.engine.adapters`` runs the torch engine in its own process, with adapters of random values for
+all linear layers of a Llama. Each round runs a batch without adapters, and one whose requests use four adapters in
+turn, so that other load on the machine affects both. The second table has the time from a request's arrival to its
+first token: for the base model, for a loaded adapter, and for one that has to be fetched from a folder.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def measure(model: str, rank: int, batch: int, tokens: int, runs: int) -> dict[str, Any]:
-    """Tokens a second of each run with and without adapters, their median ratio, and times to the first token."""
+    """Return the tokens per second of each run with and without adapters, their median ratio, and first-token times."""
     from medusa_runtime.engine.torch.engine import TorchEngine
 
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +102,7 @@ def _first_tokens(engine: Any, late: str, runs: int) -> dict[str, list[float]]:
 
 
 def _round(engine: Any, name: str, batch: int, tokens: int, adapters: Any) -> float:
-    """Run a batch, and return its tokens a second, from the first token of all to the last."""
+    """Run a batch, and return its tokens per second from the first token of any request to the last."""
     dice = random.Random(name)
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     prompts = [tuple(dice.randrange(3, engine.info.vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(batch)]
@@ -122,7 +122,7 @@ def _region(url: str) -> Region:
 
 
 def _write(folder: Path, model: str, rank: int, number: int) -> str:
-    """An adapter for all linear layers of the model, with random values; its file."""
+    """Write an adapter with random values for all linear layers of the model, and return its file."""
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -130,7 +130,7 @@ def _write(folder: Path, model: str, rank: int, number: int) -> str:
     generator = torch.Generator().manual_seed(number)
     tensors = {}
     with safe_open(Path(model) / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118  it is no mapping
+        for name in file.keys():  # noqa: SIM118  the file is not a mapping
             module = name.removesuffix(".weight")
             if module.rpartition(".")[2] in _TARGETS:
                 outs, ins = file.get_slice(name).get_shape()

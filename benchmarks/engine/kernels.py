@@ -1,7 +1,7 @@
-"""How fast the CPU multiplies: ``python -m benchmarks.engine.kernels``.
+"""Measure how fast the CPU multiplies: ``python -m benchmarks.engine.kernels``.
 
-Products of one checkpoint shape by torch, by the kernels, and without compiled kernels, in turn in one run. The
-weights rotate, as in a model: none is still in the cache when its turn comes again.
+One run has products of one shape by torch, by our kernels, and without compiled kernels, in turn. The weights rotate,
+as in a model, so that none is still in the cache when its turn comes again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measure(row_counts: list[int], cols: int, depth: int, dtype: torch.dtype, runs: int) -> Result:
-    """Milliseconds of each contestant for each number of rows; one run is one product of each, in turn."""
+    """Measure the milliseconds of each contestant for each number of rows. A run is one product of each, in turn."""
     result = Result()
     count = max(2, ROTATED_BYTES // (cols * depth * dtype.itemsize))
     weights = itertools.cycle([torch.randn(cols, depth).to(dtype) for _ in range(count)])
@@ -57,7 +57,7 @@ def measure(row_counts: list[int], cols: int, depth: int, dtype: torch.dtype, ru
         for run in range(runs + 1):
             for name, product in CONTESTANTS.items():
                 milliseconds = timed(product, x, next(weights))
-                if run:  # the first one wakes threads and allocates
+                if run:  # the first product also wakes threads and allocates memory
                     samples[name].append(milliseconds)
         for name, taken in samples.items():
             result.add(name, f"linear_{rows}_ms", "ms", taken)

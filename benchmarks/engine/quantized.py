@@ -1,8 +1,8 @@
-"""A model and its quantized forms: ``python -m benchmarks.engine.quantized --model out/llama-57m``.
+"""Measure a model and its quantized forms: ``python -m benchmarks.engine.quantized --model out/llama-57m``.
 
-Each round serves every form in turn: from the exec to the first token, with the checkpoint on an object store of so
-many MB/s a connection, and then the tokens a second of one greedy sequence and of a batch. The weights are rounded to
-the nearest integer in groups of 64 columns, or in rows for int8.
+Each round serves every form in turn. It measures the time from the exec to the first token, with the checkpoint in an
+object store that sends ``--rate`` MB/s on each connection, and then the tokens per second of one greedy sequence and of
+a batch. The weights are rounded to the nearest integer in groups of 64 columns, or in rows for int8.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def main() -> None:
 def measure(
     model: Path, formats: list[str], rate_mb: float, batch: int, tokens: int, runs: int
 ) -> dict[str, dict[str, Any]]:
-    """By form, the model's own first: MB of weights; seconds to the first token and tokens a second of each run."""
+    """Return, for each form, the MB of its weights, and each run's seconds to the first token and tokens per second.
+
+    The first form is the model without quantization. ``rate_mb`` is the rate of a connection to the store, in MB/s.
+    """
     with tempfile.TemporaryDirectory(prefix="medusa-bench-") as scratch:
         root = Path(scratch, "root")
         root.mkdir()

@@ -1,8 +1,8 @@
-"""Tokens a second of structured outputs, against the same model's free text.
+"""Compare the tokens per second of structured outputs with those of the same model's free text.
 
-``python -m benchmarks.engine.structured``. The torch engine in this process, a batch of requests with random prompts.
-Each round runs both, in turn, so that what else the machine does meets both. The first structured request, which starts
-the process of the grammars, is not timed.
+``python -m benchmarks.engine.structured`` runs the torch engine in its own process, with batches of random prompts.
+Each round runs both in turn, so that other load on the machine affects both. The first structured request starts the
+process for grammars, and is not timed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.batches import PROMPT_TOKENS, engine_rate
 
 _SCHEMA = {
     "type": "array",
-    "minItems": 1000,  # it goes on until max_tokens
+    "minItems": 1000,  # so many that generation continues until max_tokens
     "items": {
         "type": "object",
         "properties": {
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measure(model: str, batch: int, tokens: int, runs: int) -> dict[str, Any]:
-    """Tokens a second of each run, free and structured, and the median of the pairs' ratios."""
+    """Return the tokens per second of each run, free and structured, and the median of the ratios of pairs."""
     from medusa_runtime.engine.torch.engine import TorchEngine
 
     region = Region.create()
@@ -84,7 +84,7 @@ def measure(model: str, batch: int, tokens: int, runs: int) -> dict[str, Any]:
 
 
 def _round(engine: Any, name: str, batch: int, tokens: int, *, structured: bool) -> float:
-    """Run a batch, and return its tokens a second, from the first token of all to the last."""
+    """Run a batch, and return its tokens per second from the first token of any request to the last."""
     form = StructuredOutputs("json_schema", json.dumps(_SCHEMA)) if structured else None
     dice = random.Random(name)
     requests = []

@@ -1,11 +1,11 @@
-"""Models that run by transformers' code, here and in transformers.
+"""Compare a model that runs with transformers' code in our engine with the same model in transformers itself.
 
-``python -m benchmarks.engine.transformers_backend``. A random OLMo 2 of some 60 million parameters in bfloat16
+``python -m benchmarks.engine.transformers_backend`` uses a random OLMo 2 of about 60 million parameters in bfloat16
 (``--dtype`` and ``--model`` take others). Each round starts `medusa serve` and a process that calls
-``from_pretrained`` and ``generate``, in turn, from the exec to the first token; and then has both continue a batch of
-prompts greedily.
-The last line is the part of ``generate``'s CPU time that torch's products of its decoding steps take alone: an engine
-with the same products cannot be faster than one over it.
+``from_pretrained`` and ``generate``, in turn. It measures the time from the exec to the first token, and then lets both
+continue a batch of prompts greedily.
+The last line is the share of ``generate``'s CPU time that torch's matrix products of the decode steps take by
+themselves. An engine with the same products can be faster at most by the inverse of this share.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def make(folder: Path, layers: int = 16, dtype: str = "bfloat16") -> Path:
 
 
 def measure(model: Path, batch: int, tokens: int, runs: int) -> dict[str, Any]:
-    """Seconds to the first token and tokens a second of each run, and the medians of the pairs' ratios."""
+    """Return each run's seconds to the first token and tokens per second, and the medians of the ratios of pairs."""
     result: dict[str, Any] = {"ours": {}, "theirs": {}}
     for _ in range(runs):
         for row, run in (("ours", _ours), ("theirs", _theirs)):

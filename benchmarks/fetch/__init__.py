@@ -1,1 +1,1 @@
-"""Fetches of one object by our prefetcher, by sockets alone and by other packages, from the same store."""
+"""A benchmark of fetches: our prefetcher, bare sockets and other packages fetch one object from the same store."""

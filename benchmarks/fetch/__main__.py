@@ -1,4 +1,4 @@
-"""Our prefetcher, sockets alone and other packages fetch the same object: ``python -m benchmarks.fetch``."""
+"""Fetch the same object with our prefetcher, bare sockets and other packages: ``python -m benchmarks.fetch``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,17 @@ from benchmarks.origin import NGINX_HINT, VARIANTS, Origin, Variant, nginx_path
 UNITS = {"mb_per_s": "MB/s", "cpu_s": "s/GB", "extra_mb": "MB", "connections": "connections", "s": "s"}
 _OURS = ("medusa", "medusa-fresh")
 _IMPORT = "import-torch"
-# Sockets alone are the bound; how many it takes to reach it depends on what a connection gives.
+# Bare sockets are the bound. How many are needed to reach it depends on the bandwidth of one connection.
 _RAW_THREADS = {"plain": (2, 4), "tls": (2, 4), "limited": (16,), "latency": (2, 4)}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure: rounds, bytes, the origin's variants, which rows (empty: all), and with which interpreters."""
+    """What to measure.
+
+    ``runs`` is the number of rounds, ``only`` the rows to measure (all if it is empty), and ``peer_pythons`` has pairs
+    of a peer's name and its interpreter. With ``builtin_origin``, the origin is not nginx.
+    """
 
     runs: int = 5
     size_bytes: int = 1_000_000_000
@@ -62,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the medians and the ratios against the targets. Raises ConfigError for a bad option."""
+    """Print the medians, and the ratios with their targets. Raises ConfigError for a bad option."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fetch", description=(__doc__ or "").partition(":")[0])
     add_arguments(parser)
     arguments = parser.parse_args(argv)
@@ -99,7 +103,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 
 def measure(plan: Plan) -> Result:
-    """Run the whole plan. What it starts and writes is gone afterwards, also after Ctrl-C or SIGTERM."""
+    """Run the whole plan. Its processes and files are removed afterwards, also after Ctrl-C or SIGTERM."""
     result = Result()
     if not plan.builtin_origin and not nginx_path():
         _say(NGINX_HINT)
@@ -113,7 +117,7 @@ def measure(plan: Plan) -> Result:
 
 
 def find_targets(result: Result) -> list[Target]:
-    """The ratios that were promised, as far as their two sides were measured."""
+    """Return the ratios that have a target, as far as both sides were measured."""
     wanted = (
         ("mb_per_s", "medusa", "raw", 0.85, True, "into touched memory, bandwidth over raw sockets"),
         (
@@ -153,7 +157,7 @@ def _measure_variant(plan: Plan, checkpoint: ServedCheckpoint, origin: Origin, r
     connections: dict[str, list[float]] = defaultdict(list)
     imports: dict[str, list[float]] = defaultdict(list)
     for number in range(plan.runs):
-        # Back and forth: the first of a round meets a warm or a cold machine every other time.
+        # Every other round is in reverse, so that no contestant always meets the machine in the same state.
         for who in everybody if number % 2 == 0 else reversed(everybody):
             before = origin.connections()
             samples[who.name].append(who.sample(_job_for(who, job)))
@@ -194,9 +198,9 @@ def _job_for(who: Contestant, job: Job) -> Job:
 
 
 def _verified(who: Contestant, job: Job, checkpoint: ServedCheckpoint) -> bool:
-    """Return whether the client is there;
+    """Return whether the client is installed.
 
-    its bytes are compared once, outside the timing. CorruptError if they are wrong.
+    Its bytes are compared once, outside the timing. Raises CorruptError if they are wrong.
     """
     try:
         crc = who.sample(replace(_job_for(who, job), verify=True)).crc
@@ -211,7 +215,7 @@ def _verified(who: Contestant, job: Job, checkpoint: ServedCheckpoint) -> bool:
 
 
 def _best_raw(samples: Mapping[str, list[Sample]]) -> dict[str, list[Sample]]:
-    """``name/threads`` become one ``name``: that number of threads whose median was the best."""
+    """Keep, for each client, only the number of threads with the best median: ``name/threads`` becomes ``name``."""
     best: dict[str, list[Sample]] = {}
     for label, taken in samples.items():
         name = label.partition("/")[0]
@@ -225,7 +229,7 @@ def _middle(samples: Sequence[Sample]) -> float:
 
 
 def _import_torch_s(job: Job | None = None) -> float:
-    """Seconds of `python -c "import torch"`; with a job, while our prefetcher fetches it into fresh memory."""
+    """Return the seconds of `python -c "import torch"`, if there is a job while our prefetcher fetches it."""
     if job:
         job = replace(job, fresh=True, beside_imports=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -258,7 +262,7 @@ def _chosen(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
 
 
 def _memory_folder(plan: Plan) -> str | None:
-    """tmpfs where it has room: no write-back disturbs the samples. Else the default, and the page cache serves."""
+    """Return a folder in tmpfs if it has room, so that no write-back disturbs the samples; otherwise None."""
     folder = "/dev/shm"
     fits = os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > plan.size_bytes * 1.1
     return folder if fits else None

@@ -1,4 +1,4 @@
-"""The checkpoint that a fetch benchmark serves: right headers, bytes that differ by place, a known checksum."""
+"""The checkpoint that a fetch benchmark serves. It has valid headers, varied bytes, and a known checksum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST_TENSOR_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ServedCheckpoint:
-    """One safetensors file ``<root>/<BUCKET>/<KEY>``; ``crc`` is the CRC-32 from ``data_start`` on."""
+    """A safetensors file at ``<root>/<BUCKET>/<KEY>``. ``crc`` is the CRC-32 of its bytes from ``data_start`` on."""
 
     root: Path
     size_bytes: int
@@ -26,7 +26,7 @@ class ServedCheckpoint:
 
 
 def make_checkpoint(root: Path, size_bytes: int) -> ServedCheckpoint:
-    """Write a checkpoint of about ``size_bytes`` (rounded up to whole rows) under ``root`` and pull it into memory."""
+    """Write a checkpoint of about ``size_bytes`` (rounded up to whole rows) below ``root``, into the page cache."""
     path = root / BUCKET / KEY
     path.parent.mkdir(parents=True)
     (path.parent / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": 4096}))
@@ -36,17 +36,20 @@ def make_checkpoint(root: Path, size_bytes: int) -> ServedCheckpoint:
     with path.open("wb") as file:
         file.write(header)
         for start in range(0, data_bytes, _PIECE_BYTES):
-            # Each piece carries its number: a piece that lands in another's place changes the checksum.
+            # Each piece begins with its own offset, so that a piece in the wrong place changes the checksum.
             piece = (start.to_bytes(8, "little") + noise[8:])[: data_bytes - start]
             crc = zlib.crc32(piece, crc)
             file.write(piece)
         file.flush()
-        os.fsync(file.fileno())  # write-back in the middle of a sample would be measured as someone's CPU
+        os.fsync(file.fileno())  # otherwise write-back during a sample would be counted as a client's CPU time
     return ServedCheckpoint(root, len(header) + data_bytes, len(header), crc)
 
 
 def _header(data_bytes: int) -> tuple[bytes, int]:
-    """A safetensors header, length field first, for tensors of a decoder's shapes: one large one, then layers."""
+    """Return a safetensors header with its length field, and the number of data bytes.
+
+    The tensors have shapes as in a decoder: a large embedding, then layers.
+    """
     rows = -(-data_bytes // _ROWS_BYTES)
     tensors: dict[str, object] = {}
     largest_bytes = min(_LARGEST_TENSOR_BYTES, data_bytes // 8)

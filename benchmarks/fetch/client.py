@@ -1,6 +1,6 @@
-"""One sample of one client, in a process of its own: fetch the object, time it, print one JSON line.
+"""The process of one sample. It fetches the object with one client, times it, and prints one JSON line.
 
-Runs under other interpreters too (a peer may live in its own environment), so it uses the standard library only.
+Other interpreters run it too, since a peer may have an environment of its own. So it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from urllib.parse import urlsplit
 MISSING_PACKAGE = 3  # exit status: the peer is not installed in this interpreter
 
 Buffers = Sequence["bytes | memoryview"]
-# Imports and sets up, then returns the function that is timed; that one returns the object's bytes in order.
+# A client imports what it needs and sets it up, and returns the function that is timed. The latter fetches the object
+# and returns its bytes in order.
 Client = Callable[["Job"], Callable[[], Buffers]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to fetch: ``url``/``bucket``/``key``. ``fresh`` asks for memory that has not been touched yet.
+    """What to fetch: the object at ``url``/``bucket``/``key``, and how.
 
-    ``beside_imports`` makes ours behave as in `medusa serve`, where something else is imported meanwhile.
+    With ``fresh``, it is fetched into memory that has not been touched yet. With ``verify``, the sample has the CRC-32
+    of the bytes from ``data_start`` on. With ``beside_imports``, our prefetcher behaves as in `medusa serve`, where
+    other processes import modules at the same time.
     """
 
     url: str
@@ -60,7 +63,7 @@ class Job:
 
 
 def shared_memory(size_bytes: int, *, touched: bool) -> tuple[int, mmap.mmap]:
-    """A memfd and a writable mapping of it; ``touched`` means that its pages exist and are mapped."""
+    """Return a memfd and a writable mapping of it. With ``touched``, its pages already exist and are mapped."""
     fd = os.memfd_create("bench")
     if touched:
         return fd, touch(fd, size_bytes)
@@ -69,7 +72,7 @@ def shared_memory(size_bytes: int, *, touched: bool) -> tuple[int, mmap.mmap]:
 
 
 def touch(fd: int, size_bytes: int) -> mmap.mmap:
-    """Make a memfd this large, with all of its pages in memory; the mapping that did it may be dropped."""
+    """Give a memfd this size, with all its pages in memory. The caller may drop the mapping that is returned."""
     os.ftruncate(fd, size_bytes)
     memory = mmap.mmap(fd, size_bytes)
     with memoryview(memory) as view, view[:: mmap.PAGESIZE] as firsts:
@@ -78,7 +81,7 @@ def touch(fd: int, size_bytes: int) -> mmap.mmap:
 
 
 def main(clients: Mapping[str, Client]) -> None:
-    """``argv``: the client's name and the job as JSON."""
+    """Run the client that the first argument of the command line names, for the job in the second one (JSON)."""
     name, job = sys.argv[1], Job(**json.loads(sys.argv[2]))
     try:
         fetch = clients[name](job)
@@ -91,7 +94,7 @@ def main(clients: Mapping[str, Client]) -> None:
     seconds, cpu = time.perf_counter() - began, _cpu_s() - cpu_before
     crc = _crc(buffers, job.data_start) if job.verify else None
     print(json.dumps({"seconds": seconds, "cpu_s": cpu, "crc": crc}), flush=True)
-    # Interpreters full of other people's threads do not always come to an end.
+    # An interpreter with the threads of a peer does not always end by itself.
     os._exit(0)
 
 

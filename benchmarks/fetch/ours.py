@@ -1,4 +1,4 @@
-"""Our prefetcher as a client of the fetch benchmark: it has this process for itself, as it has in `medusa serve`."""
+"""Our prefetcher as a client of the fetch benchmark. It has a process of its own, as in `medusa serve`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from benchmarks.fetch.client import Buffers, Client, Job, main
 
-_ROOM_BYTES = 4 << 20  # beside the data a region holds its header, the chunk table, the index and small files
+_ROOM_BYTES = 4 << 20  # for the region's header, chunk table, index and small files
 
 
 def prepare(job: Job) -> Callable[[], Buffers]:
-    """Fetch into a region whose memory was reserved before, or into a new one where the job says fresh."""
-    import medusa_runtime.storage.s3  # noqa: F401  what the URL's scheme would import
+    """Prepare a fetch into a region whose memory is already reserved, or into a new one if the job is ``fresh``."""
+    import medusa_runtime.storage.s3  # noqa: F401  else the fetch would import it, because of the URL's scheme
     from medusa_runtime.config import Settings
     from medusa_runtime.fetch.prefetcher import BESIDE_IMPORTS, prefetch
     from medusa_runtime.region.reader import Region

@@ -1,6 +1,7 @@
-"""How others fetch an object of an S3 store, each the way its documentation shows for speed, on default settings else.
+"""Other packages that fetch an object from an S3 store.
 
-The bytes may stay wherever the peer leaves them (its own buffers, a list of pieces): no copy is charged to it.
+Each does it in the fastest way that its documentation shows, and otherwise with its default settings. The bytes may
+stay where the package leaves them (its own buffers, a list of pieces), so that none has to make an extra copy.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ REGION = "us-east-1"
 _RANGE_BYTES = 16 << 20
 _THREADS = 4
 
-# What to install for each peer, in an environment of its own where two of them do not get along.
+# What to install for each peer. Peers whose dependencies conflict need environments of their own.
 INSTALL = {
     "boto3": "boto3",
     "s3fs": "s3fs",
@@ -31,7 +32,10 @@ INSTALL = {
 
 
 def environment(job: Job) -> dict[str, str]:
-    """Variables by which S3 clients find the origin: endpoint, path style, any credentials, the origin's CA."""
+    """Return the variables that S3 clients need for the origin: endpoint, path style, credentials and the origin's CA.
+
+    The origin accepts any credentials.
+    """
     found = {
         "AWS_ENDPOINT_URL": job.url,
         "AWS_ACCESS_KEY_ID": "bench",
@@ -47,7 +51,7 @@ def environment(job: Job) -> dict[str, str]:
 
 
 def prepare_boto3(job: Job) -> Callable[[], Buffers]:
-    """TransferManager's ranged download into a file object on shared memory."""
+    """Prepare TransferManager's download in ranges, into a file object on shared memory."""
     import boto3
 
     client = boto3.client("s3")
@@ -62,7 +66,7 @@ def prepare_boto3(job: Job) -> Callable[[], Buffers]:
 
 
 def prepare_s3fs(job: Job) -> Callable[[], Buffers]:
-    """cat_ranges, its fastest call here; pieces stay bytes objects."""
+    """Prepare ``cat_ranges``, the fastest call of s3fs here. The pieces stay bytes objects."""
     import s3fs
 
     verify = {"verify": job.ca_file} if job.ca_file else {}
@@ -78,7 +82,7 @@ def prepare_s3fs(job: Job) -> Callable[[], Buffers]:
 
 
 def prepare_awscrt(job: Job) -> Callable[[], Buffers]:
-    """Its S3 client with 8 MiB parts; the body callback copies, since the chunk is only lent."""
+    """Prepare awscrt's S3 client with parts of 8 MiB. The callback copies, because a chunk is valid only in it."""
     auth, http, io, s3 = (import_module(f"awscrt.{name}") for name in ("auth", "http", "io", "s3"))
 
     bootstrap = io.ClientBootstrap.get_or_create_static_default()
@@ -113,7 +117,7 @@ def prepare_awscrt(job: Job) -> Callable[[], Buffers]:
 
 
 def prepare_obstore(job: Job) -> Callable[[], Buffers]:
-    """get_range in four threads; pieces stay its own buffers."""
+    """Prepare ``get_range`` in four threads. The pieces stay in obstore's own buffers."""
     options: dict[str, Any] = {"allow_http": True}
     if job.ca_file:
         options["allow_invalid_certificates"] = True  # it takes no CA file
@@ -133,7 +137,7 @@ def prepare_obstore(job: Job) -> Callable[[], Buffers]:
 
 
 def prepare_runai(job: Job) -> Callable[[], Buffers]:
-    """SafetensorsStreamer over the S3 path, on default settings, with memory for the whole file."""
+    """Prepare SafetensorsStreamer for the S3 path, with default settings and memory for the whole file."""
     os.environ["RUNAI_STREAMER_MEMORY_LIMIT"] = "-1"
     streamer_type = import_module("runai_model_streamer").SafetensorsStreamer
     torch = import_module("torch")
@@ -144,7 +148,7 @@ def prepare_runai(job: Job) -> Callable[[], Buffers]:
         with streamer_type() as streamer:
             streamer.stream_file(f"s3://{job.bucket}/{job.key}")
             for name, tensor in streamer.get_tensors():
-                if job.verify:  # the streamer's memory is gone after it: what is compared must be a copy
+                if job.verify:  # a copy to compare: the streamer's memory is freed at its end
                     kept.append((places[name], memoryview(tensor.clone().view(-1).view(torch.uint8).numpy())))
         return [memoryview(bytes(job.data_start)), *[view for _, view in sorted(kept, key=lambda entry: entry[0])]]
 

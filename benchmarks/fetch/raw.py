@@ -1,4 +1,4 @@
-"""What sockets alone can do: `recv_into` shared memory, one connection a thread. The bound that we are measured by."""
+"""Bare sockets: `recv_into` shared memory, with one connection per thread. They are the bound for our prefetcher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _AHEAD_BYTES = 16 << 20
 
 
 def prepare(job: Job) -> Callable[[], Buffers]:
-    """Each thread takes one long range of its own. Pages are in place, or faulted by recv where the job says fresh."""
+    """Prepare a fetch in which each thread receives one long range.
+
+    The pages already exist or, if the job is ``fresh``, are made by faults in ``recv``.
+    """
     _, memory = shared_memory(job.size_bytes, touched=not job.fresh)
     step = -(-job.size_bytes // job.threads)
     ranges = [(start, min(job.size_bytes, start + step)) for start in range(0, job.size_bytes, step)]
@@ -30,7 +33,7 @@ def prepare(job: Job) -> Callable[[], Buffers]:
 
 
 def prepare_populate(job: Job) -> Callable[[], Buffers]:
-    """Fresh memory; threads take the next range in turn while another one makes the pages ahead of them."""
+    """Prepare a fetch into fresh memory. Threads take one range after another; one more thread makes pages ahead."""
     _, memory = shared_memory(job.size_bytes, touched=False)
     cuts = range(0, job.size_bytes, _AHEAD_BYTES)
     turns = _Turns((start, min(job.size_bytes, start + _AHEAD_BYTES)) for start in cuts)
@@ -43,7 +46,7 @@ def prepare_populate(job: Job) -> Callable[[], Buffers]:
 
 
 class _Turns:
-    """An iterator that several threads may take from."""
+    """An iterator that several threads can share."""
 
     def __init__(self, ranges: Iterator[tuple[int, int]]) -> None:
         self._ranges = ranges
@@ -58,7 +61,7 @@ class _Turns:
 
 
 def _populate(memory: mmap.mmap, cuts: range) -> None:
-    madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise holds the interpreter's lock meanwhile
+    madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise would hold the GIL
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for start in cuts:
         length = min(len(memory), start + cuts.step) - start
@@ -95,13 +98,13 @@ def _some(data: bytes) -> bytes:
 
 
 def _run(tasks: list[Callable[[], None]]) -> None:
-    """All tasks in threads; the first error is raised here."""
+    """Run each task in a thread of its own and wait for all. Raises the first error of a task."""
     errors: list[BaseException] = []
 
     def guarded(task: Callable[[], None]) -> None:
         try:
             task()
-        except BaseException as error:  # noqa: BLE001  it is raised below, in the thread that waits
+        except BaseException as error:  # noqa: BLE001  raised again below, in the waiting thread
             errors.append(error)
 
     threads = [threading.Thread(target=guarded, args=(task,)) for task in tasks]

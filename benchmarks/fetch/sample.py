@@ -1,4 +1,4 @@
-"""Running one client once, in a fresh child process that is watched from outside."""
+"""Samples. For each, one client runs once in a fresh child process, whose memory is watched from outside."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _WATCH_EVERY_S = 0.01
 
 
 class Sample(NamedTuple):
-    """MB/s (10^6 bytes), client CPU seconds per GB, and the most private memory the client's process had, in MB."""
+    """The bandwidth in MB/s (10^6 bytes), the client's CPU seconds per GB, and its most private memory in MB.
+
+    ``crc`` is the CRC-32 of the data, if the job asked to verify it.
+    """
 
     mb_per_s: float
     cpu_s: float
@@ -32,7 +35,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Contestant:
-    """A row: ``client`` of the module ``benchmarks.fetch.<module>``, run by the interpreter ``python``."""
+    """A row: the client ``client`` of the module ``benchmarks.fetch.<module>``, run by the interpreter ``python``."""
 
     name: str
     module: str
@@ -42,7 +45,7 @@ class Contestant:
     python: str = sys.executable
 
     def sample(self, job: Job) -> Sample:
-        """Fetch ``job`` once. Raises MissingPackageError where the peer is not installed, MedusaError when it fails."""
+        """Fetch ``job`` once. Raises MissingPackageError if the peer is not installed, MedusaError if it fails."""
         with tempfile.TemporaryDirectory() as folder, self.start(job, Path(folder)) as child:
             try:
                 private_mb = _watch(child)
@@ -62,8 +65,8 @@ class Contestant:
         )
 
     def start(self, job: Job, folder: Path) -> subprocess.Popen[str]:
-        """Start the child; ``folder`` is empty and outlives it."""
-        # Another interpreter must find these modules and nothing else of ours, so it gets a folder with one link.
+        """Start the child process. ``folder`` must be empty, and must outlive it."""
+        # Another interpreter must find these modules and nothing else of ours. So its path is a folder with one link.
         (folder / "benchmarks").symlink_to(Path(__file__).parents[1])
         others = os.environ.get("PYTHONPATH") if self.python == sys.executable else None
         path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), others)))}
@@ -78,7 +81,7 @@ class Contestant:
 
 
 def _watch(child: subprocess.Popen[str]) -> float:
-    """Wait for the child's end; return the most anonymous memory seen, in MB, without shared memory."""
+    """Wait for the child's end. Return the most anonymous memory that was seen, in MB. Shared memory does not count."""
     peak_kb, deadline = 0, time.monotonic() + _TIMEOUT_S
     status = Path(f"/proc/{child.pid}/status")
     while child.poll() is None:

@@ -1,4 +1,4 @@
-"""Groups of workers on this machine: ``python -m benchmarks.pipeline``. Needs root, for the nodes' networks."""
+"""Measure groups of workers on this machine: ``python -m benchmarks.pipeline``. Needs root, for the nodes' networks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.pipeline.options import Options
 from benchmarks.promised import Promise, check_checkpoint, chosen_rows, report
 
 MODEL = Path("out/llama-55m")
-# Name → the module of this folder whose ``rows(options)`` measures it, and what was promised of it.
+# For each row, the module of this folder whose ``rows(options)`` measures it, and the promise about it.
 ROWS: dict[str, Promise] = {
     "cold": Promise("cold", "speedup_4", 3.2, True, "first token from cold, one worker over four"),
     "prediction": Promise("cold", "error_pct", 10, False, "predicted against measured first token, %"),
@@ -30,7 +30,7 @@ ROWS: dict[str, Promise] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the medians and what was promised of them. Raises ConfigError for a bad option."""
+    """Print the medians, and what was promised of them. Raises ConfigError for a bad option."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.pipeline", description=(__doc__ or "").partition(":")[0]
     )

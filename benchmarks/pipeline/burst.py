@@ -1,4 +1,4 @@
-"""A burst of requests that wakes four nodes: as a group that becomes four instances, or as four that load first."""
+"""A burst of requests for which four nodes start, as a group that becomes four instances or as four that load first."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
 
 
 def _burst(workers: Workers, ranks: list[int]) -> float:
-    """The mean time to the first token of requests that all came at the start."""
+    """Send all requests at the start, and return the mean of their times to the first token, in seconds."""
     streams: list[Stream] = []
     threads = []
     for number, rank in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""The first token from cold by one worker and by groups, and how well it was predicted (ParaServe §8.2, Eq. 5)."""
+"""The time to the first token of a cold start by one worker and by groups, and its prediction (ParaServe §8.2)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LINK_BYTES_PER_S = 1.7e6
 
 def rows(options: Options) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    # The fetches of the 1.6 GB model over 50 MB/s take as long.
+    # Over this link the fetch takes as long as that of the 1.6 GB model over 50 MB/s.
     with Site(options.over(_LINK_BYTES_PER_S), min(max(SIZES), options.largest)) as site:
         sizes = [size for size in SIZES if size <= min(len(site.bytes.layers), options.largest)]
         ttft: dict[int, list[float]] = {size: [] for size in sizes}
@@ -48,12 +48,12 @@ def rows(options: Options) -> list[dict[str, Any]]:
 def _predictions(
     site: Site, starts: list[list[Stage]], decode: dict[int, list[float]], ttft: dict[int, list[float]]
 ) -> list[dict[str, Any]]:
-    """Eq. 5 from the starts of one worker, for all sizes, against what was measured."""
+    """Predict each size's first token by Eq. 5 from the starts of one worker, and compare with the measurements."""
     times = _times(site, starts, median(decode[1]))
     hop_s = max((median(decode[size]) - median(decode[1])) / size for size in decode) if len(decode) > 1 else 0.0
     errors, found = [], []
     for size, measured in ttft.items():
-        # The slowest worker fetches the largest part, as layers are not cut.
+        # Layers are not cut, so parts are not equal, and the slowest worker fetches the largest.
         share = site.total_bytes / size / site.part_bytes(size) if size > 1 else 1.0
         workers = [Worker(site.link_bytes_per_s * share)] * size
         predicted = times.predicted_ttft_s(workers, full_memory=size, hop_s=max(hop_s, 0.0) if size > 1 else 0.0)
@@ -80,7 +80,7 @@ def _times(site: Site, starts: list[list[Stage]], decode_s: float) -> StageTimes
 
 
 def _summary(stages: list[Stage]) -> dict[str, float]:
-    """Summarize a start whose request was there from the beginning."""
+    """Summarize a start whose request arrived at the beginning."""
     found = summary([stage._asdict() | {"duration_ms": (stage.end_ns - stage.start_ns) / 1e6} for stage in stages], 0)
     assert found is not None
     return found

@@ -1,7 +1,7 @@
 """A stream while its group becomes one instance: its tokens, its pause, and its speed afterwards (ParaServe §8.4).
 
-Afterwards an instance that never was a group, on a node of its own, goes on with the same prompt and tokens beside it,
-so that whatever slows the machine down slows both.
+Afterwards another instance, which was never a group, continues the same prompt and tokens on a node of its own. Both
+run at the same time, so that whatever slows the machine down slows both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.pipeline.workers import Site, Stream, Workers, follow
 
 SIZE = 4
 _LINK_BYTES_PER_S = 20e6
-_LONG = 4  # a stream lives several times as long as the measured part, so that the switch is in the middle
+_LONG = 4  # a stream is several times as long as the measured part, so that the switch happens in the middle
 _LOOK_S = 0.1
 _PARAMS: tuple[Mapping[str, Any], ...] = ({}, {"temperature": 1.0, "seed": 11})  # greedy and seeded
 
@@ -44,7 +44,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
                 wrong.append(_differences(found.tokens, expected.tokens))
                 switch = _switch(stages, workers.began)
                 if switch is None or switch > found.times[-1]:
-                    continue  # it came after the stream: nothing to see of it
+                    continue  # the switch came after the stream, so the stream shows nothing of it
                 usual = median(expected.gaps())
                 pause = _pause(found, switch)
                 pauses_s.append(pause)
@@ -64,14 +64,17 @@ def rows(options: Options) -> list[dict[str, Any]]:
 def _streams(
     workers: Workers, one: Workers, prompt: int, count: int, params: Mapping[str, Any]
 ) -> tuple[Stream, Stream]:
-    """A group's answer, and what is left of it when the group has become one instance, by an instance beside it."""
+    """Stream a group's answer and, once the group has become one instance, the rest of it from the instance ``one``.
+
+    Return both streams. The second one is empty if the group's stream ended first.
+    """
     found = Stream(workers.began)
     stream = workers.begin(prompt=prompt, count=count, **params)
     thread = threading.Thread(target=follow, args=(found, stream), daemon=True)
     thread.start()
     formed = False
     while thread.is_alive():
-        whole = workers.stats().get("workers", 1) == 1  # so it is before the group is formed, too
+        whole = workers.stats().get("workers", 1) == 1  # also true before the group has formed
         if formed and whole:
             break
         formed |= not whole
@@ -84,9 +87,10 @@ def _streams(
 
 
 def gaps_together(found: Stream, beside: Stream) -> tuple[list[float], list[float]]:
-    """The gaps between the tokens of two streams, of which the second has a part, while both get tokens.
+    """Return the gaps between the tokens of two streams, for the time in which both get tokens.
 
-    They are of the same places in the answer, and so of contexts of the same length.
+    ``beside`` has only the last part of the answer. The gaps of both are at the same places in the answer, and so have
+    contexts of the same length.
     """
     if not beside.times:
         return [], []
@@ -98,18 +102,21 @@ def gaps_together(found: Stream, beside: Stream) -> tuple[list[float], list[floa
 
 
 def _differences(found: list[int], expected: list[int]) -> int:
-    """Tokens that differ, are lost or too many."""
+    """Return the number of tokens that differ, are missing or are too many."""
     differing = sum(a != b for a, b in zip(found, expected, strict=False))
     return differing + abs(len(found) - len(expected))
 
 
 def _switch(stages: list[Stage], began: float) -> float | None:
-    """When the group ended in order, in seconds from ``began``; clocks of one machine are one."""
+    """Return when the group ended in order, in seconds since ``began``; None if it did not.
+
+    All processes of the machine share one clock.
+    """
     return next((stage.start_ns / 1e9 - began for stage in stages if stage.name == "consolidated"), None)
 
 
 def _pause(stream: Stream, switch: float) -> float:
-    """The longest gap between two tokens around the switch."""
+    """Return the longest gap between two tokens within half a second of the switch, in seconds."""
     near = [
         gap
         for gap, at in zip(stream.gaps(), stream.times, strict=False)
@@ -119,6 +126,6 @@ def _pause(stream: Stream, switch: float) -> float:
 
 
 def _last_bytes(site: Site, stages: list[Stage]) -> float:
-    """The bytes that had to come while nothing ran: a round's share at most."""
+    """Return the bytes that were still to be sent while nothing ran: at most one round's share."""
     gather = next((stage for stage in stages if stage.name == "gather"), None)
     return 0.0 if gather is None else gather.detail["last_bytes"]

@@ -1,9 +1,10 @@
 """A burst on prefill and decode instances, with and without decode instances scaled in step (BlitzScale §5.4).
 
-The product's policy decides; hosts, links and engines are the simulator's. The model has no grouped queries, as the one
-with which the paper shows that decode instances run out of memory (Figure 1c): keys and values of 111,000 tokens fit
-beside the weights, so 55 requests of 2,000. Answers are long, so a burst needs one or two more prefill instances, and
-ten more decode instances. Requests come at random: few, then eight times as many for a quarter of a minute, then few.
+The policy is the product's. Hosts, links and engines are simulated. The model has no grouped queries, like the one with
+which the paper shows that decode instances run out of memory (Figure 1c). The keys and values of 111,000 tokens fit
+beside its weights, which is 55 requests of 2,000 tokens. Answers are long, so a burst needs one or two more prefill
+instances, but ten more decode instances. Requests come at random: few, then eight times as many for a quarter of a
+minute, then few again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _PROMPT, _OUTPUT = 1000, 1000
 _BURSTS = 9
 _HOSTS, _CONCURRENCY = 32, 55
 _PREFILL_TOKENS_PER_S = 12_000.0
-_SYSTEMS = {"blitzscale": "disaggregation", "s-llm": "disaggregation-s-llm"}  # from other hosts, from their own disks
+_SYSTEMS = {
+    "blitzscale": "disaggregation",
+    "s-llm": "disaggregation-s-llm",
+}  # weights from other hosts; from each host's disk
 
 
 def rows(_: Options) -> list[dict[str, Any]]:
@@ -55,7 +59,7 @@ def _rows(system: str, name: str) -> list[dict[str, Any]]:
 
 
 def burst(system: str, seed: int, *, prescale: bool) -> tuple[float, float]:
-    """The p99 of the times to the first token, and the mean time of an output token, in seconds."""
+    """Simulate a burst, and return its p99 TTFT and its mean TPOT, in seconds."""
     strategy = with_bounds(strategy_named(system), BOUNDS)
     strategy = replace(strategy, policy=replace(strategy.policy, prescale=prescale))
     outcome = Simulation(_fleet(), strategy, _requests(seed), tick_s=0.1).run()
@@ -64,7 +68,7 @@ def burst(system: str, seed: int, *, prescale: bool) -> tuple[float, float]:
 
 
 def _fleet() -> Fleet:
-    """Hosts of one A100, over the links and disks of the paper's clusters."""
+    """Return hosts with one A100 each, with the links and disks of the paper's clusters."""
     host = Machine("host", _HOSTS, 100 * GBIT, 1, memory_bytes=1000 * GB, store_bytes_per_s=10 * GBIT)
     model = Model(
         "m",

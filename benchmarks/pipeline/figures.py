@@ -1,7 +1,7 @@
 """The papers' figures of pipeline groups and live scaling, drawn from runs in a laboratory.
 
-Each takes about a minute. The published numbers are of GPUs and models of many gigabytes: shapes and ratios are to be
-compared, and not seconds.
+Each takes about a minute. The published numbers come from GPUs and models of many gigabytes. So compare shapes and
+ratios, not seconds.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SIZE = 4
 _LINK_BYTES_PER_S = 5e6
 _TOKENS, _PROMPT = 512, 64
 _READY_S = 120.0
-_LOAD_S = 12.0  # a live target's
+_LOAD_S = 12.0  # how long a live target loads
 _STEP_S = 1.0
 
 
 def paraserve_4(options: Options) -> Figure:
-    """One worker's start, and that of a group that becomes one instance, by their timelines."""
+    """Draw the timeline of a group that becomes one instance, and compare its first token with that of one worker."""
     with Site(options.over(_LINK_BYTES_PER_S), _SIZE) as site:
         stages: dict[int, list[Stage]] = {}
         first: dict[int, float] = {}
@@ -59,7 +59,7 @@ def paraserve_4(options: Options) -> Figure:
 
 
 def paraserve_7(options: Options) -> Figure:
-    """Return how many workers serve, as a group that becomes four instances, and as four that load first."""
+    """Draw how many workers serve over time: a group that becomes four instances, and four that load first."""
     series: dict[str, list[tuple[float, float]]] = {}
     with Site(options.over(_LINK_BYTES_PER_S), _SIZE) as site:
         with Workers(site, [None] * _SIZE, [None] * _SIZE) as loading:
@@ -88,7 +88,7 @@ def paraserve_7(options: Options) -> Figure:
 
 
 def paraserve_13(options: Options) -> Figure:
-    """The tokens of one request over time, by a group that stays one and by one that becomes an instance."""
+    """Draw the tokens of one request over time, by a group that stays a group and by one that becomes an instance."""
     series: dict[str, list[tuple[float, float]]] = {}
     with Site(options.over(_LINK_BYTES_PER_S), _SIZE) as site:
         for name, then in (("without scaling down", "stay"), ("with scaling down", "down")):
@@ -113,7 +113,7 @@ def paraserve_13(options: Options) -> Figure:
 
 
 def blitzscale_15(options: Options) -> Figure:
-    """The first tokens of eight batches while the target loads, by best effort and by ZigZag."""
+    """Draw the first tokens of eight batches while the target loads, with best effort and with ZigZag."""
     series: dict[str, list[tuple[float, float]]] = {}
     with Site(replace(options, batch_tokens=BATCH_TOKENS), 2) as site:
         rate, batches = store_rate(site)
@@ -138,7 +138,7 @@ def blitzscale_15(options: Options) -> Figure:
 
 
 def blitzscale_21(options: Options) -> Figure:
-    """Requests a second while an instance loads that helps by ZigZag, or by best effort."""
+    """Draw requests per second while an instance loads that helps with ZigZag, or with best effort."""
     series: dict[str, list[tuple[float, float]]] = {}
     doubled: dict[str, float] = {}
     with Site(options, 2) as site:
@@ -182,7 +182,7 @@ _SVG = '<svg xmlns="http://www.w3.org/2000/svg" '
 
 
 def _await(workers: Workers, rank: int, name: str, value: int) -> None:
-    """Wait until a worker's engine says so. EngineError when it does not for long."""
+    """Wait until the engine of a worker reports this value. Raises EngineError when that takes too long."""
     deadline = time.monotonic() + _READY_S
     while (found := workers.stats(rank).get(name)) != value:
         if time.monotonic() > deadline:
@@ -191,7 +191,7 @@ def _await(workers: Workers, rank: int, name: str, value: int) -> None:
 
 
 def _steps(points: list[tuple[float, int]], end: float) -> list[tuple[float, float]]:
-    """A line that rises at once at each point."""
+    """Return the points of a step line, which jumps to a new value at each of ``points``."""
     found, level = [(0.0, 0.0)], 0.0
     for at, value in points:
         found += [(at, level), (at, float(value))]

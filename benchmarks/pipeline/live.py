@@ -1,6 +1,7 @@
 """An overloaded instance and a new one that helps while it loads (BlitzScale §5.2, Figures 15 and 16).
 
-The target's store is in its own node and sends at a steady rate, so that layers come one by one, as fast as is wanted.
+The new instance (the target) reads from a store in its own node, which sends at a steady rate. So layers come one by
+one, at the rate that a row needs.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _PROMPT, _COUNT = 512, 1
 OUTSTANDING = 12
 # The paper's example (Figure 15): a layer takes as long to load as six batches take to run one, and eight batches wait.
 _LOAD, _BATCHES = 6, 8
-BATCH_TOKENS = 1024  # so many that a batch computes much longer than a layer's fetch does
+BATCH_TOKENS = 1024  # so many that computing a batch takes much longer than a layer's fetch computes
 _WARM_S, _MEASURED_S = 2.0, 12.0
-_HALF_S = 4.0  # in which the target gets half of the layers
+_HALF_S = 4.0  # the time in which the target gets half of the layers
 _LOOK_S = 0.02
 _SERVER = Path(__file__).parents[1] / "ranged_server.py"
 
@@ -67,7 +68,7 @@ def _halves(options: Options) -> list[dict[str, Any]]:
 
 
 def _schedules(options: Options) -> list[dict[str, Any]]:
-    """The worst request of the paper's burst by each schedule, by the clock and by the count of layers."""
+    """Measure the slowest request of the paper's burst with each schedule, in seconds and counted in layers."""
     worst: dict[str, list[float]] = {"best-effort": [], "zigzag": []}
     with Site(replace(options, batch_tokens=BATCH_TOKENS), 2) as site:
         rate, batches = store_rate(site)
@@ -86,7 +87,10 @@ def _schedules(options: Options) -> list[dict[str, Any]]:
 
 
 def store_rate(site: Site) -> tuple[float, list[float]]:
-    """Bytes a second for layers to arrive as slowly as the example's; and how long one batch takes, in some samples."""
+    """Return the bytes per second at which layers arrive as slowly as in the paper's example.
+
+    Also return samples of the seconds that one batch takes.
+    """
     with Workers.group(site, 1) as one:
         one.clients[0].wait_ready(600)
         batches = [one.stream(prompt=BATCH_TOKENS, count=_COUNT, number=number).ttft_s for number in range(4)][1:]
@@ -94,7 +98,7 @@ def store_rate(site: Site) -> tuple[float, list[float]]:
 
 
 class _Store:
-    """A store in the target's own node that sends ``rate`` bytes a second over its one connection."""
+    """A store in the target's own node, which sends ``rate`` bytes per second over its one connection."""
 
     def __init__(self, site: Site, rate: float) -> None:
         self._site = site
@@ -117,7 +121,7 @@ class _Store:
 
 @contextmanager
 def pair(site: Site, schedule: str, rate: float) -> Iterator[tuple[Workers, _Store]]:
-    """A source that is loaded, and a target that has just begun to load."""
+    """Start a source that has loaded the model, and a target that has just begun to load from a store of ``rate``."""
     with (
         closing(_Store(site, rate)) as store,
         Workers.group(site, 2, mode="live", schedule=schedule, url_1=store.url) as workers,
@@ -127,7 +131,10 @@ def pair(site: Site, schedule: str, rate: float) -> Iterator[tuple[Workers, _Sto
 
 
 class Load:
-    """So many requests at a time, one after another. ``times``: when each ended (time.monotonic)."""
+    """A load of ``outstanding`` requests at any time, until ``close``.
+
+    ``times`` has the end of each request (``time.monotonic``).
+    """
 
     def __init__(self, workers: Workers, outstanding: int) -> None:
         self._workers = workers
@@ -146,7 +153,10 @@ class Load:
                 self.times.append(time.monotonic())
 
     def measure(self, nodes: int) -> tuple[float, list[float]]:
-        """Requests a second from now on, and the processor time of each node for one."""
+        """Measure for a while. Return the requests per second, and the CPU seconds of each node per request.
+
+        Raises EngineError if no request ends meanwhile.
+        """
         time.sleep(_WARM_S)
         site = self._workers.site
         cpu = [site.cpu_s(number) for number in range(nodes)]
@@ -165,7 +175,7 @@ class Load:
 
 
 def _throughput_alone(site: Site) -> tuple[float, float]:
-    """Requests a second of the source alone, and its processor time for one."""
+    """Return the requests per second of the source alone, and its CPU seconds per request."""
     with Workers.group(site, 1) as one:
         one.clients[0].wait_ready(600)
         with closing(Load(one, OUTSTANDING)) as load:
@@ -174,7 +184,7 @@ def _throughput_alone(site: Site) -> tuple[float, float]:
 
 
 def _throughput_half(site: Site) -> tuple[float, float, float]:
-    """The same with a target that has half of the layers and gets no more, with the times of both."""
+    """Return the requests per second with a target that has and keeps half of the layers, and both CPU seconds."""
     half = len(site.bytes.layers) // 2
     with pair(site, "zigzag", sum(site.bytes.layers) / 2 / _HALF_S) as (workers, store):
         while workers.stats(1).get("layers_loaded", 0) < half:
@@ -186,7 +196,7 @@ def _throughput_half(site: Site) -> tuple[float, float, float]:
 
 
 def burst(site: Site, schedule: str, rate: float) -> list[float]:
-    """The times to the first tokens of a burst that comes when the target has its first layer, in order."""
+    """Send a burst as soon as the target has its first layer. Return the times to the first tokens, sorted."""
     with pair(site, schedule, rate) as (workers, _):
         while workers.stats(1).get("layers_loaded", 0) < 1:
             time.sleep(_LOOK_S)

@@ -1,4 +1,4 @@
-"""The options of the benchmark of groups, and the form of the rows that its modules return."""
+"""The options of the benchmark of groups, and the format of the rows that its modules return."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from medusa_adapters.bench.result import Row
 
 @dataclass(frozen=True)
 class Options:
-    """``model`` is a checkpoint's folder.
+    """The options of a run.
 
-    ``cpus``: cores of each node, or None for its part of nine tenths of all, of which a node has a third at most.
-    ``link_bytes_per_s``: None for each row's own. ``batch_tokens``: of one step at most.
-    ``warm``: processes have imported before they are told to start, as a node agent's have.
-    ``engine``: torch or vllm; ``largest``: how many workers the largest group of ``cold`` has.
+    ``model`` is a checkpoint's folder. ``link_bytes_per_s`` is the payload of a link, or None for each row's own.
+    ``cpus`` is the number of cores of each node. By default, nodes share nine tenths of the machine, and each has at
+    most a third of that. ``prompt_tokens`` and ``tokens`` are the context at a consolidation, and the tokens that a
+    stream gets meanwhile. With ``warm``, processes have imported everything before they start, like those of a node
+    agent. ``batch_tokens`` is the most tokens of one step. ``engine`` is "torch" or "vllm", and ``largest`` the number
+    of workers in the largest group of the row ``cold``.
     """
 
     model: Path
@@ -36,7 +38,7 @@ class Options:
         return name in self.rows
 
     def over(self, link_bytes_per_s: float) -> Options:
-        """Return the options with this link, unless another one was asked for."""
+        """Return the options with this link, unless they already name one."""
         return self if self.link_bytes_per_s else replace(self, link_bytes_per_s=link_bytes_per_s)
 
 

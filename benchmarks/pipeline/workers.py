@@ -1,4 +1,4 @@
-"""Workers in the nodes of a laboratory, from exec to their first tokens and beyond."""
+"""Workers in the nodes of a laboratory: how to start them, send them requests, and read their timelines."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _START_S = 120.0
 _PROMPT = tuple(100 + 7 * number % 900 for number in range(4096))
 _EVERY_S = 0.002
 _LINK_BYTES_PER_S = 50e6
-_CORES = 0.9  # the part of the machine that three nodes or more have; the rest is for the clients and the origin
+_CORES = 0.9  # the share of the machine for three or more nodes; the rest is for the clients and the origin
 
 
 @dataclass
 class Stream:
-    """The tokens of one request, and when each came, in seconds from ``began``."""
+    """The tokens of one request, and the time of each in seconds since ``began``."""
 
     began: float
     tokens: list[int] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Stream:
 
 
 class Site:
-    """A laboratory whose origin serves the model; a context manager."""
+    """A laboratory whose origin serves the model, as a context manager."""
 
     def __init__(self, options: Options, nodes: int) -> None:
         self.options = options
@@ -85,7 +85,7 @@ class Site:
         return f"{self.laboratory.origin_url}/model"
 
     def cpu_s(self, number: int) -> float:
-        """Sum the processor time of all processes of a node, by its number from 0."""
+        """Return the CPU seconds of all processes of a node. Nodes are numbered from 0."""
         ticks = 0
         for pid in self.laboratory.processes(self.laboratory.nodes[number]):
             try:
@@ -99,7 +99,7 @@ class Site:
         return split(self.bytes, size)
 
     def part_bytes(self, size: int) -> int:
-        """The bytes of the largest part."""
+        """Return the bytes of the largest part when the model is split over ``size`` workers."""
         parts = []
         for start, stop in self.ranges(size):
             ends = (self.bytes.entry if start == 0 else 0) + (self.bytes.exit if stop == len(self.bytes.layers) else 0)
@@ -108,9 +108,11 @@ class Site:
 
 
 class Workers:
-    """Some workers of one model, started together; a context manager that ends them. ``began``: when the first was.
+    """Workers of one model that start together. The context manager ends them.
 
-    The first one is on the node of number ``first``, each other one on the next.
+    The first worker is on node number ``first``, and each other one on the next node. ``plans`` and ``layers`` have the
+    group's plan and the range of layers for each worker, or None. ``urls`` are stores other than the origin, such as
+    ``url_1`` for rank 1. ``began`` is when the first worker started (``time.monotonic``).
     """
 
     def __init__(
@@ -128,7 +130,10 @@ class Workers:
 
     @classmethod
     def group(cls, site: Site, size: int, then: str = "stay", **plan: Any) -> Workers:
-        """A group over ``size`` nodes; of one, an instance by itself. ``url_1`` is another store for rank 1."""
+        """Start a group over ``size`` nodes, or a single instance if it is 1. ``url_1`` is another store for rank 1.
+
+        ``then`` is what the group becomes: "stay", "down" (one instance) or "up" (an instance on each node).
+        """
         urls = {name: plan.pop(name) for name in tuple(plan) if name.startswith("url_")}
         if size == 1:
             return cls(site, [None], [None])
@@ -164,14 +169,14 @@ class Workers:
         environment["MEDUSA_MAX_BATCHED_TOKENS"] = str(
             self.site.options.batch_tokens
         )  # so that a queue is a queue, and not one step
-        # One worker and four read alike: a slow store is not tried with ever more connections.
+        # Groups of all sizes read in the same way. Otherwise the fetch would try more connections to a slow store.
         environment["MEDUSA_CONNECTIONS"] = "1" if f"url_{rank}" in urls else "4"
         node = self.site.laboratory.nodes[self.first + rank]
         pipe = subprocess.PIPE
         return self.site.laboratory.popen(node, command, env=environment, stdin=pipe, stdout=pipe, stderr=log)
 
     def _go(self) -> None:
-        """Wait until all are warm, and start them."""
+        """Wait until all workers are warm, and let them start."""
         for rank, process in enumerate(self.processes):
             assert process.stdout is not None
             if process.stdout.readline() != b"warm\n":
@@ -200,13 +205,16 @@ class Workers:
     def begin(
         self, rank: int = 0, *, prompt: int, count: int, number: int = 0, so_far: Sequence[int] = (), **params: Any
     ) -> TokenStream:
-        """Ask for ``count`` tokens behind a prompt of so many, and behind those of an answer ``so_far``."""
+        """Request ``count`` tokens after a prompt of ``prompt`` tokens and the tokens of an answer ``so_far``.
+
+        ``number`` makes the prompts of requests different.
+        """
         given = SamplingParams(**{"temperature": 0.0, "max_tokens": count, "ignore_eos": True, **params})
         tokens = (number % 50 + 3, *_PROMPT[: prompt - 1], *so_far)
         return self.clients[rank].generate(GenerateRequest(secrets.token_hex(8), tokens, given))
 
     def stream(self, rank: int = 0, *, prompt: int, count: int, began: float | None = None, **params: Any) -> Stream:
-        """Ask and read to the end; times count from ``began``, or from the request."""
+        """Send a request and read the whole answer. Times count from ``began``, or else from the request."""
         made = Stream(time.monotonic() if began is None else began)
         follow(made, self.begin(rank, prompt=prompt, count=count, **params))
         return made
@@ -215,7 +223,7 @@ class Workers:
         return self.clients[rank].stats()
 
     def stages(self, rank: int) -> list[Stage]:
-        """A worker's timeline, once it has ended."""
+        """Return a worker's timeline. Call it after the worker has ended."""
         path = self.folder / f"{rank}.timeline"
         return [Stage(*json.loads(line)) for line in path.read_bytes().splitlines()]
 
@@ -238,13 +246,13 @@ class Workers:
         self.end()
         for pipe in (pipe for process in self.processes for pipe in (process.stdin, process.stdout)):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # a line that a worker which has ended did not read
+                with contextlib.suppress(OSError):  # a worker ended before it had read a line
                     pipe.close()
         self._stack.close()
 
 
 def follow(made: Stream, stream: TokenStream) -> None:
-    """Read a stream to its end."""
+    """Read ``stream`` to its end, and add its tokens and their times to ``made``."""
     for delta in stream:
         made.tokens += delta.token_ids
         made.times += [time.monotonic() - made.began] * len(delta.token_ids)

@@ -1,7 +1,7 @@
 """Schedules of live scaling, counted in layers: the queue that a live pair uses, and best effort (BlitzScale §5.2).
 
-Time is counted in executions of one layer, from when the target has its first layer; each further layer takes ``load``
-of them to arrive.
+The unit of time is an execution of one layer. Time begins when the target has its first layer, and each further layer
+takes ``load`` units to arrive.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from medusa_cluster.policy.zigzag import PullQueue
 class Scaling:
     """A new instance that loads while batches wait.
 
-    ``weights``: a batch's time for one layer, by profile; prefill is about linear in its tokens.
+    ``weights`` has each batch's time for one layer. It comes from a profile: a prefill is about linear in its tokens.
     """
 
     layers: int
@@ -27,13 +27,13 @@ class Scaling:
         return cls(layers, load, (1,) * batches)
 
     def loaded(self, time: int) -> int:
-        """Return how many layers the target has at a time."""
+        """Return how many layers the target has at this time."""
         return self.layers if self.load == 0 else min(1 + time // self.load, self.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """For each batch, how many layers the target runs, and the time at which the source finishes it."""
+    """A schedule: for each batch, how many layers the target runs, and when the source finishes it."""
 
     on_target: tuple[int, ...]
     finish: tuple[int, ...]
@@ -46,9 +46,9 @@ class Schedule:
 def schedule(scaling: Scaling, *, take_untouched: bool = False) -> Schedule:
     """Schedule without an integer program: both instances take from one queue (BlitzScale Figure 16).
 
-    The target runs one layer of the first batch whose next layer it has, and looks again after each. The source, when
-    idle, takes the first batch of which at least one layer is done, and runs the rest; ``take_untouched``: also one of
-    which none is done, where the target works on another.
+    The target runs one layer of the first batch whose next layer it has, and then looks again. The idle source takes
+    the first batch with at least one finished layer, and runs the rest of it. With ``take_untouched``, it also takes a
+    batch without a finished layer while the target works on another batch.
     """
     count, layers = len(scaling.weights), scaling.layers
     queue = PullQueue(scaling.weights, layers)
@@ -79,7 +79,7 @@ def schedule(scaling: Scaling, *, take_untouched: bool = False) -> Schedule:
 
 
 def best_effort(scaling: Scaling) -> Schedule:
-    """Schedule as a naive instance does: each batch once over the target, with all layers that are there, at most half.
+    """Schedule like a naive instance: the target runs each batch once, with the layers it has, at most half of all.
 
     The batches pass the target in order, then the source.
     """

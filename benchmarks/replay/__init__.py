@@ -1,1 +1,1 @@
-"""A trace replayed on real processes, and the simulator's answer beside what was measured."""
+"""A benchmark that replays traces on real processes, and compares the measurements with the simulator's figures."""

@@ -1,7 +1,8 @@
-"""Replay traces on real processes, beside the simulator: ``python -m benchmarks.replay``.
+"""Replay traces on real processes and in the simulator: ``python -m benchmarks.replay``.
 
-Without options it takes about ten minutes. ``--full`` has more systems, more scenarios and minutes of each.
-``--tail`` compares the slowest first tokens at ten requests a second with those of other systems, in three minutes.
+Without options it takes about ten minutes. ``--full`` replays more scenarios on more systems, two minutes of each.
+``--tail`` takes three minutes. It compares the slowest first tokens at ten requests per second with those of other
+systems.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from benchmarks.replay.machine import Machine, Replayed, unanswered
 from benchmarks.replay.prediction import simulate
 from benchmarks.replay.systems import MEANING, SYSTEMS, System, system_named
 
-_NEAR = 0.15  # of what was measured
+_NEAR = 0.15  # how far a near figure may be from the measured one, as a share of it
 _UNITS = {"attainment": "%", "starts": ""}
 _COMPARED = ("ttft_p50", "ttft_p99", "node_s")
-_SEEDS = range(1, 10)  # of simulated runs, whose starts differ as those that were sampled do
+_SEEDS = range(1, 10)  # one for each simulated run; its starts vary as much as the sampled ones
 _SHORT = {"scenarios": "azure-code,poisson-2", "systems": "medusa,medusa-bundle,medusa-agent", "seconds": 20.0}
 _FULL = {
     "scenarios": "azure-code,azure-conv,gamma,poisson-2,poisson-10",
@@ -44,12 +45,16 @@ _TAIL = {
     "systems": "medusa-agent,medusa-bundle,vllm-eager",
     "seconds": 8.0,
 }
-_TAIL_LESS = 0.53  # MEDUSA's Figure 10: p99 TTFT below vLLM's, at most
+_TAIL_LESS = 0.53  # the largest share by which MEDUSA's p99 TTFT is below vLLM's (Figure 10)
 
 
 @dataclass(frozen=True)
 class Options:
-    """How each scenario is replayed, and how often. ``simulated``: with the simulator's answer beside."""
+    """How each scenario is replayed.
+
+    ``slots`` is the number of instances at the same time, and ``context`` the model's context in tokens. Each scenario
+    is replayed ``repeat`` times and, if ``simulated``, also run in the simulator.
+    """
 
     slots: int
     keep_alive_s: float
@@ -142,7 +147,10 @@ def listed(text: str) -> list[str]:
 
 
 def measure(result: Result, system: System, traces: dict[str, list[Request]], options: Options) -> None:
-    """Calibrate, replay a trace, calibrate again, and so on: a machine that gets slower is noticed by both."""
+    """Sample the system before and after each replay, so that a machine that gets slower affects both alike.
+
+    Then calibrate the simulator with the samples, and simulate the same requests.
+    """
     samples = Samples()
     print(f"{system.name}: {MEANING[system.name]}", file=sys.stderr, flush=True)
     fill_caches(system)
@@ -181,7 +189,7 @@ def measure(result: Result, system: System, traces: dict[str, list[Request]], op
 def measure_lab(
     result: Result, cluster: lab.LabSystem, traces: dict[str, list[Request]], options: Options, nodes: int, folder: Path
 ) -> None:
-    """Do the same with a cluster, whose controller keeps instances for its own time."""
+    """Do the same with a cluster. Its own controller decides how long an idle instance stays."""
     samples = Samples()
     cluster.sample(options.context, Samples())
     cluster.sample(options.context, samples)
@@ -222,7 +230,7 @@ def _add(result: Result, row: str, kind: str, runs: Sequence[Mapping[str, float]
 def _figures(
     ttft: Sequence[float], tpot: Sequence[float], node_s: float, starts: int, options: Options
 ) -> dict[str, float]:
-    """Return what a run has shown, by metric."""
+    """Return the figures of a run, by metric."""
     pairs = zip(ttft, tpot, strict=True)
     met = sum(first <= options.ttft_slo_s and later <= options.tpot_slo_s for first, later in pairs)
     return {
@@ -235,7 +243,7 @@ def _figures(
 
 
 def table(result: Result, traces: dict[str, list[Request]], names: Sequence[str]) -> str:
-    """Each scenario's systems as Markdown: measured / simulated, where it was simulated."""
+    """Return a Markdown table of all scenarios and systems. A cell is measured / simulated, if it was simulated."""
     head = "| scenario | system | TTFT p50 s | p95 s | p99 s | TPOT ms | in time % | node-seconds | starts |"
     lines = ["measured / simulated", "", head, "|---" * 9 + "|"]
     metrics = ("ttft_p50", "ttft_p95", "ttft_p99", "tpot_mean", "attainment", "node_s", "starts")
@@ -252,11 +260,11 @@ def table(result: Result, traces: dict[str, list[Request]], names: Sequence[str]
 
 
 def nearness(result: Result, traces: dict[str, list[Request]], names: Sequence[str]) -> str:
-    """By how much each simulated figure is off the measured median, and how many are within 15 %.
+    """Report how far each simulated figure is from the measured median, and how many are within 15 %.
 
-    Where a scenario was replayed several times, also the range of these runs. A figure that is further off, but in that
-    range, is one that the machine itself does not repeat. How often it does not is counted, too: as a yardstick, the
-    figures of which a run is further from the median of the runs than the simulator may be.
+    If a scenario was replayed several times, the report also has the range of these runs. A figure that is further off,
+    but within that range, is one that the machine itself does not reproduce. As a yardstick, the report also counts the
+    figures with a run that is more than 15 % from the median of the runs.
     """
     lines, near, ranged, scattered = [], 0, 0, 0
     found = {(row.name, row.metric): row for row in result.rows}
@@ -283,7 +291,7 @@ def nearness(result: Result, traces: dict[str, list[Request]], names: Sequence[s
 
 
 def tails(result: Result, traces: dict[str, list[Request]], names: Sequence[str]) -> list[Target]:
-    """Compare the p99 of TTFT of each of ours with that of each other system: the part by which it is lower."""
+    """Compare the p99 TTFT of each of our systems with each other system's: the share by which ours is lower."""
     found = []
     ours = [name for name in names if name.startswith("medusa")]
     for trace in traces:

@@ -1,4 +1,4 @@
-"""Calibrate the simulator with a system's stage times, from starts and single requests outside the replays."""
+"""The calibration of the simulator with a system's times, which come from starts and requests outside the replays."""
 
 from __future__ import annotations
 
@@ -22,18 +22,23 @@ from medusa_runtime.timeline import Stage
 
 from benchmarks.replay.systems import System, body
 
-PROMPT = 16  # tokens of a start's request
-_STARTS = 2  # of a sample
+PROMPT = 16  # tokens of the prompt in a start's request
+_STARTS = 2  # starts in a sample
 _DECODED = 24
-_BURSTS = (4, 8)  # prompts at once
-_PAUSE_S = 0.3  # before each request that is timed: a process that has slept answers later
+_BURSTS = (4, 8)  # prompts sent at the same time
+_PAUSE_S = 0.3  # before each timed request, because a process that has slept answers later
 
 
 @dataclass
 class Samples:
-    """Measured seconds: of starts, of prefills by all prompts' tokens, of decode steps by sequences, and of ends."""
+    """Measured seconds.
 
-    start: list[tuple[float, tuple[Stage, ...]]] = field(default_factory=list)  # to the first token
+    ``start`` has the time to the first token and the stages of each start. ``prefill`` has pairs of the tokens of all
+    prompts and their time, ``decode`` pairs of the number of sequences and the time of a step, and ``end`` the times
+    that instances took to end.
+    """
+
+    start: list[tuple[float, tuple[Stage, ...]]] = field(default_factory=list)
     prefill: list[tuple[int, float]] = field(default_factory=list)
     decode: list[tuple[int, float]] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
@@ -41,10 +46,11 @@ class Samples:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The simulator's constants for a system on this machine; ``recorded``: medians of the stages behind them.
+    """The simulator's constants for a system on this machine.
 
-    ``start_spread``: the standard deviation of the logarithms of starts. ``prefill_spread``: the same of prefills, each
-    against the median of its size.
+    ``recorded`` has the medians of the stages behind the constants, in seconds. ``start_spread`` is the standard
+    deviation of the logarithms of start times. ``prefill_spread`` is the same for prefills, each divided by the median
+    for its size.
     """
 
     stages: Stages
@@ -54,7 +60,7 @@ class Calibration:
     prefill_spread: float = 0.0
 
     def fleet(self, name: str, machine: Machine, model: Model) -> Fleet:
-        """Return machines that serve a model with starts and prefills that differ as the sampled ones do."""
+        """Return a fleet that serves a model. Its starts and prefills vary as much as the sampled ones."""
         return Fleet(
             name,
             (machine,),
@@ -66,14 +72,14 @@ class Calibration:
 
 
 def fill_caches(system: System) -> None:
-    """Start an instance once, so that later starts find what it leaves."""
+    """Start an instance once, so that later starts find the caches that it fills."""
     system.settle()
     with system.start() as instance:
         _ask(instance, system, Request(0.0, 0, PROMPT, 2))
 
 
 def sample(system: System, context: int, found: Samples) -> None:
-    """Start instances, time their first tokens and their ends, and prefills and decodes of the last when it is warm."""
+    """Start instances, and add the times of their starts and ends to ``found``. Probe the last one once it is warm."""
     for number in range(_STARTS):
         system.settle()
         instance = system.start()
@@ -89,11 +95,11 @@ def sample(system: System, context: int, found: Samples) -> None:
 
 
 def probe(ask: Callable[[Request], Completion], context: int, concurrency: int, found: Samples) -> None:
-    """Time prefills, alone and in bursts, and decodes of several sequences at a time, on an instance that is warm.
+    """Time prefills, single and in bursts, and decode steps of several sequences, on a warm instance.
 
-    As in a replay, a prompt's time begins when it is due, before the process wakes and gives it to a thread. The first
-    prompt of a burst is prefilled alone, and the others together as soon as that has its token. Where they all came
-    in time for the first prefill, the burst says nothing.
+    As in a replay, a prompt's time begins when it is due, before this process wakes and gives it to a thread. The first
+    prompt of a burst is prefilled alone. The others are prefilled together as soon as the first one has its token. If
+    all came in time for the first prefill, the burst is ignored.
     """
     with ThreadPoolExecutor(1) as pool:
         for number, tokens in enumerate((PROMPT, context // 8, context // 2 - 1) * 3, 1):
@@ -125,7 +131,7 @@ def _ask(instance: ServedInstance, system: System, request: Request) -> Completi
 
 
 def calibrate(found: Samples) -> Calibration:
-    """Fit lines through prefills and decodes, and divide a start into its recorded stages."""
+    """Fit lines to the times of prefills and decode steps, and divide a start into its recorded stages."""
     speed = Speed(*_line(found.prefill), *_line(found.decode))
     starts = [taken for taken, _ in found.start]
     total = median(starts)
@@ -136,7 +142,7 @@ def calibrate(found: Samples) -> Calibration:
     timelines = [stages for _, stages in found.start if stages]
     try:
         times = summarize(timelines, [speed.decode(1)]) if timelines else None
-    except StateError:  # a start that took its engine from an agent forked no zygote
+    except StateError:  # a start whose engine came from a node agent has no zygote's stages
         times = None
     if times is not None:
         recorded = times.stages
@@ -154,7 +160,10 @@ def _spread(samples: Sequence[float]) -> float:
 
 
 def _line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Fit the medians of each size by least squares of the deviations in percent; neither number is below 0."""
+    """Fit a line to the median of each size by least squares of relative deviations. Return its offset and its slope.
+
+    Neither is below 0.
+    """
     sizes = {size for size, _ in samples}
     points = [(size, median(taken for other, taken in samples if other == size)) for size in sizes]
     weights = [1 / max(y, 1e-9) ** 2 for _, y in points]

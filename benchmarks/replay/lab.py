@@ -1,4 +1,4 @@
-"""The same replay on a cluster in a laboratory: Ray, controller, gateway and nodes behind links, all of them real."""
+"""The same replay on a cluster in a laboratory, with a real Ray, controller, gateway, nodes and links."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from benchmarks.waiting import until
 CONCURRENCY = 16
 _NAME, _PORT = "model", 8080
 _BYTES_PER_S = 50e6
-_TICK_S = 0.2  # of the controller
+_TICK_S = 0.2  # how often the controller decides
 _LOOK_S = 0.1
 _WITHIN_S = 180.0
-_STARTS = 3  # of a sample: those of one laboratory differ by a fifth, and the slowest first token is that of a start
+_STARTS = 3  # in a sample; starts in one laboratory vary by a fifth, and the slowest first tokens are those of starts
 
 
 class LabSystem:
-    """A cluster with one deployed model, and a gateway on the switch."""
+    """A cluster with one deployed model, and a gateway in the network of the switch."""
 
     name = "cluster"
 
@@ -47,7 +47,7 @@ class LabSystem:
         self._answers: list[Answer] = []
 
     def settle(self) -> None:
-        """Deploy the model anew, so that it has no instance."""
+        """Deploy the model again, so that it has a copy but no instance."""
         if self._cluster.status()["models"]:
             self._cluster.call("remove", name=_NAME)
         until(lambda: not self._instances(), _WITHIN_S, "no instance")
@@ -56,7 +56,7 @@ class LabSystem:
         until(self._is_copied, _WITHIN_S, "a copy of the model")
 
     def sample(self, context: int, found: Samples) -> None:
-        """Time starts through the gateway, then single requests."""
+        """Time starts through the gateway, then requests to a warm instance."""
         for _ in range(_STARTS):
             self.settle()
             began = time.monotonic_ns()
@@ -66,7 +66,7 @@ class LabSystem:
         found.end.append(0.0)
 
     def replay(self, requests: Sequence[Request]) -> Replayed:
-        """Send all requests at their times; return when no instance is left."""
+        """Send all requests at their times, and return when no instance is left."""
         found, waiting = Replayed(), deque(requests)
         threads: list[threading.Thread] = []
         began_s = looked_s = time.monotonic()
@@ -111,7 +111,7 @@ class LabSystem:
 
 @contextmanager
 def cluster_of(folder: Path, nodes: int) -> Iterator[LabSystem]:
-    """Start a laboratory with a cluster; needs root. Raises LabError where that cannot be."""
+    """Start a laboratory with a cluster, and stop it at the end of the context. Needs root. Raises LabError."""
     with Laboratory(nodes, Link(_BYTES_PER_S), origin={_NAME: folder}) as lab:
         cluster = LabCluster(lab)
         try:
@@ -123,7 +123,7 @@ def cluster_of(folder: Path, nodes: int) -> Iterator[LabSystem]:
 
 
 def simulate(calibration: Calibration, requests: Sequence[Request], folder: Path, nodes: int, seed: int = 1) -> Outcome:
-    """Simulate these nodes with the controller's own policy and the laboratory's links."""
+    """Simulate the laboratory's nodes and links with the controller's own policy."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     profile = Profile(size, 1, calibration.stages, calibration.speed)
     model = Model(_NAME, profile, max=nodes, concurrency=CONCURRENCY, batch_tokens=2048)

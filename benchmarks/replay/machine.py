@@ -1,7 +1,7 @@
-"""One machine that scales a model's instances between none and its slots: real processes, the product's own policy.
+"""One machine that scales a model's instances between none and its slots, with real processes and the product's policy.
 
-It does what a cluster's controller and gateway do, for one node: ``policy.decide`` says when an instance starts and
-ends, and requests wait here until one listens.
+It does for one node what a cluster's controller and gateway do. ``policy.decide`` says when an instance starts and
+ends, and requests wait here until an instance is ready.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _NODE, _URL, _NAME = "machine", "file:///model", "model"
 
 
 def policy(keep_alive_s: float) -> Options:
-    """The policy of one machine that always has the weights."""
+    """Return the policy for one machine that always has the weights."""
     return Options(bounds=Bounds(keep_alive_s=keep_alive_s), pool=False, from_peers=False, forwarding=False)
 
 
 @dataclass(eq=False)
 class Answer:
-    """A request and when its first and its last token came, in seconds since the replay began; -1: never."""
+    """A request, and when its first and last tokens came, in seconds since the replay began (-1 if they did not)."""
 
     request: Request
     first_s: float = -1.0
@@ -77,7 +77,7 @@ class _Running:
 
 @dataclass
 class Replayed:
-    """The results of a replay. ``node_s`` is the sum of all instances' seconds, from exec to end."""
+    """The results of a replay. ``node_s`` is the sum of the seconds of all instances, from exec to end."""
 
     answers: list[Answer] = field(default_factory=list)
     node_s: float = 0.0
@@ -85,7 +85,7 @@ class Replayed:
 
 
 class Machine:
-    """Replays requests on ``slots`` instances of a system, at most, as long as the policy wants each of them."""
+    """A machine that replays requests on at most ``slots`` instances of a system, started and ended by the policy."""
 
     def __init__(self, system: System, *, slots: int, keep_alive_s: float) -> None:
         self._system, self._slots = system, slots
@@ -138,7 +138,7 @@ class Machine:
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Give waiting requests to the instances that listen, each to the one with the most room."""
+        """Give each waiting request to the ready instance with the most room, while there is one."""
         with self._changed:
             while self._queue:
                 ready = [one for one in self._instances.values() if one.state == "ready"]
@@ -193,7 +193,7 @@ class Machine:
                 threading.Thread(target=self._end, args=(running,), daemon=True).start()
 
     def _start(self, id: str, now: float) -> None:
-        # From this thread, which lives as long as the replay: the kernel ends a child with the thread it came from.
+        # Start it in this thread, which lives as long as the replay: the kernel ends a child with its parent thread.
         running = self._instances[id] = _Running(id, self._system.start(), now, now)
         self._found.starts += 1
         threading.Thread(target=self._await, args=(running,), daemon=True).start()
@@ -218,7 +218,7 @@ class Machine:
 
 
 def unanswered(found: Replayed) -> int:
-    """Count the requests without an answer, and print why."""
+    """Return the number of requests without an answer, and print the first reasons."""
     failed = [answer for answer in found.answers if answer.error]
     for answer in failed[:3]:
         print(f"no answer at {answer.request.at_s:.1f} s: {answer.error}", file=sys.stderr)

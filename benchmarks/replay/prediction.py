@@ -1,4 +1,4 @@
-"""The same requests in the simulator, with a machine's calibrated times."""
+"""The simulation of the same requests, with a machine's calibrated times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def simulate(
     keep_alive_s: float,
     seed: int = 1,
 ) -> Outcome:
-    """Simulate one machine that has the weights. ``seed``: of how much its starts differ."""
+    """Simulate one machine that has the weights. ``seed`` determines how its starts and prefills vary."""
     profile = Profile(1, 1, calibration.stages, calibration.speed)
     model = Model("model", profile, max=slots, concurrency=concurrency, batch_tokens=_BATCH_TOKENS)
     machine = Machine("machine", 1, 1e12, slots)

@@ -1,4 +1,4 @@
-"""The traces of a replay: the simulator's own, cut and scaled to the load that a small model on a CPU can serve."""
+"""The traces of a replay: the simulator's, cut and scaled to a load that a small model on a CPU can serve."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ SCENARIOS = ("poisson-2", "poisson-10", "gamma", *trace.AZURE)
 class Shape:
     """How long a scenario is, and how its requests are scaled.
 
-    ``rate`` and ``cv`` are those of Gamma arrivals, and ``rate`` that of a recorded trace. ``lengths``: prompts and
-    answers are so many times as long as in the source, and together no longer than ``context`` tokens.
+    ``rate`` is the requests per second of Gamma arrivals and of recorded traces, and ``cv`` the coefficient of
+    variation of Gamma arrivals. A recorded trace is cut from ``begin_s`` on. The lengths of prompts and answers are
+    multiplied by ``lengths``, and together are at most ``context`` tokens.
     """
 
     seconds: float
@@ -30,7 +31,7 @@ class Shape:
 
 
 def requests(name: str, shape: Shape) -> list[Request]:
-    """Make the requests of a scenario, or of a CSV file. Raises ConfigError for unknown names, and for none."""
+    """Return the requests of a scenario or a CSV file. Raises ConfigError for an unknown name, or if there are none."""
     if name.startswith("poisson-"):
         found = trace.poisson([_rate(name)], shape.seconds, [LENGTHS["sharegpt"]], shape.seed)
     elif name == "gamma":

@@ -1,4 +1,4 @@
-"""The systems that a trace is replayed on: how an instance of each starts, and what it keeps beside its instances."""
+"""The systems that a trace is replayed on: how their instances start, and what runs beside the instances."""
 
 from __future__ import annotations
 
@@ -24,23 +24,27 @@ _SERVER = Path(__file__).parent / "scripts/transformers_server.py"
 
 
 class System(Protocol):
-    """``model``: the name in its OpenAI routes, if a request must have one. ``concurrency``: requests at a time."""
+    """A system under test.
+
+    ``model`` is the model's name in a request, if the system needs one, and ``concurrency`` the number of requests that
+    an instance works on at the same time.
+    """
 
     name: str
     model: str
     concurrency: int
 
     def settle(self) -> None:
-        """Wait until what stands beside the instances is ready for a start."""
+        """Wait until the system is ready for a start, for example until a node agent's engine is warm."""
 
     def start(self) -> ServedInstance:
-        """Start an instance; it may not listen yet."""
+        """Start an instance. It need not listen yet."""
 
     def close(self) -> None: ...
 
 
 class Ours:
-    """`medusa serve`, with a state bundle if a ``state`` is given, and beside a warm agent with ``agent``."""
+    """`medusa serve`, with a state bundle if ``bundle``, and with a node agent's warm engine if ``agent``."""
 
     model = ""
     concurrency = _CONCURRENCY
@@ -72,7 +76,7 @@ class Ours:
 
 
 class Transformers:
-    """A server of a few lines around transformers, which runs one request at a time."""
+    """A short server around transformers, which runs one request at a time."""
 
     name, model, concurrency = "transformers", "", 1
 
@@ -111,7 +115,7 @@ class Vllm:
         self._baseline.close()
 
 
-# Of a checkpoint's folder and the interpreter that has vLLM.
+# Each system by its name. Its arguments are a checkpoint's folder and the interpreter that has vLLM.
 SYSTEMS: Mapping[str, Callable[[Path, str], System]] = {
     "medusa": lambda folder, _: Ours("medusa", folder, bundle=False),
     "medusa-bundle": lambda folder, _: Ours("medusa-bundle", folder, bundle=True),
@@ -137,7 +141,7 @@ def system_named(name: str, folder: Path, vllm_python: str) -> System:
 
 
 def body(request: Request, model: str) -> dict[str, Any]:
-    """The completion request: token ids that differ from request to request, so that nothing can be reused."""
+    """Return the body of a completion request. Token ids differ from request to request, so that nothing is reused."""
     first = round(request.at_s * 1000)
     prompt = [5 + (first + 31 * number) % 900 for number in range(request.prompt_tokens)]
     found: dict[str, Any] = {"prompt": prompt, "max_tokens": request.output_tokens, "temperature": 0}

@@ -1,1 +1,1 @@
-"""The papers' evaluation figures, simulated with their constants: what was published beside what comes out."""
+"""The papers' evaluation figures, simulated with the papers' constants and compared with the published numbers."""

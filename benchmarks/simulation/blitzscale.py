@@ -1,4 +1,4 @@
-"""BlitzScale's figures: bursts of recorded traces, devices used, host memory, each part's share, a live scale-up."""
+"""BlitzScale's figures: bursts in recorded traces, used devices, host memory, each part's gain, a live scale-up."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from medusa_cluster.simulation.trace import Request, azure, scale, window
 
 from benchmarks.simulation.figure import LESS, Figure, Line, Order, bars, chart
 
-# As the configuration of the published code for these two traces (eval_e2e_sllm_blitz_tp1 and _tp2): an instance is
-# ended when the load was lower for a third of a second, and all that are spare at once.
+# The configuration of the published code for these two traces (eval_e2e_sllm_blitz_tp1 and _tp2): instances end when
+# the load has been lower for a third of a second, and all spare ones end at the same time.
 BOUNDS = Bounds(tokens_lower=0.5, tokens_upper=0.7, keep_alive_s=0.333, window_s=0.333, spare_s=0.0)
-_HOST_CACHE_S = 30.0  # the published code; the paper's five minutes (§3) would outlast the bursts of its Figure 17
+_HOST_CACHE_S = 30.0  # as in the published code; the paper's five minutes (§3) would outlast the bursts of Figure 17
 
 
 @dataclass(frozen=True)
 class Case:
-    """A trace and the devices that it runs on. ``room``: instances on a host.
+    """A trace, and the devices that it runs on.
 
-    ``capacity``: prompt tokens a second that one instance prefills. ``counted``: the same, as the scaling policy is
-    configured. ``concurrency``: requests whose keys and values fit beside the weights: 0.9 of the memory, 131 and
-    164 KB for a token, 2,080 and 1,370 tokens for a request.
+    ``room`` is the number of instances on a host, and ``least`` the number that always run. ``capacity`` is the prompt
+    tokens per second that one instance prefills, and ``counted`` the number that the scaling policy is configured with.
+    ``concurrency`` is the number of requests whose keys and values fit beside the weights, with 0.9 of the memory, 131
+    and 164 KB per token, and 2,080 and 1,370 tokens per request.
     """
 
     profile: str
@@ -40,14 +41,14 @@ class Case:
     concurrency: int
     fast_bytes_per_s: float  # between two devices of a host
     slo_s: float
-    begin_s: float  # of the evaluated part of the recorded hour
+    begin_s: float  # where the evaluated part of the recorded hour begins
     seconds: float
 
 
-# Code on cluster B, 2 servers of 8 A100 without NVLink; conversations on A800 with it, two devices an instance. The
-# published configuration of both (num_gpus_per_node) divides its two servers into hosts of four devices, which share a
-# cache and what is faster than the network. Its largest counts are 16 instances and 8. The paper's bursts of code come
-# 5 s and 205 s after the begin, which is so in one place of the recorded hour.
+# The code trace runs on cluster B, 2 servers of 8 A100 without NVLink. The conversations run on A800 with NVLink, two
+# devices per instance. The published configuration of both (num_gpus_per_node) divides the two servers into hosts of
+# four devices, which share a cache and the links that are faster than the network. Its largest numbers of instances are
+# 16 and 8. The paper's bursts of code come 5 s and 205 s after the beginning, as at one place in the recorded hour.
 CASES = {
     "azure-code": Case(
         "llama3-8b@a800", 4, 4, 12_000.0, 15_000.0, 2, 200, 256 * GBIT, 0.45, begin_s=1975.0, seconds=300.0
@@ -56,13 +57,15 @@ CASES = {
         "mistral-24b@a800x2", 4, 2, 6_000.0, 12_000.0, 1, 400, 1600 * GBIT, 1.25, begin_s=0.0, seconds=480.0
     ),
 }
-# Prompts of 2,000 tokens a second, of a burst that eight 24B instances bear, and of one that they do not.
+# Prompts per second, of 2,000 tokens each, of a burst that eight 24B instances can serve, and of one that they cannot.
 _WHAT_EIGHT_BEAR, _MORE_THAN_EIGHT = 20.0, 60.0
-_NICS = 4  # of a host, 100 Gbit/s each
-_BATCH_TOKENS = 4096  # of prompts, the published router's default
+_NICS = 4  # network cards of a host, with 100 Gbit/s each
+_BATCH_TOKENS = 4096  # the most prompt tokens in a batch; the published router's default
 _SEEDS = (1, 2, 3)
-_MORE_SEEDS = range(1, 7)  # where steps differ by a percent
-_SHARE = 0.25  # of what all instances together could prefill: half of the cluster prefills, and half of that is asked
+_MORE_SEEDS = range(1, 7)  # for steps that differ by only a percent
+# The load as a share of what all instances together could prefill. Half of the cluster prefills, and the load is half
+# of that half's capacity.
+_SHARE = 0.25
 
 
 def hosts(case: Case) -> Machine:
@@ -104,10 +107,11 @@ def requests(trace: str, seconds: float, seed: int = 1) -> list[Request]:
 
 
 def run(system: str, trace: str, seconds: float, *, waiting: bool = True, seed: int = 1) -> Outcome:
-    """Simulate a trace. ``waiting``: prompts wait in one queue, and its tokens are the load, as in the published code.
+    """Simulate a trace.
 
-    Without it each instance has a queue of its own, and the load is what arrives, as in our gateways. Device time
-    counts to the trace's end: instances that wait for more afterwards are not the paper's.
+    With ``waiting``, prompts wait in one queue, and the tokens in it are the load, as in the published code. Without
+    it, each instance has a queue of its own, and the load is the arriving tokens, as in our gateways. Device time
+    counts until the trace's end, because the paper does not count instances that wait for more requests afterwards.
     """
     return simulate(system, trace, requests(trace, seconds, seed), seconds, waiting=waiting)
 
@@ -116,8 +120,8 @@ def simulate(system: str, trace: str, asked: list[Request], seconds: float, *, w
     strategy = with_bounds(strategy_named(system), BOUNDS)
     if math.isfinite(strategy.cache_ttl_s):
         strategy = replace(strategy, cache_ttl_s=_HOST_CACHE_S)
-    # In the published code only instances that are ready are ended, so loads run to their end. All but S-LLM let those
-    # go on that are about to end.
+    # The published code ends only ready instances, so each load runs to its end. All systems but S-LLM can resume
+    # instances that are about to end.
     policy = replace(strategy.policy, ends_starts=False, resume=system != "s-llm")
     strategy = replace(strategy, policy=policy)
     paid_s = min(CASES[trace].seconds, seconds)
@@ -130,7 +134,7 @@ def mean_ms(runs: list[Outcome]) -> float:
 
 
 def repeated(system: str, trace: str, seconds: float, seeds: Iterable[int] = _SEEDS) -> list[Outcome]:
-    """Run a trace that is scaled anew each time: which requests are repeated, and with what lengths, is drawn."""
+    """Run a trace once for each seed. The scaling draws which requests are repeated, and with what lengths."""
     return [run(system, trace, seconds, seed=seed) for seed in seeds]
 
 
@@ -166,7 +170,7 @@ def figure_17(seconds: float) -> Figure:
 
 
 def limits(trace: str, seconds: float) -> list[Line]:
-    """Show the load of the ten fullest seconds, and compare the systems at half the load."""
+    """Return lines with the load of the ten busiest seconds, and a comparison of the systems at half the load."""
     case, asked = CASES[trace], requests(trace, seconds)
     tokens: dict[int, int] = {}
     for request in asked:
@@ -189,7 +193,7 @@ def limits(trace: str, seconds: float) -> list[Line]:
     ]
 
 
-# What the load is: as our gateways report it, and as the published code counts it.
+# What counts as the load: as our gateways report it, and as the published code counts it. The value is ``waiting``.
 _LOADS = {"load: what arrives": False, "load: what waits": True}
 
 
@@ -245,7 +249,7 @@ def figure_18(seconds: float) -> Figure:
 
 
 def parts(system: str, runs: list[Outcome]) -> list[Line]:
-    """Divide the device time of some runs: what loads, what serves which role, what ends; and all of it."""
+    """Divide the mean device time of some runs into loading, each role's serving, and ending; also return their sum."""
     sums = dict.fromkeys(("loading", "prefill", "decode", "ending"), 0.0)
     for outcome in runs:
         for key, spent_s in outcome.roles_s.items():
@@ -313,17 +317,19 @@ def figure_20(seconds: float) -> Figure:
 
 
 def burst(system: str, rate: float) -> Outcome:
-    """Send eight seconds of requests at once to two 24B instances, which may become eight."""
+    """Send a burst of eight seconds, with ``rate`` requests per second, to two 24B instances that may become eight."""
     machine = hosts(CASES["azure-conv"])
     model = Model("m", PROFILES["mistral-24b@a800x2"], min=2, max=8, tokens_per_s=6000, concurrency=64)
     asked = [Request(40.0 + number / rate, 0, 2000, 4) for number in range(round(8 * rate))]
     strategy = with_bounds(strategy_named(system), Bounds(keep_alive_s=100.0))
-    strategy = replace(strategy, policy=replace(strategy.policy, pool=False))  # instances are the sources there
+    strategy = replace(
+        strategy, policy=replace(strategy.policy, pool=False)
+    )  # in this figure, the serving instances are the sources
     return Simulation(Fleet("scale", (machine,), (model,)), strategy, asked, tick_s=0.05, details=True).run()
 
 
 def figure_21(seconds: float) -> Figure:
-    """Six 24B instances beside two that serve: when they are all there, and what is served meanwhile."""
+    """Draw what is served while six 24B instances start beside two, and measure when all are ready."""
     del seconds
     series: dict[str, list[tuple[float, float]]] = {}
     done: dict[str, float] = {}

@@ -1,7 +1,7 @@
-"""A figure: its chart, and a table with the published numbers beside the simulated ones, and a verdict on each.
+"""A figure: a chart, and a table with the published and the simulated numbers and a verdict on each.
 
-A simulated number is in band if it is as near to the published one as ``BANDS`` says for its unit. Which system is
-better than which has to be as published, always.
+A simulated number is in band if it is as near to the published one as ``BANDS`` says for its unit. The order of the
+systems must always be the published one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from medusa_adapters.report.lines import Series, lines
 
-LESS = "% less"  # what remains is compared, as a ratio
+LESS = "% less"  # a reduction; what remains after it is compared, as a ratio
 BANDS = {"s": "within 15 %", "×": "within 20 %", LESS: "what remains within 20 %", "%": "within 8 points"}
 _RELATIVE = {"s": 0.15, "×": 0.2, LESS: 0.2}
 _POINTS = 8.0
@@ -21,7 +21,10 @@ _POINTS = 8.0
 
 @dataclass(frozen=True)
 class Line:
-    """One number of a figure. ``published``: as the paper prints or plots it, if it does; a pair is a range."""
+    """One number of a figure.
+
+    ``published`` is the number that the paper prints or plots, or None. A pair is a range.
+    """
 
     what: str
     ours: float
@@ -45,7 +48,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Order:
-    """Systems in the paper's order, from the smallest number to the largest, with ours."""
+    """Our numbers of systems, in the paper's order from the smallest number to the largest."""
 
     what: str
     systems: Mapping[str, float]
@@ -57,7 +60,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Figure:
-    """``why``: what makes these numbers differ from the published ones. ``found``: how they were found."""
+    """A figure: its chart, and its numbers. ``why`` explains why they differ from the published ones."""
 
     name: str
     title: str
@@ -67,7 +70,7 @@ class Figure:
     orders: Sequence[Order] = ()
 
     def table(self) -> str:
-        """The numbers as Markdown."""
+        """Return the numbers as a Markdown table."""
         rows = [
             f"| {line.what} | {_shown(line.published)} | {line.ours:.3g} | {line.unit} | {_VERDICTS[line.in_band]} |"
             for line in self.lines

@@ -1,4 +1,4 @@
-"""MEDUSA's figures 10 and 11: tail latency under Poisson arrivals, by what a start's loading phase costs."""
+"""MEDUSA's Figures 10 and 11: tail latency under Poisson arrivals, depending on the length of the loading phase."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from medusa_cluster.simulation.trace import LENGTHS, poisson
 from benchmarks.simulation.figure import LESS, Figure, Line, Order, chart
 
 SYSTEMS = ("vLLM", "vLLM + ASYNC", "w/o CUDA graph", "MEDUSA")
-# Loading phases in seconds, in this order, as the published results of Figure 7 have them. Without CUDA graphs it is
-# vLLM's without its capturing stage, of which those of Figure 2 print the part.
+# Loading phases in seconds, in the order of SYSTEMS, from the published results of Figure 7. Without CUDA graphs it is
+# vLLM's minus the capturing stage, whose share is in the published results of Figure 2.
 _LOADING = {
     "qwen1.5-4b@a100": (3.019, 2.748, 3.019 * (1 - 0.301), 1.743),
     "llama2-7b@a100": (3.856, 3.265, 3.856 * (1 - 0.271), 1.937),
 }
-# Decode steps in seconds: with one sequence, and for each further one, with CUDA graphs and without. From the
-# published results of Figure 3: 338 tokens of one and of eight sequences.
+# Seconds of a decode step with one sequence, and for each further sequence; first with CUDA graphs, then without. They
+# come from the published results of Figure 3: 338 tokens of one and of eight sequences.
 _DECODING = {
     "qwen1.5-4b@a100": ((0.00892, 0.000327), (0.01228, 0.000172)),
     "llama2-7b@a100": ((0.01304, 0.000271), (0.01328, 0.000254)),
 }
-# As the published scheduler: a request goes to an instance with fewer than 16, else to a new one, if a device is free.
-# An instance ends as soon as it has no request.
+# As in the published scheduler, a request goes to an instance with fewer than 16 requests, or else to a new one, if a
+# device is free. An instance ends as soon as it has no request.
 _REQUESTS = 16
 _BOUNDS = Bounds(keep_alive_s=0.0, window_s=0.0, spare_s=0.0, requests_upper=1.0, requests_lower=1.0)
-_SECONDS = 60.0  # of the trace, as in the published scripts, from a first request that finds no instance; at most
-_TRACES = range(1, 11)  # seeds, of which Figure 11 takes the mean
+_SECONDS = 60.0  # the most seconds of a trace, as in the published scripts; its first request finds no instance
+_TRACES = range(1, 11)  # the seeds of the traces; Figure 11 shows their mean
 # The 99th percentiles of Figure 11 in the published results, at 4.4 to 4.6 answers a second of Llama2 7B.
 _PUBLISHED = (3.320, 2.533, 2.308, 1.881)
 _LESS = {"llama2-7b@a100": 50.5, "qwen1.5-4b@a100": 53.0}  # percent, the largest reductions of Figure 10

@@ -1,4 +1,4 @@
-"""ParaServe's figures: cold starts, their breakdown, SLO attainment, bursts."""
+"""ParaServe's figures: cold starts and their breakdown, SLO attainment, and bursts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from medusa_runtime.state.stage_times import Worker
 
 from benchmarks.simulation.figure import Figure, Line, Order, bars, chart
 
-# Figure 8 as its plotting scripts have it, in seconds: vLLM, ServerlessLLM, the same cached, one worker, four workers.
+# Figure 8 in seconds, from its plotting scripts: vLLM, ServerlessLLM, ServerlessLLM with a cache, one worker, four.
 COLD = {
     "opt-2.7b@a10": (10.1, 10.0, 7.1, 4.7, 4.7),
     "llama2-7b@a10": (16.6, 14.1, 8.1, 8.4, 5.6),
@@ -28,7 +28,8 @@ COLD = {
     "opt-13b@v100": (40.3, 26.1, 14.8, 17.0, 8.5),
     "llama2-13b@v100": (38.6, 26.2, 15.1, 17.4, 8.7),
 }
-# Figure 10, percent of first tokens in time by (CV, requests a second): vLLM, ServerlessLLM, ParaServe, with cache.
+# Figure 10, by (CV, requests per second): the percentage of first tokens in time with vLLM, ServerlessLLM, ParaServe,
+# and ParaServe with a cache.
 ATTAINED = {
     (8, 0.6): (53.5, 60.3, 82.5, 88.2),
     (8, 0.7): (53.3, 57.7, 76.3, 85.0),
@@ -40,7 +41,7 @@ ATTAINED = {
     (2, 0.7): (45.7, 49.8, 77.2, 79.1),
     (2, 0.8): (43.9, 45.3, 73.8, 78.3),
 }
-# Figure 12 as the published plotting script notes it, at a CV of 8 and 0.6 requests a second: chat, code, summaries.
+# Figure 12 from its plotting script, at a CV of 8 and 0.6 requests per second: chat, code, summaries.
 BY_APPLICATION = {
     "vllm": (51.8, 45.0, 91.5),
     "serverlessllm": (60.6, 48.1, 99.6),
@@ -48,20 +49,20 @@ BY_APPLICATION = {
     "paraserve-cache": (89.5, 83.0, 99.1),
 }
 SYSTEMS = ("vllm", "serverlessllm", "paraserve", "paraserve-cache")
-# Application → lengths, and the TTFT and TPOT SLOs of 7B and 13B. Summarization's are those of the published code; the
-# paper prints 15 and 24 s.
+# For each application, its lengths, and the TTFT and TPOT SLOs of 7B and 13B in seconds. The TTFT SLOs of summaries are
+# from the published code; the paper prints 15 and 24 s.
 APPLICATIONS = {
     "chat": ("sharegpt", 7.5, 12.0, 0.2, 0.2),
     "code": ("humaneval", 7.5, 12.0, 0.084, 0.116),
     "summary": ("longbench", 37.5, 60.0, 0.084, 0.116),
 }
 _PER_APPLICATION = 64
-_MOST_TOKENS = 1024  # of a prompt and of an answer in the published code
+_MOST_TOKENS = 1024  # the limit of a prompt and of an answer, as in the published code
 _GIB = 1 << 30
 
 
 def cold(model: str, strategy: Strategy, workers: int = 1, output: int = 8) -> Outcome:
-    """Start one model from nothing on four servers with 16 Gbit/s."""
+    """Start one model, which has no instance yet, on four servers with 16 Gbit/s."""
     profile = PROFILES[model]
     times = strategy.times(profile, 512)
     slo = math.inf
@@ -90,7 +91,9 @@ def figure_8(seconds: float) -> Figure:
         for name, value in zip(names, published, strict=True):
             found.append(Line(f"{model}, {name}", ours[name], value, "s"))
             shown[f"{model}, {name}"] = ours[name]
-        fastest = sorted(zip(published, ours.values(), names, strict=True))  # where two are equal, ours may be either
+        fastest = sorted(
+            zip(published, ours.values(), names, strict=True)
+        )  # if two published numbers are equal, either order of ours is right
         orders.append(Order(f"{model}, order", {name: value for _, value, name in fastest}))
     return Figure(
         "paraserve-8",
@@ -125,11 +128,10 @@ def figure_9(seconds: float) -> Figure:
 
 
 def second_testbed(slo: float = 1.0, memory: float = 1.0) -> tuple[Fleet, list[str]]:
-    """Testbed (ii) with 64 models for each application and size; returns also each model's lengths.
+    """Return testbed (ii) with 64 models for each application and size, and the name of each model's lengths.
 
-    ``memory``: so many times as much for weights.
-
-    In the published code a model starts on any device with memory for it: those of 7B on both kinds.
+    ``slo`` and ``memory`` are factors for the SLOs and for the memory for weights. As in the published code, a model
+    starts on any device with enough memory, so models of 7B start on both kinds.
     """
     models, lengths = [], []
     for number in range(_PER_APPLICATION):
@@ -150,12 +152,13 @@ def second_testbed(slo: float = 1.0, memory: float = 1.0) -> tuple[Fleet, list[s
 
 @dataclass(frozen=True)
 class Assumed:
-    """Assumptions where the paper does not describe its end-to-end runs; ``docs/simulate.md`` gives their reasons.
+    """Assumptions about the end-to-end runs that the paper does not describe; ``docs/simulate.md`` gives the reasons.
 
-    ``popularity``: Zipf's exponent over the models. ``spread``: of a start's length. ``sampled``: the requests are a
-    few of many, which leaves nothing of bursts. ``unequal``: instead of Zipf's law, sigma of log-normal rates.
-    ``shares``: of the requests, by application; without them popular models are anywhere. ``memory``: for weights, so
-    many times as much as the testbed has.
+    ``popularity`` is the exponent of Zipf's law for the models' popularity, and ``unequal``, if it is not 0, the sigma
+    of log-normal rates to use instead. ``spread`` says how much the lengths of starts vary. With ``sampled``, the
+    requests are a small sample of many, in which no bursts are left. ``shares`` are the applications' shares of the
+    requests; without them, popular models may belong to any application. ``memory`` is a factor for the memory for
+    weights.
     """
 
     popularity: float = 1.0
@@ -168,10 +171,10 @@ class Assumed:
 
 _ASSUMED = Assumed()
 _SAMPLED = Assumed(sampled=True)
-# Of the Azure trace's 424 functions 136 have 99.5 % of the calls (docs/azure_trace_assessment.md in
-# AlanTMa/Traffic_Emulator). So it is where rates are log-normal with a sigma of 3.04.
+# In the Azure trace, 136 of 424 functions have 99.5 % of the calls (docs/azure_trace_assessment.md in
+# AlanTMa/Traffic_Emulator). That is also true of log-normal rates with a sigma of 3.04.
 _UNEQUAL = Assumed(sampled=True, unequal=3.04)
-# The shares of chat, code and summaries are those by which Figure 12's parts are Figure 10's totals, for each system.
+# With these shares of chat, code and summaries, Figure 12's parts add up to Figure 10's totals for each system.
 _SHARED = Assumed(sampled=True, unequal=2.5, shares=(0.55, 0.35, 0.1))
 _STEPS = {
     "all models alike, equal starts": Assumed(0.0, 0.0),
@@ -180,13 +183,13 @@ _STEPS = {
     "sampled, with the shares of Figure 12": _SHARED,
 }
 _SEEDS = (1, 2, 3)
-_MORE_SEEDS = (1, 2, 3, 4, 5)  # where an application is a third of the models, and so differs more from draw to draw
-_LOOK_S = 0.5  # between two looks while something happens; the first one after a quiet time starts at once
+_MORE_SEEDS = (1, 2, 3, 4, 5)  # for figures by application, which have a third of the models and so vary more
+_LOOK_S = 0.5  # between two decisions while something happens; the first one after a quiet time comes immediately
 
 
 @dataclass(frozen=True)
 class Hour:
-    """One simulated run: a system, its load, and what is assumed. It lasts an hour unless ``seconds`` is less."""
+    """A simulated run of ``seconds``, usually an hour: the system, its load, a factor for the SLOs, and assumptions."""
 
     system: str
     rate: float
@@ -196,7 +199,7 @@ class Hour:
     assumed: Assumed = _ASSUMED
 
 
-Percents = dict[str, float]  # first tokens in time, by application; "": of all
+Percents = dict[str, float]  # the percentage of first tokens in time, by application; under "", of all applications
 
 
 def attained(hour: Hour, seed: int) -> Percents:
@@ -219,7 +222,7 @@ def _percent(outcome: Outcome, fleet: Fleet, application: str) -> float:
 
 
 def _rates(names: Sequence[str], rate: float, assumed: Assumed, seed: int) -> list[float]:
-    """Draw which models are popular. ``names``: of each model's lengths, which tell its application."""
+    """Draw each model's requests per second. ``names`` are those of the models' lengths, which show the application."""
     if not assumed.unequal:
         each = popularity(len(names), rate, assumed.popularity)
         Random(0).shuffle(each)
@@ -236,7 +239,7 @@ def _rates(names: Sequence[str], rate: float, assumed: Assumed, seed: int) -> li
 
 
 def draws(hours: Sequence[Hour], seeds: Sequence[int] = _SEEDS) -> list[list[Percents]]:
-    """Simulate each hour several times, with other requests: one with a CV of 8 differs from the next by ten points."""
+    """Simulate each hour once for each seed, since two runs with a CV of 8 differ by up to ten percentage points."""
     runs = [(hour, seed) for hour in hours for seed in seeds]
     with ProcessPoolExecutor(cpu_count()) as pool:
         found = list(pool.map(attained, *zip(*runs, strict=True)))
@@ -244,7 +247,7 @@ def draws(hours: Sequence[Hour], seeds: Sequence[int] = _SEEDS) -> list[list[Per
 
 
 def means(hours: Sequence[Hour]) -> list[float]:
-    """Return the percentages of all first tokens in time."""
+    """Return, for each hour, the mean percentage of first tokens in time, over all applications and runs."""
     return [mean([run[""] for run in runs]) for runs in draws(hours)]
 
 
@@ -288,8 +291,8 @@ def figure_10(seconds: float) -> Figure:
 
 
 def figure_11(seconds: float) -> Figure:
-    # The paper does not give its factors. Twice the SLOs and half of them are a guess; the inner two were chosen, among
-    # 0.55 to 0.8 and 1.25 to 2, with its numbers in view.
+    # The paper does not give its factors. Twice the SLOs and half of them are a guess. The inner two were chosen from
+    # 0.55 to 0.8 and from 1.25 to 2, knowing the paper's numbers.
     tightened, loosened = (0.5, 0.67), (1.5, 2.0)
     factors = (*tightened, 1.0, *loosened)
     values = iter(means([Hour(system, 0.6, 8, seconds, slo) for system in SYSTEMS for slo in factors]))
@@ -368,7 +371,7 @@ def figure_12(seconds: float) -> Figure:
 
 
 def burst(count: int, workers: int) -> Outcome:
-    """Ask Llama2-13B, which nothing serves, for this many answers at once, on four servers with four V100 each."""
+    """Send ``count`` requests at once for Llama2-13B, which has no instance, on four servers with four V100 each."""
     strategy = strategy_named("paraserve" if workers > 1 else "single")
     profile = PROFILES["llama2-13b@v100"]
     times = strategy.times(profile, 512)
@@ -412,7 +415,7 @@ def figure_14(seconds: float) -> Figure:
 
 
 def figure_7(seconds: float) -> Figure:
-    """Thirty workers for a burst: how many serve when."""
+    """Draw how many of thirty workers serve over time, after a burst."""
     del seconds
     profile = PROFILES["llama2-13b@v100"]
     machines = (Machine("v100", 8, 16 * GBIT, 4, "v100", 330 * GB),)

@@ -1,4 +1,4 @@
-"""What 10,000 devices ask of a controller, and what it takes to simulate them.
+"""Measure the load of 10,000 devices on a controller, and the cost of simulating them.
 
 ``python -m benchmarks.simulation.scale`` simulates the beginning of ``examples/fleet/ten-thousand-devices.yaml``.
 """
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def table(outcome: Outcome, nodes: int, models: int, gateways: int, taken_s: float, wall_s: float) -> str:
-    """Return what was counted as Markdown; ``taken_s`` of the processor, ``wall_s`` by the clock."""
+    """Return the counts as a Markdown table. ``taken_s`` is CPU time, ``wall_s`` the time that passed."""
     seconds = outcome.seconds
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     rows = [

@@ -1,4 +1,4 @@
-"""Only while the image is built: writes the path of every file that this process or a child of it opens."""
+"""Write the path of every file that this process or a child of it opens. Used only while the image is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _audit(event: str, arguments: tuple[object, ...]) -> None:
         try:
             os.write(_FD, path.encode() + b"\n")
         except OSError:
-            pass  # closed by whoever closes all descriptors
+            pass  # the process has closed all descriptors
 
 
 sys.addaudithook(_audit)

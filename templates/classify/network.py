@@ -1,4 +1,4 @@
-"""The network that train.py trains and handler.py serves: which language is a text in?"""
+"""The network that train.py trains and handler.py serves. It tells which language a text is in."""
 
 import zlib
 
@@ -10,7 +10,7 @@ SIZE = 8
 
 
 def features(text):
-    """A text's letter triples, each as a bucket's number."""
+    """Return the letter triples of a text, each as the number of a bucket."""
     padded = f"  {text.lower().strip()} "
     return torch.tensor([zlib.crc32(padded[i : i + 3].encode()) % BUCKETS for i in range(len(padded) - 2)])
 
@@ -22,7 +22,7 @@ class Network(nn.Module):
         self.out = nn.Linear(SIZE, labels)
 
     def forward(self, numbers, offsets):
-        """Bucket numbers of all texts and where each text begins → [texts, labels], before softmax."""
+        """Return scores [texts, labels] before softmax, from the bucket numbers of all texts and each text's offset."""
         return self.out(self.triples(numbers, offsets))
 
 

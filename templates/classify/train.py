@@ -1,4 +1,4 @@
-"""Trains the network on sentences.txt (seconds) and writes model/, the checkpoint that is served."""
+"""Train the network on sentences.txt, which takes seconds, and write model/, the checkpoint that is served."""
 
 import json
 import struct
@@ -32,7 +32,7 @@ def main():
 
 
 def save(network, path):
-    """The safetensors format: a header with each tensor's place, then the bytes (as the package of that name does)."""
+    """Write a safetensors file: a header with each tensor's place, then the bytes (like the package of that name)."""
     header, data = {}, b""
     for name, tensor in network.state_dict().items():
         content = bytes(tensor.detach().contiguous().view(torch.uint8).flatten().tolist())

@@ -5,11 +5,11 @@ from medusa_handler import HttpError
 
 
 def handle(event: CloudEvent) -> CloudEvent:
-    """An order → what it costs. An event may be delivered twice: the same id gives the same reply."""
+    """Return the price of an order. An event may be delivered twice; the same id gives the same reply."""
     try:
         total = sum(float(item["price"]) * int(item.get("count", 1)) for item in event.get_data()["items"])
     except (AttributeError, KeyError, TypeError, ValueError):
-        # What is bad stays bad: 400 is not delivered again, as 5xx is.
+        # A bad event stays bad. After a 400, the broker does not deliver it again, as it would after a 5xx.
         raise HttpError(400, 'expected data {"items": [{"price": 1.5, "count": 2}]}') from None
     attributes = {
         "type": "example.order.priced",

@@ -1,7 +1,7 @@
-"""The contestant `floor`: what any Python process needs that imports torch and tokenizers and maps the weights.
+"""The contestant `floor`: the least that a Python process must do which imports torch and maps the weights.
 
-It reads one byte of each page of the weights and multiplies two small matrices, in place of a forward pass.
-Arguments: model folder, prompt.
+It encodes the prompt, reads one byte of each page of the weights, and multiplies two small matrices instead of running
+a forward pass. Arguments: model folder, prompt.
 """
 
 import mmap

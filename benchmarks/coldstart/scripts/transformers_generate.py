@@ -1,6 +1,7 @@
-"""The contestant `transformers`, a fresh process: prints one JSON line at its first token, and one at the end.
+"""The contestant `transformers`, run in a fresh process. It prints a JSON line at its first token, and one at the end.
 
-Arguments: model folder, prompt, tokens to generate. With a fourth, batch sizes as 1,8, it goes on to measure those.
+Arguments: model folder, prompt, number of tokens to generate. With a fourth argument, batch sizes such as 1,8, the last
+line has the tokens per second at these sizes instead of the text.
 """
 
 import json
@@ -32,7 +33,7 @@ def generate(model: torch.nn.Module, inputs: dict[str, torch.Tensor], max_tokens
 
 
 def steady(model: torch.nn.Module, inputs: dict[str, torch.Tensor], max_tokens: int, sizes: list[int]) -> None:
-    """Tokens per second of whole generations, for each batch size, after one that warms up."""
+    """Print the tokens per second of a whole generation at each batch size, after a short one to warm up."""
     generate(model, inputs, 4)
     rates = {}
     for size in sizes:

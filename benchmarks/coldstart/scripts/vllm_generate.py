@@ -1,6 +1,7 @@
-"""vLLM's own cold start, a fresh process: `LLM(...)`, then one JSON line at its first token, and one at the end.
+"""vLLM's own cold start, run in a fresh process. It prints a JSON line at its first token, and one at the end.
 
-Arguments: model folder, prompt, tokens to generate, arguments of LLM as JSON. Needs vLLM and nothing of ours.
+Arguments: model folder, prompt, number of tokens to generate, arguments of `LLM` as JSON. Needs vLLM and nothing of
+ours.
 """
 
 import json
@@ -10,7 +11,7 @@ import sys
 
 def main() -> None:
     folder, prompt, max_tokens, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
-    # vLLM, its other processes and its libraries log to stdout.
+    # vLLM, its other processes and its libraries log to stdout. So the lines for the benchmark have another descriptor.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from vllm import LLM, SamplingParams
@@ -26,5 +27,5 @@ def main() -> None:
     print(json.dumps(generate(max_tokens)), file=answers, flush=True)
 
 
-if __name__ == "__main__":  # vLLM starts its other processes with spawn: they import this file again
+if __name__ == "__main__":  # vLLM spawns its other processes, which import this file again
     main()

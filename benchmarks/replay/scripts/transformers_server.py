@@ -1,4 +1,4 @@
-"""The system `transformers`: an OpenAI completions stream over a model's folder, one request at a time.
+"""The system `transformers`: a server that streams OpenAI completions, one request at a time.
 
 Arguments: model folder, port. Prompts are lists of token ids.
 """

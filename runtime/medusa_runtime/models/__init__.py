@@ -1,4 +1,4 @@
-"""Model families, one file each; their attributes have the names of the checkpoint's tensors."""
+"""Model families, one file each. Their attributes have the names of the checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NEED_TORCH = ("Attention", "DecoderModel", "ModelConfig")
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch with the first use of these names: deciding which model a checkpoint is needs none of them."""
+    """Import torch at the first use of a name that needs it. Finding out which model a checkpoint has needs none."""
     if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from medusa_runtime.models import base

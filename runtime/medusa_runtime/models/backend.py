@@ -1,6 +1,7 @@
-"""Which engine runs a checkpoint: the one decision that `serve`, `doctor`, `materialize` and `inspect` share.
+"""The decision which engine runs a checkpoint. `serve`, `doctor`, `materialize` and `inspect` share it.
 
-It needs only small files and no torch; ``verify`` also reads the model's configuration, which imports torch.
+It needs only the checkpoint's small files and no torch. ``verify`` also reads the model's configuration, which imports
+torch.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from .registry import architecture_of, has_family, is_encoder, model_config
 class Backend(NamedTuple):
     """What runs a checkpoint.
 
-    ``kind``: decoder, encoder or classifier of the torch engine, vllm, or handler, whose code runs the model itself.
-    ``foreign``: the torch engine runs it by transformers' code. ``quantization``: how its weights are quantized, if so.
+    ``kind`` is "decoder", "encoder" or "classifier" for the torch engine, "vllm" for the vLLM engine, or "handler" when
+    the user's code runs the model itself. ``architecture`` is the name in config.json (an encoder's ``model_type``).
+    ``foreign`` is true when the torch engine runs transformers' code for the model. ``quantization`` says how the
+    weights are quantized, and is empty when they are not.
     """
 
     kind: str
@@ -39,7 +42,9 @@ class Backend(NamedTuple):
 
 
 def backend(read: ReadFile, settings: Settings) -> Backend:
-    """Return what runs the checkpoint whose small files ``read`` returns (None for a file that it does not have).
+    """Return what runs a checkpoint.
+
+    ``read`` returns a small file of the checkpoint by its name, or None if there is no such file.
 
     Raises MismatchError without a config.json, CorruptError for one that is not JSON, ModelError for a model that the
     chosen engine does not run, and ConfigError for ``--engine none`` without a handler.
@@ -63,14 +68,14 @@ def backend(read: ReadFile, settings: Settings) -> Backend:
     stored = str(Fields(config).quantization() or "")
     if has_family(config):
         return Backend("decoder", architecture, quantization=stored)
-    from .transformers.catalog import known  # most models do without it
+    from .transformers.catalog import known  # most models do not need it
 
     found = known(config)
     return Backend(found.kind, found.name, True, stored)
 
 
 def verify(read: ReadFile, settings: Settings) -> Backend:
-    """Like ``backend``; also raises the engine's errors about keys in config.json, for which it imports torch."""
+    """Return what ``backend`` returns, and also check the keys of config.json as the engine would. Imports torch."""
     found = backend(read, settings)
     config = read_object(read, "config.json") or {}
     if found.foreign:

@@ -1,4 +1,4 @@
-"""What every family of decoders has: a configuration, and layers that run one by one over flat batches."""
+"""The parts that every family of decoders has: a configuration, and layers that run one by one over flat batches."""
 
 from __future__ import annotations
 
@@ -20,34 +20,37 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def dtype_in(fields: Fields) -> torch.dtype:
-    """The dtype that a config.json names; older ones call it ``torch_dtype``."""
+    """Return the dtype that a config.json names, in ``dtype`` or, in older files, ``torch_dtype``."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     return DTYPES[fields.choice(name, DTYPES, default="float32")]
 
 
 class Attention(Protocol):
-    """Attention over the tokens of this step and those before; the engine owns the cache behind it.
+    """Attention over the tokens of this step and of earlier steps. The engine owns the cache behind it.
 
-    It may have an attribute ``lengths`` [tokens]: how long each token's sequence is after this step. Only dynamic rope
-    scaling reads it.
+    An implementation may have an attribute ``lengths`` [tokens], the length of each token's sequence after this step.
+    Only dynamic rope scaling reads it.
     """
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
-        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] of the new tokens → like q.
+        """Compute the attention of the new tokens in one layer.
 
-        A token sees itself and earlier tokens of its sequence, the last ``window`` of them (itself included) if given.
+        q is [tokens, heads, head_dim], k and v are [tokens, kv_heads, head_dim], and the result has the shape of q.
+        A token sees itself and the earlier tokens of its sequence. With ``window``, it sees only the last ``window`` of
+        them, itself included.
         """
         ...
 
 
-MOST_LAYERS = 10_000  # the skeleton of a million takes minutes
+MOST_LAYERS = 10_000  # building the skeleton of a million layers takes minutes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What an engine must know about a model; each family adds what its layers need.
+    """The facts about a model that an engine needs. Each family adds what its layers need.
 
-    ``windows`` has the sliding window of each layer, or None. A model is foreign when transformers has its code.
+    ``windows`` has the sliding window of each layer in tokens, or None for a layer without one. ``is_foreign`` is true
+    when the model runs with transformers' code.
     """
 
     is_foreign: ClassVar[bool] = False
@@ -68,11 +71,11 @@ class ModelConfig:
 
     @classmethod
     def read(cls, architecture: str, fields: Fields) -> Self:
-        """The configuration of this family that ``fields`` describe; see ``registry.model_config``."""
+        """Read this family's configuration from the fields of a config.json; see ``registry.model_config``."""
         raise NotImplementedError
 
     def model(self) -> DecoderModel:
-        """The model itself, in evaluation mode; its parameters have no memory yet (load/skeleton.py)."""
+        """Return the model as a skeleton in evaluation mode: its parameters have no memory yet (load/skeleton.py)."""
         from medusa_runtime.models.registry import family
 
         with skeleton():
@@ -80,7 +83,11 @@ class ModelConfig:
 
     @staticmethod
     def common(architecture: str, fields: Fields, *, tied: bool, kv_heads: int | None = None) -> dict[str, Any]:
-        """The fields that all families share; ``tied`` and ``kv_heads`` are the family's defaults."""
+        """Read the fields that all families share, as arguments of the constructor.
+
+        ``tied`` is the family's default for ``tie_word_embeddings``. ``kv_heads`` replaces ``num_key_value_heads`` for
+        a family that has another key for it.
+        """
         hidden = fields.count("hidden_size", "n_embed")
         heads = fields.count("num_attention_heads", "n_head")
         if fields.get("head_dim") is None and hidden % heads:
@@ -107,51 +114,55 @@ class ModelConfig:
 
 
 class DecoderModel(nn.Module):
-    """A decoder-only transformer whose layers run in any range [start, stop), hidden states in and out.
+    """A decoder-only transformer that can run any range [start, stop) of its layers.
 
-    Batches are flat: the new tokens of all sequences one after another, without a batch dimension or padding. Its units
-    (embedding, each layer, final norm, head) are always called as modules, so that a loader can gate them.
+    Batches are flat: the new tokens of all sequences one after another, without a batch dimension or padding. The
+    embedding, each layer, the final norm and the head are always called as modules, so that a loader can put a gate on
+    each of them.
     """
 
     config_class: ClassVar[type[ModelConfig]]
-    # The modules that ``embed`` uses. Those beside them and ``layers`` are the ones of ``logits``. A family that names
-    # none cannot be split over several workers.
+    # The modules that ``embed`` uses. All other modules except ``layers`` belong to ``logits``. A family without an
+    # entry cannot be split over several workers.
     entry: ClassVar[tuple[str, ...]] = ()
     config: ModelConfig
     layers: nn.ModuleList
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """token_ids and positions [tokens] → hidden states [tokens, hidden]."""
+        """Compute the hidden states [tokens, hidden] before the first layer from token_ids and positions [tokens]."""
         raise NotImplementedError
 
     def run_layers(
         self, hidden: Tensor, positions: Tensor, attention: Attention, start: int = 0, stop: int | None = None
     ) -> Tensor:
-        """hidden [tokens, hidden] and positions [tokens] through the layers [start, stop) → [tokens, hidden]."""
+        """Run the layers [start, stop) on hidden [tokens, hidden] and positions [tokens]; return [tokens, hidden]."""
         context = self.prepare(hidden, positions, attention)
         for layer in itertools.islice(self.layers, start, stop):
             hidden = layer(hidden, context, attention)
         return hidden
 
     def prepare(self, hidden: Tensor, positions: Tensor, attention: Attention) -> Any:
-        """Return what all layers of a step share, such as the rope's cosines and sines; None if they share nothing."""
+        """Compute what all layers of a step share, such as the rope's cosines and sines; None if they share nothing."""
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] of the last layer → [rows, vocab], through the final norm and the head."""
+        """Run the final norm and the head on hidden [rows, hidden] of the last layer; return [rows, vocab]."""
         raise NotImplementedError
 
     def run(self, token_ids: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None) -> Tensor | None:
-        """token_ids and positions [tokens] through the whole model; the logits [rows, vocab] of these rows, if any."""
+        """Run the whole model on token_ids and positions [tokens].
+
+        Return the logits [rows, vocab] of the tokens at the indices ``rows``, or None when ``rows`` is None.
+        """
         hidden = self.run_layers(self.embed(token_ids, positions), positions, attention)
         if rows is None:
             return None
         return self.logits(hidden if len(rows) == len(hidden) else hidden[rows])
 
     def rename(self, name: str) -> str | None:
-        """The parameter that a checkpoint's tensor belongs to, or None for one that is not needed."""
+        """Return the parameter for a checkpoint's tensor, or None for a tensor that the model does not need."""
         raise NotImplementedError
 
     def applier(self, dtype: torch.dtype) -> Applier:
-        """Return what fills the model from a region, with floats of ``dtype``."""
+        """Return the applier that fills the model from a region, with floats of ``dtype``."""
         return Applier(self, dtype=dtype, quantization=self.config.quantization)

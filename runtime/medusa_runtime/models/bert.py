@@ -1,4 +1,4 @@
-"""BERT and RoBERTa encoders, under the tensor names of transformers' BertModel."""
+"""BERT and RoBERTa encoders, with the tensor names of transformers' BertModel."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from medusa_runtime.models.registry import ENCODERS
 
 _PREFIXES = ("bert.", "roberta.")
 _HEADS = ("cls.", "lm_head.", "classifier.", "qa_outputs.")
-_OLD = {"gamma": "weight", "beta": "bias"}  # parameters of layer norms in the first checkpoints
+_OLD = {"gamma": "weight", "beta": "bias"}  # the first checkpoints name the parameters of layer norms like this
 
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig:
-    """Sizes of an encoder; ``first_position`` is the row of the position table that the first token takes."""
+    """The sizes of an encoder. ``first_position`` is the row of the position table for the first token of a text."""
 
     vocab_size: int
     hidden_size: int
@@ -39,7 +39,7 @@ class BertConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], *, pooler: bool = True) -> Self:
-        """The sizes in a config.json. Raises ModelError for another kind of model, ConfigError for a missing key."""
+        """Read the sizes from a config.json. Raises ModelError for another kind of model, ConfigError for a bad key."""
         kind = raw.get("model_type")
         if kind not in ENCODERS:
             raise ModelError(f"config.json: model_type is {kind!r}; expected an encoder: {', '.join(ENCODERS)}")
@@ -57,14 +57,14 @@ class BertConfig:
             segments=fields.count("type_vocab_size", default=2),
             norm_eps=fields.number("layer_norm_eps", default=1e-12),
             activation=fields.choice("hidden_act", ACTIVATIONS, default="gelu"),
-            # RoBERTa's positions begin behind the padding's index.
+            # RoBERTa's positions begin after the padding's index.
             first_position=0 if kind == "bert" else fields.index("pad_token_id", default=1) + 1,
             pooler=pooler,
         )
 
     @property
     def longest(self) -> int:
-        """The number of tokens in the longest text."""
+        """The number of tokens that a text can have at most."""
         return self.max_positions - self.first_position
 
 
@@ -101,7 +101,7 @@ class SelfAttention(nn.Module):
 
 
 class Residual(nn.Module):
-    """A projection, added to its input, and a layer norm of the sum."""
+    """A projection whose output is added to ``before``, and a layer norm of the sum."""
 
     def __init__(self, inputs: int, config: BertConfig) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Residual(nn.Module):
 
 
 class Dense(nn.Module):
-    """A projection alone; checkpoints name it ``dense``."""
+    """A projection by itself, which checkpoints name ``dense``."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -158,10 +158,11 @@ class BertEncoder(nn.Module):
 
 
 class Bert(nn.Module):
-    """Token ids [batch, tokens] → hidden states [batch, tokens, hidden] of the last layer.
+    """An encoder: token ids [batch, tokens] → hidden states [batch, tokens, hidden] of the last layer.
 
-    ``mask`` [batch, tokens] is true for tokens and false for padding, which is at the end; None when there is none.
-    ``segments`` [batch, tokens] is 0 in the first text and 1 in the second. ``pooled`` is BertModel's pooler_output.
+    ``mask`` [batch, tokens] is true for tokens and false for padding, which is at the end. Without padding it may be
+    None. ``segments`` [batch, tokens] is 0 for the first text of a pair and 1 for the second. ``pooled`` computes
+    BertModel's ``pooler_output``.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -179,13 +180,13 @@ class Bert(nn.Module):
         return cast(Tensor, self.encoder(hidden, None if mask is None else mask.bool()[:, None, None, :]))
 
     def pooled(self, hidden: Tensor) -> Tensor:
-        """hidden [batch, tokens, hidden] → [batch, hidden]: the first token through the trained pooler."""
+        """Run the trained pooler on each text's first token: hidden [batch, tokens, hidden] → [batch, hidden]."""
         if self.pooler is None:
             raise ModelError("this encoder was made without a pooler; expected BertConfig(pooler=True)")
         return torch.tanh(self.pooler(hidden[:, 0]))
 
     def rename(self, name: str) -> str | None:
-        """The parameter that a checkpoint's tensor belongs to; None for heads of other tasks and computed buffers."""
+        """Return the parameter for a checkpoint's tensor; None for heads of other tasks and for computed buffers."""
         if name.startswith(_HEADS) or name.endswith(("position_ids", "token_type_ids")):
             return None
         for prefix in _PREFIXES:

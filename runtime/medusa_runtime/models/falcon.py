@@ -1,4 +1,4 @@
-"""Falcon: attention and MLP in parallel on one layer norm (7B) or on two, or one after the other."""
+"""Falcon. Attention and MLP run in parallel, after one layer norm (7B) or one each, or they run one after the other."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FalconConfig(ModelConfig):
 
 
 class FalconAttention(nn.Module):
-    """Attention whose q, k and v are one tensor: for each kv head its query heads, then its key, then its value."""
+    """Attention with one tensor for q, k and v. It has, for each kv head, its query heads, its key and its value."""
 
     def __init__(self, config: FalconConfig, index: int) -> None:
         super().__init__()

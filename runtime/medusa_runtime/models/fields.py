@@ -1,4 +1,4 @@
-"""Reading a config.json: each value has the right type, or one error names its key."""
+"""Reading a config.json. A value of the wrong type raises an error that names its key."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from medusa_runtime.errors import ConfigError, CorruptError
 if TYPE_CHECKING:
     from medusa_runtime.load.quantized.scheme import Quantization
 
-QUANTIZED = ("quantization_config", "compression_config")  # the key is one of these
+QUANTIZED = ("quantization_config", "compression_config")  # the keys that may describe a quantization
 ReadFile = Callable[[str], bytes | None]
 _MISSING = object()
-_MOST = (1 << 31) - 1  # of what a model counts
+_MOST = (1 << 31) - 1  # the largest count, such as a number of layers or a vocabulary's size
 _MOST_NUMBER = 1e30
 _MOST_SHOWN = 100  # characters of a wrong value
 
 
 def read_json(read: ReadFile, name: str) -> Any:
-    """The JSON value in a small file of a checkpoint; None without the file. Raises CorruptError for other text."""
+    """Read a small JSON file of a checkpoint; None if it is absent. Raises CorruptError if it is not JSON."""
     data = read(name)
     return None if data is None else _parsed(name, data)
 
 
 def read_object(read: ReadFile, name: str) -> dict[str, Any] | None:
-    """The JSON object in a small file; None without the file. Raises CorruptError when it is something else."""
+    """Read a JSON object from a small file; None if it is absent. Raises CorruptError if it is something else."""
     data = read(name)
     if data is None:
         return None
@@ -46,18 +46,23 @@ def _parsed(name: str, data: bytes) -> Any:
 
 
 class Fields:
-    """The keys of one JSON object. A key that is null counts as absent, as it does for transformers."""
+    """The keys of one JSON object, read with checks of their types.
+
+    A method that takes several names reads the first that is present. A key that is null counts as absent, as it does
+    for transformers. ``where`` names the object in errors. Each method raises ConfigError for a wrong value, and for an
+    absent one without a default.
+    """
 
     def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
         self.raw = raw
         self.where = where
 
     def get(self, *names: str) -> Any:
-        """The value of the first of these keys that is present, or None."""
+        """Return the value of the first of these keys that is present, or None. It can have any type."""
         return next((self.raw[name] for name in names if self.raw.get(name) is not None), None)
 
     def count(self, *names: str, default: int | None = None, most: int = _MOST) -> int:
-        """A positive integer. Raises ConfigError if it is absent and has no default, or is something else."""
+        """Read a positive integer of at most ``most``."""
         value = self._value(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(names[0], "a positive integer", value)
@@ -66,21 +71,21 @@ class Fields:
         return value
 
     def index(self, *names: str, default: int) -> int:
-        """An integer of 0 or more."""
+        """Read an integer of 0 or more."""
         value = self._value(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise self.error(names[0], "an integer of 0 or more", value)
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """A finite number of 0 or more."""
+        """Read a finite number of 0 or more."""
         value = self._value(names, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST_NUMBER:
             raise self.error(names[0], "a number of 0 or more", value)
         return float(value)
 
     def positive(self, *names: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Read a finite number above 0."""
         value = self.number(*names, default=default)
         if not value:
             raise self.error(names[0], "a number above 0", self._value(names, default))
@@ -99,7 +104,7 @@ class Fields:
         return value
 
     def names(self, name: str) -> list[str] | None:
-        """A list of names; None if it is absent."""
+        """Read a list of names; None if it is absent."""
         value = self.get(name)
         if value is not None and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
             raise self.error(name, "a list of names", value)
@@ -107,7 +112,7 @@ class Fields:
         return found
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """One token id, several, or none."""
+        """Read a token id or a list of them, as a tuple. It is empty if the key is absent."""
         value = self.get(name)
         found = () if value is None else tuple(value) if isinstance(value, list) else (value,)
         if not all(isinstance(item, int) for item in found):
@@ -115,15 +120,15 @@ class Fields:
         return found
 
     def quantization(self) -> Quantization | None:
-        """Return how the weights are quantized, if they are. Raises ConfigError for a way that is not supported."""
+        """Read how the weights are quantized, or None. Raises ConfigError for a format that is not supported."""
         if self.get(*QUANTIZED) is None:
             return None
-        from medusa_runtime.load.quantized.scheme import Quantization  # most checkpoints do without it
+        from medusa_runtime.load.quantized.scheme import Quantization  # most checkpoints do not need it
 
         return Quantization.of(self.raw, self.where)
 
     def error(self, name: str, expected: str, found: Any) -> ConfigError:
-        """The error for a key whose value is not as expected."""
+        """Return the error for a key whose value is not what was expected."""
         shown = "nothing" if found is _MISSING else shortened(found)
         return ConfigError(f"{self.where}: expected {name} to be {expected}, found {shown}")
 
@@ -135,7 +140,7 @@ class Fields:
 
 
 def shortened(value: Any) -> str:
-    """A value in words for a message: its file may hold megabytes, or a number of too many digits to be written."""
+    """Return a value as text for a message, shortened: it may be megabytes long, or a number too long to print."""
     try:
         text = repr(value[: _MOST_SHOWN + 1] if isinstance(value, str | list) else value)
     except ValueError:

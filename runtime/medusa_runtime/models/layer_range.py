@@ -1,4 +1,4 @@
-"""A range of a model's layers, and what else of the model goes with it."""
+"""A range of a model's layers, and the other modules that belong to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 class LayerRange(NamedTuple):
-    """The layers [start, stop) of ``total``. The embedding goes with the first, norm and head with the last."""
+    """The layers [start, stop) of a model with ``total`` layers.
+
+    The embedding belongs to the range with the first layer, and the final norm and the head to the range with the last.
+    """
 
     start: int
     stop: int
@@ -19,7 +22,7 @@ class LayerRange(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, count: int) -> LayerRange:
-        """Read ``START:STOP``. ConfigError when a model of ``count`` layers has no such range."""
+        """Read ``START:STOP``. Raises ConfigError when a model with ``count`` layers has no such range."""
         start, separator, stop = text.partition(":")
         if not (separator and start.isascii() and stop.isascii() and start.isdigit() and stop.isdigit()):
             raise ConfigError(f"layers={text!r} cannot be used: expected START:STOP, such as 0:8")
@@ -36,7 +39,7 @@ class LayerRange(NamedTuple):
         return self.stop == self.total
 
     def needs(self, model: DecoderModel, name: str) -> bool:
-        """Return whether this range runs the module or uses the parameter of this qualified name."""
+        """Return whether this range needs the module or parameter with this qualified name."""
         unit, _, rest = name.partition(".")
         if unit == "layers":
             number = rest.partition(".")[0]

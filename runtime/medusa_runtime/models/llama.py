@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and families that differ by a bias, a norm or a window: Mistral, Yi, Qwen2, Qwen2.5, Qwen3."""
+"""Llama 2 and 3, and families that differ only by a bias, a norm or a window: Mistral, Yi, Qwen2, Qwen2.5, Qwen3."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class LlamaConfig(ModelConfig):
 
 
 def _windows(architecture: str, fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer: Mistral has one for all layers, Qwen one for some."""
+    """Return the sliding window of each layer. Mistral has one for all layers, and Qwen has one for some."""
     if architecture == "MistralForCausalLM":
-        # null means no window; an absent key means that of the first Mistral
+        # null means no window; without the key, the window is the one of the first Mistral
         window = 4096 if "sliding_window" not in fields.raw else fields.get("sliding_window")
         return (window and fields.count("sliding_window", default=4096),) * layers
     if not architecture.startswith("Qwen") or not fields.flag("use_sliding_window", default=False):
@@ -67,7 +67,7 @@ def _windows(architecture: str, fields: Fields, layers: int) -> tuple[int | None
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention with rope; Qwen3 norms each head of q and k first."""
+    """Grouped-query attention with rope. Qwen3 applies a norm to each head of q and k before the rope."""
 
     FUSED = (("q_proj", "k_proj", "v_proj"),)
 
@@ -89,7 +89,7 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(size, config.norm_eps)
 
     def forward(self, normed: Tensor, hidden: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
-        """``hidden`` plus the attention over ``normed``."""
+        """Return ``hidden`` plus the attention over ``normed``."""
         q, k, v = project(normed, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = q.view(self.q_shape), k.view(self.kv_shape), v.view(self.kv_shape)
         if self.qk_norm:
@@ -100,7 +100,7 @@ class SelfAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU (Shazeer, 2020)."""
+    """A gated perceptron: SwiGLU (Shazeer, 2020) when the activation is SiLU."""
 
     FUSED = (("gate_proj", "up_proj"),)
 
@@ -113,7 +113,7 @@ class GatedMLP(nn.Module):
         self.silu = self.activation is ACTIVATIONS["silu"]
 
     def forward(self, normed: Tensor, hidden: Tensor) -> Tensor:
-        """``hidden`` plus the network's output for ``normed``."""
+        """Return ``hidden`` plus the network's output for ``normed``."""
         gate, up = project(normed, self.gate_proj, self.up_proj)
         gated = silu_gate(gate, up) if self.silu else self.activation(gate) * up
         return cast(Tensor, self.down_proj(gated, hidden))
@@ -157,6 +157,6 @@ class Llama(DecoderModel):
         return cast(Tensor, self.lm_head(self.norm(hidden)))
 
     def rename(self, name: str) -> str | None:
-        if name.endswith("rotary_emb.inv_freq"):  # early checkpoints carry this computed buffer
+        if name.endswith("rotary_emb.inv_freq"):  # early checkpoints contain this computed buffer
             return None
         return name.removeprefix("model.")

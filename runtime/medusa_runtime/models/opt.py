@@ -1,4 +1,4 @@
-"""OPT: learned positions, layer norms before or (350m) after, embeddings that may be narrower than the layers."""
+"""OPT. Positions are learned, layer norms come first or (350m) last, and embeddings may be narrower than the layers."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ ARCHITECTURES: dict[str, str] = {
 
 # The model_type of encoders, which turn text into vectors; models/bert.py runs them.
 ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert")
-CLASSIFIER = "ForSequenceClassification"  # how transformers' classifiers of texts are named
+CLASSIFIER = "ForSequenceClassification"  # the end of the names of transformers' text classifiers
 
 
 def is_encoder(raw: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes one of these encoders, not a classifier or a decoder."""
+    """Return whether a config.json describes one of ENCODERS, and not a classifier or a decoder."""
     named = raw.get("architectures")
     names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     other = any(name in ARCHITECTURES or name.endswith(CLASSIFIER) for name in names)
@@ -38,13 +38,13 @@ def is_encoder(raw: Mapping[str, Any]) -> bool:
 
 
 def has_family(raw: Mapping[str, Any]) -> bool:
-    """Return whether a decoder's config.json describes one of ours; transformers may run the others."""
-    # Falcon's first small models have ALiBi, which ours does not.
+    """Return whether one of our families runs the decoder of a config.json. transformers may run the others."""
+    # Falcon's first small models have ALiBi, which our Falcon lacks.
     return architecture_of(raw) in ARCHITECTURES and not (raw.get("model_type") == "falcon" and raw.get("alibi"))
 
 
 def family(architecture: str) -> type[DecoderModel]:
-    """The model class of an architecture. Raises ModelError, which lists the known ones."""
+    """Return the model class of an architecture. Raises ModelError, which lists the known ones."""
     if architecture not in ARCHITECTURES:
         raise unsupported(architecture)
     module, _, name = ARCHITECTURES[architecture].partition(":")
@@ -53,9 +53,10 @@ def family(architecture: str) -> type[DecoderModel]:
 
 
 def model_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """The configuration of the decoder that a checkpoint's parsed config.json describes. Imports torch.
+    """Return the configuration of the decoder that a parsed config.json describes. Imports torch.
 
-    Raises ModelError (an architecture or feature we do not have) and ConfigError (a key is missing or wrong).
+    Raises ModelError for an architecture or a feature that is not supported, and ConfigError for a key that is missing
+    or wrong.
     """
     architecture = architecture_of(raw)
     if not has_family(raw):
@@ -66,7 +67,7 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def unsupported(architecture: str, reason: str = "transformers has no such class") -> ModelError:
-    """The error for an architecture that the torch engine does not run."""
+    """Return the error for an architecture that the torch engine does not run."""
     return ModelError(
         f"the torch engine does not know the architecture {architecture[:100]}, and {reason}; expected one of "
         f"{', '.join(ARCHITECTURES)}, one that transformers knows, or --engine vllm"
@@ -74,13 +75,13 @@ def unsupported(architecture: str, reason: str = "transformers has no such class
 
 
 def import_families() -> None:
-    """Import every family's module, in a process from which engines are forked."""
+    """Import every family's module, for a process from which engines are forked."""
     for target in set(ARCHITECTURES.values()):
         import_module(f"medusa_runtime.models.{target.partition(':')[0]}")
 
 
 def architecture_of(raw: Mapping[str, Any]) -> str:
-    """The first known one of a config.json's ``architectures``, else the first. Raises ModelError without any."""
+    """Return the first of a config.json's ``architectures`` that we know, or else the first. Raises ModelError."""
     named = raw.get("architectures")
     if not isinstance(named, list) or not named or not all(isinstance(name, str) for name in named):
         raise ModelError(

@@ -1,4 +1,7 @@
-"""How an encoder turns a text into one vector, from the files that sentence-transformers puts beside the weights."""
+"""Settings of a sentence encoder, which turns a text into one vector.
+
+They are in the files that sentence-transformers puts beside the weights.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ _KINDS = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True)
 class Sentences:
-    """The settings of a sentence encoder; the defaults hold for a checkpoint without such files.
+    """The settings of a sentence encoder. The defaults are for a checkpoint without such files.
 
-    ``pooling`` is a name in POOLINGS, ``unit`` whether vectors are scaled to length 1, and ``max_tokens`` the length of
-    text that it was trained for.
+    ``pooling`` is a name in POOLINGS, ``unit`` says whether vectors are scaled to length 1, and ``max_tokens`` is the
+    length of text that the encoder was trained for.
     """
 
     pooling: str = "mean"

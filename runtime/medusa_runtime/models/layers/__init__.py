@@ -1,1 +1,1 @@
-"""The parts that models are made of: projections, norms, positions, activations, attention without a cache, pooling."""
+"""Parts of models: projections, norms, positions, activations, attention without a cache, and pooling."""

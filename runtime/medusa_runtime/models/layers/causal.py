@@ -10,7 +10,7 @@ from medusa_runtime.kernels.paged import weighed
 
 
 class CausalAttention:
-    """Attention for a forward over one whole sequence; the plainest implementation of ``Attention``."""
+    """Attention for a forward pass over one whole sequence: the simplest implementation of ``Attention``."""
 
     def __init__(self, tokens: int) -> None:
         self.lengths = torch.full((tokens,), tokens)

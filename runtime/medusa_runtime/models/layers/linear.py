@@ -1,4 +1,4 @@
-"""Projections that use the fastest product on this machine."""
+"""Projections that use the fastest matrix product on this machine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from medusa_runtime.models.layers.lora import AdaptedLayer, add_adapters
 
 
 class Linear(nn.Linear):
-    """A linear layer: [tokens, in] → [tokens, out]. ``adapted`` is set once an adapter has matrices for it."""
+    """A linear layer: [tokens, in] → [tokens, out]. ``adapted`` is set once a LoRA adapter has matrices for it."""
 
     adapted: AdaptedLayer | None = None
 
     def reset_parameters(self) -> None:
-        """Do nothing: a loader brings the values."""
+        """Do nothing, because a loader brings the values."""
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The projection of ``input``, plus ``residual`` [tokens, out] if there is one."""
+        """Project ``input``, and add ``residual`` [tokens, out] if there is one."""
         out = linear(input, self.weight, self.bias, residual)
         if self.adapted is not None and self.adapted.step.groups:
             add_adapters(input, (out,), (self.adapted,))
@@ -27,7 +27,7 @@ class Linear(nn.Linear):
 
 
 def project(x: Tensor, *projections: Linear) -> Sequence[Tensor]:
-    """x [tokens, in] through each projection, as one product where there is a kernel for that."""
+    """Return each projection of x [tokens, in], computed as one product where there is a kernel for it."""
     weights = [projection.weight for projection in projections]
     outs = linears(x, weights, [projection.bias for projection in projections])
     for projection in projections:

@@ -1,7 +1,7 @@
-"""LoRA (Hu et al., 2021) beside the layers of a model: what a step's adapters add to the products of its linear layers.
+"""LoRA adapters (Hu et al., 2021): the products that they add to those of a model's linear layers.
 
-A layer computes the base's product for all rows of a step. Each adapter then adds its own low-rank product to the rows
-of its sequences, so that one step serves several adapters and the base model.
+A layer computes the base model's product for all rows of a step. Each adapter then adds its own low-rank product to the
+rows of its sequences. So one step serves several adapters and the base model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from medusa_runtime.kernels import small_linear
 class Pair(NamedTuple):
     """An adapter's matrices for one layer: ``a`` [rank, in], already scaled, and ``b`` [out, rank].
 
-    Layers that multiply the same input have their ``a`` in one matrix, ``together``, this one's from row ``start`` on.
+    The ``a`` of layers with the same input are parts of one matrix, ``together``; this layer's begins at row ``start``.
     """
 
     a: Tensor
@@ -26,13 +26,14 @@ class Pair(NamedTuple):
     start: int = 0
 
 
-Pairs = Mapping[str, Pair]  # by the layer's name in the model
+Pairs = Mapping[str, Pair]  # an adapter's matrices, by the layer's name in the model
 
 
 class AdapterStep:
-    """The adapters of the step that runs, each with the rows of its sequences among the step's ``tokens``.
+    """The adapters of the running step. All layers of a model share this object.
 
-    ``misfits`` are the names of layers that were not given all of these tokens, so that nothing could be added.
+    ``groups`` has each adapter's matrices and the rows of its sequences among the step's ``tokens``. ``misfits``
+    collects the names of layers whose input did not have exactly these tokens, so that nothing could be added.
     """
 
     def __init__(self) -> None:
@@ -42,14 +43,17 @@ class AdapterStep:
 
 
 class AdaptedLayer(NamedTuple):
-    """A linear layer that some adapter changes: the name under which adapters have their matrices for it."""
+    """What a linear layer needs for adapters: its name in their ``Pairs``, and the running step."""
 
     name: str
     step: AdapterStep
 
 
 def add_adapters(x: Tensor, outs: Sequence[Tensor], layers: Sequence[AdaptedLayer | None]) -> None:
-    """Add what the step's adapters make of x [..., in] to each of ``outs`` [..., out], the layers' own products."""
+    """Add the products of the step's adapters with x [..., in] to ``outs`` [..., out], the layers' own products.
+
+    ``layers`` has an entry for each of ``outs``. It is None for a layer without an adapter; not all may be None.
+    """
     step = next(layer.step for layer in layers if layer is not None)
     x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if x.shape[0] != step.tokens:
@@ -67,7 +71,7 @@ def add_adapters(x: Tensor, outs: Sequence[Tensor], layers: Sequence[AdaptedLaye
                 together = small_linear(part, pair.together) if together is None else together
                 low = together[:, pair.start : pair.start + pair.a.shape[0]]
             whole = out if out.dim() == 2 else out.view(-1, out.shape[-1])
-            whole[rows].add_(small_linear(low, pair.b))  # += would copy the rows onto themselves, too
+            whole[rows].add_(small_linear(low, pair.b))  # += would also copy the rows onto themselves
 
 
 __all__ = ["AdaptedLayer", "AdapterStep", "Pair", "Pairs", "add_adapters"]

@@ -1,4 +1,4 @@
-"""Root-mean-square norm (Zhang and Sennrich, 2019), computed in fp32 and rounded where transformers rounds."""
+"""Root-mean-square norm (Zhang and Sennrich, 2019), computed in fp32 and rounded in the same places as transformers."""
 
 from __future__ import annotations
 

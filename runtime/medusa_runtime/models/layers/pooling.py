@@ -9,13 +9,16 @@ from torch import Tensor
 
 
 def mean(hidden: Tensor, mask: Tensor) -> Tensor:
-    """The mean of the tokens: hidden [batch, tokens, size], mask [batch, tokens] (false: padding) → [batch, size]."""
+    """Return the mean of each text's tokens [batch, size].
+
+    hidden is [batch, tokens, size]; mask [batch, tokens] is false for padding.
+    """
     weights = mask.unsqueeze(-1).to(hidden.dtype)
     return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
 
 
 def first(hidden: Tensor, mask: Tensor) -> Tensor:
-    """The first token's vector, BERT's [CLS]: hidden [batch, tokens, size] → [batch, size]."""
+    """Return the vector of the first token, BERT's [CLS]: hidden [batch, tokens, size] → [batch, size]."""
     return hidden[:, 0]
 
 
@@ -23,5 +26,5 @@ POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": mean, "cls": 
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """Each vector [..., size] scaled to length 1, so that a dot product is the cosine."""
+    """Scale each vector [..., size] to length 1, so that a dot product of two is their cosine."""
     return F.normalize(vectors, dim=-1)

@@ -1,6 +1,6 @@
-"""Rotary position embeddings (Su et al., 2021) and the ways to stretch them beyond the trained length.
+"""Rotary position embeddings (Su et al., 2021), and ways to stretch them beyond the trained length.
 
-There is no table: the cosines and sines of a step are computed from its positions, once for all layers, in some 20 µs.
+There is no table. The cosines and sines of a step are computed from its positions, once for all layers, in about 20 µs.
 So a rope holds no memory, has no longest position, and needs nothing from the checkpoint.
 """
 
@@ -27,13 +27,16 @@ class Rotation(NamedTuple):
     sin: Tensor
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k [tokens, heads, head_dim] with their first ``rotated`` dimensions rotated; may overwrite both."""
+        """Rotate the first ``rotated`` dimensions of q and k [tokens, heads, head_dim]; may overwrite both."""
         return rotate(q, k, self.cos, self.sin)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """The rope that a config.json describes, with its names. ``size`` counts the rotated dimensions of a head."""
+    """The rope that a config.json describes, with the names used there.
+
+    ``kind`` is one of KINDS, and ``size`` the number of dimensions of a head that are rotated.
+    """
 
     kind: str
     size: int
@@ -50,7 +53,10 @@ class RopeConfig:
 
     @classmethod
     def read(cls, fields: Fields, *, head_dim: int, max_positions: int) -> RopeConfig:
-        """Read ``rope_parameters`` (transformers 5), else ``rope_theta`` and ``rope_scaling``. Raises ModelError."""
+        """Read ``rope_parameters`` (transformers 5), or else ``rope_theta`` and ``rope_scaling``.
+
+        Raises ModelError for an unknown kind of rope, and ConfigError for a wrong value.
+        """
         key = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
         raw = fields.get(key) or {}
         if not isinstance(raw, dict):
@@ -91,7 +97,7 @@ class RopeConfig:
 
 
 def _rotated(rope: Fields, head_dim: int) -> int:
-    """How many values of each head are rotated, in pairs."""
+    """Return how many dimensions of each head are rotated. The number is even, because they are rotated in pairs."""
     part = rope.positive("partial_rotary_factor", default=1.0)
     size = int(head_dim * part)
     if not 2 <= size <= head_dim or size % 2:
@@ -100,18 +106,20 @@ def _rotated(rope: Fields, head_dim: int) -> int:
 
 
 class Rope:
-    """Computes the rotation of a step from its positions."""
+    """A rope, which computes the rotation of a step from its positions."""
 
     def __init__(self, config: RopeConfig) -> None:
         self.config = config
         self._frequencies: Tensor | None = None
 
     def rotation(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> Rotation:
-        """positions [tokens] → the rotation, computed in fp32 and then rounded to ``dtype``.
+        """Return the rotation for positions [tokens], computed in fp32 and then rounded to ``dtype``.
 
-        ``lengths`` [tokens]: how long each token's sequence is after this step; without it each ends at its token.
+        ``lengths`` [tokens] has the length of each token's sequence after this step. Without it, each sequence ends
+        with its token.
         """
-        frequencies = self._frequencies  # made here, on the device of the positions
+        # Made here and not in the constructor, because only the positions show the device.
+        frequencies = self._frequencies
         if frequencies is None or frequencies.device != positions.device:
             frequencies = self._frequencies = _frequencies(self.config).to(positions.device)
         if self.config.kind == "dynamic":
@@ -130,7 +138,7 @@ def _exponents(config: RopeConfig) -> Tensor:
 
 
 def _frequencies(config: RopeConfig) -> Tensor:
-    """The frequencies [rotated / 2] in radians per position."""
+    """Return the frequencies [rotated / 2] in radians per position."""
     frequencies = 1.0 / (config.theta ** _exponents(config))
     if config.kind == "linear":
         return frequencies / config.factor
@@ -142,7 +150,7 @@ def _frequencies(config: RopeConfig) -> Tensor:
 
 
 def _dynamic(config: RopeConfig, lengths: Tensor) -> Tensor:
-    """NTK-aware scaling that grows with the sequence: [tokens] lengths → [tokens, rotated / 2]."""
+    """Return frequencies [tokens, rotated / 2] for lengths [tokens]: NTK-aware scaling that grows with the sequence."""
     longest = lengths.clamp(min=config.max_positions).to(torch.float64)
     stretch = config.factor * longest / config.max_positions - (config.factor - 1)
     base = config.theta * stretch ** (config.size / (config.size - 2))
@@ -150,15 +158,15 @@ def _dynamic(config: RopeConfig, lengths: Tensor) -> Tensor:
 
 
 def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Llama 3.1's scaling: low frequencies are stretched, high ones kept, those between blended."""
-    turns = config.original_max_positions * frequencies / (2 * math.pi)  # over the trained length
+    """Scale like Llama 3.1: divide low frequencies by the factor, keep high ones, and blend those between."""
+    turns = config.original_max_positions * frequencies / (2 * math.pi)  # full turns over the trained length
     blend = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     blend = blend.clamp(0, 1)
     return (1 - blend) * frequencies / config.factor + blend * frequencies
 
 
 def _yarn(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """YaRN's scaling (Peng et al., 2023, §3.2): like llama3's, but blended linearly over the dimensions."""
+    """Scale like YaRN (Peng et al., 2023, §3.2): like Llama 3.1, but blend linearly over the dimensions."""
 
     def dimension(turns: float) -> float:
         length = math.log(config.original_max_positions / (turns * 2 * math.pi))
@@ -174,7 +182,7 @@ def _yarn(config: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _attention_factor(rope: Fields, factor: float) -> float:
-    """YaRN's temperature, with which the cosines and sines are multiplied."""
+    """Return YaRN's temperature, a factor for the cosines and sines."""
 
     def temperature(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

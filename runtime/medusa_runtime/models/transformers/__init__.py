@@ -1,1 +1,1 @@
-"""Architectures that have no family here: modules of transformers, on our skeleton, loader, cache and scheduler."""
+"""Architectures without a family of ours: modules of transformers, with our skeleton, loader, cache and scheduler."""

@@ -1,4 +1,4 @@
-"""Applies a checkpoint of transformers to a module of transformers: names and fused tensors as ``from_pretrained``."""
+"""An applier for modules of transformers. It renames and fuses a checkpoint's tensors as ``from_pretrained`` does."""
 
 from __future__ import annotations
 
@@ -22,16 +22,23 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class _Fused:
-    """Tensors of a checkpoint that together become one or more of the module, such as a layer's experts."""
+    """Tensors of a checkpoint that together become one or more tensors of the module, such as a layer's experts.
+
+    ``sources`` has, for the name of each such tensor in the checkpoint, the converter's pattern and the tensor's number
+    in the group. ``arrived`` has the tensors that have been loaded so far.
+    """
 
     converter: Any
     target: str
-    sources: dict[str, tuple[str, int]] = field(default_factory=dict)  # the checkpoint's name → pattern, its number
+    sources: dict[str, tuple[str, int]] = field(default_factory=dict)
     arrived: dict[str, Tensor] = field(default_factory=dict)
 
 
 class TransformersApplier(FactoryApplier):
-    """Tensors that the module has no place for are left out, as transformers does; a missing one is an error."""
+    """The applier for a module of transformers, which ``factory`` builds again if needed.
+
+    A tensor that the module has no place for is left out, as in transformers. A missing one is an error.
+    """
 
     def __init__(
         self,
@@ -51,7 +58,7 @@ class TransformersApplier(FactoryApplier):
         return self._float
 
     def target(self, name: str) -> str | None:
-        """The module's tensor that a tensor of the checkpoint belongs to, or is a part of."""
+        """Return the module's tensor that a checkpoint's tensor becomes or is fused into; None if there is none."""
         target, _, _ = self._names.of(name)
         return target if target in self._places else None
 
@@ -67,7 +74,10 @@ class TransformersApplier(FactoryApplier):
         return self._fused_plan(index, groups)
 
     def _fused_plan(self, index: WeightIndex, groups: dict[str, _Fused]) -> Plan:
-        """Like ``plan``; each source of a fused tensor gets a place of its own, with the owners of the fused one."""
+        """Return the plan for a checkpoint with fused tensors.
+
+        Each source of a fused tensor gets a place of its own, with the same owners as the fused tensor.
+        """
         fused: dict[str, Place] = {}
         made: set[str] = set()
         for group in groups.values():
@@ -96,7 +106,7 @@ class TransformersApplier(FactoryApplier):
         return Plan(dict(order), found.missing)
 
     def _results(self, group: _Fused) -> list[str]:
-        """The names of the module's tensors that a group becomes."""
+        """Return the names of the module's tensors that a group becomes."""
         targets = group.converter.target_patterns
         first = next((pattern for pattern in targets if pattern in group.target), None)
         names = [group.target] if first is None else [group.target.replace(first, pattern, 1) for pattern in targets]
@@ -131,7 +141,7 @@ class TransformersApplier(FactoryApplier):
 
 
 class _Names:
-    """Where the tensors of a checkpoint go in a module of transformers."""
+    """A table of where a checkpoint's tensors go in a module of transformers."""
 
     def __init__(self, module: Any) -> None:
         from transformers import core_model_loading
@@ -148,7 +158,7 @@ class _Names:
         self._found: dict[str, tuple[str, str | None, Any]] = {}
 
     def of(self, name: str) -> tuple[str, str | None, Any]:
-        """The name in the module, and the pattern and converter through which the tensor goes, if any."""
+        """Return a tensor's name in the module, and the pattern and the converter that it needs, or None for both."""
         if name not in self._found:
             rename = self._loading.rename_source_key
             target, pattern = rename(name, self._renamings, self._converters, self._prefix, self._own)
@@ -159,7 +169,7 @@ class _Names:
 
 
 def keep_wide(module: Any) -> None:
-    """Give the parameters that transformers always keeps in float32 that type."""
+    """Convert to float32 the parameters that transformers always keeps in float32."""
     parts = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     for name, parameter in list(module.named_parameters()):
         if parts & set(name.split(".")) and parameter.dtype in (torch.bfloat16, torch.float16):

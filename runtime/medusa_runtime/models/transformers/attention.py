@@ -1,4 +1,7 @@
-"""Our attention behind transformers' interface for it; its modules call it with their new keys and values."""
+"""The engine's attention behind transformers' interface for attention.
+
+The modules of transformers call it with their new keys and values.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ STEP = "medusa_step"  # the attribute of an attention module of transformers tha
 
 
 class Step:
-    """What the attention modules of one model share: the engine's attention for the step that runs."""
+    """The state that the attention modules of one model share: the engine's attention for the running step."""
 
     attention: Attention
     head_dim: int
@@ -30,7 +33,7 @@ class Step:
         self._rotations: dict[int, tuple[Tensor, Rotation]] = {}
 
     def rotation(self, cos: Tensor, sin: Tensor) -> Rotation:
-        """Those of transformers, [1, tokens, head_dim], as our kernels take them: once for all layers of a step."""
+        """Convert transformers' cosines and sines [1, tokens, head_dim] for our kernels, once per step."""
         if id(sin) not in self._rotations:
             low, high = sin[0].unsqueeze(1).chunk(2, -1)
             self._rotations[id(sin)] = sin, Rotation(cos[0].unsqueeze(1), torch.cat((-low, high), -1))
@@ -50,10 +53,11 @@ def attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, tokens, head_dim], key and value alike with kv heads → [1, tokens, heads, value's head_dim].
+    """Compute the attention of a module of transformers, and return it with None in the place of the weights.
 
-    The tokens are those of all sequences of a step, one behind the other. A value may be smaller than a key; it is
-    padded in the cache.
+    query is [1, heads, tokens, head_dim], key and value are [1, kv_heads, tokens, head_dim], and the result is [1,
+    tokens, heads, head_dim of value]. The tokens are those of all sequences of a step, one after another. A value may
+    have a smaller head_dim than a key, and is padded in the cache. Raises EngineError for attention of another kind.
     """
     step: Step | None = getattr(module, STEP, None)
     if step is None or attention_mask is not None or key.shape[1] != step.kv_heads or key.shape[3] != step.head_dim:
@@ -72,9 +76,9 @@ def attend(
 
 
 def cache_argument(forward: Callable[..., Any]) -> str:
-    """The argument of a forward of transformers that takes its cache: ``cache`` since 5.24, before ``past_key_values``.
+    """Return the name of the argument that takes the cache in a forward of transformers.
 
-    A class of a newer version that is given the older name warns.
+    It is ``cache`` since version 5.24, and ``past_key_values`` before. Newer classes warn about the older name.
     """
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 

@@ -1,6 +1,7 @@
-"""What the installed transformers can run, read from its files: importing it takes seconds, looking takes milliseconds.
+"""A look-up of what the installed transformers can run.
 
-transformers keeps a model's classes in ``models/<name>/modeling_<name>.py``.
+It reads transformers' files, which takes milliseconds; importing them would take seconds. transformers keeps a model's
+classes in ``models/<name>/modeling_<name>.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ INSTALL = 'pip install "medusa-runtime[transformers]"'
 
 
 class Known(NamedTuple):
-    """A class of transformers: its module, its name, and what it is: decoder, encoder or classifier."""
+    """A class of transformers: its module, its name, and its kind: "decoder", "encoder" or "classifier"."""
 
     module: str
     name: str
@@ -29,10 +30,10 @@ class Known(NamedTuple):
 
 
 def known(raw: Mapping[str, Any]) -> Known:
-    """The class of transformers that runs the model of a parsed config.json.
+    """Return the class of transformers that runs the model of a parsed config.json.
 
-    Raises ModelError for an architecture that it does not have or that this engine cannot run, and MissingPackageError
-    where transformers is not installed.
+    Raises ModelError for an architecture that transformers does not have or that the torch engine cannot run, and
+    MissingPackageError when transformers is not installed.
     """
     architecture = architecture_of(raw)
     folder = installed()
@@ -57,7 +58,7 @@ _OTHERS = "expected another model, or --engine vllm"
 
 
 def _kind(architecture: str, raw: Mapping[str, Any]) -> str:
-    """Return what kind of model this is. Raises ModelError for one that this engine cannot run, with the reason."""
+    """Return the kind of a model. Raises ModelError, with the reason, for one that the torch engine cannot run."""
     if any(raw.get(name) is not None for name in ("vision_config", "audio_config", "text_config")):
         raise _refused(architecture, "takes pictures or sound")
     if raw.get("is_encoder_decoder") or architecture.endswith("ForConditionalGeneration"):
@@ -78,14 +79,14 @@ def _refused(architecture: str, reason: str) -> ModelError:
 
 
 def installed() -> Path | None:
-    """The folder of the installed transformers, without importing it."""
+    """Return the folder of the installed transformers without importing it, or None if it is not installed."""
     spec = importlib.util.find_spec("transformers")
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 @functools.cache
 def _file_of(architecture: str, model_type: str, folder: Path) -> Path | None:
-    """The file that defines a class of this name."""
+    """Return the file that defines the class with this name, or None. Look first in the folder for ``model_type``."""
     if not re.fullmatch(r"\w+", architecture):
         return None
     usual = model_type.replace("-", "_").replace(".", "_").removesuffix("_text")

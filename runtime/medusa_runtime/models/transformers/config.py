@@ -1,4 +1,4 @@
-"""What an engine must know about a model of transformers, from transformers' own configuration class."""
+"""The configuration of a model that transformers runs, read with transformers' own configuration class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersConfig(ModelConfig):
-    """``raw`` is the parsed config.json, and ``known`` the class that runs it."""
+    """The configuration of a decoder of transformers.
+
+    ``raw`` is the parsed config.json, and ``known`` the class that runs the model.
+    """
 
     is_foreign: ClassVar[bool] = True
     raw: Mapping[str, Any]
@@ -28,7 +31,10 @@ class TransformersConfig(ModelConfig):
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Self:
-        """Raises what ``catalog.known`` raises, and ConfigError for a config.json that transformers refuses."""
+        """Read a parsed config.json.
+
+        Raises the errors of ``catalog.known``, and ConfigError for a config.json that transformers refuses.
+        """
         found = known(raw)
         fields = Fields(raw)
         config = own_config(found, raw)
@@ -62,7 +68,7 @@ class TransformersConfig(ModelConfig):
 
 
 def verify(raw: Mapping[str, Any]) -> None:
-    """Raise what is wrong with the config.json of a model that transformers runs."""
+    """Raise an error if something is wrong with the config.json of a model that transformers runs."""
     found = known(raw)
     if found.kind == "decoder":
         TransformersConfig.of(raw)
@@ -72,12 +78,12 @@ def verify(raw: Mapping[str, Any]) -> None:
 
 
 def own_class(found: Known) -> Any:
-    """The class itself. Imports transformers, as far as this class needs it."""
+    """Import and return the class itself, with only the parts of transformers that it needs."""
     return getattr(import_from_transformers(found.module), found.name)
 
 
 def own_config(found: Known, raw: Mapping[str, Any]) -> Any:
-    """A model's configuration as transformers reads it. Raises ConfigError where it does not accept config.json."""
+    """Return transformers' configuration of a model. Raises ConfigError if transformers does not accept config.json."""
     kind = own_class(found).config_class
     try:
         return kind.from_dict({name: value for name, value in raw.items() if name not in QUANTIZED})
@@ -89,7 +95,7 @@ def own_config(found: Known, raw: Mapping[str, Any]) -> Any:
 
 
 def _kv_heads(config: Any, heads: int) -> int:
-    if getattr(config, "kv_lora_rank", None):  # latent attention: each head has its own keys once they are computed
+    if getattr(config, "kv_lora_rank", None):  # latent attention: once computed, each head has its own keys
         return heads
     multi_query = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
     if multi_query:

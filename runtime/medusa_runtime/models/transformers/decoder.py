@@ -20,15 +20,15 @@ from .faster import use_our_parts
 from .gathered import run_gathered
 from .programs import use_programs
 
-# Classes that say they take any attention, and then need masks or biases that only their own attention adds.
+# Classes that claim to take any attention, but need masks or biases that only their own attention adds.
 _OWN_ATTENTION = frozenset({"FalconForCausalLM"})
 
 
 class TransformersDecoder(DecoderModel):
-    """The module of transformers, and what it needs to run over flat batches.
+    """A module of transformers that runs over flat batches.
 
-    Where it takes any attention, it gets the engine's. Others run their own over keys and values that are gathered from
-    the engine's cache.
+    A module that takes any attention gets the engine's. Others run their own attention, over keys and values that are
+    gathered from the engine's cache.
     """
 
     config: TransformersConfig
@@ -61,7 +61,7 @@ class TransformersDecoder(DecoderModel):
         return None if rows is None else logits
 
     def call(self, token_ids: Tensor, positions: Tensor, **options: Any) -> Tensor:
-        """The logits of the module for token ids and positions [sequences, tokens]."""
+        """Return the module's logits for token ids and positions [sequences, tokens]."""
         if self._takes_positions:
             options["position_ids"] = positions
         logits: Tensor = self.module(input_ids=token_ids, return_dict=True, **options).logits
@@ -77,11 +77,11 @@ class TransformersDecoder(DecoderModel):
 
 
 def _say_nothing(*_: Any) -> None:
-    """In place of a method that looks for padding tokens in each batch; there is no padding here."""
+    """Do nothing, in place of a method that looks for padding tokens in each batch. There is no padding here."""
 
 
 def build(config: TransformersConfig) -> tuple[Any, bool]:
-    """The module that a config describes, without memory for its parameters; whether it needs its own attention."""
+    """Build the module that a config describes, as a skeleton. Also return whether it needs its own attention."""
     kind = own_class(config.known)
     own = own_config(config.known, config.raw)
     gathers = not kind._supports_attention_backend or config.known.name in _OWN_ATTENTION
@@ -91,18 +91,19 @@ def build(config: TransformersConfig) -> tuple[Any, bool]:
 
 
 def own_attention(kind: Any) -> str:
-    """The attention of transformers with which a class that cannot take another runs."""
+    """Return the name of transformers' attention for a class that cannot run with the engine's."""
     return "sdpa" if kind._supports_sdpa else "eager"
 
 
 def construct(kind: Any, own: Any, dtype: torch.dtype) -> Any:
-    """A class's module without memory for its parameters, in evaluation mode."""
+    """Construct a module of class ``kind`` from its configuration ``own``, as a skeleton in evaluation mode."""
     from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
     AttentionInterface.register(NAME, attend)
     initialize = PreTrainedModel.init_weights
     with skeleton(), default_dtype(dtype), without_scripts():
-        PreTrainedModel.init_weights = lambda _: None  # a skeleton has no values; it would take longer than the rest
+        # A skeleton has no values, and initializing them would take longer than all the rest.
+        PreTrainedModel.init_weights = lambda _: None
         try:
             module = kind(own).eval()
         finally:
@@ -113,7 +114,7 @@ def construct(kind: Any, own: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Modules that are constructed in this context have parameters of ``dtype``."""
+    """Give modules that are constructed in this context parameters of ``dtype``."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

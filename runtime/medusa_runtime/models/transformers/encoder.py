@@ -17,7 +17,11 @@ from .decoder import construct, own_attention
 
 
 class Sizes(NamedTuple):
-    """What an engine must know about an encoder. ``longest``: tokens of a text. ``hidden_size``: of what it returns."""
+    """The sizes of an encoder that an engine needs.
+
+    ``hidden_size`` is the length of the vectors that the encoder returns (a classifier's number of labels), and
+    ``longest`` the number of tokens that a text can have at most.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -25,9 +29,11 @@ class Sizes(NamedTuple):
 
 
 class TransformersEncoder(nn.Module):
-    """Token ids [texts, tokens] → hidden states [texts, tokens, hidden], or of a classifier a vector for each text.
+    """An encoder or a sequence classifier of transformers.
 
-    A classifier's vector has the probability of each label; with one label it is that label's score, between 0 and 1.
+    An encoder turns token ids [texts, tokens] into hidden states [texts, tokens, hidden]. A classifier turns them into
+    a vector for each text [texts, labels], with the probability of each label. If there is only one label, it is the
+    label's score between 0 and 1.
     """
 
     def __init__(self, raw: Mapping[str, Any], dtype: torch.dtype) -> None:
@@ -61,7 +67,7 @@ class TransformersEncoder(nn.Module):
         return None if target is None else f"module.{target}"
 
     def applier(self) -> TransformersApplier:
-        """Return what fills the module from a region."""
+        """Return the applier that fills the module from a region."""
         self._applier = TransformersApplier(self.module, self._build, self._dtype, self._quantization)
         return self._applier
 
@@ -74,7 +80,7 @@ class TransformersEncoder(nn.Module):
     def _longest(self, own: Any) -> int:
         positions = int(getattr(own, "max_position_embeddings", 512))
         for name, part in self.module.named_modules():
-            # RoBERTa counts positions from behind the padding's index.
+            # RoBERTa's positions begin after the padding's index.
             if name.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
                 return positions - int(part.padding_idx) - 1
         return positions

@@ -1,8 +1,8 @@
-"""Parts of transformers' modules, computed in fewer steps: norms, and projections of one input.
+"""Faster versions of parts of transformers' modules: norms, projections of one input, and gated perceptrons.
 
-A step of a small model takes more time in Python and in small operations of torch than in its products. What a class
-computes is not looked up by its name: its own forward is tried with random numbers, and a part is replaced where a
-formula that is known here gives the same bits.
+A step of a small model spends more time in Python and in small operations of torch than in its matrix products. What a
+class computes is not looked up by its name. Its own forward is tried with random numbers, and a part is replaced when
+one of the formulas here gives the same bits.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from ..layers.linear import Linear, project
 from .faster_attention import use_our_attention
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_TRIED = 32  # elements of a row with which a class is tried
+_TRIED = 32  # elements of a row of the input with which a class is tried
 
 
 def use_our_parts(module: nn.Module, dtype: torch.dtype) -> None:
-    """Have the parts inside compute with our kernels: linear layers, norms, and gated multi-layer perceptrons."""
+    """Let a module compute with our kernels: its linear layers, norms, gated perceptrons and attention.
+
+    ``dtype`` is the dtype in which the classes are tried.
+    """
     for part in list(module.modules()):
         if type(part) is nn.Linear:
             part.__class__ = Linear
@@ -45,7 +48,10 @@ def use_our_parts(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _NormFormula:
-    """``once``: whether the result is rounded once, after the weight; ``offset`` is added to the weight."""
+    """A root-mean-square norm. ``offset`` is added to the weight.
+
+    With ``once``, the result is rounded only after the multiplication by the weight; otherwise also before it.
+    """
 
     def __init__(self, *, once: bool, offset: float) -> None:
         self.once = once
@@ -100,13 +106,13 @@ def _same(theirs: Tensor, formula: _NormFormula, x: Tensor, weight: Tensor, eps:
 
 
 def _tried(part: nn.Module, parameters: dict[str, Any], modules: dict[str, Any], x: Tensor) -> Tensor | None:
-    """Return what the class of ``part`` computes from ``x`` with other parameters and modules; None where it cannot."""
+    """Return what the class of ``part`` computes from ``x`` with other parameters and modules; None if it fails."""
     stand_in = copy.copy(part)
     stand_in.__dict__ = {**part.__dict__, "_parameters": parameters, "_modules": {**part._modules, **modules}}
     try:
         with torch.inference_mode():
             found = type(part).forward(stand_in, x)
-    except Exception:  # noqa: BLE001 - whatever a class wants that it was not given: it is not one of those known here
+    except Exception:  # noqa: BLE001 - the class needs something that is missing here, so it is none of those we know
         return None
     return found if isinstance(found, Tensor) else None
 
@@ -123,7 +129,7 @@ def _norm(kind: Any, formula: _NormFormula, eps: str) -> type:
 
 
 class _Together:
-    """Projections that their module calls with one and the same input: the first call computes all of them."""
+    """Projections that their module calls with the same input. The first call computes all of them."""
 
     def __init__(self, parts: Iterable[Linear]) -> None:
         self.parts = tuple(parts)
@@ -131,11 +137,11 @@ class _Together:
         self.outputs: dict[int, Tensor] = {}
 
     def ready(self) -> bool:
-        """Return whether all weights are there, and nobody has put something else in the place of a projection."""
+        """Return whether the weights of all projections have been applied: none of them has a gate any more."""
         return not any(part._forward_pre_hooks for part in self.parts)
 
     def project(self, x: Tensor) -> list[Tensor]:
-        """x [..., in] through each projection."""
+        """Return each projection of x [..., in]."""
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         found = project(rows, *self.parts)
         return [one if rows is x else one.view(*x.shape[:-1], one.shape[-1]) for one in found]
@@ -151,7 +157,7 @@ class _Together:
 
 
 class _Joined(Linear):
-    """One of several projections of the same input."""
+    """A projection that is computed together with others of the same input."""
 
     together: _Together
 
@@ -189,7 +195,7 @@ _gates: dict[type, bool] = {}
 
 
 def _is_gated(part: nn.Module) -> bool:
-    """Return whether a class computes down_proj(silu(gate_proj(x)) * up_proj(x)), and nothing else."""
+    """Return whether the class of ``part`` computes exactly down_proj(silu(gate_proj(x)) * up_proj(x))."""
     kind = type(part)
     if kind not in _gates:
         generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,7 @@
-"""Attention modules of transformers, computed in fewer steps: projections, norms, rotation and our attention.
+"""Faster versions of transformers' attention modules: projections, norms, rotation, and the engine's attention.
 
-As in ``faster``, a class is known by what it computes: its own forward is tried with random numbers, up to the call of
-the engine's attention, and is replaced where a formula that is known here gives the same bits.
+As in ``faster``, a class is recognized by what it computes. Its own forward is tried with random numbers, up to the
+call of the engine's attention, and is replaced when one of the formulas here gives the same bits.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from .attention import STEP, Step, cache_argument
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
-_POSITIONS = (3, 70_000, 2_000_000)  # of the tokens of a trial: far apart, should a class scale by them
-_DEPTH = 16  # of the hidden states of a trial
+_POSITIONS = (3, 70_000, 2_000_000)  # of the tokens in a trial; far apart, to notice a class that scales by position
+_DEPTH = 16  # the size of the hidden states in a trial
 
 
 class _Formula(NamedTuple):
-    """``norms``: q and k are normed as a whole, by heads, or not at all; ``options`` are those of the attention."""
+    """What an attention module computes.
+
+    ``norms`` is "whole" if q and k have a norm over all heads, "heads" if each head has one, and empty without norms.
+    ``rotated`` says whether rope is applied. ``options`` are passed to the engine's attention.
+    """
 
     norms: str
     rotated: bool
@@ -32,7 +36,7 @@ class _Formula(NamedTuple):
 
 
 def use_our_attention(part: Any, dtype: torch.dtype) -> None:
-    """Have a module that is known compute with fewer operations."""
+    """Let an attention module compute with fewer operations, if we know the formula of its class."""
     found = [getattr(part, name, None) for name in _PROJECTIONS]
     if not all(isinstance(one, Linear) for one in found) or not hasattr(part, STEP):
         return
@@ -93,7 +97,7 @@ def _faster(kind: Any) -> type:
 
 
 def _fits(cos: Tensor, dtype: torch.dtype, step: Step) -> bool:
-    """Return whether cosines are of the kind with which a class was tried."""
+    """Return whether cosines have the dtype and the size with which the class was tried."""
     return cos.dtype is dtype and cos.shape[-1] == step.head_dim
 
 
@@ -101,7 +105,7 @@ def _fits(cos: Tensor, dtype: torch.dtype, step: Step) -> bool:
 
 
 class _Recorder:
-    """In place of the engine's attention: keeps what it is called with, and answers with ``reply``."""
+    """A stand-in for the engine's attention, which keeps its arguments and returns ``reply``."""
 
     def __init__(self, reply: Tensor) -> None:
         self.reply = reply
@@ -129,7 +133,7 @@ def _formula(part: Any, dtype: torch.dtype, heads: int) -> _Formula | None:
 
 
 def _tried(part: Any, dtype: torch.dtype, heads: int, norms: list[str]) -> _Formula | None:
-    """Return what the class of ``part`` computes, with other projections and norms; None where that is not known."""
+    """Return the formula of the class of ``part``, found with random projections and norms; None if it is unknown."""
     step: Step = getattr(part, STEP)
     generator = torch.Generator().manual_seed(0)
     tokens, size = len(_POSITIONS), step.head_dim
@@ -160,7 +164,7 @@ def _tried(part: Any, dtype: torch.dtype, heads: int, norms: list[str]) -> _Form
 def _called(
     part: Any, recorder: _Recorder, modules: dict[str, Any], x: Tensor, rotation: tuple[Tensor, Tensor]
 ) -> Tensor | None:
-    """Return what the class of ``part`` computes from ``x`` with other modules; None if it cannot be one known here."""
+    """Return what the class of ``part`` computes from ``x`` with other modules; None if no formula here can fit."""
     step = Step()
     step.kv_heads, step.head_dim = getattr(part, STEP).kv_heads, getattr(part, STEP).head_dim
     step.begin(cast(Any, recorder))
@@ -173,7 +177,7 @@ def _called(
     }
     try:
         found = type(part).forward(stand_in, x, position_embeddings=rotation, **given)
-    except Exception:  # noqa: BLE001 - whatever a class wants that it was not given
+    except Exception:  # noqa: BLE001 - the class needs something that is missing here
         return None
     if not recorder.called or "sinks" in recorder.options:
         return None
@@ -181,12 +185,12 @@ def _called(
 
 
 def _centred(x: Tensor) -> Tensor:
-    """A stand-in for a norm, which shows what it was given."""
+    """Subtract the mean of each row: a stand-in for a norm, whose result shows which rows it was applied to."""
     return x - x.mean(-1, keepdim=True)
 
 
 def _plainly(products: list[Tensor], size: int, norms: str, rotation: tuple[Tensor, Tensor] | None) -> list[Tensor]:
-    """The q, k and v [tokens, heads, size] that the engine's attention is given."""
+    """Compute with plain torch the q, k and v [tokens, heads, size] that the engine's attention should receive."""
     q, k, v = products
     if norms == "whole":
         q, k = _centred(q), _centred(k)

@@ -1,7 +1,7 @@
-"""Steps of modules that know only their own attention, such as those with ALiBi.
+"""Steps of modules that can run only their own attention, such as those with ALiBi.
 
 The keys and values of a step's sequences are gathered from the paged cache into a cache of transformers, and the new
-ones are written back. Sequences that decode run as one batch, padded on the left; prompts run one by one.
+ones are written back. Sequences in decode run as one batch, padded on the left. Prompts run one by one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 def run_gathered(
     model: TransformersDecoder, token_ids: Tensor, positions: Tensor, attention: Any, rows: Tensor | None
 ) -> Tensor | None:
-    """Like ``DecoderModel.run``, for an attention with ``spans`` and a ``cache``."""
+    """Run a step like ``DecoderModel.run``, for an attention with ``spans`` and a ``cache``.
+
+    Each of ``rows`` must be the last token of a span.
+    """
     wanted = set() if rows is None else set(rows.tolist())
     found: dict[int, Tensor] = {}
     starts: list[int] = []
@@ -42,7 +45,7 @@ def run_gathered(
 
 
 def _run_batch(model: TransformersDecoder, ids: Tensor, positions: Tensor, attention: Any, spans: list[Any]) -> Tensor:
-    """The logits [sequences, 1, vocab] behind the last tokens of spans of one length."""
+    """Run spans that all have the same number of tokens; return the logits [sequences, 1, vocab] of the last ones."""
     from transformers.cache_utils import DynamicCache
 
     size = ids.shape[1]
@@ -62,7 +65,7 @@ def _run_batch(model: TransformersDecoder, ids: Tensor, positions: Tensor, atten
             pair = []
             for pool in attention.cache.slots[layer]:
                 held = pool[slots]
-                # Whatever lies in the cache there must not be a NaN, which a mask would not hide.
+                # Unused slots may hold a NaN, which a mask would not hide.
                 pair.append((held if absent is None else held.masked_fill(absent, 0)).transpose(1, 2))
             cache.update(*pair, layer)
     past_tokens = {model.cache_argument: cache}

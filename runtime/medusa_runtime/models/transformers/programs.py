@@ -1,4 +1,4 @@
-"""Decoder layers of transformers' modules that run as one compiled call, once their kernels' calls are recorded."""
+"""Decoder layers of transformers that run as one compiled call, once the calls of their kernels have been recorded."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ if TYPE_CHECKING:
     from medusa_runtime.kernels.recording import Program
 
 PROGRAMS = "medusa_programs"  # the attribute of a layer of transformers that holds its model's ``Programs``
-_MOST_ROWS = 32  # tokens of a step; with more, the interpreter's share is small
-_STEPS = 8  # with so many tokens before a layer is recorded, which takes longer than to run it
-_ARENA_BYTES = 1 << 20  # for what a layer makes, at first
+_MOST_ROWS = 32  # tokens of a step; with more of them, the interpreter's share of the time is small
+# A layer is recorded after so many steps with the same number of tokens, because recording takes longer than running.
+_STEPS = 8
+_ARENA_BYTES = 1 << 20  # the first size of the memory for a layer's intermediate results
 
 
 class Programs:
-    """The recorded layers of one model, each for the numbers of tokens that steps have had."""
+    """The recorded layers of one model. Each layer is recorded separately for each number of tokens of a step.
+
+    ``_found`` has, for a layer and a number of tokens, how often they have run without a recording, the recording, or
+    None if the layer cannot be recorded.
+    """
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -36,7 +41,10 @@ class Programs:
         self._inputs: Any = None
 
     def run(self, layer: nn.Module, hidden: Tensor, more: dict[str, Any]) -> Tensor | None:
-        """What ``layer`` makes of ``hidden`` [1, tokens, size]; None where it has to run itself."""
+        """Return the result of ``layer`` for ``hidden`` [1, tokens, size]; None if the caller must run the layer.
+
+        ``more`` are the other arguments of the layer's forward.
+        """
         attention: Any = self._step.attention
         if hidden.dim() != 3 or hidden.shape[1] > _MOST_ROWS or not hasattr(attention, "contexts"):
             return None
@@ -55,7 +63,7 @@ class Programs:
         return found.program(self._given(hidden, more))
 
     def _given(self, hidden: Tensor, more: dict[str, Any]) -> Any:
-        """The inputs of a program."""
+        """Return the addresses that a program takes as inputs, as an array of C pointers."""
         attention: Any = self._step.attention
         if attention is not self._attention:  # once a step
             self._attention = attention
@@ -70,13 +78,13 @@ class Programs:
         return inputs
 
     def _record(self, layer: nn.Module, hidden: Tensor, more: dict[str, Any]) -> Tensor | None:
-        """Run the layer, and record it if it can be."""
-        # Not needed before a model has answered for a while.
+        """Run the layer and record it, and return its result; None if it cannot be recorded now."""
+        # Imported here because no start needs it: a model has been running for a while before a layer is recorded.
         from medusa_runtime.kernels.recording import Recorder
 
         kernels = compiled()
         if any(part._forward_pre_hooks for part in layer.modules()):
-            return None  # weights are still on their way
+            return None  # a gate is still waiting for weights
         key = layer, hidden.shape[1]
         if not isinstance(kernels, native.NativeKernels) or not _plain(hidden, more):
             self._found[key] = None
@@ -88,7 +96,7 @@ class Programs:
         with recorder:
             result = cast(Any, type(layer)).plainly(layer, hidden, **more)
         if recorder.is_short:
-            self._arena = torch.empty(2 * self._arena.nbytes, dtype=torch.uint8)  # programs keep the one that they have
+            self._arena = torch.empty(2 * self._arena.nbytes, dtype=torch.uint8)  # earlier programs keep theirs
             return cast(Tensor, result)
         program = recorder.program(result)
         self._found[key] = None if program is None else _Recorded(program, layer, more)
@@ -102,7 +110,7 @@ class _Recorded:
         self._options = _options(more)
 
     def fits(self, hidden: Tensor, more: dict[str, Any]) -> bool:
-        """Return whether a call is like the one that was recorded, and no adapter takes part."""
+        """Return whether a call is like the recorded one, and no adapter takes part."""
         return (
             hidden.is_contiguous()
             and _options(more) == self._options
@@ -111,7 +119,7 @@ class _Recorded:
 
 
 def _options(more: dict[str, Any]) -> list[Any]:
-    """The arguments of a layer that are no tensors."""
+    """Return the arguments of a layer, with None in place of tensors and tuples."""
     return [None if isinstance(value, (Tensor, tuple)) else value for value in more.values()]
 
 
@@ -121,7 +129,7 @@ def _plain(hidden: Tensor, more: dict[str, Any]) -> bool:
 
 
 def use_programs(module: nn.Module, step: Step) -> None:
-    """Have the layers inside whose attention is known be recorded."""
+    """Let the layers of a module be recorded, if we know the formula of their attention."""
     programs = Programs(step)
     for part in list(module.modules()):
         if any(hasattr(child, "medusa_formula") for child in part.children()):
