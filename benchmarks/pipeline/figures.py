@@ -54,7 +54,7 @@ def paraserve_4(options: Options) -> Figure:
         svg.gantt(stages[_SIZE]).replace(">", f"><style>{svg.STYLE}</style>", 1).replace("<svg ", _SVG, 1),
         found,
         "The paper's figure is a sketch without numbers. Workers' stages are shown by the leader's clock.",
-        "measured",
+        by="measured",
     )
 
 
@@ -83,7 +83,7 @@ def paraserve_7(options: Options) -> Figure:
             Line("earlier by", half / served, None, "times"),
         ],
         "The paper's figure is a sketch of 30 workers without numbers.",
-        "measured",
+        by="measured",
     )
 
 
@@ -108,7 +108,7 @@ def paraserve_13(options: Options) -> Figure:
         "The gain is that of a step over one instance against one through four. On CPUs with cores of their own a step "
         "through four nodes costs the messages only, where on the paper's shared GPUs it costs computing as well. A "
         "node that rests while others compute never uses up its quota here, so that four nodes are faster than one.",
-        "measured",
+        by="measured",
     )
 
 
@@ -133,7 +133,7 @@ def blitzscale_15(options: Options) -> Figure:
         ],
         "Published is the paper's example of 7 layers, counted in layers (the sixth batch 37 and 27). This one has "
         "16, and its last batch is 1.68 times earlier by counting.",
-        "measured",
+        by="measured",
     )
 
 
@@ -167,7 +167,7 @@ def blitzscale_21(options: Options) -> Figure:
         ],
         "The paper scales from two to eight instances: all are there after 1.2 s, live, and 2.0 s from host memory. "
         "Here is one pair, so that its throughput can be seen between one instance's and two's.",
-        "measured",
+        by="measured",
     )
 
 

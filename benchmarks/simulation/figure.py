@@ -60,7 +60,10 @@ class Order:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure: its chart, and its numbers. ``why`` explains why they differ from the published ones."""
+    """A figure: its chart, and its numbers. ``why`` explains why they differ from the published ones.
+
+    ``by`` says how the numbers were found, as the heading of their column.
+    """
 
     name: str
     title: str
@@ -68,6 +71,7 @@ class Figure:
     lines: Sequence[Line]
     why: str
     orders: Sequence[Order] = ()
+    by: str = "simulated"
 
     def table(self) -> str:
         """Return the numbers as a Markdown table."""
@@ -79,7 +83,7 @@ class Figure:
             ours = sorted(order.systems, key=order.systems.__getitem__)
             shown = " | ".join(" < ".join(names) for names in (order.systems, ours))
             rows.append(f"| {order.what} | {shown} | | {'kept' if order.kept else '**not kept**'} |")
-        head = ["| what | published | simulated | unit | verdict |", "|---|---|---|---|---|"]
+        head = [f"| what | published | {self.by} | unit | verdict |", "|---|---|---|---|---|"]
         return "\n".join([f"# {self.title}", "", *head, *rows, "", self.verdict(), "", self.why, ""])
 
     def verdict(self) -> str:

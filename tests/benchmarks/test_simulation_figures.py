@@ -101,6 +101,8 @@ def test_a_table_says_what_is_in_band_and_whether_the_papers_order_is_kept() -> 
     assert "| c |  | 7 |  |  |" in table
     assert "| order | a < b | b < a | | **not kept** |" in table
     assert figure.verdict() == "1 of 2 in band, 1 of 2 orders kept"
+    assert "| what | published | simulated |" in table
+    assert "| what | published | measured |" in Figure("n", "t", "", [], "why", by="measured").table()
 
 
 def test_unknown_figures_are_refused(tmp_path: Path) -> None:
