@@ -73,9 +73,10 @@ class Grammars:
         except ValueError as error:
             return {"type": "opened", "error": str(error) or "it cannot be read", "warnings": []}
         fault = matcher.get_error()
-        if not fault:
+        warnings = [] if fault else matcher.get_grammar_warnings()
+        if not fault and not warnings:  # with either, the engine refuses the request, and never closes the number
             self._matchers[number] = matcher
-        return {"type": "opened", "error": fault, "warnings": [] if fault else matcher.get_grammar_warnings()}
+        return {"type": "opened", "error": fault, "warnings": warnings}
 
     def _matcher(self, asked: StructuredOutputs) -> Any:
         """Return a fresh matcher for a grammar. Raises ValueError if it is not valid, or too slow or large."""
