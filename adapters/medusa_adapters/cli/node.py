@@ -32,13 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=_action,
         choices=("status", "ping"),
-        help="status: as --status; ping: end with 0 if the running agent answers, else with 1 (for liveness probes)",
+        help="status: show what the running agent holds; ping: end with 0 if the running agent answers, else 1 (for "
+        "liveness probes)",
     )
     parser.add_argument("--timeout-s", type=_timeout, default=2.0, help="with ping: how long to wait; 2")
-    asks = parser.add_mutually_exclusive_group()
-    asks.add_argument("--status", action="store_true", help="show what the running agent holds, and end")
-    asks.add_argument("--drop", metavar="URL", help="have the running agent unpin and evict a model, and end")
-    parser.add_argument("--json", action="store_true", help="with --status: as JSON")
+    parser.add_argument("--drop", metavar="URL", help="have the running agent unpin and evict a model, and end")
+    parser.add_argument("--json", action="store_true", help="with status: as JSON")
 
 
 def _action(text: str) -> str:
@@ -61,11 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
     given = {option.field: getattr(arguments, option.field) for option in NODE_OPTIONS}
     flags = {name: REPEATED[name].join(value) if isinstance(value, list) else value for name, value in given.items()}
     settings = node_settings(os.environ, flags)
-    if arguments.action is not None and (arguments.status or arguments.drop):
-        raise ConfigError(f"expected {arguments.action} without --status and --drop")
+    if arguments.action is not None and arguments.drop:
+        raise ConfigError(f"expected {arguments.action} without --drop")
     if arguments.action == "ping":
         return _ping(settings, arguments.timeout_s)
-    if arguments.action == "status" or arguments.status or arguments.drop:
+    if arguments.action == "status" or arguments.drop:
         return _ask(settings, arguments)
     return _serve(settings)
 

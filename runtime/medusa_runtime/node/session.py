@@ -255,7 +255,7 @@ class Session:
             raise NodeRefusedError("expected the agent's own user, or root, to drop a model")
         found = self._services.keeper.regions.of_key(key)
         if not found:
-            raise NodeError("the node agent holds no such model; expected one that medusa node --status names")
+            raise NodeError("the node agent holds no such model; expected one that medusa node status names")
         for held in found:
             self._services.keeper.unpin(held)
         if message.kind == "unpin":

@@ -117,7 +117,7 @@ def _container(
         "env": secret.environment(variables, secrets),
         "resources": {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}},
         "readinessProbe": {
-            "exec": {"command": ["medusa", "node", "--status"]},
+            "exec": {"command": ["medusa", "node", "status"]},
             "periodSeconds": 30,
             "timeoutSeconds": 10,
         },
