@@ -179,7 +179,7 @@ def _error(service: Service, error: Exception) -> Response:
 
 
 def _is_models(service: Service, path: str) -> bool:
-    """Whether a path is one of a model's routes. Without a model, the other names are the function's own."""
+    """Return whether a path is a route of the model. Without a model, only those below /v1/ are reserved."""
     return path.startswith("/v1/") or (
         service.engine is not None and path in ("/tokenize", "/detokenize", "/classify", "/rerank", "/v2/rerank")
     )

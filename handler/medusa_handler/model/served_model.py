@@ -52,7 +52,7 @@ class ServedModel:
 
     @property
     def ready(self) -> bool:
-        """Whether the engine answers, or will be started by the first request."""
+        """True if the engine answers, or the first request will start it."""
         return self.engine is None or self.engine.ready or self.settings.engine_start == "request"
 
     @property
