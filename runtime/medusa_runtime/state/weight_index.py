@@ -14,10 +14,12 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from ..checkpoint.archive import directory_start
 from ..checkpoint.checksums import ALGORITHMS, Checksums, checksum_function
+from ..checkpoint.header import DTYPE_BITS
 from ..checkpoint.index import Shard, WeightIndex
 from ..checkpoint.reader import ARCHIVE_SUFFIXES, KnownArchive
 from ..errors import CorruptError, StateError
@@ -26,6 +28,7 @@ from ..region.reader import Region
 
 _MOST_BYTES = 64 << 20  # the largest JSON, which is enough for half a million tensors
 _MOST_DIRECTORY_BYTES = 64 << 20
+_MOST_DIMENSIONS = 64  # torch's own limit
 _MOST = 1 << 62
 
 
@@ -85,7 +88,8 @@ class RecordedIndex:
                 checksums[name] = array("Q", base64.b64decode(text))
                 if sys.byteorder == "big":
                     checksums[name].byteswap()
-            index = _index(document["index"])
+            index = WeightIndex.from_json(json.dumps(document["index"]))
+            _check(index)
             sizes = {shard.name: shard.size_bytes for shard in index.shards}
             found = document.get("directories", {}).items()
             directories = {name: _place(place, sizes[name]) for name, place in found if name in sizes}
@@ -116,12 +120,29 @@ def _count(value: Any) -> int:
     return value
 
 
-def _index(document: Any) -> WeightIndex:
-    """Read the index. Raises CorruptError, or ValueError for a shard with a path, which a bundle must not name."""
-    index = WeightIndex.from_json(json.dumps(document))
-    if any(shard.path is not None for shard in index.shards):
-        raise ValueError("a shard with a path")
-    return index
+def _check(index: WeightIndex) -> None:
+    """Raise an error unless each tensor lies in its shard, and has as many bytes as its shape takes.
+
+    The bundle is not trusted: a tensor that reaches beyond its file would be read from other memory.
+    """
+    for shard in index.shards:
+        if not isinstance(shard.name, str) or not isinstance(shard.version, str | None) or shard.path is not None:
+            raise ValueError("a shard without a name, or with a path")
+        if _count(shard.data_start) > _count(shard.size_bytes):
+            raise ValueError(f"{shard.name[:80]}: its data begins behind its end")
+        _count(shard.offset)
+    for name, entry in index.tensors.items():
+        bits = DTYPE_BITS[entry.dtype]
+        if not 0 <= _count(entry.start) <= _count(entry.stop) <= index.shards[_count(entry.shard)].data_bytes:
+            raise ValueError(f"{name[:80]}: its bytes are not in its shard")
+        if len(entry.shape) > _MOST_DIMENSIONS or (entry.strides and len(entry.strides) != len(entry.shape)):
+            raise ValueError(f"{name[:80]}: its shape cannot be")
+        elements = prod(map(_count, entry.shape))
+        if entry.strides is not None and elements:
+            steps = zip(entry.shape, map(_count, entry.strides), strict=True)
+            elements = 1 + sum((length - 1) * stride for length, stride in steps)
+        if elements * bits != (entry.stop - entry.start) * 8:
+            raise ValueError(f"{name[:80]}: its shape takes other bytes than it has")
 
 
 def record(region: Region, order: Sequence[str] | None) -> RecordedIndex:
