@@ -29,6 +29,7 @@ class RouteTable:
         self._control = control
         self._changed = changed
         self._wanted = asyncio.Event()
+        self._next_answer: asyncio.Future[None] | None = None  # to the next report; there if somebody waits for it
         self._away_since: float | None = time.monotonic()
         self._logged = False
         self.current = Routes()
@@ -42,6 +43,13 @@ class RouteTable:
     def wake(self) -> None:
         """Report at once, because a request waits."""
         self._wanted.set()
+
+    async def refresh(self) -> None:
+        """Report at once, and return when the controller has answered with its routes, or has not: see ``away_s``."""
+        if self._next_answer is None:
+            self._next_answer = asyncio.get_running_loop().create_future()
+        self._wanted.set()
+        await asyncio.shield(self._next_answer)
 
     async def follow(self) -> None:
         """Keep a call under way that returns when the routes change, until cancelled."""
@@ -69,12 +77,16 @@ class RouteTable:
             wanted, found = self._wanted.is_set(), loads()
             self._wanted.clear()
             if wanted or found != told or time.monotonic() - told_at >= _REPEAT_S:
+                answer, self._next_answer = self._next_answer, None
                 try:
                     self._take(await self._control.report(found, self.current.version if self.known else ""))
                     pause_s, told, told_at = _REPORT_S, found, time.monotonic()
                 except MedusaError as error:
                     self._note_away(error)
                     pause_s, told = min(2 * pause_s, _LONGEST_PAUSE_S), None
+                finally:
+                    if answer is not None:
+                        answer.set_result(None)
             try:
                 async with asyncio.timeout(pause_s):
                     await self._wanted.wait()

@@ -86,7 +86,8 @@ class Server:
             try:
                 async with self._read(request) as raw:
                     call = understand(request.path, raw, request.headers)
-                    model = self._deployed(call.model).name  # requests for an adapter go to the instances of its model
+                    # Requests for an adapter go to the instances of its model.
+                    model = (await self._deployed(call.model)).name
                     call = replace(call, model=model)
                     response = await self._relay(request, call, began)
                     status = response.status
@@ -101,12 +102,26 @@ class Server:
             finally:
                 self._gateway.metrics.of(model).requests[(request.path, status)] += 1
 
-    def _deployed(self, model: str) -> Deployed:
-        """Return a deployed model. Raises Fault 404 if it is not deployed, and 503 before there are any routes."""
-        if not self._gateway.table.known:
+    async def _deployed(self, model: str) -> Deployed:
+        """Return a deployed model.
+
+        Raises Fault 404 if the controller says that it is not deployed, and 503 if the controller cannot be asked.
+        """
+        table, dispatch = self._gateway.table, self._gateway.dispatch
+        if not table.known:
             text = "this gateway has not reached the cluster's controller yet; try again"
             raise Fault(503, text, code="not_ready", retry_after_s=1.0)
-        return self._gateway.dispatch.deployed(model)
+        with suppress(Fault):
+            return dispatch.deployed(model)
+        if not table.away_s:
+            await table.refresh()  # it may have been deployed just now
+        try:
+            return dispatch.deployed(model)
+        except Fault as fault:
+            if not table.away_s:
+                raise
+            text = f"{fault.message} as far as this gateway knows, and the cluster's controller is away; try again"
+            raise Fault(503, text, code="not_ready", retry_after_s=1.0) from None
 
     async def _relay(self, request: web.Request, call: Call, began: float) -> web.StreamResponse:
         client = _Client(request, self._options.write_timeout_s)
@@ -176,7 +191,8 @@ class Server:
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
-        return _json(next(entry for entry in _entries(self._deployed(name)) if entry["id"] == name))
+        entries = _entries(await self._deployed(name))
+        return _json(next(entry for entry in entries if entry["id"] == name))
 
     async def _alive(self, _: web.Request) -> web.StreamResponse:
         return _json({"status": "alive"})
