@@ -11,9 +11,8 @@ from typing import NoReturn
 
 from medusa_runtime.errors import OverloadedError
 
-from .faults import ApiError, ClientGoneError, not_ready, stopping
-
-_POLL_S = 0.25  # how soon a client that left is noticed
+from .disconnection import POLL_S
+from .faults import ApiError, ClientDisconnectedError, not_ready, stopping
 
 
 class Admission:
@@ -75,10 +74,12 @@ class Admission:
             self._opened = True
             self._advance()
 
-    def start(self, gone: Callable[[], bool], timeout_s: float, draining: threading.Event, *, arrived: int = 0) -> None:
+    def start(
+        self, is_disconnected: Callable[[], bool], timeout_s: float, draining: threading.Event, *, arrived: int = 0
+    ) -> None:
         """Wait for one of the running slots, behind all requests with a smaller ``arrived``.
 
-        Raises ClientGoneError, and 503 after ``timeout_s`` or when the instance is stopped before it is ready.
+        Raises ClientDisconnectedError, and 503 after ``timeout_s`` or when the instance is stopped before it is ready.
         """
         deadline = time.monotonic() + timeout_s
         turn = threading.Event()
@@ -87,8 +88,8 @@ class Admission:
             bisect.insort(self._queue, waiting, key=itemgetter(0))
             self._advance()
         try:
-            while not turn.wait(_POLL_S):
-                self._check(gone, draining)
+            while not turn.wait(POLL_S):
+                self._check(is_disconnected, draining)
                 if time.monotonic() > deadline:
                     raise self._too_late(timeout_s)  # noqa: TRY301 what follows is for every error alike
         except BaseException:
@@ -110,9 +111,9 @@ class Admission:
             self.running += 1
             self._queue.pop(0)[1].set()
 
-    def _check(self, gone: Callable[[], bool], draining: threading.Event) -> None:
-        if gone():
-            raise ClientGoneError
+    def _check(self, is_disconnected: Callable[[], bool], draining: threading.Event) -> None:
+        if is_disconnected():
+            raise ClientDisconnectedError
         if draining.is_set() and not self._opened:
             raise stopping()
 

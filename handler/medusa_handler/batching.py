@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-from .deadline import client_gone
+from .disconnection import current_disconnect_check
 
 if TYPE_CHECKING:
     import asyncio
@@ -69,7 +69,7 @@ class _Entry:
 
     def __init__(self, item: Any) -> None:
         self.item = item
-        self.gone = client_gone.get(lambda: False)
+        self.is_disconnected = current_disconnect_check.get(lambda: False)
         self.came = time.monotonic()
         self.done = False
         self.result: Any = None
@@ -120,7 +120,7 @@ class _Threads:
             entries = self._waiting[: self._max_size]
             del self._waiting[: self._max_size]
             self._running = True
-        token = client_gone.set(lambda: all(entry.gone() for entry in entries))
+        token = current_disconnect_check.set(lambda: all(entry.is_disconnected() for entry in entries))
         results: list[Any] | BaseException = []
         try:
             results = _listed(run([entry.item for entry in entries]), len(entries))
@@ -129,7 +129,7 @@ class _Threads:
             if not isinstance(error, Exception):
                 raise
         finally:
-            client_gone.reset(token)
+            current_disconnect_check.reset(token)
             with self._changed:
                 _share(entries, results)
                 self._running = False
@@ -193,7 +193,7 @@ class _Loops:
         if not entries:  # their clients left after this batch was begun
             self._task = None
             return
-        token = client_gone.set(lambda: all(entry.gone() for entry in entries))
+        token = current_disconnect_check.set(lambda: all(entry.is_disconnected() for entry in entries))
         results: list[Any] | BaseException = []
         try:
             results = _listed(await run([entry.item for entry in entries]), len(entries))
@@ -202,7 +202,7 @@ class _Loops:
             if not isinstance(error, Exception):
                 raise
         finally:
-            client_gone.reset(token)
+            current_disconnect_check.reset(token)
             _share(entries, results)
             for _, done in taken:
                 if not done.done():

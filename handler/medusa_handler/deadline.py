@@ -10,15 +10,11 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from .faults import ApiError, ClientGoneError
-
-_POLL_S = 0.25  # how soon a client that left is noticed
-
-client_gone: contextvars.ContextVar[Callable[[], bool]] = contextvars.ContextVar("client_gone")
-"""Returns whether the client of the running request has left. Then the function's calls of the model are cancelled."""
+from .disconnection import POLL_S
+from .faults import ApiError, ClientDisconnectedError
 
 
-class _Threads:
+class _ThreadPool:
     """Threads for user code, which are reused: the last one that became idle comes first.
 
     Code keeps things for each thread (connections, a team of OpenMP threads), so a new thread for each call would be
@@ -43,29 +39,29 @@ class _Threads:
             self._idle.append(calls)
 
 
-_threads = _Threads()
+_threads = _ThreadPool()
 
 
 class Deadline:
-    """A check whether the client has left, like ``gone``, which it wraps. It raises ApiError 504 when time is over.
+    """A check whether the client has left, around another one. It raises ApiError 504 when the request's time is over.
 
     The time is ``limit_s`` seconds from ``began`` (``time.monotonic``). Everything that waits calls the check now and
     then, so calls of the model and coroutines end in time. Plain user code cannot be interrupted: it is left to end in
     its own thread, and its result is dropped.
     """
 
-    def __init__(self, limit_s: float, began: float, gone: Callable[[], bool]) -> None:
+    def __init__(self, limit_s: float, began: float, is_disconnected: Callable[[], bool]) -> None:
         self._limit_s = limit_s
         self._end = began + limit_s
-        self._gone = gone
+        self._is_disconnected = is_disconnected
 
     def __call__(self) -> bool:
         if time.monotonic() >= self._end:
             raise ApiError(504, f"the request took longer than {self._limit_s:g} s", code="timeout")
-        return self._gone()
+        return self._is_disconnected()
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Return or raise what ``call()`` does. Raises ApiError 504 when time is over, and ClientGoneError."""
+        """Return or raise what ``call()`` does. Raises ApiError 504 when time is over, and ClientDisconnectedError."""
         outcome: list[tuple[Any, BaseException | None]] = []
         done = threading.Event()
 
@@ -77,9 +73,9 @@ class Deadline:
             done.set()
 
         _threads.run(partial(contextvars.copy_context().run, work))
-        while not done.wait(min(_POLL_S, max(0.0, self._end - time.monotonic()))):
+        while not done.wait(min(POLL_S, max(0.0, self._end - time.monotonic()))):
             if self():
-                raise ClientGoneError
+                raise ClientDisconnectedError
         result, error = outcome[0]
         if error is not None:
             raise error

@@ -47,7 +47,7 @@ class NotCoveredError(ApiError):
     """A request that is valid, but that our routes do not support. An engine's own server may."""
 
 
-class ClientGoneError(Exception):
+class ClientDisconnectedError(Exception):
     """The client has closed its connection; no answer can reach it."""
 
 

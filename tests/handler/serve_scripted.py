@@ -143,7 +143,7 @@ class ScriptedEngine:
             raise OverloadedError("the queue is full", 7.0)
         return ScriptedStream(self, request)
 
-    def http(self, look: Callable[[], None]) -> socket.socket:
+    def http(self, wait_check: Callable[[], None]) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.http_port))
 
     def stats(self) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import flask
 from werkzeug.wrappers import Response as WerkzeugResponse
 
 from ..contract import Request, Response
-from ..faults import ClientGoneError, as_api_error, as_exception, internal_error
+from ..disconnection import POLL_S
+from ..faults import ClientDisconnectedError, as_api_error, as_exception, internal_error
 from ..merge import Item, Merge
 from ..user_code.user_traceback import user_traceback
 from . import sse
@@ -25,14 +26,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.25  # how soon it is noticed that a client has left
 _FIELD_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _FIELD_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 _AHEAD = 8  # chunks a function may be ahead of a slow client
 
 
-def respond(service: Service, result: Any, request: Request, gone: Callable[[], bool]) -> flask.Response:
-    """Return the response for a function's result. ``gone`` says whether the client has left.
+def respond(service: Service, result: Any, request: Request, is_disconnected: Callable[[], bool]) -> flask.Response:
+    """Return the response for a function's result. ``is_disconnected`` says whether the client has left.
 
     Raises TypeError or ValueError for a result that cannot be sent.
     """
@@ -58,7 +58,7 @@ def respond(service: Service, result: Any, request: Request, gone: Callable[[], 
     elif _is_cloud_event(result):
         return _cloud_event(result)
     if _is_stream(result):
-        response = Events(service, result, request, gone).response(status)
+        response = Events(service, result, request, is_disconnected).response(status)
     else:
         body, kind = _body(result)
         response = flask.Response(body, 204 if result is None and status == 200 else status, content_type=kind)
@@ -174,11 +174,13 @@ def _cloud_event(event: Any) -> flask.Response:
 class Events:
     """An iterator that is sent as server-sent events, with heartbeats while it is silent."""
 
-    def __init__(self, service: Service, items: Iterable[Any], request: Request, gone: Callable[[], bool]) -> None:
+    def __init__(
+        self, service: Service, items: Iterable[Any], request: Request, is_disconnected: Callable[[], bool]
+    ) -> None:
         self._service = service
         self._merge: Merge[Any] = Merge([items], _AHEAD)
         self._request = request
-        self._gone = gone
+        self._is_disconnected = is_disconnected
         self._looked = time.monotonic()
 
     def response(self, status: int) -> flask.Response:
@@ -200,20 +202,20 @@ class Events:
     def _next(self) -> Item[Any] | None:
         """Return the next item; None after a silent ``heartbeat_s`` or at the end."""
         left_s = self._service.settings.heartbeat_s
-        if time.monotonic() - self._looked >= _POLL_S:
+        if time.monotonic() - self._looked >= POLL_S:
             self._look()
         while not self._merge.done and left_s > 0:
-            item = self._merge.get(min(_POLL_S, left_s))
+            item = self._merge.get(min(POLL_S, left_s))
             if item is not None:
                 return item
-            left_s -= _POLL_S
+            left_s -= POLL_S
             self._look()
         return None
 
     def _look(self) -> None:
         self._looked = time.monotonic()
-        if self._gone():
-            raise ClientGoneError
+        if self._is_disconnected():
+            raise ClientDisconnectedError
 
     def _stream(self, item: Item[Any] | None) -> Iterator[bytes]:
         try:
@@ -225,7 +227,7 @@ class Events:
                 else:
                     yield sse.heartbeat(self._service)
                 item = self._next()
-        except ClientGoneError:
+        except ClientDisconnectedError:
             return
         except Exception as error:  # noqa: BLE001 the status has been sent, so only the stream can report it
             known = as_api_error(error)

@@ -154,7 +154,7 @@ def _add_route(app: Flask, service: Service, work: Work, route: Route) -> None:
             from .answering import respond
 
             called = received()
-            return respond(service, route.answer(called, **parameters), called, work.gone())
+            return respond(service, route.answer(called, **parameters), called, work.disconnect_check())
 
         return answer() if route.work is None else work.run(route.work, answer)
 

@@ -43,14 +43,14 @@ def _add_model(routes: Blueprint, service: Service, infer: Infer, work: Work) ->
 
     def view() -> Response:
         def answer() -> Response:
-            called, gone = _request(service), work.gone()
-            response = infer(service, called, gone)
+            called, is_disconnected = _request(service), work.disconnect_check()
+            response = infer(service, called, is_disconnected)
             if platform.send is None or response.is_streamed:
                 return response
             from .answering import respond
 
             content = response.get_data(), response.status_code, dict(response.headers), response.content_type
-            return respond(service, platform.send(called, UserResponse(*content)), called, gone)
+            return respond(service, platform.send(called, UserResponse(*content)), called, is_disconnected)
 
         return work.run("/", answer)
 
@@ -67,15 +67,15 @@ def _add_function(routes: Blueprint, service: Service, function: UserFunction, w
         def answer() -> Response:
             from .answering import respond
 
-            gone = work.gone()
+            is_disconnected = work.disconnect_check()
             called = _request(service)
             if not service.ready and platform.streams and platform.early_heartbeats and _takes_only_events(called):
-                return _held(service, function, called, gone)
+                return _held(service, function, called, is_disconnected)
             arrived = request.environ.get(ARRIVED, 0)
-            service.admission.start(gone, service.settings.hold_s, service.draining, arrived=arrived)
+            service.admission.start(is_disconnected, service.settings.hold_s, service.draining, arrived=arrived)
             try:
-                result = function.call(called, gone)
-                response = respond(service, result if send is None else send(called, result), called, gone)
+                result = function.call(called, is_disconnected)
+                response = respond(service, result if send is None else send(called, result), called, is_disconnected)
             except BaseException:
                 service.admission.finish()
                 raise
@@ -90,7 +90,7 @@ def _takes_only_events(called: Request) -> bool:
     return kinds == {"text/event-stream"}
 
 
-def _held(service: Service, function: UserFunction, called: Request, gone: Callable[[], bool]) -> Response:
+def _held(service: Service, function: UserFunction, called: Request, is_disconnected: Callable[[], bool]) -> Response:
     """Return an event stream that begins before the function is loaded.
 
     Heartbeats come first, then the events of the result, or the result as one event. The status has already been sent
@@ -101,13 +101,13 @@ def _held(service: Service, function: UserFunction, called: Request, gone: Calla
     arrived = request.environ.get(ARRIVED, 0)
 
     def events() -> Iterator[Any]:
-        service.admission.start(gone, service.settings.hold_s, service.draining, arrived=arrived)
+        service.admission.start(is_disconnected, service.settings.hold_s, service.draining, arrived=arrived)
         try:
-            result, send = function.call(called, gone), service.platform.send
+            result, send = function.call(called, is_disconnected), service.platform.send
             if isinstance(result := result if send is None else send(called, result), Iterator):
                 yield from result
                 return
-            response = respond(service, result, called, gone)
+            response = respond(service, result, called, is_disconnected)
             text = response.get_data(as_text=True).removesuffix("\n")
             if response.status_code >= 400:
                 raise ApiError(response.status_code, text)
@@ -116,7 +116,7 @@ def _held(service: Service, function: UserFunction, called: Request, gone: Calla
         finally:
             service.admission.finish()
 
-    return Events(service, events(), called, gone).response(200)
+    return Events(service, events(), called, is_disconnected).response(200)
 
 
 def _request(service: Service) -> Request:

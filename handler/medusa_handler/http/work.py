@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from flask import Response, g, request
 
 from ..deadline import Deadline
-from ..faults import ClientGoneError, as_api_error, as_exception
+from ..disconnection import disconnect_check
+from ..faults import ClientDisconnectedError, as_api_error, as_exception
 from .body import read_body
-from .connection import gone
 from .environ import UNSENT
 from .timing import server_timing
 
@@ -27,9 +27,9 @@ class Work:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def gone(self) -> Callable[[], bool]:
+    def disconnect_check(self) -> Callable[[], bool]:
         """Return a function that returns whether the client has left, and raises ApiError 504 when time is over."""
-        left = gone(request.environ)
+        left = disconnect_check(request.environ)
         limit_s = self._service.limit_s(dict(request.headers))
         return left if limit_s is None else Deadline(limit_s, g.began, left)
 
@@ -51,7 +51,7 @@ class Work:
             raise
         try:
             response = answer()
-        except ClientGoneError:
+        except ClientDisconnectedError:
             service.admission.leave()
             service.metrics.count_request(route, _CLIENT_CLOSED)
             return Response(status=_CLIENT_CLOSED)

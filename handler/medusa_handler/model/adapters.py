@@ -14,6 +14,7 @@ from medusa_runtime.config import lora_modules
 from medusa_runtime.engine.frames import close_all
 from medusa_runtime.errors import MedusaError, shown
 
+from ..disconnection import POLL_S
 from ..faults import ApiError, not_ready
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.25  # how soon it is noticed that a client has left
 _FIRST_TOKEN_S = 2.0  # unused adapters are fetched after the first token, or after this time
 _MOST_NAMES = 1000
 
@@ -80,11 +80,11 @@ class Adapters:
         with self._changed:
             return {name: entry.url for name, entry in self._entries.items()}
 
-    def use(self, name: str, look: Callable[[], None]) -> AdapterUse:
+    def use(self, name: str, wait_check: Callable[[], None]) -> AdapterUse:
         """Wait until the engine has this adapter, which then stays at least until the use is closed.
 
-        Meanwhile ``look`` is called a few times a second, and an error that it raises ends the wait. Raises the store's
-        errors, and ApiError: 404 for an unknown name, 503 if all places are in use for longer than ``hold_s``.
+        Meanwhile ``wait_check`` is called a few times a second, and an error that it raises ends the wait. Raises the
+        store's errors, and ApiError: 404 for an unknown name, 503 if all places are in use for longer than ``hold_s``.
         """
         with self._changed:
             entry = self._entries.get(name)
@@ -93,7 +93,7 @@ class Adapters:
             entry.users += 1
             entry.used_at = time.monotonic()
         try:
-            self._open(entry, look)
+            self._open(entry, wait_check)
         except BaseException:
             self.release(entry)
             raise
@@ -151,7 +151,7 @@ class Adapters:
             except Exception as error:  # noqa: BLE001  a request that names it gets the error
                 logger.warning("the adapter %s could not be fetched: %s", name, error)
 
-    def _open(self, entry: _Entry, look: Callable[[], None]) -> None:
+    def _open(self, entry: _Entry, wait_check: Callable[[], None]) -> None:
         deadline = time.monotonic() + self._settings.hold_s
         with self._changed:
             failed_before = entry.attempts - entry.opening
@@ -166,8 +166,8 @@ class Adapters:
                     entry.opening, entry.error = True, None
                     entry.attempts += 1
                     threading.Thread(target=self._fetch, args=(entry,), name="adapter", daemon=True).start()
-                self._changed.wait(_POLL_S)
-                look()
+                self._changed.wait(POLL_S)
+                wait_check()
                 if time.monotonic() > deadline:
                     raise not_ready(
                         f"no place for the adapter {entry.name} became free within {self._settings.hold_s:g} s; "

@@ -19,7 +19,7 @@ _BATCH = 64  # inputs given to the engine at once; between batches it is noticed
 def embeddings(
     model: ServedModel,
     inputs: Sequence[Input],
-    gone: Callable[[], bool],
+    is_disconnected: Callable[[], bool],
     *,
     dimensions: int | None = None,
     truncate: int | None = None,
@@ -29,10 +29,10 @@ def embeddings(
 
     ``truncate`` is the number of tokens to which inputs are cut, -1 for the model's limit.
 
-    Raises RequestError, EngineError, ClientGoneError, and ApiError 503 after ``hold_s``.
+    Raises RequestError, EngineError, ClientDisconnectedError, and ApiError 503 after ``hold_s``.
     """
     assert model.engine is not None
-    look = model.watch(gone)
+    wait_check = model.wait_check(is_disconnected)
     found: dict[int, Embedding] = {}
     # Inputs of similar length share a batch, so that there is little padding.
     order = sorted(range(len(inputs)), key=lambda number: len(inputs[number]))
@@ -40,7 +40,9 @@ def embeddings(
         numbers = order[start : start + _BATCH]
         batch = [inputs[number] for number in numbers]
         found |= zip(
-            numbers, model.engine.embed(batch, dimensions, truncate, classify=classify, look=look), strict=True
+            numbers,
+            model.engine.embed(batch, dimensions, truncate, classify=classify, wait_check=wait_check),
+            strict=True,
         )
     return [found[number] for number in range(len(inputs))]
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from medusa_runtime.engine.base import Delta, GenerateRequest
 
-from ..faults import ClientGoneError
+from ..disconnection import POLL_S
+from ..faults import ClientDisconnectedError
 from ..merge import Item, Merge
 
 if TYPE_CHECKING:
@@ -17,17 +18,17 @@ if TYPE_CHECKING:
     from .adapters import AdapterUse
     from .served_model import ServedModel
 
-_POLL_S = 0.25  # how soon it is noticed that a client has left
-
 
 class Generation:
     """The token streams of one API request, read with ``events``. Leaving it as a context cancels what still runs."""
 
-    def __init__(self, model: ServedModel, requests: Sequence[GenerateRequest], gone: Callable[[], bool]) -> None:
+    def __init__(
+        self, model: ServedModel, requests: Sequence[GenerateRequest], is_disconnected: Callable[[], bool]
+    ) -> None:
         """Start the requests, which all have the same adapter, or none. Wait until the engine has been given it."""
         assert model.engine is not None
         self._model = model
-        self._gone = gone
+        self._is_disconnected = is_disconnected
         self._began = time.monotonic()
         self._first: dict[int, float] = {}
         self._tokens = [0] * len(requests)
@@ -38,7 +39,7 @@ class Generation:
         self._use: AdapterUse | None = None
         try:
             if requests and requests[0].adapter is not None:
-                self._use = model.adapters.use(requests[0].adapter, model.watch(gone))
+                self._use = model.adapters.use(requests[0].adapter, model.wait_check(is_disconnected))
             for request in requests:
                 self._streams.append(model.engine.generate(request))
             if len(self._streams) > 1:  # it starts threads, which may fail
@@ -50,16 +51,16 @@ class Generation:
     def events(self, heartbeat_s: float | None = None) -> Iterator[Item[Delta] | None]:
         """Yield the deltas with the number of their request, and None after each ``heartbeat_s`` of silence.
 
-        Raises ClientGoneError, RequestError, OverloadedError, EngineError, and ApiError 503 after ``hold_s``.
+        Raises ClientDisconnectedError, RequestError, OverloadedError, EngineError, and ApiError 503 after ``hold_s``.
         """
         last = looked = time.monotonic()
         while self._unfinished:
             item = self._next()
             now = time.monotonic()
-            if now - looked >= _POLL_S:
+            if now - looked >= POLL_S:
                 looked = now
-                if self._gone():
-                    raise ClientGoneError
+                if self._is_disconnected():
+                    raise ClientDisconnectedError
             if item is not None:
                 self._note(item, now)
                 last = now
@@ -73,13 +74,13 @@ class Generation:
 
     def _next(self) -> Item[Delta] | None:
         if self._merge is not None:
-            return self._merge.get(_POLL_S)
-        delta = self._streams[0].get(_POLL_S)
+            return self._merge.get(POLL_S)
+        delta = self._streams[0].get(POLL_S)
         return None if delta is None else Item(0, delta)
 
     def _read(self, stream: TokenStream) -> Iterator[Delta]:
         while not self._closed:  # a closed stream stays silent, so return to this check now and then
-            delta = stream.get(_POLL_S)
+            delta = stream.get(POLL_S)
             if delta is not None:
                 yield delta
                 if delta.finish_reason is not None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from medusa_runtime.engine.serving.model_name import served_name, small_files
 
-from ..faults import ClientGoneError, not_ready, stopping
+from ..disconnection import POLL_S
+from ..faults import ClientDisconnectedError, not_ready, stopping
 from ..metrics import Metrics
 from .adapters import Adapters
 from .chat_template import ChatTemplate
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from medusa_runtime.region.reader import Region
     from medusa_runtime.timeline import Timeline
 
-_POLL_S = 0.25  # how soon it is noticed that a client has left
 _LONGEST_GUESS_S = 60.0
 
 
@@ -66,24 +66,24 @@ class ServedModel:
             return "idle"
         return "starting" if self.engine.info is None else "loading"
 
-    def chat_template(self, gone: Callable[[], bool]) -> ChatTemplate:
+    def chat_template(self, is_disconnected: Callable[[], bool]) -> ChatTemplate:
         """Return the checkpoint's chat template. Waits for the small files, which the prefetcher fetches first."""
         if self._chat_template is None:
             assert self.region is not None
-            self._wait_for_files(self.region, gone)
+            self._wait_for_files(self.region, is_disconnected)
             self._chat_template = ChatTemplate(self.region.file)
         return self._chat_template
 
-    def _wait_for_files(self, region: Region, gone: Callable[[], bool]) -> None:
+    def _wait_for_files(self, region: Region, is_disconnected: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.settings.hold_s
         while True:
             try:
-                region.wait_index(timeout_s=_POLL_S)
+                region.wait_index(timeout_s=POLL_S)
                 return
             except TimeoutError:
                 pass
-            if gone():
-                raise ClientGoneError
+            if is_disconnected():
+                raise ClientDisconnectedError
             if self._draining.is_set():
                 raise stopping()
             if time.monotonic() > deadline:
@@ -102,16 +102,16 @@ class ServedModel:
             text = f"the model was not loaded within {self.settings.hold_s:g} s of the request"
             raise not_ready(text, self.eta_s())
 
-    def watch(self, gone: Callable[[], bool]) -> Callable[[], None]:
-        """Return a function to call while a new request waits: it raises ClientGoneError, or as ``check_hold``."""
+    def wait_check(self, is_disconnected: Callable[[], bool]) -> Callable[[], None]:
+        """Return a check for a new request that waits. It raises ClientDisconnectedError, or 503 as ``check_hold``."""
         began = time.monotonic()
 
-        def look() -> None:
-            if gone():
-                raise ClientGoneError
+        def check() -> None:
+            if is_disconnected():
+                raise ClientDisconnectedError
             self.check_hold(began)
 
-        return look
+        return check
 
     def eta_s(self) -> float:
         """Return after how many seconds a client that was refused should try again.

@@ -42,7 +42,7 @@ def model_entry(
     }
 
 
-def load_adapter(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+def load_adapter(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Load an adapter, and answer when it can be used. Raises ApiError 403 unless the operator allows its location."""
     fields.check_fields(body, _LOAD)
     name, url = _text(body, "lora_name"), _text(body, "lora_path")
@@ -54,11 +54,11 @@ def load_adapter(service: Service, body: Body, gone: Callable[[], bool]) -> Resp
     assert engine is not None
     before = adapters.urls().get(name)
     adapters.add(name, url, replace=inplace)
-    look = service.model.watch(gone)
+    wait_check = service.model.wait_check(is_disconnected)
     try:
-        use = adapters.use(name, look)
+        use = adapters.use(name, wait_check)
         try:
-            engine.wait_adapter(name, look)
+            engine.wait_adapter(name, wait_check)
         finally:
             use.close()
     except BaseException as error:

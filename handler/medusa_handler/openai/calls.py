@@ -33,7 +33,7 @@ _MOST_BEST_OF = 20
 _STREAM_OPTIONS = frozenset(("include_usage", "continuous_usage_stats", "include_obfuscation"))
 
 
-def complete(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+def complete(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Answer a completion."""
     fields.check_fields(body, fields.COMPLETION)
     model = check_model(service, body)
@@ -62,10 +62,12 @@ def complete(service: Service, body: Body, gone: Callable[[], bool]) -> Response
     requests = _requests(name, prompts, params, per_prompt, parameters.flag(body, "add_special_tokens", True))
     requests = _adapted(service, model, requests)
     envelope = Envelope(name, model, completion.CompletionShape(logprobs, echoes))
-    return respond(service, Plan(requests, envelope, per_prompt, keep, stream, *_usage(body), _names(wanted)), gone)
+    return respond(
+        service, Plan(requests, envelope, per_prompt, keep, stream, *_usage(body), _names(wanted)), is_disconnected
+    )
 
 
-def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+def converse(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Answer a chat."""
     from . import chat
     from .tools.choice import tools_of
@@ -84,7 +86,7 @@ def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response
     limit = parameters.integer(body, "max_completion_tokens", parameters.integer(body, "max_tokens", None, 1), 1)
     tools = tools_of(body)
     wanted_form = _form(body, tools)
-    template = service.model.chat_template(gone)
+    template = service.model.chat_template(is_disconnected)
     parser = tools.parser(format_of(service.settings.tool_call_parser, template.source))
     params = parameters.sampling(body, max_tokens=limit, logprobs=logprobs)
     if wanted_form is not None:
@@ -110,28 +112,28 @@ def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response
     names = {"prompt": "messages", "logprobs": "top_logprobs"} | _names(wanted_form)
     if body.get("max_completion_tokens") is not None:
         names["max_tokens"] = "max_completion_tokens"
-    return respond(service, Plan(requests, envelope, count, count, stream, *_usage(body), names), gone)
+    return respond(service, Plan(requests, envelope, count, count, stream, *_usage(body), names), is_disconnected)
 
 
-def embed_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+def embed_texts(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Answer a request for embeddings."""
     from .embeddings import embed
 
-    return _pooled(embed, "embeddings", fields.EMBEDDINGS, service, body, gone)
+    return _pooled(embed, "embeddings", fields.EMBEDDINGS, service, body, is_disconnected)
 
 
-def classify_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+def classify_texts(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Answer a request for the labels of texts."""
     from .ranking import classify
 
-    return _pooled(classify, "classifiers", fields.CLASSIFY, service, body, gone)
+    return _pooled(classify, "classifiers", fields.CLASSIFY, service, body, is_disconnected)
 
 
-def rerank_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+def rerank_texts(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Answer a request for the documents that belong to a query."""
     from .ranking import rerank
 
-    return _pooled(rerank, "classifiers", fields.RERANK, service, body, gone)
+    return _pooled(rerank, "classifiers", fields.RERANK, service, body, is_disconnected)
 
 
 def _pooled(
@@ -140,12 +142,12 @@ def _pooled(
     known: frozenset[str],
     service: Service,
     body: Body,
-    gone: Callable[[], bool],
+    is_disconnected: Callable[[], bool],
 ) -> Response:
     if service.relays:
         raise NotCoveredError(400, f"the engine's own server answers for {what}")
     fields.check_fields(body, known)
-    return answer(service, body, _base_only(service, check_model(service, body)), gone)
+    return answer(service, body, _base_only(service, check_model(service, body)), is_disconnected)
 
 
 def _adapted(service: Service, model: str, requests: list[GenerateRequest]) -> list[GenerateRequest]:

@@ -20,14 +20,14 @@ _FORMS = ("float", "base64")
 _EXPECTED = "text, a list of token ids, or a list of either, none of them empty"
 
 
-def embed(service: Service, body: Body, model: str, gone: Callable[[], bool]) -> Response:
-    """Answer a request for embeddings. Raises ApiError, RequestError, EngineError, ClientGoneError."""
+def embed(service: Service, body: Body, model: str, is_disconnected: Callable[[], bool]) -> Response:
+    """Answer a request for embeddings. Raises ApiError, RequestError, EngineError, ClientDisconnectedError."""
     found = inputs(body)
     form = body.get("encoding_format")
     if form is not None and form not in _FORMS:
         raise invalid("encoding_format", " or ".join(_FORMS), form)
     dimensions = parameters.integer(body, "dimensions", None, 1)
-    vectors = embeddings(service.model, found, gone, dimensions=dimensions, truncate=truncation(body))
+    vectors = embeddings(service.model, found, is_disconnected, dimensions=dimensions, truncate=truncation(body))
     tokens = sum(vector.tokens for vector in vectors)
     data = [
         {"object": "embedding", "index": index, "embedding": _shown(vector.data, form)}

@@ -17,7 +17,7 @@ from flask import Blueprint, Response, jsonify
 from medusa_runtime.engine import frames
 from medusa_runtime.engine.base import Delta
 
-from ..faults import ApiError, ClientGoneError, as_api_error, compact, internal_error
+from ..faults import ApiError, ClientDisconnectedError, as_api_error, compact, internal_error
 from ..http import sse
 from ..http.body import json_object
 from ..merge import Item
@@ -36,7 +36,7 @@ FILES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-_LOOK_S = 0.25
+_POLL_S = 0.025
 
 
 def engine_routes(service: Service, work: Work) -> Blueprint:
@@ -44,35 +44,35 @@ def engine_routes(service: Service, work: Work) -> Blueprint:
 
     @routes.post("/medusa/describe")
     def describe() -> Response:
-        return work.run("/medusa/describe", lambda: _describe(service, json_object(), work.gone()))
+        return work.run("/medusa/describe", lambda: _describe(service, json_object(), work.disconnect_check()))
 
     @routes.post("/medusa/generate")
     def generate() -> Response:
-        return work.run("/medusa/generate", lambda: _generate(service, json_object(), work.gone()))
+        return work.run("/medusa/generate", lambda: _generate(service, json_object(), work.disconnect_check()))
 
     @routes.post("/medusa/call")
     def call() -> Response:
-        return work.run("/medusa/call", lambda: _call(service, json_object(), work.gone()))
+        return work.run("/medusa/call", lambda: _call(service, json_object(), work.disconnect_check()))
 
     return routes
 
 
-def _describe(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+def _describe(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Answer with the engine's description of itself (EngineInfo), and the checkpoint's small files."""
     check_model(service, body)
     assert service.engine is not None
-    look = service.model.watch(gone)
+    wait_check = service.model.wait_check(is_disconnected)
     service.engine.start()
     while service.engine.info is None:
-        look()
-        time.sleep(_LOOK_S / 10)
+        wait_check()
+        time.sleep(_POLL_S)
     assert service.region is not None
     files = {name: data for name in FILES if (data := service.region.file(name)) is not None}
     shown = {name: base64.b64encode(data).decode() for name, data in files.items()}
     return jsonify({"info": service.engine.info._asdict(), "files": shown})
 
 
-def _generate(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+def _generate(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Run one request, in the form of the engine's socket, and stream its deltas."""
     adapter = adapter_of(service, check_model(service, body))
     frame = body.get("frame")
@@ -81,7 +81,7 @@ def _generate(service: Service, body: Body, gone: Callable[[], bool]) -> Respons
     request = frames.request_from_frame(frame)
     given = request.id
     generation = Generation(
-        service.model, [replace(request, id=f"remote-{os.urandom(16).hex()}", adapter=adapter)], gone
+        service.model, [replace(request, id=f"remote-{os.urandom(16).hex()}", adapter=adapter)], is_disconnected
     )
     try:
         events = generation.events(service.settings.heartbeat_s)
@@ -108,7 +108,7 @@ def _events(service: Service, name: str, first: Item[Delta], events: Iterator[It
                 item = next(events)
             except StopIteration:
                 break
-    except ClientGoneError:
+    except ClientDisconnectedError:
         return
     except Exception as error:
         known = as_api_error(error)
@@ -119,7 +119,7 @@ def _events(service: Service, name: str, first: Item[Delta], events: Iterator[It
     yield sse.DONE
 
 
-def _call(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+def _call(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Call one of the engine's methods."""
     check_model(service, body)
     assert service.engine is not None
@@ -127,9 +127,9 @@ def _call(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
     if not isinstance(arguments, dict):
         raise invalid("arguments", "an object", arguments)
 
-    def look() -> None:
-        if gone():
-            raise ClientGoneError
+    def wait_check() -> None:
+        if is_disconnected():
+            raise ClientDisconnectedError
 
     value: Any
     try:
@@ -138,7 +138,7 @@ def _call(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
         elif method == "detokenize":
             value = service.engine.detokenize(**arguments)
         elif method == "embed":
-            found = service.engine.embed(**arguments, look=look)
+            found = service.engine.embed(**arguments, wait_check=wait_check)
             value = [[vector.tokens, base64.b64encode(vector.data).decode()] for vector in found]
         else:
             raise invalid("method", "tokenize, detokenize or embed", method)

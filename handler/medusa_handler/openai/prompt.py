@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from ..service import Service
 
 
-def infer(service: Service, called: Request, gone: Callable[[], bool]) -> Response:
+def infer(service: Service, called: Request, is_disconnected: Callable[[], bool]) -> Response:
     """Answer a JSON body like an OpenAI route (with ``messages``: chat, ``input``: embeddings, else completion).
 
     Any other body is a prompt.
     """
     if called.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
-        return _answer(service, as_json_object(called.body), gone)
+        return _answer(service, as_json_object(called.body), is_disconnected)
     prompt = called.body.decode(errors="replace")
     if not prompt.strip():
         raise ApiError(400, 'expected {"prompt": …} as JSON, or the prompt itself as the body', param="prompt")
     # curl -d sends JSON as a form.
-    return _answer(service, _object(prompt) if prompt.lstrip().startswith("{") else {"prompt": prompt}, gone)
+    return _answer(service, _object(prompt) if prompt.lstrip().startswith("{") else {"prompt": prompt}, is_disconnected)
 
 
-def _answer(service: Service, body: dict[str, object], gone: Callable[[], bool]) -> Response:
+def _answer(service: Service, body: dict[str, object], is_disconnected: Callable[[], bool]) -> Response:
     from .calls import complete, converse, embed_texts  # imported here, so that the app does not wait for it
 
     if "messages" in body:
@@ -41,8 +41,8 @@ def _answer(service: Service, body: dict[str, object], gone: Callable[[], bool])
         answer, target = embed_texts, "/v1/embeddings"
     else:
         answer, target = complete, "/v1/completions"
-    own = partial(answer, service, body, gone)
-    return light_or_relayed(service, own, gone, target, compact(body))
+    own = partial(answer, service, body, is_disconnected)
+    return light_or_relayed(service, own, is_disconnected, target, compact(body))
 
 
 def _object(text: str) -> dict[str, object]:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 _MOST_DOCUMENTS = 2048
 
 
-def classify(service: Service, body: Body, model: str, gone: Callable[[], bool]) -> Response:
-    """Answer with the probability of each label. Raises ApiError, RequestError, EngineError, ClientGoneError."""
-    found = embeddings(service.model, inputs(body), gone, truncate=truncation(body), classify=True)
+def classify(service: Service, body: Body, model: str, is_disconnected: Callable[[], bool]) -> Response:
+    """Answer with the probability of each label. Raises ApiError, RequestError and EngineError."""
+    found = embeddings(service.model, inputs(body), is_disconnected, truncate=truncation(body), classify=True)
     labels = _labels(service)
     data = []
     for index, vector in enumerate(found):
@@ -43,7 +43,7 @@ def classify(service: Service, body: Body, model: str, gone: Callable[[], bool])
     )
 
 
-def rerank(service: Service, body: Body, model: str, gone: Callable[[], bool]) -> Response:
+def rerank(service: Service, body: Body, model: str, is_disconnected: Callable[[], bool]) -> Response:
     """Answer with the documents that fit a query best, by a classifier with one label."""
     query, documents = body.get("query"), body.get("documents")
     if not isinstance(query, str) or not query:
@@ -54,7 +54,7 @@ def rerank(service: Service, body: Body, model: str, gone: Callable[[], bool]) -
         raise invalid("documents", f"at most {_MOST_DOCUMENTS} of them", len(documents))
     top = parameters.integer(body, "top_n", 0, 0) or len(documents)
     pairs: list[Input] = [(query, document) for document in documents]
-    found = embeddings(service.model, pairs, gone, truncate=truncation(body), classify=True)
+    found = embeddings(service.model, pairs, is_disconnected, truncate=truncation(body), classify=True)
     scores = [floats(vector.data) for vector in found]
     if len(scores[0]) != 1:
         raise invalid("model", "a classifier with one label, for /rerank", f"one with {len(scores[0])}")

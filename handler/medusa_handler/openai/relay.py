@@ -17,6 +17,7 @@ from flask import Response, request
 from medusa_runtime.errors import EngineError
 from medusa_runtime.process import hang_up
 
+from ..disconnection import POLL_S
 from ..faults import ApiError, NotCoveredError
 from ..http.body import read_body
 from ..merge import Merge
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.25
 _AHEAD = 64
 _FORM = "application/x-www-form-urlencoded"
 # Headers that belong to a connection, not to a message (RFC 9110, section 7.6.1), or that we set ourselves.
@@ -41,7 +41,11 @@ _NOT_RETURNED = frozenset(("connection", "keep-alive", "transfer-encoding", "dat
 
 
 def light_or_relayed(
-    service: Service, answer: Callable[[], Response], gone: Callable[[], bool], target: str, body: bytes | None = None
+    service: Service,
+    answer: Callable[[], Response],
+    is_disconnected: Callable[[], bool],
+    target: str,
+    body: bytes | None = None,
 ) -> Response:
     """Return our own ``answer`` if it supports the request, else that of the engine's server, if there is one.
 
@@ -53,26 +57,28 @@ def light_or_relayed(
         except NotCoveredError:
             if not service.relays:
                 raise
-    return relay(service, gone, target, body)
+    return relay(service, is_disconnected, target, body)
 
 
-def relay(service: Service, gone: Callable[[], bool], target: str | None = None, body: bytes | None = None) -> Response:
+def relay(
+    service: Service, is_disconnected: Callable[[], bool], target: str | None = None, body: bytes | None = None
+) -> Response:
     """Return the answer of the engine's own server to the current request, or to another target and body.
 
-    Raises ClientGoneError, EngineError, RequestError, and ApiError 503 after ``hold_s``.
+    Raises ClientDisconnectedError, EngineError, RequestError, and ApiError 503 after ``hold_s``.
     """
     engine = service.engine
     assert engine is not None
-    look = service.model.watch(gone)
+    wait_check = service.model.wait_check(is_disconnected)
     body = read_body() if body is None else body
     head = _head(service, target, body)
-    connection = engine.http(look)
+    connection = engine.http(wait_check)
     answer = _Answer(connection, request.method)
     try:
         connection.sendall(head + body)
         pieces: Merge[bytes] = Merge([answer], _AHEAD)
-        while pieces.get(_POLL_S) is None:  # until the head has come; if none comes, this raises
-            look()
+        while pieces.get(POLL_S) is None:  # until the head has come; if none comes, this raises
+            wait_check()
     except BaseException:
         answer.cancel()
         raise
@@ -83,10 +89,10 @@ def relay(service: Service, gone: Callable[[], bool], target: str | None = None,
     def stream() -> Iterator[bytes]:
         try:
             while not pieces.done:
-                item = pieces.get(_POLL_S)
+                item = pieces.get(POLL_S)
                 if item is not None:
                     yield item.value
-                elif not pieces.done and gone():
+                elif not pieces.done and is_disconnected():
                     return
         except (EngineError, ApiError) as error:  # the status has been sent, so only a broken connection can report it
             logger.warning("an answer of the engine's HTTP server is cut off: %s", error)

@@ -11,7 +11,7 @@ from flask import Response
 from medusa_runtime.engine.base import Delta, GenerateRequest
 from medusa_runtime.errors import RequestError
 
-from ..faults import ClientGoneError, as_api_error, compact, internal_error
+from ..faults import ClientDisconnectedError, as_api_error, compact, internal_error
 from ..http import sse
 from ..merge import Item
 from ..model.generation import Generation
@@ -41,9 +41,9 @@ class Plan:
             error.param = self.names.get(error.param, error.param)
 
 
-def respond(service: Service, plan: Plan, gone: Callable[[], bool]) -> Response:
+def respond(service: Service, plan: Plan, is_disconnected: Callable[[], bool]) -> Response:
     """Run the plan. An error before the first token has its own status; a later one is an event of the stream."""
-    generation = Generation(service.model, plan.requests, gone)
+    generation = Generation(service.model, plan.requests, is_disconnected)
     try:
         if not plan.stream:
             with generation:
@@ -83,7 +83,7 @@ def _chunks(
 ) -> Iterator[bytes]:
     try:
         yield from _events(service, plan, first, events)
-    except ClientGoneError:
+    except ClientDisconnectedError:
         return
     except Exception as error:
         plan.name_field(error)

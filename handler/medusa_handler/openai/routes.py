@@ -41,27 +41,29 @@ def _blueprint(service: Service, work: Work) -> Blueprint:
     def add(path: str, answer: Callable[[Body, Callable[[], bool]], Response], method: str = "POST") -> None:
         def view(**parameters: str) -> Response:
             def run() -> Response:
-                gone = work.gone()
-                own = partial(answer, json_object() if method == "POST" else parameters, gone)
-                return light_or_relayed(service, own, gone, request.environ.get("RAW_URI") or request.full_path)
+                is_disconnected = work.disconnect_check()
+                own = partial(answer, json_object() if method == "POST" else parameters, is_disconnected)
+                return light_or_relayed(
+                    service, own, is_disconnected, request.environ.get("RAW_URI") or request.full_path
+                )
 
             return work.run(path, run)
 
         routes.add_url_rule(path, path, view, methods=[method])
 
-    add("/v1/completions", lambda body, gone: _calls().complete(service, body, gone))
-    add("/v1/chat/completions", lambda body, gone: _calls().converse(service, body, gone))
-    add("/v1/embeddings", lambda body, gone: _calls().embed_texts(service, body, gone))
-    add("/classify", lambda body, gone: _calls().classify_texts(service, body, gone))
+    add("/v1/completions", lambda body, is_disconnected: _calls().complete(service, body, is_disconnected))
+    add("/v1/chat/completions", lambda body, is_disconnected: _calls().converse(service, body, is_disconnected))
+    add("/v1/embeddings", lambda body, is_disconnected: _calls().embed_texts(service, body, is_disconnected))
+    add("/classify", lambda body, is_disconnected: _calls().classify_texts(service, body, is_disconnected))
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-        add(path, lambda body, gone: _calls().rerank_texts(service, body, gone))
-    add("/tokenize", lambda body, gone: _tokenize(service, body))
-    add("/detokenize", lambda body, gone: _detokenize(service, body))
+        add(path, lambda body, is_disconnected: _calls().rerank_texts(service, body, is_disconnected))
+    add("/tokenize", lambda body, is_disconnected: _tokenize(service, body))
+    add("/detokenize", lambda body, is_disconnected: _detokenize(service, body))
     if service.light_routes:
         _add_models(routes, service)
     if not service.relays:
-        add("/v1/load_lora_adapter", lambda body, gone: load_adapter(service, body, gone))
-        add("/v1/unload_lora_adapter", lambda body, gone: unload_adapter(service, body))
+        add("/v1/load_lora_adapter", lambda body, is_disconnected: load_adapter(service, body, is_disconnected))
+        add("/v1/unload_lora_adapter", lambda body, is_disconnected: unload_adapter(service, body))
     if service.relays:
         _add_others(routes, service, work)
     return routes
@@ -93,7 +95,7 @@ def _add_others(routes: Blueprint, service: Service, work: Work) -> None:
     """Pass every other path on to the engine's server; with a function, which takes the rest, only /v1 and /v2."""
 
     def others(_path: str) -> Response:
-        return work.run(_OTHERS, lambda: relay(service, work.gone()))
+        return work.run(_OTHERS, lambda: relay(service, work.disconnect_check()))
 
     for prefix in ("/",) if service.function is None else ("/v1/", "/v2/"):
         path = f"{prefix}<path:_path>"

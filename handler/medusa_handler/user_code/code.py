@@ -63,19 +63,21 @@ class UserCode:
             raise HandlerLoadError(f"class {target.__name__} has no method predict(request); it has {methods}")
         return self._instance  # type: ignore[no-any-return]
 
-    def call(self, request: Request, gone: Callable[[], bool] = lambda: False) -> Any:
+    def call(self, request: Request, is_disconnected: Callable[[], bool] = lambda: False) -> Any:
         """Call the function and return its result; an asynchronous iterator becomes a plain one. Call after ``load``.
 
-        Raises the function's errors, ClientGoneError, and 504 when the request's time is over.
+        Raises the function's errors, ClientDisconnectedError, and 504 when the request's time is over.
         """
         assert self._binding is not None
         positional, named = self._binding.arguments(request)
         call = partial(self._call, *positional, **named)
-        result = self._wait(gone.run(call) if isinstance(gone, Deadline) else call(), gone)
+        result = self._wait(
+            is_disconnected.run(call) if isinstance(is_disconnected, Deadline) else call(), is_disconnected
+        )
         return AsyncItems(self._loop, result) if isinstance(result, AsyncIterator) else result
 
-    def _wait(self, result: Any, gone: Callable[[], bool] = lambda: False) -> Any:
-        return self._loop.run(result, gone) if inspect.iscoroutine(result) else result
+    def _wait(self, result: Any, is_disconnected: Callable[[], bool] = lambda: False) -> Any:
+        return self._loop.run(result, is_disconnected) if inspect.iscoroutine(result) else result
 
     def close(self) -> None:
         """Run the ``close`` of the user's class, if it has one. Raises its errors."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from medusa_runtime.errors import MedusaError, WeightsError
 
 from ..contract import Context, Request
-from ..deadline import client_gone
+from ..disconnection import current_disconnect_check
 from .code import UserCode
 from .loop import EventLoop
 from .model import Model
@@ -93,10 +93,10 @@ class UserFunction:
             error = WeightsError(f"a module's weights could not be loaded: {type(error).__name__}: {error}")
         self._fail(error)
 
-    def call(self, request: Request, gone: Callable[[], bool]) -> Any:
+    def call(self, request: Request, is_disconnected: Callable[[], bool]) -> Any:
         """Call the function, as ``UserCode.call`` does. When the client leaves, its calls of ``context.model`` end."""
-        client_gone.set(gone)
-        return self._code.call(request, gone)
+        current_disconnect_check.set(is_disconnected)
+        return self._code.call(request, is_disconnected)
 
     def close(self) -> None:
         """Run the user's ``close``; an error is logged, because no caller waits for it."""

@@ -8,14 +8,13 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..faults import ClientGoneError
+from ..disconnection import POLL_S
+from ..faults import ClientDisconnectedError
 
 if TYPE_CHECKING:
     import asyncio
 
 T = TypeVar("T")
-
-_POLL_S = 0.25  # how soon it is noticed that a client has left
 
 
 class EventLoop:
@@ -34,21 +33,21 @@ class EventLoop:
                 threading.Thread(target=_run, args=(self._loop,), name="user-loop", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def run(self, coroutine: Coroutine[Any, Any, T], gone: Callable[[], bool] = lambda: False) -> T:
-        """Return the coroutine's result. When the client leaves, cancel the coroutine and raise ClientGoneError."""
+    def run(self, coroutine: Coroutine[Any, Any, T], is_disconnected: Callable[[], bool] = lambda: False) -> T:
+        """Return the coroutine's result. If the client leaves, cancel it and raise ClientDisconnectedError."""
         future = self.submit(coroutine)
         while True:
-            done, _ = concurrent.futures.wait([future], _POLL_S)
+            done, _ = concurrent.futures.wait([future], POLL_S)
             if done:
                 return future.result()
             left = True
             try:
-                left = gone()
+                left = is_disconnected()
             finally:
                 if left:
                     future.cancel()
             if left:
-                raise ClientGoneError
+                raise ClientDisconnectedError
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

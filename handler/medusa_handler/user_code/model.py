@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.engine.base import EngineInfo, GenerateRequest, SamplingParams
 
-from ..deadline import client_gone
+from ..disconnection import current_disconnect_check
 from ..model.embeddings import embeddings, floats
 from ..model.generation import Generation
 from ..model.structured_outputs import form_of
@@ -57,7 +57,7 @@ class Model:
     def stream_chat(self, messages: list[dict[str, Any]], **sampling: Any) -> Iterator[str]:
         """Yield the answer's text as it comes."""
         params = _params({"max_tokens": None, **sampling})
-        template = self._served.chat_template(_gone())
+        template = self._served.chat_template(_is_disconnected())
         return self._stream(
             template.render(messages, {"add_generation_prompt": True}), params, add_special_tokens=False
         )
@@ -68,7 +68,7 @@ class Model:
         Raises RequestError, EngineError.
         """
         given = [text if isinstance(text, str) else tuple(text) for text in texts]
-        found = embeddings(self._served, given, _gone(), dimensions=dimensions, truncate=-1)
+        found = embeddings(self._served, given, _is_disconnected(), dimensions=dimensions, truncate=-1)
         return [floats(vector.data) for vector in found]
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -83,14 +83,14 @@ class Model:
         self, prompt: str | tuple[int, ...], params: SamplingParams, *, add_special_tokens: bool
     ) -> Iterator[str]:
         request = GenerateRequest(f"fn-{os.urandom(16).hex()}", prompt, params, add_special_tokens)
-        with Generation(self._served, [request], _gone()) as generation:
+        with Generation(self._served, [request], _is_disconnected()) as generation:
             for item in generation.events():
                 if item is not None and item.value.text:
                     yield item.value.text
 
 
-def _gone() -> Callable[[], bool]:
-    return client_gone.get(lambda: False)
+def _is_disconnected() -> Callable[[], bool]:
+    return current_disconnect_check.get(lambda: False)
 
 
 def _params(sampling: dict[str, Any]) -> SamplingParams:

@@ -167,15 +167,15 @@ class EngineClient:
         truncate: int | None = None,
         *,
         classify: bool = False,
-        look: Callable[[], None] | None = None,
+        wait_check: Callable[[], None] | None = None,
     ) -> list[Embedding]:
         """Return a vector for each text (see ``EncoderEngine.embed``). Before the weights are there, this waits.
 
-        ``look`` is called a few times a second during the wait; an exception from it ends the wait. Raises RequestError
-        and EngineError.
+        ``wait_check`` is called a few times a second during the wait; an exception from it ends the wait. Raises
+        RequestError and EngineError.
         """
         arguments = {"inputs": inputs, "dimensions": dimensions, "truncate": truncate, "classify": classify}
-        found = self._call("embed", timeout_s=None, look=look, **arguments)
+        found = self._call("embed", timeout_s=None, wait_check=wait_check, **arguments)
         return [Embedding(tokens, base64.b64decode(data)) for tokens, data in found]
 
     def bring_adapter(self, name: str, descriptors: list[int]) -> None:
@@ -192,12 +192,12 @@ class EngineClient:
         if connection is not None:
             self._send(connection, {"type": "adapter", "name": name}, descriptors)
 
-    def wait_adapter(self, name: str, look: Callable[[], None] | None = None) -> dict[str, Any]:
+    def wait_adapter(self, name: str, wait_check: Callable[[], None] | None = None) -> dict[str, Any]:
         """Wait until the engine has loaded an adapter, and return its numbers of layers and bytes.
 
-        Raises the error if the adapter cannot be used, and what ``look`` raises.
+        Raises the error if the adapter cannot be used, and what ``wait_check`` raises.
         """
-        return dict(self._call("wait_adapter", timeout_s=None, look=look, name=name))
+        return dict(self._call("wait_adapter", timeout_s=None, wait_check=wait_check, name=name))
 
     def drop_adapter(self, name: str) -> None:
         """Remove an adapter from the engine. Requests that use it go on."""
@@ -207,11 +207,11 @@ class EngineClient:
         if connection is not None:
             self._send(connection, {"type": "call", "id": "", "method": "drop_adapter", "arguments": {"name": name}})
 
-    def http(self, look: Callable[[], None]) -> socket.socket:
-        """Connect to the engine's own HTTP server. Waits until it is up, calling ``look`` a few times a second.
+    def http(self, wait_check: Callable[[], None]) -> socket.socket:
+        """Connect to the engine's own HTTP server. Waits until it is up, calling ``wait_check`` a few times a second.
 
         Raises RequestError if the engine has no such server, EngineError if the engine ends during the wait, and what
-        ``look`` raises.
+        ``wait_check`` raises.
         """
         from .http_connection import connect_http
 
@@ -221,7 +221,7 @@ class EngineClient:
             with self._state:
                 if self._failure:
                     raise self._failure
-            look()
+            wait_check()
 
         return connect_http(self.path, check)
 
@@ -243,12 +243,16 @@ class EngineClient:
             hang_up(connection)
 
     def _call(
-        self, method: str, timeout_s: float | None = 30.0, look: Callable[[], None] | None = None, **arguments: Any
+        self,
+        method: str,
+        timeout_s: float | None = 30.0,
+        wait_check: Callable[[], None] | None = None,
+        **arguments: Any,
     ) -> Any:
         self.start()
         call_id = f"call-{next(self._numbers)}"
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        wait = _Wait(timeout_s, look)
+        wait = _Wait(timeout_s, wait_check)
         with self._state:
             while not (self._socket or self._failure or self._closed) and (left_s := wait.next_s()) is not None:
                 self._state.wait(left_s)
@@ -388,17 +392,17 @@ class EngineClient:
 
 
 class _Wait:
-    """A wait that is cut into slices, so that ``look`` can be called between them."""
+    """A wait that is cut into slices, so that ``wait_check`` can be called between them."""
 
-    def __init__(self, timeout_s: float | None, look: Callable[[], None] | None) -> None:
+    def __init__(self, timeout_s: float | None, wait_check: Callable[[], None] | None) -> None:
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._look = look
+        self._wait_check = wait_check
 
     def next_s(self) -> float | None:
-        """Call ``look``, and return the seconds to wait before calling this method again; None once time is up."""
-        if self._look is not None:
-            self._look()
+        """Call ``wait_check``, and return the seconds to wait before the next call; None once time is up."""
+        if self._wait_check is not None:
+            self._wait_check()
         left_s = _LONG_S if self._deadline is None else self._deadline - time.monotonic()
         if left_s <= 0:
             return None
-        return left_s if self._look is None else min(_LOOK_S, left_s)
+        return left_s if self._wait_check is None else min(_LOOK_S, left_s)

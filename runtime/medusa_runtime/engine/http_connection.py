@@ -14,29 +14,29 @@ _LOOK_S = 0.25
 _RETRY_S = 0.05
 
 
-def connect_http(path: str, look: Callable[[], None]) -> socket.socket:
-    """Connect, and wait until the engine is loaded and its server is up, calling ``look`` a few times a second.
+def connect_http(path: str, wait_check: Callable[[], None]) -> socket.socket:
+    """Connect, and wait until the engine is loaded and its server is up, calling ``wait_check`` a few times a second.
 
-    Raises what ``look`` raises, the error with which the engine answers, and EngineError if the engine ends during the
-    wait.
+    Raises what ``wait_check`` raises, the error with which the engine answers, and EngineError if the engine ends
+    during the wait.
     """
-    connection = _connect(path, look)
+    connection = _connect(path, wait_check)
     try:
         connection.sendall(frames.pack({"type": "http"}))
-        _wait(connection, look)
+        _wait(connection, wait_check)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _wait(connection: socket.socket, look: Callable[[], None]) -> None:
+def _wait(connection: socket.socket, wait_check: Callable[[], None]) -> None:
     reader = frames.FrameReader(connection)
     readable = select.poll()  # select(2) cannot watch descriptors above 1023, which a busy function has
     readable.register(connection, select.POLLIN)
     while True:
         while not reader.begun and not readable.poll(_LOOK_S * 1000):
-            look()
+            wait_check()
         frame = reader.read()
         if frame is None:
             raise EngineError("the engine process ended before its HTTP server was up; try again")
@@ -47,14 +47,14 @@ def _wait(connection: socket.socket, look: Callable[[], None]) -> None:
             raise error if isinstance(error, MedusaError) else EngineError("the engine refused a connection")
 
 
-def _connect(path: str, look: Callable[[], None]) -> socket.socket:
+def _connect(path: str, wait_check: Callable[[], None]) -> socket.socket:
     while True:
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(path)
         except OSError as error:
             connection.close()
-            look()
+            wait_check()
             if isinstance(error, FileNotFoundError):
                 raise EngineError("the engine's socket is gone: the instance is shutting down") from None
             time.sleep(_RETRY_S)
