@@ -267,7 +267,7 @@ class VllmEngine:
 
     def _take(self, sequence: Sequence, output: Any) -> None:
         for position, token in enumerate(output.new_token_ids):
-            delta = self._requests.give(sequence, _sampled(output, position, token))
+            delta = self._requests.add_token(sequence, _sampled(output, position, token))
             if delta.finish_reason is not None:
                 return
         if output.finish_reason is not None:

@@ -152,7 +152,7 @@ class CompatibleEngine:
             with self._delivery:
                 if self._requests.get(sequence.id) is not sequence:
                     return False
-                delta = self._requests.give(sequence, _sampled(choice.get("logprobs"), position, token))
+                delta = self._requests.add_token(sequence, _sampled(choice.get("logprobs"), position, token))
             if delta.finish_reason is not None:
                 return False
         return True

@@ -93,33 +93,33 @@ class Requests:
             self._sequences[sequence.id] = sequence
             self._prompt_tokens += sequence.prompt_length
 
-    def give(self, sequence: Sequence, sampled: Sampled) -> Delta:
+    def add_token(self, sequence: Sequence, sampled: Sampled) -> Delta:
         """Append a token to its sequence, and deliver the delta that results from it. Returns that delta."""
         delta = advance(sequence, sampled, self._tokenizer)
         if not self.generated_tokens:
             self._timeline.mark("first_token")
         self.generated_tokens += 1
-        self.tell(sequence, delta)
+        self.deliver(sequence, delta)
         return delta
 
-    def tell(self, sequence: Sequence, delta: Delta) -> None:
+    def deliver(self, sequence: Sequence, delta: Delta) -> None:
         """Deliver a delta to the sequence's sink. A delta with a ``finish_reason`` ends the sequence."""
         last = delta.finish_reason is not None
         if last:
-            self.drop(sequence)
+            self.remove(sequence)
         try:
             sequence.sink(delta)
         except Exception:
             logger.exception("the sink of request %s failed; the request is cancelled", sequence.id)
             if not last:
-                self.drop(sequence)
+                self.remove(sequence)
 
     def end(self, sequence: Sequence, reason: str, error: MedusaError | None = None) -> None:
         """End a sequence with this ``finish_reason``, unless it has ended already."""
         if self.get(sequence.id) is sequence:
-            self.tell(sequence, ended(sequence, reason, None if error is None else (error.code, str(error))))
+            self.deliver(sequence, ended(sequence, reason, None if error is None else (error.code, str(error))))
 
-    def drop(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """Forget a sequence and free what it holds, without delivering another delta."""
         self._release(sequence)
         with self._lock:

@@ -338,4 +338,4 @@ class TorchEngine:
                 self._timeline.mark("decodes", step_ms=sum(middle) / 2e6)
         for sequence, sampled_token in zip(sequences, sampled, strict=True):
             if not sequence.cancelled:
-                self._requests.give(sequence, sampled_token)
+                self._requests.add_token(sequence, sampled_token)
