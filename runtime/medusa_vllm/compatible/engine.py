@@ -168,7 +168,7 @@ class CompatibleEngine:
             "return_tokens_as_token_ids": True,
             **{name: getattr(params, name) for name in _SAME},
             "top_k": max(params.top_k, 0),
-            "stop_token_ids": sorted(sequence.ending),
+            "stop_token_ids": sorted(sequence.end_token_ids),
         }
         if params.structured_outputs is not None:
             body["structured_outputs"] = _structured(params.structured_outputs)

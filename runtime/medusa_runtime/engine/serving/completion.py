@@ -17,7 +17,7 @@ def advance(sequence: Sequence, sampled: Sampled, tokenizer: Tokenizer) -> Delta
     sequence.tokens.append(token)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    if token in sequence.ending:
+    if token in sequence.end_token_ids:
         finish_reason = "stop"
         text = ""
         if token not in sequence.eos_token_ids:

@@ -45,8 +45,8 @@ class Constraint:
 class Sequence:
     """A request's prompt and completion (``tokens``). The KV cache holds the first ``computed`` tokens, in ``blocks``.
 
-    ``limit`` is the number of tokens, prompt included, at which the sequence ends. ``ending`` has the token ids that
-    end it (EOS and stop_token_ids). ``sink`` gets its deltas.
+    ``limit`` is the number of tokens, prompt included, at which the sequence ends. ``end_token_ids`` are the token ids
+    that end it (EOS and stop_token_ids). ``sink`` gets its deltas.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Sequence:
         self.prompt_length = len(prompt)
         self.limit = limit
         self.eos_token_ids = frozenset() if request.params.ignore_eos else eos_token_ids
-        self.ending = self.eos_token_ids | frozenset(request.params.stop_token_ids)
+        self.end_token_ids = self.eos_token_ids | frozenset(request.params.stop_token_ids)
         self.transcript = transcript
         self.computed = 0
         self.blocks: list[int] = []

@@ -130,8 +130,8 @@ class Constraints:
             constraint = sequence.constraint
             if constraint is not None and constraint.process is process:
                 rows.append(sequence)
-                endings = [] if constraint.introduced else sorted(sequence.ending)
-                asked.append((constraint.number, constraint.unseen, endings))
+                end_token_ids = [] if constraint.introduced else sorted(sequence.end_token_ids)
+                asked.append((constraint.number, constraint.unseen, end_token_ids))
                 constraint.unseen, constraint.introduced = [], True
         if not rows:
             return
@@ -157,7 +157,7 @@ class Constraints:
             if fault:
                 text = " ".join(fault.split())
                 ended.append(Ended(sequence, EngineError(f"the grammar could not be followed any further: {text}")))
-            elif stopped and not sequence.ending:
+            elif stopped and not sequence.end_token_ids:
                 ended.append(Ended(sequence, None))
             else:
                 places[row] = place

@@ -6,11 +6,11 @@ time and memory.
 
     hello {error}                                  sent once the vocabulary is read
     open {number, kind, text}                      → opened {error, warnings}
-    step {rows: [[number, tokens, endings]], closed: […]} → masks {states: [[stopped, error]]}
+    step {rows: [[number, tokens, end_token_ids]], closed: […]} → masks {states: [[stopped, error]]}
 
 There are two sockets, one for steps and one for the rest. The masks are written to a shared file, one for each row of
-the step. ``endings`` are the tokens that end the row's sequence; they are sent once, and allowed whenever the grammar
-is satisfied.
+the step. ``end_token_ids`` are the tokens that end the row's sequence; they are sent once, and allowed whenever the
+grammar is satisfied.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Grammars:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._matchers: dict[int, Any] = {}
-        self._endings: dict[int, list[int]] = {}
+        self._end_token_ids: dict[int, list[int]] = {}
         # Matchers in their state before the first token, with their sizes in bytes; the most recently used last.
         self._fresh: dict[StructuredOutputs, tuple[Any, int]] = {}
 
@@ -108,10 +108,10 @@ class Grammars:
         Returns for each row whether its grammar allows no further token, and its error, or "".
         """
         states = []
-        for row, (number, tokens, endings) in enumerate(rows):
+        for row, (number, tokens, end_token_ids) in enumerate(rows):
             matcher = self._matchers[number]
-            if endings:
-                self._endings[number] = endings
+            if end_token_ids:
+                self._end_token_ids[number] = end_token_ids
             began = time.thread_time()
             if tokens:
                 matcher.consume_tokens(tokens)
@@ -120,7 +120,7 @@ class Grammars:
                 first = row * row_bytes
                 masks[first : first + len(mask)] = mask
                 accepting = matcher.is_accepting()
-                for token in self._endings.get(number, ()):
+                for token in self._end_token_ids.get(number, ()):
                     place, bit = first + token // 8, 1 << token % 8
                     if token < 8 * row_bytes:
                         masks[place] = masks[place] | bit if accepting else masks[place] & ~bit
@@ -131,7 +131,7 @@ class Grammars:
 
     def close(self, number: int) -> None:
         self._matchers.pop(number, None)
-        self._endings.pop(number, None)
+        self._end_token_ids.pop(number, None)
 
 
 def main() -> None:

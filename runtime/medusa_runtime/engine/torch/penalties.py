@@ -20,8 +20,8 @@ def adjust(logits: Tensor, sequence: Sequence) -> None:
     params = sequence.params
     if params.logit_bias:
         logits[torch.tensor(list(params.logit_bias))] += torch.tensor(list(params.logit_bias.values()))
-    if sequence.generated < params.min_tokens and sequence.ending:
-        logits[torch.tensor(sorted(sequence.ending))] = float("-inf")
+    if sequence.generated < params.min_tokens and sequence.end_token_ids:
+        logits[torch.tensor(sorted(sequence.end_token_ids))] = float("-inf")
     if params.repetition_penalty != 1:
         seen = torch.tensor(sorted(set(sequence.tokens)))
         found, penalty = logits[seen], float(params.repetition_penalty)  # a whole number may be too large for a tensor
