@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from medusa_runtime.engine import frames
 from medusa_runtime.engine.base import GenerateRequest
-from medusa_runtime.engine.serving.sequence import Dice, Sampled, Sequence, Span
+from medusa_runtime.engine.serving.sequence import RandomStream, Sampled, Sequence, Span
 from medusa_runtime.engine.serving.transcript import Transcript
 from medusa_runtime.engine.torch.sampler import GREEDY
 from medusa_runtime.errors import EngineError
@@ -68,7 +68,7 @@ class StepWriter:
         if stop == len(sequence.tokens):
             said["ends"] = True
             if sequence.params.temperature >= GREEDY:
-                said["roll"] = sequence.dice.roll()
+                said["roll"] = sequence.random_stream.draw()
         return said
 
     def forget(self, sequence: Sequence) -> None:
@@ -79,12 +79,12 @@ class StepWriter:
 
 
 class _Dealt:
-    """A random number that the leader has drawn, in the form of a sequence's ``Dice``."""
+    """A random number that the leader has drawn, in the form of a sequence's ``RandomStream``."""
 
     def __init__(self, value: float) -> None:
         self._value = value
 
-    def roll(self) -> float:
+    def draw(self) -> float:
         return self._value
 
 
@@ -118,7 +118,7 @@ class StepReader:
         sequence.tokens += map(int, said["tokens"])
         sequence.blocks = [*sequence.blocks[: said["keep"]], *map(int, said["blocks"])]
         if "roll" in said:
-            sequence.dice = _Dealt(float(said["roll"]))  # type: ignore[assignment]
+            sequence.random_stream = _Dealt(float(said["roll"]))  # type: ignore[assignment]
         return Span(sequence, start, stop)
 
     def _begin(self, said: dict[str, Any]) -> Sequence:
@@ -193,7 +193,7 @@ def sampled_of(values: dict[str, Any], count: int, vocab_size: int) -> list[Samp
 def take_back(sequence: Sequence) -> None:
     """Undo the random draw of a step whose token will never come."""
     if sequence.params.temperature >= GREEDY:
-        sequence.dice = Dice(sequence.dice.seed, sequence.dice.draws - 1)
+        sequence.random_stream = RandomStream(sequence.random_stream.seed, sequence.random_stream.draws - 1)
 
 
 __all__ = [

@@ -74,7 +74,7 @@ class Sequence:
         self.constraint: Constraint | None = None
         self.adapter: Adapter | None = None
         seed = request.params.seed
-        self.dice = Dice(int.from_bytes(os.urandom(8), "little") if seed is None else seed)
+        self.random_stream = RandomStream(int.from_bytes(os.urandom(8), "little") if seed is None else seed)
 
     @property
     def id(self) -> str:
@@ -98,7 +98,7 @@ class Span(NamedTuple):
     stop: int
 
 
-class Dice:
+class RandomStream:
     """A sequence's own random numbers, one for each sampled token, so they do not depend on other sequences.
 
     ``draws`` numbers are skipped: those that the sequence has used elsewhere.
@@ -109,9 +109,9 @@ class Dice:
         self.draws = 0
         self._random = random.Random(seed)
         for _ in range(draws):
-            self.roll()
+            self.draw()
 
-    def roll(self) -> float:
+    def draw(self) -> float:
         """Return the next number, in [0, 1)."""
         self.draws += 1
         return self._random.random()

@@ -56,7 +56,7 @@ def _is_plain(sequence: Sequence) -> bool:
 def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """Sample each row after temperature, min-p, top-k and top-p, in this order."""
     params = [sequence.params for sequence in sequences]
-    dice = torch.tensor([sequence.dice.roll() for sequence in sequences])
+    uniform = torch.tensor([sequence.random_stream.draw() for sequence in sequences])
     # float: a temperature may be a whole number that is too large for an integer tensor.
     probs = torch.softmax(logits / torch.tensor([float(p.temperature) for p in params])[:, None], -1)
     if any(p.min_p > 0 for p in params):
@@ -67,13 +67,13 @@ def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     whole = [row for row, p in enumerate(params) if not (p.top_k > 0 or p.top_p < 1)]
     if whole:
         rows = torch.tensor(whole)
-        drawn[rows] = _pick(probs[rows], dice[rows])
+        drawn[rows] = _pick(probs[rows], uniform[rows])
     for row in cut:
-        drawn[row] = _pick_from_top(probs[row], dice[row : row + 1], params[row].top_k, params[row].top_p)
+        drawn[row] = _pick_from_top(probs[row], uniform[row : row + 1], params[row].top_k, params[row].top_p)
     return drawn
 
 
-def _pick_from_top(probs: Tensor, dice: Tensor, top_k: int, top_p: float) -> Tensor:
+def _pick_from_top(probs: Tensor, uniform: Tensor, top_k: int, top_p: float) -> Tensor:
     """Draw from the ``top_k`` most likely tokens (0: all) of ``probs`` [vocab], cut to the fewest that reach ``top_p``.
 
     Returns a tensor with the token id.
@@ -90,16 +90,16 @@ def _pick_from_top(probs: Tensor, dice: Tensor, top_k: int, top_p: float) -> Ten
             total = float(best.sum()) if best.shape[0] == limit else float(probs.topk(limit)[0].sum())
         before = best.cumsum(0) - best
         best = torch.where(before >= top_p * total, 0, best)
-    return ids[_pick(best[None], dice)[0]]
+    return ids[_pick(best[None], uniform)[0]]
 
 
-def _pick(weights: Tensor, dice: Tensor) -> Tensor:
+def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
     """Draw an index for each row of ``weights`` [rows, n], with probabilities in proportion to them.
 
-    It is where the running sum passes the row's random number in ``dice`` [rows], times the whole sum.
+    It is where the running sum passes the row's random number in ``random_stream`` [rows], times the whole sum.
     """
     sums = weights.cumsum(-1)
-    picked = torch.searchsorted(sums, dice[:, None] * sums[:, -1:], right=True)[:, 0]
+    picked = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
     # Rounding can put a random number just below 1 behind the last weight.
     return torch.where(picked < weights.shape[1], picked, weights.argmax(-1))
 
