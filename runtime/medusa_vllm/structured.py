@@ -24,12 +24,12 @@ _BACKEND = "guidance"  # nothing to compile, so that a request does not wait for
 PARAM = "structured_outputs"
 
 
-def vllm_params(asked: StructuredOutputs) -> Any:
+def vllm_params(form: StructuredOutputs) -> Any:
     """Return vLLM's parameters for a form."""
     from vllm.sampling_params import StructuredOutputsParams
 
-    field = "json" if asked.kind == "json_schema" else asked.kind
-    params = StructuredOutputsParams(**{field: json.loads(asked.text) if asked.kind == "choice" else asked.text})
+    field = "json" if form.kind == "json_schema" else form.kind
+    params = StructuredOutputsParams(**{field: json.loads(form.text) if form.kind == "choice" else form.text})
     params._backend = _BACKEND
     return params
 
@@ -119,18 +119,18 @@ class StructuredCore:
                     self._make(core)
                 self._made = True
 
-    def prepare(self, core: Any, asked: StructuredOutputs) -> None:
+    def prepare(self, core: Any, form: StructuredOutputs) -> None:
         """Make the manager once, and check a form. Raises RequestError for one that cannot be enforced."""
         self.make(core)
         from vllm.sampling_params import SamplingParams
 
         try:
-            self._validate(SamplingParams(structured_outputs=vllm_params(asked)))
+            self._validate(SamplingParams(structured_outputs=vllm_params(form)))
         except MedusaError:
             raise
         except Exception as error:  # the types of vLLM's errors differ between versions
             reason = " ".join(str(error).split())
-            raise RequestError(f"{PARAM}: this {asked.kind} cannot be used: {reason}", PARAM) from error
+            raise RequestError(f"{PARAM}: this {form.kind} cannot be used: {reason}", PARAM) from error
 
     def _make(self, core: Any) -> None:
         manager = self._manager(core)

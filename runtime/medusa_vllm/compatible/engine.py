@@ -220,9 +220,9 @@ def _failure(status: int, body: bytes) -> MedusaError:
     return EngineError(f"vLLM's own server failed: {message}")
 
 
-def _structured(asked: StructuredOutputs) -> dict[str, Any]:
-    field = "json" if asked.kind == "json_schema" else asked.kind
-    return {field: json.loads(asked.text) if asked.kind in ("choice", "json_schema") else asked.text}
+def _structured(form: StructuredOutputs) -> dict[str, Any]:
+    field = "json" if form.kind == "json_schema" else form.kind
+    return {field: json.loads(form.text) if form.kind in ("choice", "json_schema") else form.text}
 
 
 def _sampled(logprobs: dict[str, Any] | None, position: int, token: int) -> Sampled:

@@ -65,14 +65,14 @@ class Constraints:
         self._awaited: _Awaited | None = None
         self._bytes: Tensor | None = None
 
-    def open(self, asked: StructuredOutputs) -> Constraint:
+    def open(self, form: StructuredOutputs) -> Constraint:
         """Open a grammar for a new sequence. The first call waits until the vocabulary has been read.
 
         Call it in any thread except the engine's. Raises RequestError if the grammar is not valid or the library is not
         installed, and EngineError.
         """
         process = self._started()
-        return Constraint(process, process.open(asked))
+        return Constraint(process, process.open(form))
 
     def take(self, sequences: Sequence[Generated], sampled: Sequence[Sampled], *, ask: bool) -> None:
         """Note the sampled tokens. With ``ask``, request the next masks now, so that they are made between steps."""
@@ -84,12 +84,12 @@ class Constraints:
         if ask:
             self._ask(going)
 
-    def check(self, asked: StructuredOutputs) -> str:
+    def check(self, form: StructuredOutputs) -> str:
         """Return what is wrong with a grammar, or "". This is for engines that make their masks themselves.
 
         Raises RequestError and EngineError like ``open``.
         """
-        return self._started().check(asked)
+        return self._started().check(form)
 
     def begin(self, spans: Sequence[Span]) -> None:
         """Request the masks that a step will need, unless they have been requested. They are made while it runs."""
@@ -99,8 +99,8 @@ class Constraints:
             if span.sequence.constraint is not None and span.stop == len(span.sequence.tokens)
         ]
         if self._awaited is not None:
-            asked = {id(sequence) for sequence in self._awaited.rows}
-            if all(id(sequence) in asked for sequence in wanted):
+            requested = {id(sequence) for sequence in self._awaited.rows}
+            if all(id(sequence) in requested for sequence in wanted):
                 return
         self._ask(wanted)
 
@@ -125,20 +125,20 @@ class Constraints:
         process = self._process
         if process is None or process.failed:
             return
-        asked, rows = [], []
+        messages, rows = [], []
         for sequence in sequences:
             constraint = sequence.constraint
             if constraint is not None and constraint.process is process:
                 rows.append(sequence)
                 end_token_ids = [] if constraint.introduced else sorted(sequence.end_token_ids)
-                asked.append((constraint.number, constraint.unseen, end_token_ids))
+                messages.append((constraint.number, constraint.unseen, end_token_ids))
                 constraint.unseen, constraint.introduced = [], True
         if not rows:
             return
         if self._awaited is not None:  # they were for other sequences, or a step failed before it received them
             self._receive()
         try:
-            process.send(asked)
+            process.send(messages)
         except EngineError as error:
             logger.warning("%s", error)
         else:

@@ -41,7 +41,7 @@ class GrammarProcess:
         self.row_bytes = -(-vocab_size // 32) * 4
         self.failed = False
         self.closed: list[int] = []
-        self._asked = open(os.eventfd(0, os.EFD_CLOEXEC), "wb", buffering=0)  # noqa: SIM115
+        self._step_event = open(os.eventfd(0, os.EFD_CLOEXEC), "wb", buffering=0)  # noqa: SIM115
         openings, theirs = socket.socketpair()
         steps, their_steps = socket.socketpair()
         masks, given = (
@@ -55,7 +55,7 @@ class GrammarProcess:
                     file.write(tokenizer)
                 os.lseek(given, 0, os.SEEK_SET)
                 self.masks = mmap.mmap(masks, 0)
-                inherited = (theirs.fileno(), their_steps.fileno(), self._asked.fileno(), given, masks)
+                inherited = (theirs.fileno(), their_steps.fileno(), self._step_event.fileno(), given, masks)
                 task = Task(*inherited, self.row_bytes, vocab_size, list(eos_token_ids))
                 command = [sys.executable, "-P", "-m", "medusa_runtime.engine.structured.worker"]
                 self._process = subprocess.Popen(
@@ -68,7 +68,7 @@ class GrammarProcess:
             except OSError as error:
                 openings.close()
                 steps.close()
-                self._asked.close()
+                self._step_event.close()
                 raise EngineError(f"no process for structured outputs could be started: {error}") from error
             finally:
                 os.close(masks)
@@ -80,19 +80,19 @@ class GrammarProcess:
         self._fault = ""
         self._numbers = 0
 
-    def open(self, asked: StructuredOutputs) -> int:
+    def open(self, form: StructuredOutputs) -> int:
         """Open a new grammar, and return its number. Raises RequestError if it is not valid, and EngineError."""
-        number, answer = self._open(asked, keep=True)
+        number, answer = self._open(form, keep=True)
         fault = answer["error"] or "; ".join(answer["warnings"])
         if fault:
-            raise RequestError(f"{PARAM}: this {asked.kind} cannot be used: {' '.join(fault.split())}", PARAM)
+            raise RequestError(f"{PARAM}: this {form.kind} cannot be used: {' '.join(fault.split())}", PARAM)
         return number
 
-    def check(self, asked: StructuredOutputs) -> str:
+    def check(self, form: StructuredOutputs) -> str:
         """Return what is wrong with a grammar, or "". The grammar is not kept for steps."""
-        return str(self._open(asked, keep=False)[1]["error"])
+        return str(self._open(form, keep=False)[1]["error"])
 
-    def _open(self, asked: StructuredOutputs, *, keep: bool) -> tuple[int, Frame]:
+    def _open(self, form: StructuredOutputs, *, keep: bool) -> tuple[int, Frame]:
         with self._opening:
             if not self._greeted:
                 self._openings.settimeout(_START_S)
@@ -105,7 +105,7 @@ class GrammarProcess:
             self._numbers += keep
             number = self._numbers if keep else _NOT_KEPT
             self._openings.settimeout(_OPEN_S)
-            frame = {"type": "open", "number": number, "kind": asked.kind, "text": asked.text}
+            frame = {"type": "open", "number": number, "kind": form.kind, "text": form.text}
             return number, self._ask(self._openings, self._read_opened, frame)
 
     def send(self, rows: list[tuple[int, list[int], list[int]]]) -> None:
@@ -117,7 +117,7 @@ class GrammarProcess:
         try:
             self._steps.settimeout(_STEP_S)
             self._steps.sendall(pack({"type": "step", "rows": rows, "closed": closed}))
-            self._asked.write(_ONE)
+            self._step_event.write(_ONE)
         except (OSError, ValueError) as error:  # ValueError: another thread has closed the file
             raise self._lost(error) from error
 
@@ -131,7 +131,7 @@ class GrammarProcess:
         for connection in (self._openings, self._steps):
             hang_up(connection)
             connection.close()
-        self._asked.close()
+        self._step_event.close()
         self._process.kill()
         self._process.wait(_END_S)
 

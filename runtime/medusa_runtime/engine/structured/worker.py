@@ -43,13 +43,13 @@ _STACK_BYTES = 256 << 20  # addresses only: the library recurses as deep as a gr
 class Task:
     """The argument of the process: the numbers of the descriptors that it inherits, and facts about the vocabulary.
 
-    ``asked`` is an eventfd that wakes the process for a step, ``masks`` the shared file with ``row_bytes`` for each
+    ``step_event`` is an eventfd that wakes the process for a step, ``masks`` the shared file with ``row_bytes`` for each
     row.
     """
 
     openings: int
     steps: int
-    asked: int
+    step_event: int
     tokenizer: int
     masks: int
     row_bytes: int
@@ -67,9 +67,9 @@ class Grammars:
         # Matchers in their state before the first token, with their sizes in bytes; the most recently used last.
         self._fresh: dict[StructuredOutputs, tuple[Any, int]] = {}
 
-    def open(self, number: int, asked: StructuredOutputs) -> Frame:
+    def open(self, number: int, form: StructuredOutputs) -> Frame:
         try:
-            matcher = self._matcher(asked)
+            matcher = self._matcher(form)
         except ValueError as error:
             return {"type": "opened", "error": str(error) or "it cannot be read", "warnings": []}
         fault = matcher.get_error()
@@ -78,27 +78,27 @@ class Grammars:
             self._matchers[number] = matcher
         return {"type": "opened", "error": fault, "warnings": warnings}
 
-    def _matcher(self, asked: StructuredOutputs) -> Any:
+    def _matcher(self, form: StructuredOutputs) -> Any:
         """Return a fresh matcher for a grammar. Raises ValueError if it is not valid, or too slow or large."""
-        found = self._fresh.pop(asked, None)
+        found = self._fresh.pop(form, None)
         if found is None:
-            trial = attempt(lambda: self._made(asked))
+            trial = attempt(lambda: self._made(form))
             if trial.fault:
                 raise ValueError(trial.fault)
-            found = self._made(asked), trial.size_bytes
+            found = self._made(form), trial.size_bytes
         if not found[0].is_error():
-            self._fresh[asked] = found
+            self._fresh[form] = found
             while len(self._fresh) > 1 and (
                 len(self._fresh) > _MOST_COPIES or sum(size for _, size in self._fresh.values()) > _MOST_COPIES_BYTES
             ):
                 del self._fresh[next(iter(self._fresh))]
         return found[0].deep_copy()
 
-    def _made(self, asked: StructuredOutputs) -> Any:
+    def _made(self, form: StructuredOutputs) -> Any:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(step_max_items=_MOST_ITEMS, verbose_errors=False)
-        return LLMatcher(self._tokenizer, compiled(asked), log_level=0, limits=limits)  # releases Python's lock
+        return LLMatcher(self._tokenizer, compiled(form), log_level=0, limits=limits)  # releases Python's lock
 
     def step(
         self, rows: list[tuple[int, list[int], list[int]]], masks: memoryview, row_bytes: int
@@ -150,7 +150,7 @@ def main() -> None:
     openings.sendall(pack({"type": "hello", "error": ""}))
     threading.stack_size(_STACK_BYTES)
     masks = memoryview(mmap.mmap(task.masks, 0))
-    stepping = threading.Thread(target=_step, args=(steps, task.asked, grammars, masks, task.row_bytes))
+    stepping = threading.Thread(target=_step, args=(steps, task.step_event, grammars, masks, task.row_bytes))
     threading.Thread(target=_open, args=(openings, grammars), daemon=True).start()
     stepping.start()
     stepping.join()
@@ -179,22 +179,22 @@ def _vocabulary(text: str, task: Task) -> Any:
 def _open(connection: socket.socket, grammars: Grammars) -> None:
     reader = FrameReader(connection)
     while (frame := reader.read()) is not None:
-        asked = StructuredOutputs(frame["kind"], frame["text"])
-        connection.sendall(pack(grammars.open(frame["number"], asked)))
+        form = StructuredOutputs(frame["kind"], frame["text"])
+        connection.sendall(pack(grammars.open(frame["number"], form)))
 
 
-def _step(connection: socket.socket, asked: int, grammars: Grammars, masks: memoryview, row_bytes: int) -> None:
-    """Answer steps until the engine is gone. The eventfd ``asked`` says that a step has been sent.
+def _step(connection: socket.socket, step_event: int, grammars: Grammars, masks: memoryview, row_bytes: int) -> None:
+    """Answer steps until the engine is gone. The eventfd ``step_event`` says that a step has been sent.
 
     Polling the socket instead would slow the engine: a message on a socket wakes its receiver on the sender's core,
     where it often runs in the sender's place.
     """
     reader = FrameReader(connection)
     poll = select.poll()
-    poll.register(asked, select.POLLIN)
+    poll.register(step_event, select.POLLIN)
     poll.register(connection, 0)  # reports only that the engine has closed it
-    while poll.poll()[0][0] == asked:
-        os.eventfd_read(asked)
+    while poll.poll()[0][0] == step_event:
+        os.eventfd_read(step_event)
         frame = reader.read()
         if frame is None:
             return

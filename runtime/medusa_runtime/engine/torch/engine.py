@@ -163,10 +163,10 @@ class TorchEngine:
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
         adapter = None if request.adapter is None else self._adapters.find(request.adapter)
-        asked = request.params.structured_outputs
+        form = request.params.structured_outputs
         sequence = self._requests.prepare(request, sink)
         sequence.adapter = adapter
-        sequence.constraint = None if asked is None else self._constraints.open(asked)
+        sequence.constraint = None if form is None else self._constraints.open(form)
         try:
             self._requests.admit(sequence)
         except MedusaError:

@@ -96,7 +96,7 @@ def _pick_from_top(probs: Tensor, uniform: Tensor, top_k: int, top_p: float) -> 
 def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
     """Draw an index for each row of ``weights`` [rows, n], with probabilities in proportion to them.
 
-    It is where the running sum passes the row's random number in ``random_stream`` [rows], times the whole sum.
+    It is where the running sum passes the row's random number in ``uniform`` [rows], times the whole sum.
     """
     sums = weights.cumsum(-1)
     picked = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
