@@ -202,7 +202,7 @@ class Leader(Member):
         ]
         if not following:
             return {}
-        self._constraints.begin(spans)
+        self._constraints.request_masks(spans)
         rows = torch.zeros(len(following), self.info.vocab_size)
         for ended in self._constraints.apply(rows, following):
             ended.sequence.cancelled = True

@@ -224,7 +224,7 @@ class Source(TorchEngine):
         self.helped += handover.done
         ends = [place for place, span in enumerate(alive) if span.stop == len(span.sequence.tokens)]
         sequences = [alive[place].sequence for place in ends]
-        self._constraints.begin(alive)
+        self._constraints.request_masks(alive)
         sampled = self._sample(self._model.logits(rows_of(hidden, alive, ends)), sequences) if ends else []
         self._give(alive, sequences, sampled, batch.began_ns)
 

@@ -27,15 +27,15 @@ class Sampled(NamedTuple):
 class Constraint:
     """The grammar that a sequence's text must follow, kept in another process (``engine/structured``).
 
-    ``number`` is the grammar's number there. ``unseen`` are the sequence's tokens that the process has not been sent
-    yet. ``introduced`` says whether it has been sent the tokens that end the sequence.
+    ``number`` is the grammar's number there. ``unsent`` are the sequence's tokens that the process has not been sent
+    yet. ``end_token_ids_sent`` says whether it has been sent the tokens that end the sequence.
     """
 
     def __init__(self, process: GrammarProcess, number: int) -> None:
         self.process = process
         self.number = number
-        self.unseen: list[int] = []
-        self.introduced = False
+        self.unsent: list[int] = []
+        self.end_token_ids_sent = False
 
     def close(self) -> None:
         """Have the process forget the grammar. Call it in the engine's thread."""

@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 PARAM = "structured_outputs"
 
 
-class Ended(NamedTuple):
+class EndedSequence(NamedTuple):
     """A sequence that its grammar ends: its text is complete (``error`` is None), or there was an error."""
 
     sequence: Generated
     error: EngineError | None
 
 
-class _Awaited(NamedTuple):
+class _PendingMasks(NamedTuple):
     """Masks that have been requested from a process, for these sequences, and not received yet."""
 
     process: GrammarProcess
@@ -62,7 +62,7 @@ class Constraints:
         self._process: GrammarProcess | None = None
         self._starting = threading.Lock()
         self._ended = False
-        self._awaited: _Awaited | None = None
+        self._pending: _PendingMasks | None = None
         self._bytes: Tensor | None = None
 
     def open(self, form: StructuredOutputs) -> Constraint:
@@ -74,15 +74,18 @@ class Constraints:
         process = self._started()
         return Constraint(process, process.open(form))
 
-    def take(self, sequences: Sequence[Generated], sampled: Sequence[Sampled], *, ask: bool) -> None:
-        """Note the sampled tokens. With ``ask``, request the next masks now, so that they are made between steps."""
+    def add_tokens(self, sequences: Sequence[Generated], sampled: Sequence[Sampled], *, request_next: bool) -> None:
+        """Note the sampled tokens.
+
+        With ``request_next``, request the next masks now, so that they are made between steps.
+        """
         going = []
         for sequence, each in zip(sequences, sampled, strict=True):
             if sequence.constraint is not None and not sequence.cancelled:
-                sequence.constraint.unseen.append(each.token)
+                sequence.constraint.unsent.append(each.token)
                 going.append(sequence)
-        if ask:
-            self._ask(going)
+        if request_next:
+            self._send(going)
 
     def check(self, form: StructuredOutputs) -> str:
         """Return what is wrong with a grammar, or "". This is for engines that make their masks themselves.
@@ -91,20 +94,20 @@ class Constraints:
         """
         return self._started().check(form)
 
-    def begin(self, spans: Sequence[Span]) -> None:
+    def request_masks(self, spans: Sequence[Span]) -> None:
         """Request the masks that a step will need, unless they have been requested. They are made while it runs."""
         wanted = [
             span.sequence
             for span in spans
             if span.sequence.constraint is not None and span.stop == len(span.sequence.tokens)
         ]
-        if self._awaited is not None:
-            requested = {id(sequence) for sequence in self._awaited.rows}
+        if self._pending is not None:
+            requested = {id(sequence) for sequence in self._pending.rows}
             if all(id(sequence) in requested for sequence in wanted):
                 return
-        self._ask(wanted)
+        self._send(wanted)
 
-    def apply(self, logits: Tensor, sequences: Sequence[Generated]) -> list[Ended]:
+    def apply(self, logits: Tensor, sequences: Sequence[Generated]) -> list[EndedSequence]:
         """Mask the tokens that the grammars do not allow, in place. Returns the sequences that get no further token.
 
         ``logits`` [sequences, vocab] has a row for each of ``sequences``.
@@ -112,16 +115,16 @@ class Constraints:
         rows = {row: each for row, each in enumerate(sequences) if each.params.structured_outputs is not None}
         if not rows:
             return []
-        ended, late = self._forbid(logits, rows)
-        if late:
-            self._ask(list(late.values()))
-            found, lost = self._forbid(logits, late)
+        ended, missing = self._mask(logits, rows)
+        if missing:
+            self._send(list(missing.values()))
+            found, lost = self._mask(logits, missing)
             text = "the process that keeps the grammars of structured outputs ended; try again"
             ended += found
-            ended += [Ended(each, EngineError(text)) for each in lost.values()]
+            ended += [EndedSequence(each, EngineError(text)) for each in lost.values()]
         return ended
 
-    def _ask(self, sequences: list[Generated]) -> None:
+    def _send(self, sequences: list[Generated]) -> None:
         process = self._process
         if process is None or process.failed:
             return
@@ -130,40 +133,42 @@ class Constraints:
             constraint = sequence.constraint
             if constraint is not None and constraint.process is process:
                 rows.append(sequence)
-                end_token_ids = [] if constraint.introduced else sorted(sequence.end_token_ids)
-                messages.append((constraint.number, constraint.unseen, end_token_ids))
-                constraint.unseen, constraint.introduced = [], True
+                end_token_ids = [] if constraint.end_token_ids_sent else sorted(sequence.end_token_ids)
+                messages.append((constraint.number, constraint.unsent, end_token_ids))
+                constraint.unsent, constraint.end_token_ids_sent = [], True
         if not rows:
             return
-        if self._awaited is not None:  # they were for other sequences, or a step failed before it received them
+        if self._pending is not None:  # they were for other sequences, or a step failed before it received them
             self._receive()
         try:
             process.send(messages)
         except EngineError as error:
             logger.warning("%s", error)
         else:
-            self._awaited = _Awaited(process, rows)
+            self._pending = _PendingMasks(process, rows)
 
-    def _forbid(self, logits: Tensor, rows: dict[int, Generated]) -> tuple[list[Ended], dict[int, Generated]]:
-        """Mask the rows whose masks were asked for. Returns sequences that end, and the rows without a mask."""
-        masks, ended, late = self._receive(), [], {}
+    def _mask(self, logits: Tensor, rows: dict[int, Generated]) -> tuple[list[EndedSequence], dict[int, Generated]]:
+        """Mask the rows whose masks were requested. Returns sequences that end, and the rows without a mask."""
+        masks, ended, missing = self._receive(), [], {}
         places: dict[int, int] = {}
         for row, sequence in rows.items():
             place = None if masks is None else masks.places.get(id(sequence))
             if masks is None or place is None:
-                late[row] = sequence
+                missing[row] = sequence
                 continue
             stopped, fault = masks.states[place]
             if fault:
                 text = " ".join(fault.split())
-                ended.append(Ended(sequence, EngineError(f"the grammar could not be followed any further: {text}")))
+                ended.append(
+                    EndedSequence(sequence, EngineError(f"the grammar could not be followed any further: {text}"))
+                )
             elif stopped and not sequence.end_token_ids:
-                ended.append(Ended(sequence, None))
+                ended.append(EndedSequence(sequence, None))
             else:
                 places[row] = place
         if masks is not None and places:
-            logits.masked_fill_(self._forbidden(masks, places, logits), float("-inf"))
-        return ended, late
+            logits.masked_fill_(self._forbidden_tokens(masks, places, logits), float("-inf"))
+        return ended, missing
 
     def close(self) -> None:
         with self._starting:
@@ -199,10 +204,10 @@ class Constraints:
 
     def _receive(self) -> _Masks | None:
         """Receive the masks that were requested last; None if none were, or the process is gone."""
-        awaited, self._awaited = self._awaited, None
-        if awaited is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return None
-        process, rows = awaited
+        process, rows = pending
         try:
             states = process.receive()
         except EngineError as error:
@@ -212,7 +217,7 @@ class Constraints:
         places = {id(sequence): place for place, sequence in enumerate(rows)}
         return _Masks(places, bits.view(len(rows), -1), states)
 
-    def _forbidden(self, masks: _Masks, places: dict[int, int], logits: Tensor) -> Tensor:
+    def _forbidden_tokens(self, masks: _Masks, places: dict[int, int], logits: Tensor) -> Tensor:
         """Return which tokens must not come next, bool [rows of the logits, vocab].
 
         ``places``: row of the logits → row of the masks. Other rows of the logits have no forbidden tokens.

@@ -43,8 +43,8 @@ _STACK_BYTES = 256 << 20  # addresses only: the library recurses as deep as a gr
 class Task:
     """The argument of the process: the numbers of the descriptors that it inherits, and facts about the vocabulary.
 
-    ``step_event`` is an eventfd that wakes the process for a step, ``masks`` the shared file with ``row_bytes`` for each
-    row.
+    ``step_event`` is an eventfd that wakes the process for a step, ``masks`` the shared file with ``row_bytes`` for
+    each row.
     """
 
     openings: int
@@ -124,8 +124,10 @@ class Grammars:
                     place, bit = first + token // 8, 1 << token % 8
                     if token < 8 * row_bytes:
                         masks[place] = masks[place] | bit if accepting else masks[place] & ~bit
-            late = time.thread_time() - began > _STEP_CPU_S
-            fault = f"it took more than {_STEP_CPU_S:g} s to find what may come next" if late else matcher.get_error()
+            too_slow = time.thread_time() - began > _STEP_CPU_S
+            fault = (
+                f"it took more than {_STEP_CPU_S:g} s to find what may come next" if too_slow else matcher.get_error()
+            )
             states.append((matcher.is_stopped(), fault))
         return states
 

@@ -287,7 +287,7 @@ class TorchEngine:
         start_ns = time.monotonic_ns()
         try:
             spans = self._adapters.arrange(spans)
-            self._constraints.begin(spans)
+            self._constraints.request_masks(spans)
             logits, sequences = self.runner.step(spans)
             self._adapters.check(spans)
             sampled = [] if logits is None else self._sample(logits, sequences)
@@ -325,7 +325,7 @@ class TorchEngine:
 
         ``in_turn`` says that the next step continues the same sequences, so their masks can be prepared now.
         """
-        self._constraints.take(sequences, sampled, ask=in_turn)
+        self._constraints.add_tokens(sequences, sampled, request_next=in_turn)
         self._steps += 1
         if self._steps == 1:
             self._timeline.record(
