@@ -12,7 +12,7 @@ COMPILED = "llguidance"  # the kind of a grammar that has been compiled already
 _WHITESPACE = r"( ?|\r?\n[ \t]{0,40})"
 
 
-def compiled(form: StructuredOutputs) -> str:
+def compile_grammar(form: StructuredOutputs) -> str:
     """Return the grammar of llguidance, which has not been checked yet. Raises ValueError if there can be none."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark

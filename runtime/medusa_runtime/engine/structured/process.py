@@ -44,18 +44,18 @@ class GrammarProcess:
         self._step_event = open(os.eventfd(0, os.EFD_CLOEXEC), "wb", buffering=0)  # noqa: SIM115
         openings, theirs = socket.socketpair()
         steps, their_steps = socket.socketpair()
-        masks, given = (
+        masks, vocabulary = (
             os.memfd_create("medusa-masks", os.MFD_CLOEXEC),
             os.memfd_create("medusa-vocabulary", os.MFD_CLOEXEC),
         )
         with theirs, their_steps:
             try:
                 os.truncate(masks, rows * self.row_bytes)
-                with open(os.dup(given), "wb") as file:
+                with open(os.dup(vocabulary), "wb") as file:
                     file.write(tokenizer)
-                os.lseek(given, 0, os.SEEK_SET)
+                os.lseek(vocabulary, 0, os.SEEK_SET)
                 self.masks = mmap.mmap(masks, 0)
-                inherited = (theirs.fileno(), their_steps.fileno(), self._step_event.fileno(), given, masks)
+                inherited = (theirs.fileno(), their_steps.fileno(), self._step_event.fileno(), vocabulary, masks)
                 task = Task(*inherited, self.row_bytes, vocab_size, list(eos_token_ids))
                 command = [sys.executable, "-P", "-m", "medusa_runtime.engine.structured.worker"]
                 self._process = subprocess.Popen(
@@ -72,11 +72,11 @@ class GrammarProcess:
                 raise EngineError(f"no process for structured outputs could be started: {error}") from error
             finally:
                 os.close(masks)
-                os.close(given)
+                os.close(vocabulary)
         self._openings, self._steps = openings, steps
         self._read_opened, self._read_masks = FrameReader(openings), FrameReader(steps)
         self._opening = threading.Lock()
-        self._greeted = False
+        self._hello_received = False
         self._fault = ""
         self._numbers = 0
 
@@ -94,10 +94,10 @@ class GrammarProcess:
 
     def _open(self, form: StructuredOutputs, *, keep: bool) -> tuple[int, Frame]:
         with self._opening:
-            if not self._greeted:
+            if not self._hello_received:
                 self._openings.settimeout(_START_S)
                 self._fault = self._ask(self._openings, self._read_opened, None)["error"]
-                self._greeted = True
+                self._hello_received = True
             if self._fault:
                 raise RequestError(
                     f"{PARAM}: expected a tokenizer whose tokens have a text each, found another: {self._fault}", PARAM
@@ -119,7 +119,7 @@ class GrammarProcess:
             self._steps.sendall(pack({"type": "step", "rows": rows, "closed": closed}))
             self._step_event.write(_ONE)
         except (OSError, ValueError) as error:  # ValueError: another thread has closed the file
-            raise self._lost(error) from error
+            raise self._fail(error) from error
 
     def receive(self) -> list[tuple[bool, str]]:
         """Wait for the masks that ``send`` requested, and return the state of each row's grammar: (stopped, error)."""
@@ -142,12 +142,12 @@ class GrammarProcess:
                 connection.sendall(pack(frame))
             answer = reader.read()
         except (OSError, MedusaError) as error:
-            raise self._lost(error) from error
+            raise self._fail(error) from error
         if answer is None:
-            raise self._lost(None)
+            raise self._fail(None)
         return answer
 
-    def _lost(self, error: Exception | None) -> EngineError:
+    def _fail(self, error: Exception | None) -> EngineError:
         """End the process, and return the error that says so."""
         if not self.failed:
             self.close()

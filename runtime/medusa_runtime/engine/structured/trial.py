@@ -33,7 +33,7 @@ class Trial(NamedTuple):
     size_bytes: int
 
 
-def attempt(make: Callable[[], Any]) -> Trial:
+def try_grammar(make: Callable[[], Any]) -> Trial:
     """Make a matcher, with ``make``, and its first mask in a forked process with limits on CPU time and memory."""
     reading, writing = os.pipe()
     parent = os.getpid()
@@ -41,7 +41,7 @@ def attempt(make: Callable[[], Any]) -> Trial:
     if not pid:
         try:
             die_with_parent(parent)
-            os.write(writing, json.dumps(_attempt(make)).encode())
+            os.write(writing, json.dumps(_try_grammar(make)).encode())
         finally:
             os._exit(0)
     os.close(writing)
@@ -58,7 +58,7 @@ def attempt(make: Callable[[], Any]) -> Trial:
     return Trial(*json.loads(said))
 
 
-def _attempt(make: Callable[[], Any]) -> Trial:
+def _try_grammar(make: Callable[[], Any]) -> Trial:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     virtual, resident = _memory()

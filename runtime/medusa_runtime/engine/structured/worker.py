@@ -29,8 +29,8 @@ from typing import Any
 from ...process import end_first
 from ..base import StructuredOutputs
 from ..frames import Frame, FrameReader, pack
-from .grammar import compiled
-from .trial import attempt
+from .grammar import compile_grammar
+from .trial import try_grammar
 
 _MOST_COPIES = 64  # compiled grammars that are kept for later requests
 _MOST_COPIES_BYTES = 256 << 20
@@ -82,10 +82,10 @@ class Grammars:
         """Return a fresh matcher for a grammar. Raises ValueError if it is not valid, or too slow or large."""
         found = self._fresh.pop(form, None)
         if found is None:
-            trial = attempt(lambda: self._made(form))
+            trial = try_grammar(lambda: self._compile(form))
             if trial.fault:
                 raise ValueError(trial.fault)
-            found = self._made(form), trial.size_bytes
+            found = self._compile(form), trial.size_bytes
         if not found[0].is_error():
             self._fresh[form] = found
             while len(self._fresh) > 1 and (
@@ -94,11 +94,11 @@ class Grammars:
                 del self._fresh[next(iter(self._fresh))]
         return found[0].deep_copy()
 
-    def _made(self, form: StructuredOutputs) -> Any:
+    def _compile(self, form: StructuredOutputs) -> Any:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(step_max_items=_MOST_ITEMS, verbose_errors=False)
-        return LLMatcher(self._tokenizer, compiled(form), log_level=0, limits=limits)  # releases Python's lock
+        return LLMatcher(self._tokenizer, compile_grammar(form), log_level=0, limits=limits)  # releases Python's lock
 
     def step(
         self, rows: list[tuple[int, list[int], list[int]]], masks: memoryview, row_bytes: int

@@ -106,13 +106,13 @@ def test_nothing_invalid_is_allowed() -> None:
     """Every instance that the suite calls invalid is refused by the grammar, token by token."""
     from engine_fixtures import byte_level_tokenizer
     from llguidance import LLMatcher, LLTokenizer
-    from medusa_runtime.engine.structured.grammar import compiled
+    from medusa_runtime.engine.structured.grammar import compile_grammar
 
     tokenizer = LLTokenizer(byte_level_tokenizer().to_str())
     checked = 0
     for file, description, schema, instances in SUITE:
         try:
-            grammar = compiled(StructuredOutputs("json_schema", json.dumps(schema)))
+            grammar = compile_grammar(StructuredOutputs("json_schema", json.dumps(schema)))
         except ValueError:
             continue
         fresh = LLMatcher(tokenizer, grammar, log_level=0)
