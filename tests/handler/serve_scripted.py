@@ -128,7 +128,7 @@ class ScriptedEngine:
             for name, value in json.loads(line).items():
                 event = {"ready": self.up, "hold": self.held, "lose": self.lost, "full": self.full}[name]
                 (event.set if value else event.clear)()
-            self.changed()
+            self.on_change()
             print("done", flush=True)
 
     def wait_ready(self, timeout_s: float | None = None) -> EngineInfo:
@@ -143,7 +143,7 @@ class ScriptedEngine:
             raise OverloadedError("the queue is full", 7.0)
         return ScriptedStream(self, request)
 
-    def http(self, wait_check: Callable[[], None]) -> socket.socket:
+    def connect_http(self, wait_check: Callable[[], None]) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.http_port))
 
     def stats(self) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def relay(
     wait_check = service.model.wait_check(is_disconnected)
     body = read_body() if body is None else body
     head = _head(service, target, body)
-    connection = engine.http(wait_check)
+    connection = engine.connect_http(wait_check)
     answer = _Answer(connection, request.method)
     try:
         connection.sendall(head + body)

@@ -140,7 +140,7 @@ def _boot(
         )
     service.publish()
     if instance.engine is not None:
-        instance.engine.changed = service.engine_changed
+        instance.engine.on_change = service.engine_changed
         if settings.engine_start == "now":
             instance.engine.start()
     threading.Thread(target=_warm, args=(service, gateway), name="load-handler", daemon=True).start()

@@ -79,7 +79,7 @@ class EngineClient:
     def __init__(self, path: str) -> None:
         self.path = path
         self.info: EngineInfo | None = None
-        self.changed: Callable[[], None] = lambda: None  # called when ``started``, ``info`` or ``ready`` changes
+        self.on_change: Callable[[], None] = lambda: None  # called when ``started``, ``info`` or ``ready`` changes
         self._state = threading.Condition()
         self._ready = False
         self._failure: MedusaError | None = None
@@ -207,7 +207,7 @@ class EngineClient:
         if connection is not None:
             self._send(connection, {"type": "call", "id": "", "method": "drop_adapter", "arguments": {"name": name}})
 
-    def http(self, wait_check: Callable[[], None]) -> socket.socket:
+    def connect_http(self, wait_check: Callable[[], None]) -> socket.socket:
         """Connect to the engine's own HTTP server. Waits until it is up, calling ``wait_check`` a few times a second.
 
         Raises RequestError if the engine has no such server, EngineError if the engine ends during the wait, and what
@@ -281,7 +281,7 @@ class EngineClient:
 
     def _serve(self) -> None:
         """Connect, read until the engine goes away, end the requests lost with it, and start over."""
-        self.changed()
+        self.on_change()
         while not self._closed:
             connection = socket.socket(socket.AF_UNIX)
             try:
@@ -318,12 +318,12 @@ class EngineClient:
                 with self._state:
                     self.info = info
                     self._state.notify_all()
-                self.changed()
+                self.on_change()
             elif kind == "ready":
                 with self._state:
                     self._ready = True
                     self._state.notify_all()
-                self.changed()
+                self.on_change()
             elif kind in ("result", "error"):
                 self._answer(frame)
 
@@ -362,7 +362,7 @@ class EngineClient:
             for stream in lost:
                 del self._streams[stream.request.id]
             calls = list(self._calls.values())
-        self.changed()
+        self.on_change()
         for stream in lost:
             stream.incoming.put(error)
         for call in calls:

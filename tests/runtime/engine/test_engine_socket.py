@@ -322,7 +322,7 @@ def test_a_connection_is_handed_to_the_engines_own_server_once_it_is_up(listener
 
     client = EngineClient(str(listener.getsockname()))
     for _ in range(2):  # the second time the answer comes at once
-        with client.http(look) as connection:
+        with client.connect_http(look) as connection:
             server.announce_ready()  # frames for other clients; this one speaks something else now
             connection.sendall(b"get / http/1.1")
             assert connection.recv(100) == b"GET / HTTP/1.1"
@@ -335,5 +335,5 @@ def test_an_engine_without_a_server_refuses_such_a_connection(listener: socket.s
     EngineServer(listener, SpellingEngine()).start()  # type: ignore[arg-type]
     client = EngineClient(str(listener.getsockname()))
     with pytest.raises(RequestError, match="no HTTP server of its own"):
-        client.http(lambda: None)
+        client.connect_http(lambda: None)
     client.close()
