@@ -207,7 +207,7 @@ class Adapters:
             if error is None and self._entries.get(entry.name) is entry and self._engine is not None:
                 assert held is not None
                 entry.held = held
-                self._engine.bring_adapter(entry.name, descriptors)
+                self._engine.add_adapter(entry.name, descriptors)
             else:
                 entry.error = error or MedusaError(f"the adapter {entry.name} was removed")
                 close_all(descriptors)

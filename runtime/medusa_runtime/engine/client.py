@@ -30,7 +30,7 @@ class TokenStream:
     def __init__(self, client: EngineClient, request: GenerateRequest) -> None:
         self.request = request
         self.attempts = 0
-        self.attempts_on: socket.socket | None = None  # the connection it was last sent over
+        self.last_connection: socket.socket | None = None  # the connection it was last sent over
         self.started = False
         self.incoming: queue.SimpleQueue[Delta | MedusaError] = queue.SimpleQueue()
         self._client = client
@@ -178,7 +178,7 @@ class EngineClient:
         found = self._call("embed", timeout_s=None, wait_check=wait_check, **arguments)
         return [Embedding(tokens, base64.b64decode(data)) for tokens, data in found]
 
-    def bring_adapter(self, name: str, descriptors: list[int]) -> None:
+    def add_adapter(self, name: str, descriptors: list[int]) -> None:
         """Give an adapter to this socket's engine, and to every later one. Takes over the descriptors.
 
         ``region.handed`` says what the descriptors are. Requests that are sent from now on may name the adapter. If it
@@ -305,7 +305,7 @@ class EngineClient:
                 self._read(connection)
             except (OSError, MedusaError):
                 logger.exception("the engine connection broke")
-            self._lost(connection)
+            self._on_disconnect(connection)
 
     def _read(self, connection: socket.socket) -> None:
         reader = frames.FrameReader(connection)
@@ -325,7 +325,7 @@ class EngineClient:
                     self._state.notify_all()
                 self.on_change()
             elif kind in ("result", "error"):
-                self._answer(frame)
+                self._deliver_answer(frame)
 
     def _deliver(self, delta: Delta) -> None:
         with self._state:
@@ -336,7 +336,7 @@ class EngineClient:
             stream.started = True
             stream.incoming.put(delta)
 
-    def _answer(self, frame: frames.Frame) -> None:
+    def _deliver_answer(self, frame: frames.Frame) -> None:
         value, name = frames.answer_from_frame(frame), frame.get("id", "")
         with self._state:
             stream = self._streams.pop(name, None)
@@ -348,7 +348,7 @@ class EngineClient:
         elif call is not None:
             call.put(value)
 
-    def _lost(self, connection: socket.socket) -> None:
+    def _on_disconnect(self, connection: socket.socket) -> None:
         """Handle an engine's end: requests it had not started go to the next engine, the others get an error."""
         connection.close()
         error = EngineError(
@@ -370,9 +370,9 @@ class EngineClient:
 
     def _submit(self, connection: socket.socket, stream: TokenStream) -> None:
         with self._send_lock:
-            if self._socket is not connection or stream.attempts_on is connection:
+            if self._socket is not connection or stream.last_connection is connection:
                 return
-            stream.attempts_on = connection
+            stream.last_connection = connection
             stream.attempts += 1
         try:
             self._send(connection, frames.request_to_frame(stream.request))

@@ -66,7 +66,7 @@ class FrameReader:
         self._descriptors: deque[list[int]] = deque()  # a list for each frame that has not been handled yet
 
     @property
-    def begun(self) -> bool:
+    def has_partial_frame(self) -> bool:
         """Whether a part of the next frame has been received already."""
         return bool(self._buffer)
 
