@@ -27,13 +27,13 @@ _RETRY_S = 0.1  # between attempts to accept a connection while the process has 
 _ADAPTER_FILES = 2  # descriptors of an adapter: its region, and its weights' file if that is local
 
 
-def _takes_long(request: GenerateRequest) -> bool:
+def _is_slow_to_add(request: GenerateRequest) -> bool:
     """Return whether adding a request is slow, so that others should not wait: it has a long prompt, or a grammar."""
     return _is_long(request.prompt) or request.params.structured_outputs is not None
 
 
-def _is_long(given: Any) -> bool:
-    return isinstance(given, str | list) and len(given) > _LONG
+def _is_long(value: Any) -> bool:
+    return isinstance(value, str | list) and len(value) > _LONG
 
 
 def _error_frame(request_id: Any, error: MedusaError) -> frames.Frame:
@@ -47,7 +47,7 @@ def _error_frame(request_id: Any, error: MedusaError) -> frames.Frame:
     }
 
 
-def _packed(frame: frames.Frame) -> bytes:
+def _pack(frame: frames.Frame) -> bytes:
     """Encode a frame. One that is too large becomes an error frame, since the client would drop the connection."""
     try:
         return frames.pack(frame)
@@ -113,7 +113,9 @@ class _Connection:
         self._on_close = on_close
         self._outgoing: queue.SimpleQueue[frames.Frame | None] = queue.SimpleQueue()
         self._running: set[str] = set()
-        self._takes_over: Callable[[socket.socket], None] | None = None  # gets the socket once the last frame has left
+        self._http_handoff: Callable[[socket.socket], None] | None = (
+            None  # gets the socket once the last frame has left
+        )
 
     def start(self) -> None:
         threading.Thread(target=self._read, name="engine-read", daemon=True).start()
@@ -138,7 +140,7 @@ class _Connection:
                     self._add_adapter(frame, reader.descriptors())
                 elif frame["type"] != "http":
                     self._handle(frame)
-                elif self._speak_http():
+                elif self._switch_to_http():
                     return
         except OSError:
             pass  # the connection broke, or this side has closed it
@@ -161,8 +163,10 @@ class _Connection:
             if kind == "generate":
                 request = frames.request_from_frame(frame)
                 self._running.add(request.id)
-                if _takes_long(request):
-                    threading.Thread(target=self._add_long, args=(request,), name="engine-add", daemon=True).start()
+                if _is_slow_to_add(request):
+                    threading.Thread(
+                        target=self._add_in_thread, args=(request,), name="engine-add", daemon=True
+                    ).start()
                 else:
                     self._engine.add(request, self._sink)
             elif kind == "cancel":
@@ -176,11 +180,11 @@ class _Connection:
             else:
                 raise RequestError(f"the engine knows no frame {kind!r}")  # noqa: TRY301 answered below
         except MedusaError as error:
-            self._refuse(request_id, error)
+            self._send_error(request_id, error)
         except Exception as error:  # the other requests on this connection go on
             if not isinstance(error, _UNREADABLE):
                 logger.exception("a %r frame could not be handled", kind)
-            self._refuse(request_id, RequestError(f"a {kind!r} frame could not be read: {error}"))
+            self._send_error(request_id, RequestError(f"a {kind!r} frame could not be read: {error}"))
 
     def _add_adapter(self, frame: frames.Frame, descriptors: list[int]) -> None:
         """Give an adapter's region to the engine. If it cannot be used, requests that name the adapter get an error."""
@@ -196,7 +200,7 @@ class _Connection:
         finally:
             frames.close_all(descriptors)
 
-    def _speak_http(self) -> bool:
+    def _switch_to_http(self) -> bool:
         """Wait for the engine's own HTTP server, and hand this connection to it.
 
         Returns False, after sending the error, if the engine has no such server or it failed.
@@ -204,12 +208,12 @@ class _Connection:
         try:
             if not hasattr(self._engine, "open_http"):
                 raise RequestError(f"the {self._engine.info.engine} engine has no HTTP server of its own")
-            takes_over = self._engine.open_http()
+            handoff = self._engine.open_http()
         except MedusaError as error:
-            self._refuse("", error)
+            self._send_error("", error)
             return False
         self._on_close(self)  # from here on the server sends nothing more over it
-        self._takes_over = takes_over
+        self._http_handoff = handoff
         self.send({"type": "http"})
         return True
 
@@ -217,17 +221,17 @@ class _Connection:
         method, request_id = frame["method"], frame.get("id", "")
         try:
             if not hasattr(self._engine, method):
-                raise self._lacking(method, frame["arguments"])  # noqa: TRY301 answered below
+                raise self._unsupported(method, frame["arguments"])  # noqa: TRY301 answered below
             value = getattr(self._engine, method)(**frame["arguments"])
             self.send({"type": "result", "id": request_id, "value": value})
         except MedusaError as error:
-            self._refuse(request_id, error)
+            self._send_error(request_id, error)
         except Exception as error:  # without an answer the caller would wait forever
             if not isinstance(error, _UNREADABLE):
                 logger.exception("a call of %s failed", method)
-            self._refuse(request_id, RequestError(f"a call of {method} could not be read: {error}"))
+            self._send_error(request_id, RequestError(f"a call of {method} could not be read: {error}"))
 
-    def _lacking(self, method: str, arguments: dict[str, Any]) -> RequestError:
+    def _unsupported(self, method: str, arguments: dict[str, Any]) -> RequestError:
         if method.endswith("_adapter"):
             return RequestError("adapters need a model that continues text, and --engine torch", "model")
         wanted = "embeddings expected an encoder such as BERT"
@@ -237,27 +241,27 @@ class _Connection:
             f"the {self._engine.info.engine} engine continues text; for {wanted} as --model, with --engine torch"
         )
 
-    def _add_long(self, request: GenerateRequest) -> None:
+    def _add_in_thread(self, request: GenerateRequest) -> None:
         try:
             self._engine.add(request, self._sink)
         except MedusaError as error:
-            self._refuse(request.id, error)
+            self._send_error(request.id, error)
         except Exception as error:
             logger.exception("a request could not be added")
-            self._refuse(request.id, RequestError(f"the request could not be read: {error}"))
+            self._send_error(request.id, RequestError(f"the request could not be read: {error}"))
         else:
             if request.id not in self._running:  # cancelled before the engine knew it
                 self._engine.cancel(request.id)
 
-    def _refuse(self, request_id: Any, error: MedusaError) -> None:
+    def _send_error(self, request_id: Any, error: MedusaError) -> None:
         self._running.discard(request_id)
         self.send(_error_frame(request_id, error))
 
     def _write(self) -> None:
-        whole = False
+        complete = False
         try:
             while (frame := self._outgoing.get()) is not None:
-                pieces = [_packed(frame)]
+                pieces = [_pack(frame)]
                 last = False
                 # Everything that one engine step produced is sent in one system call.
                 while not last and not self._outgoing.empty():
@@ -265,19 +269,19 @@ class _Connection:
                     if following is None:
                         last = True
                     else:
-                        pieces.append(_packed(following))
+                        pieces.append(_pack(following))
                 self._socket.sendall(b"".join(pieces))
                 if last:
                     break
-            whole = True
+            complete = True
         except OSError:
             pass  # the reader notices the lost client and cancels its requests
         finally:
-            self._end(whole)
+            self._end(complete)
 
-    def _end(self, whole: bool) -> None:
-        if whole and self._takes_over is not None:
-            self._takes_over(self._socket)
+    def _end(self, complete: bool) -> None:
+        if complete and self._http_handoff is not None:
+            self._http_handoff(self._socket)
             return
         hang_up(self._socket)
         self._socket.close()
