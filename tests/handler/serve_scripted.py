@@ -103,7 +103,7 @@ class ScriptedStream:
 
 class ScriptedEngine:
     started = True
-    changed = staticmethod(lambda: None)
+    on_change = staticmethod(lambda: None)
 
     def __init__(self, token_s: float, seen_fd: int, http_port: int) -> None:
         self.token_s = token_s
