@@ -23,7 +23,7 @@ from ..http.body import read_body
 from ..merge import Merge
 
 if TYPE_CHECKING:
-    from medusa_runtime.engine.http_answer import HttpAnswer
+    from medusa_runtime.engine.http_response import HttpResponse
 
     from ..service import Service
 
@@ -123,15 +123,15 @@ class _Answer:
     def __init__(self, connection: socket.socket, method: str) -> None:
         self._connection = connection
         self._method = method
-        self.response: HttpAnswer | None = None
+        self.response: HttpResponse | None = None
 
     def __iter__(self) -> Iterator[bytes]:
-        from medusa_runtime.engine.http_answer import (
+        from medusa_runtime.engine.http_response import (
             FieldError,
-            HttpAnswer,
+            HttpResponse,
         )  # imported after the request has been sent, while the engine works on it
 
-        response = HttpAnswer(self._connection, self._method)
+        response = HttpResponse(self._connection, self._method)
         try:
             response.begin()
             self.response = response

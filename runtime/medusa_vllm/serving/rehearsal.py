@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import Callable
 
-from medusa_runtime.engine.http_answer import FieldError, HttpAnswer
+from medusa_runtime.engine.http_response import FieldError, HttpResponse
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def _ask(take: Callable[[socket.socket], None], path: str, body: dict[str, objec
     with ours:
         take(theirs)
         ours.settimeout(_LONGEST_S)
-        answer = HttpAnswer(ours, "POST")
+        answer = HttpResponse(ours, "POST")
         try:
             ours.sendall(head.encode() + data)
             answer.begin()

@@ -371,7 +371,7 @@ def test_a_model_of_transformers_may_be_quantized(
 
 def test_an_encoder_may_be_quantized(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    from medusa_runtime.engine.encoder.text_encoder import Encoder, Reading, Tokens
+    from medusa_runtime.engine.encoder.text_encoder import Encoder, EncoderOptions, Tokens
     from medusa_runtime.timeline import Timeline
 
     torch.manual_seed(5)
@@ -383,7 +383,7 @@ def test_an_encoder_may_be_quantized(tmp_path: Path) -> None:
     found = []
     for folder in (stored, floats):
         region = fill_region(folder)
-        encoder = Encoder(region, Timeline.create("test"), Reading(torch.float32))
+        encoder = Encoder(region, Timeline.create("test"), EncoderOptions(torch.float32))
         with torch.inference_mode():
             found.append(encoder.encode([Tokens([5, 17, 2, 88])])[0])
         encoder.close()

@@ -23,7 +23,7 @@ from ...region.reader import Region
 from ...timeline import Timeline
 from ..base import Delta, EngineInfo, GenerateRequest
 from ..serving.validation import check_token_ids
-from .text_encoder import Encoder, Reading, Tokens
+from .text_encoder import Encoder, EncoderOptions, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class EncoderEngine:
         with timeline.stage("config"):
             torch.set_num_threads(settings.threads or cpu_count())
         dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-        self._encoder = Encoder(region, timeline, Reading(dtype, settings.max_model_len))
+        self._encoder = Encoder(region, timeline, EncoderOptions(dtype, settings.max_model_len))
         config = self._encoder.config
         kind = "classifier" if self._encoder.classifies else "encoder"
         self.info = EngineInfo("torch", kind, config.vocab_size, self._encoder.max_tokens, (), 0)
@@ -83,7 +83,7 @@ class EncoderEngine:
                 f"dimensions: expected at most the {size} of this model, found {dimensions}", "dimensions"
             )
         most = self._encoder.max_tokens if truncate == -1 else truncate
-        texts = [_Text(self._encoder.tokens(given, most)) for given in inputs]
+        texts = [_Text(self._encoder.tokens(text, most)) for text in inputs]
         with self._changed:
             if self._end is not None:
                 raise self._end

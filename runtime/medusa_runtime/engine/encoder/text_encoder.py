@@ -48,7 +48,7 @@ def _build(raw: dict[str, Any], dtype: torch.dtype) -> tuple[Bert | Transformers
 
 
 @dataclass(frozen=True)
-class Reading:
+class EncoderOptions:
     """Options: the dtype to compute in (None: the weights' own), and the most tokens of a text (None: the model's)."""
 
     dtype: torch.dtype | None = None
@@ -63,16 +63,16 @@ class Encoder:
     ConfigError and CorruptError.
     """
 
-    def __init__(self, region: Region, timeline: Timeline, reading: Reading | None = None) -> None:
-        reading = reading or Reading()
+    def __init__(self, region: Region, timeline: Timeline, options: EncoderOptions | None = None) -> None:
+        options = options or EncoderOptions()
         raw = read_config_json(region)
         self.sentences = Sentences.read(region.file)
-        dtype = reading.dtype or DTYPES[weights_dtype(region.wait_index())]
+        dtype = options.dtype or DTYPES[weights_dtype(region.wait_index())]
         with timeline.stage("skeleton"):
             self._model, applier = _build(raw, dtype)
         self.config = self._model.config
         self.classifies = isinstance(self._model, TransformersEncoder) and self._model.classifies
-        self.max_tokens = self._longest(reading.max_tokens)
+        self.max_tokens = self._resolve_max_tokens(options.max_tokens)
         self._loader = Loader(region, applier, timeline=timeline)
         self.tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
 
@@ -86,7 +86,7 @@ class Encoder:
         """The length of a vector."""
         return self.config.hidden_size
 
-    def _longest(self, wanted: int | None) -> int:
+    def _resolve_max_tokens(self, wanted: int | None) -> int:
         own = min(self.config.longest, self.sentences.max_tokens or self.config.longest)
         if wanted is None:
             return own

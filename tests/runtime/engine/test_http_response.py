@@ -7,13 +7,13 @@ import threading
 import time
 
 import pytest
-from medusa_runtime.engine.http_answer import FieldError, HttpAnswer
+from medusa_runtime.engine.http_response import FieldError, HttpResponse
 
 _OK = b"HTTP/1.1 200 OK\r\n"
 _CHUNKED = _OK + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
-def _read(sent: bytes, method: str = "POST", part: int = 1 << 20) -> tuple[HttpAnswer, bytes]:
+def _read(sent: bytes, method: str = "POST", part: int = 1 << 20) -> tuple[HttpResponse, bytes]:
     ours, theirs = socket.socketpair()
 
     def send() -> None:
@@ -24,7 +24,7 @@ def _read(sent: bytes, method: str = "POST", part: int = 1 << 20) -> tuple[HttpA
     sending = threading.Thread(target=send)
     sending.start()
     with ours:
-        answer = HttpAnswer(ours, method)
+        answer = HttpResponse(ours, method)
         answer.begin()
         body = b"".join(answer.pieces())
         sending.join()  # a chunked answer is read before its last line has come
@@ -63,7 +63,7 @@ def test_a_stream_is_handed_on_as_it_comes() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(_CHUNKED + b"6\r\nfirst \r\n")
-        answer = HttpAnswer(ours, "POST")
+        answer = HttpResponse(ours, "POST")
         answer.begin()
         pieces = answer.pieces()
         assert next(pieces) == b"first "  # the server sends no more before this is read
@@ -102,7 +102,7 @@ def test_what_is_no_whole_answer_is_refused(sent: bytes) -> None:
     sending = threading.Thread(target=send)
     sending.start()
     with ours:
-        answer = HttpAnswer(ours, "POST")
+        answer = HttpResponse(ours, "POST")
         with pytest.raises(FieldError):
             _all(answer)
     sending.join(10)
@@ -128,12 +128,12 @@ def test_a_line_without_end_is_given_up_early() -> None:
     sending.start()
     began = time.monotonic()
     with ours, pytest.raises(FieldError, match="at most 256 bytes"):
-        _all(HttpAnswer(ours, "POST"))
+        _all(HttpResponse(ours, "POST"))
     sending.join(10)
     assert time.monotonic() - began < 10
     assert sent < 16 << 20
 
 
-def _all(answer: HttpAnswer) -> bytes:
+def _all(answer: HttpResponse) -> bytes:
     answer.begin()
     return b"".join(answer.pieces())

@@ -18,7 +18,7 @@ _PIECE_BYTES = 64 << 10
 _MOST_INTERIM = 8  # interim answers (1xx) before the final one
 
 
-class HttpAnswer:
+class HttpResponse:
     """An HTTP answer over ``connection``, which stays the caller's to close. Call ``begin`` first, to read the head.
 
     Methods raise FieldError for bytes that are not HTTP and for an answer that ends early, and OSError when the
@@ -28,7 +28,7 @@ class HttpAnswer:
     def __init__(self, connection: socket.socket, method: str) -> None:
         self._connection = connection
         self._method = method
-        self._left = b""  # received, but not consumed yet
+        self._buffer = b""  # received, but not consumed yet
         self._length: int | None = 0
         self._chunked = False
         self.status = 0
@@ -37,7 +37,7 @@ class HttpAnswer:
     def begin(self) -> None:
         """Receive the head, and set ``status`` and ``headers`` (in their order, names in lower case)."""
         for _ in range(_MOST_INTERIM):
-            minor, status, lines = parse_lines(self._until(b"\r\n\r\n", _HEAD_BYTES))
+            minor, status, lines = parse_lines(self._read_until(b"\r\n\r\n", _HEAD_BYTES))
             if status >= 200:
                 head = Head(minor, status, dict(lines))
                 if sum(name in ("content-length", "transfer-encoding") for name, _ in lines) > 1:
@@ -50,44 +50,44 @@ class HttpAnswer:
     def pieces(self) -> Iterator[bytes]:
         """Yield the body in pieces, as they arrive."""
         if self._chunked:
-            while size := chunk_size(self._until(b"\r\n", _LINE_BYTES)):
-                yield from self._exactly(size)
-                if self._until(b"\r\n", _LINE_BYTES):
+            while size := chunk_size(self._read_until(b"\r\n", _LINE_BYTES)):
+                yield from self._read_exactly(size)
+                if self._read_until(b"\r\n", _LINE_BYTES):
                     raise FieldError("expected a line's end behind a chunk")
         elif self._length is not None:
-            yield from self._exactly(self._length)
+            yield from self._read_exactly(self._length)
         else:
-            while data := self._some():
+            while data := self._receive():
                 yield data
 
-    def _exactly(self, size: int) -> Iterator[bytes]:
+    def _read_exactly(self, size: int) -> Iterator[bytes]:
         while size:
-            data = self._some()
+            data = self._receive()
             if not data:
                 raise FieldError("the connection was closed before the answer's end")
-            data, self._left = data[:size], data[size:]
+            data, self._buffer = data[:size], data[size:]
             size -= len(data)
             yield data
 
-    def _some(self) -> bytes:
-        if not self._left:
+    def _receive(self) -> bytes:
+        if not self._buffer:
             return self._connection.recv(_PIECE_BYTES)
-        data, self._left = self._left, b""
+        data, self._buffer = self._buffer, b""
         return data
 
-    def _until(self, end: bytes, most: int) -> bytes:
+    def _read_until(self, end: bytes, most: int) -> bytes:
         """Receive up to and including ``end``, at most ``most`` bytes before it, and return what precedes it."""
         searched = 0
-        while (at := self._left.find(end, max(searched - len(end), 0))) < 0 and len(self._left) <= most:
-            searched = len(self._left)
+        while (at := self._buffer.find(end, max(searched - len(end), 0))) < 0 and len(self._buffer) <= most:
+            searched = len(self._buffer)
             data = self._connection.recv(_PIECE_BYTES)
             if not data:
                 raise FieldError("the connection was closed before the answer's end")
-            self._left += data
+            self._buffer += data
         if not 0 <= at <= most:
             raise FieldError(f"expected a head or line of at most {most} bytes, found more")
-        found, self._left = self._left[:at], self._left[at + len(end) :]
+        found, self._buffer = self._buffer[:at], self._buffer[at + len(end) :]
         return found
 
 
-__all__ = ["FieldError", "HttpAnswer"]
+__all__ = ["FieldError", "HttpResponse"]
