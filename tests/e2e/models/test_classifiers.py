@@ -85,7 +85,7 @@ def test_vectors_and_labels_are_those_of_transformers(case: str, tmp_path: Path)
     encoder = Encoder(region, Timeline.create("engine"))
     try:
         with torch.inference_mode():
-            found = encoder.encode([encoder.tokens(text) for text in TEXTS])  # the shorter one is padded
+            found = encoder.encode([encoder.tokenize(text) for text in TEXTS])  # the shorter one is padded
         wanted = torch.stack([expected(model, tmp_path, text) for text in TEXTS])
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     finally:

@@ -47,14 +47,14 @@ class EncoderEngine:
         dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
         self._encoder = Encoder(region, timeline, EncoderOptions(dtype, settings.max_model_len))
         config = self._encoder.config
-        kind = "classifier" if self._encoder.classifies else "encoder"
+        kind = "classifier" if self._encoder.is_classifier else "encoder"
         self.info = EngineInfo("torch", kind, config.vocab_size, self._encoder.max_tokens, (), 0)
         self._timeline = timeline
         self._most_tokens = max(settings.max_batched_tokens, self._encoder.max_tokens)
         self._changed = threading.Condition()
         self._waiting: list[_Text] = []
         self._running = self._embedded = self._tokens = self._steps = 0
-        self._end: MedusaError | None = None
+        self._stop_error: MedusaError | None = None
 
     def embed(
         self,
@@ -70,7 +70,7 @@ class EncoderEngine:
         probabilities of the labels. Any thread may call this. Raises RequestError, EngineError, and the error of
         weights that could not be loaded.
         """
-        if classify is not self._encoder.classifies:
+        if classify is not self._encoder.is_classifier:
             able = (
                 "classifies texts: expected /classify or /rerank"
                 if not classify
@@ -83,10 +83,10 @@ class EncoderEngine:
                 f"dimensions: expected at most the {size} of this model, found {dimensions}", "dimensions"
             )
         most = self._encoder.max_tokens if truncate == -1 else truncate
-        texts = [_Text(self._encoder.tokens(text, most)) for text in inputs]
+        texts = [_Text(self._encoder.tokenize(text, most)) for text in inputs]
         with self._changed:
-            if self._end is not None:
-                raise self._end
+            if self._stop_error is not None:
+                raise self._stop_error
             self._waiting += texts
             self._changed.notify()
         found = []
@@ -101,7 +101,7 @@ class EncoderEngine:
         try:
             with torch.inference_mode():
                 while not stop.is_set():
-                    batch = self._take()
+                    batch = self._next_batch()
                     if batch:
                         self._step(batch)
         except MedusaError as error:
@@ -109,11 +109,11 @@ class EncoderEngine:
             raise
         finally:
             with self._changed:
-                self._end, left, self._waiting = end, self._waiting, []
+                self._stop_error, left, self._waiting = end, self._waiting, []
             for text in left:
                 text.vector.set_exception(end)
 
-    def _take(self) -> list[_Text]:
+    def _next_batch(self) -> list[_Text]:
         """Take the text that has waited longest, and texts of the most similar lengths that fit into its batch."""
         with self._changed:
             if not self._waiting:

@@ -71,7 +71,7 @@ class Encoder:
         with timeline.stage("skeleton"):
             self._model, applier = _build(raw, dtype)
         self.config = self._model.config
-        self.classifies = isinstance(self._model, TransformersEncoder) and self._model.classifies
+        self.is_classifier = isinstance(self._model, TransformersEncoder) and self._model.is_classifier
         self.max_tokens = self._resolve_max_tokens(options.max_tokens)
         self._loader = Loader(region, applier, timeline=timeline)
         self.tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
@@ -97,22 +97,22 @@ class Encoder:
             )
         return wanted
 
-    def tokens(self, given: str | Sequence[int] | Sequence[str], most: int | None = None) -> Tokens:
+    def tokenize(self, item: str | Sequence[int] | Sequence[str], most: int | None = None) -> Tokens:
         """Return the token ids of a text or of a pair of texts, with special tokens. Token ids are kept as they are.
 
         With ``most``, longer inputs are cut to ``most`` tokens, or to the model's limit. Raises RequestError for an
         empty input and for ids outside the vocabulary, and ContextLengthError for an input that is too long.
         """
-        if isinstance(given, str):
+        if isinstance(item, str):
             if most is None:
-                self.tokenizer.check_length(given, self.max_tokens, name="input")
-            found = Tokens(self.tokenizer.encode(given, True))
-        elif len(given) == 2 and isinstance(given[0], str):
-            for text in given:
+                self.tokenizer.check_length(item, self.max_tokens, name="input")
+            found = Tokens(self.tokenizer.encode(item, True))
+        elif len(item) == 2 and isinstance(item[0], str):
+            for text in item:
                 self.tokenizer.check_length(str(text), self.max_tokens, name="input")
-            found = Tokens(*self.tokenizer.encode_pair(str(given[0]), str(given[1])))
+            found = Tokens(*self.tokenizer.encode_pair(str(item[0]), str(item[1])))
         else:
-            found = Tokens(list(given))  # type: ignore[arg-type]
+            found = Tokens(list(item))  # type: ignore[arg-type]
         if not found:
             raise RequestError("input: expected at least one token, found an empty input", "input")
         if most is not None:
@@ -143,7 +143,7 @@ class Encoder:
             mask[row, : len(text)] = True
         segments = self._segments(texts, longest)
         hidden: Tensor = self._model(ids, None if bool(mask.all()) else mask, segments)
-        if self.classifies:
+        if self.is_classifier:
             return hidden
         vectors = POOLINGS[self.sentences.pooling](hidden, mask).float()
         return unit(vectors) if self.sentences.unit else vectors
@@ -160,7 +160,7 @@ class Encoder:
         This is for functions that run an encoder themselves.
         """
         with torch.inference_mode():
-            vectors: list[list[float]] = self.encode([self.tokens(text, self.max_tokens) for text in texts]).tolist()
+            vectors: list[list[float]] = self.encode([self.tokenize(text, self.max_tokens) for text in texts]).tolist()
         return vectors
 
     def wait(self) -> None:
