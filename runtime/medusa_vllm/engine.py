@@ -23,7 +23,7 @@ from medusa_runtime.engine.base import EngineInfo, GenerateRequest
 from medusa_runtime.engine.serving.inbox import Inbox
 from medusa_runtime.engine.serving.model_name import served_name
 from medusa_runtime.engine.serving.requests import Requests, Sink
-from medusa_runtime.engine.serving.sequence import Sampled, Sequence
+from medusa_runtime.engine.serving.sequence import SampledToken, Sequence
 from medusa_runtime.engine.serving.tokenizer import Tokenizer
 from medusa_runtime.engine.serving.validation import check_token_ids
 from medusa_runtime.errors import EngineError, MedusaError, ModelError, RequestError
@@ -281,13 +281,13 @@ class VllmEngine:
             self._core.abort_requests([sequence.id])
 
 
-def _sampled(output: Any, position: int, token: int) -> Sampled:
+def _sampled(output: Any, position: int, token: int) -> SampledToken:
     """Return a sampled token. vLLM's arrays have it first, then the most likely tokens."""
     found = output.new_logprobs
     if found is None:
-        return Sampled(token)
+        return SampledToken(token)
     ids, values = found.logprob_token_ids[position].tolist(), found.logprobs[position].tolist()
-    return Sampled(token, values[0], tuple(zip(ids[1:], values[1:], strict=True)))
+    return SampledToken(token, values[0], tuple(zip(ids[1:], values[1:], strict=True)))
 
 
 def _missing_kernel(error: Exception) -> ModelError | None:

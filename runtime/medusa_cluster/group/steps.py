@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from medusa_runtime.engine import frames
 from medusa_runtime.engine.base import GenerateRequest
-from medusa_runtime.engine.serving.sequence import RandomStream, Sampled, Sequence, Span
+from medusa_runtime.engine.serving.sequence import RandomStream, SampledToken, Sequence, Span
 from medusa_runtime.engine.serving.transcript import Transcript
 from medusa_runtime.engine.torch.sampler import GREEDY
 from medusa_runtime.errors import EngineError
@@ -168,16 +168,18 @@ def forbid(logits: Tensor, values: dict[str, Any], ends: list[int]) -> None:
         logits[row].masked_fill_(~allowed, float("-inf"))
 
 
-def sampled_values(sampled: list[Sampled]) -> dict[str, Any]:
+def sampled_values(sampled: list[SampledToken]) -> dict[str, Any]:
     """Return the body of a tokens message."""
     return {"tokens": [[one.token, one.logprob, list(one.top)] for one in sampled]}
 
 
-def sampled_of(values: dict[str, Any], count: int, vocab_size: int) -> list[Sampled]:
+def sampled_of(values: dict[str, Any], count: int, vocab_size: int) -> list[SampledToken]:
     """Read the body of a tokens message for ``count`` sequences. Raises EngineError if it cannot be right."""
     try:
         found = [
-            Sampled(int(token), None if logprob is None else float(logprob), tuple((int(i), float(v)) for i, v in top))
+            SampledToken(
+                int(token), None if logprob is None else float(logprob), tuple((int(i), float(v)) for i, v in top)
+            )
             for token, logprob, top in values["tokens"]
         ]
     except (KeyError, OverflowError, TypeError, ValueError) as error:

@@ -21,7 +21,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import EngineInfo, GenerateRequest, SamplingParams, StructuredOutputs
 from medusa_runtime.engine.serving.model_name import served_name
 from medusa_runtime.engine.serving.requests import Requests, Sink
-from medusa_runtime.engine.serving.sequence import Sampled, Sequence
+from medusa_runtime.engine.serving.sequence import SampledToken, Sequence
 from medusa_runtime.engine.serving.tokenizer import Tokenizer
 from medusa_runtime.engine.serving.validation import check_token_ids
 from medusa_runtime.errors import EngineError, MedusaError, RequestError
@@ -225,13 +225,13 @@ def _structured(form: StructuredOutputs) -> dict[str, Any]:
     return {field: json.loads(form.text) if form.kind in ("choice", "json_schema") else form.text}
 
 
-def _sampled(logprobs: dict[str, Any] | None, position: int, token: int) -> Sampled:
+def _sampled(logprobs: dict[str, Any] | None, position: int, token: int) -> SampledToken:
     """Return a token with its log-probabilities, in which texts have the form ``token_id:7``."""
     if not logprobs or position >= len(logprobs.get("token_logprobs") or ()):
-        return Sampled(token)
+        return SampledToken(token)
     top = (logprobs.get("top_logprobs") or [{}] * (position + 1))[position] or {}
     likely = tuple((int(name.partition(":")[2]), value) for name, value in top.items() if name.startswith("token_id:"))
-    return Sampled(token, logprobs["token_logprobs"][position], likely)
+    return SampledToken(token, logprobs["token_logprobs"][position], likely)
 
 
 __all__ = ["CompatibleEngine"]

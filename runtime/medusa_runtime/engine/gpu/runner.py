@@ -12,7 +12,7 @@ from ...errors import StateError
 from ...load.loader import Loader
 from ...models import DecoderModel
 from ...timeline import Timeline
-from ..serving.sequence import Sampled, Sequence, Span
+from ..serving.sequence import SampledToken, Sequence, Span
 from ..torch.kv_cache import KvCache
 from ..torch.runner import run_step
 from ..torch.sampler import sample
@@ -84,7 +84,7 @@ class GpuRunner:
             span.sequence.computed = span.stop
         return logits, [span.sequence for span in spans]
 
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         try:
             with self._gpu.working():
                 return sample(logits, sequences)  # the first call that waits for the device

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ..base import Delta, TokenLogprob
-from .sequence import Sampled, Sequence
+from .sequence import SampledToken, Sequence
 from .tokenizer import Tokenizer
 
 
-def advance(sequence: Sequence, sampled: Sampled, tokenizer: Tokenizer) -> Delta:
+def advance(sequence: Sequence, sampled: SampledToken, tokenizer: Tokenizer) -> Delta:
     """Append a token to its sequence, and return the delta. It has a ``finish_reason`` if the sequence ends.
 
     As in vLLM, a token that ends a sequence is among the delta's token ids but not in its text. With
@@ -57,7 +57,7 @@ def ended(sequence: Sequence, reason: str, error: tuple[str, str] | None = None)
     )
 
 
-def _logprob(sampled: Sampled, logprob: float, tokenizer: Tokenizer) -> TokenLogprob:
+def _logprob(sampled: SampledToken, logprob: float, tokenizer: Tokenizer) -> TokenLogprob:
     def text(token: int) -> str:
         return tokenizer.decode([token]) if tokenizer.present else ""
 

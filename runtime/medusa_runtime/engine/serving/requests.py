@@ -14,7 +14,7 @@ from ...timeline import Timeline
 from ..base import Delta, EngineInfo, GenerateRequest
 from .completion import advance, ended
 from .detokenizer import Detokenizer
-from .sequence import Sampled, Sequence
+from .sequence import SampledToken, Sequence
 from .throughput import Throughput
 from .tokenizer import Tokenizer
 from .transcript import Transcript
@@ -93,7 +93,7 @@ class Requests:
             self._sequences[sequence.id] = sequence
             self._prompt_tokens += sequence.prompt_length
 
-    def add_token(self, sequence: Sequence, sampled: Sampled) -> Delta:
+    def add_token(self, sequence: Sequence, sampled: SampledToken) -> Delta:
         """Append a token to its sequence, and deliver the delta that results from it. Returns that delta."""
         delta = advance(sequence, sampled, self._tokenizer)
         if not self.generated_tokens:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..torch.adapters import Adapter
 
 
-class Sampled(NamedTuple):
+class SampledToken(NamedTuple):
     """A sampled token. With ``logprobs``, also its log-probability, and the most likely tokens as (id, logprob)."""
 
     token: int

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import EngineError, RequestError
 from ..base import StructuredOutputs
-from ..serving.sequence import Constraint, Sampled, Span
+from ..serving.sequence import Constraint, SampledToken, Span
 from ..serving.sequence import Sequence as Generated
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ class Constraints:
         process = self._started()
         return Constraint(process, process.open(form))
 
-    def add_tokens(self, sequences: Sequence[Generated], sampled: Sequence[Sampled], *, request_next: bool) -> None:
+    def add_tokens(
+        self, sequences: Sequence[Generated], sampled: Sequence[SampledToken], *, request_next: bool
+    ) -> None:
         """Note the sampled tokens.
 
         With ``request_next``, request the next masks now, so that they are made between steps.

@@ -30,7 +30,7 @@ from ..checkpoint_files import read_config, read_eos_token_ids
 from ..gpu.device import Gpu, graphs_of, open_gpu
 from ..serving.inbox import Inbox
 from ..serving.requests import Requests, Sink
-from ..serving.sequence import Sampled, Sequence, Span
+from ..serving.sequence import SampledToken, Sequence, Span
 from ..serving.tokenizer import Tokenizer
 from ..serving.validation import check_token_ids
 from ..structured.constraints import Constraints
@@ -305,7 +305,7 @@ class TorchEngine:
         self._failed_steps = 0
         self._give(spans, sequences, sampled, start_ns, in_turn=True)
 
-    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
+    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         """Sample a token for each row of ``logits`` that the row's grammar, if any, allows."""
         for ended in self._constraints.apply(logits, sequences):
             ended.sequence.cancelled = True
@@ -316,7 +316,7 @@ class TorchEngine:
         self,
         spans: list[Span],
         sequences: list[Sequence],
-        sampled: list[Sampled],
+        sampled: list[SampledToken],
         start_ns: int,
         *,
         in_turn: bool = False,

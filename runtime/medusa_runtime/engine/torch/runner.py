@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...models import Attention, DecoderModel
-from ..serving.sequence import Sampled, Sequence, Span
+from ..serving.sequence import SampledToken, Sequence, Span
 from .kv_cache import KvCache
 from .paged_attention import PagedAttention
 from .sampler import sample
@@ -21,7 +21,7 @@ class Runner(Protocol):
     def step(self, spans: list[Span]) -> tuple[Tensor | None, list[Sequence]]:
         """Run the spans, and return logits and sequences like ``run_step``."""
 
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         """Choose a token for each sequence, like ``sampler.sample``."""
 
     def use_idle_time(self) -> bool:
@@ -36,7 +36,7 @@ class CpuRunner:
     def step(self, spans: list[Span]) -> tuple[Tensor | None, list[Sequence]]:
         return run_step(self._model, self._cache, spans)
 
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         return sample(logits, sequences)
 
     def use_idle_time(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..serving.sequence import Sampled, Sequence
+from ..serving.sequence import SampledToken, Sequence
 from .penalties import adjust
 
 _CANDIDATES = 1024  # how many of the most likely tokens are tried before the whole vocabulary is sorted
@@ -14,7 +14,7 @@ _CANDIDATES = 1024  # how many of the most likely tokens are tried before the wh
 GREEDY = 1e-5  # lower temperatures are greedy: only the most likely token would have any probability
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
+def sample(logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
     """Choose a token for each row of ``logits`` [sequences, vocab].
 
     Log-probabilities are those of the model, before penalties and temperature, as in vLLM.
@@ -35,7 +35,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
         tokens = tokens.index_copy(0, rows, drawn)
     chosen: list[int] = tokens.tolist()
     return [
-        Sampled(token)
+        SampledToken(token)
         if sequence.params.logprobs is None
         else _with_logprobs(raw[row], token, sequence.params.logprobs)
         for row, (token, sequence) in enumerate(zip(chosen, sequences, strict=True))
@@ -104,7 +104,7 @@ def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
     return torch.where(picked < weights.shape[1], picked, weights.argmax(-1))
 
 
-def _with_logprobs(logits: Tensor, token: int, count: int) -> Sampled:
+def _with_logprobs(logits: Tensor, token: int, count: int) -> SampledToken:
     logprobs = torch.log_softmax(logits.float(), -1)
     values, ids = logprobs.topk(count)
-    return Sampled(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+    return SampledToken(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
