@@ -121,7 +121,7 @@ class VllmEngine:
         with contextlib.closing(self._inbox), self._requests.serving(_missing_kernel):
             self._load()
             while not stop.is_set():
-                self._inbox.handle()
+                self._inbox.run_pending()
                 if self._core.has_work():
                     self._step()
                 else:

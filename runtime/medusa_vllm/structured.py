@@ -134,7 +134,7 @@ class StructuredCore:
 
     def _make(self, core: Any) -> None:
         manager = self._manager(core)
-        self._inbox.ask(lambda: _give(core, manager))
+        self._inbox.call(lambda: _give(core, manager))
 
     def make_for(self, core: Any) -> None:
         """Make the manager of another core, which does not run yet, if this one's has been made."""

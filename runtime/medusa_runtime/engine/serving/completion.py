@@ -45,7 +45,7 @@ def advance(sequence: Sequence, sampled: SampledToken, tokenizer: Tokenizer) -> 
     )
 
 
-def ended(sequence: Sequence, reason: str, error: tuple[str, str] | None = None) -> Delta:
+def final_delta(sequence: Sequence, reason: str, error: tuple[str, str] | None = None) -> Delta:
     """Return the last delta of a sequence that is ended from outside. ``error`` is (code, message)."""
     return Delta(
         sequence.id,

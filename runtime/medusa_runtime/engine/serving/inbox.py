@@ -21,13 +21,13 @@ class Inbox:
         self._arrived = threading.Condition()
         self._closed = False
 
-    def post(self, call: Callable[[], object]) -> None:
+    def post(self, function: Callable[[], object]) -> None:
         with self._arrived:
             if not self._closed:
-                self._calls.append(call)
+                self._calls.append(function)
                 self._arrived.notify()
 
-    def ask(self, call: Callable[[], _Result]) -> _Result:
+    def call(self, function: Callable[[], _Result]) -> _Result:
         """Post a call, and wait for its result.
 
         Raises what the call raises, and EngineError if the inbox was closed before the call was made.
@@ -36,7 +36,7 @@ class Inbox:
 
         def run() -> None:
             try:
-                answer.set_result(call())
+                answer.set_result(function())
             except BaseException as error:  # noqa: BLE001 - raised again in the thread that asked
                 answer.set_exception(error)
 
@@ -48,7 +48,7 @@ class Inbox:
                 if self._closed and not answer.done():
                     raise EngineError("the engine is stopping") from None
 
-    def handle(self) -> None:
+    def run_pending(self) -> None:
         """Make all calls that have been posted. Only the engine's thread calls this."""
         while self._calls:
             self._calls.popleft()()

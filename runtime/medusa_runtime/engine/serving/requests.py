@@ -12,7 +12,7 @@ from ...config import Settings
 from ...errors import EngineError, MedusaError, OverloadedError, RequestError, from_code
 from ...timeline import Timeline
 from ..base import Delta, EngineInfo, GenerateRequest
-from .completion import advance, ended
+from .completion import advance, final_delta
 from .detokenizer import Detokenizer
 from .sequence import SampledToken, Sequence
 from .throughput import Throughput
@@ -117,7 +117,7 @@ class Requests:
     def end(self, sequence: Sequence, reason: str, error: MedusaError | None = None) -> None:
         """End a sequence with this ``finish_reason``, unless it has ended already."""
         if self.get(sequence.id) is sequence:
-            self.deliver(sequence, ended(sequence, reason, None if error is None else (error.code, str(error))))
+            self.deliver(sequence, final_delta(sequence, reason, None if error is None else (error.code, str(error))))
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence and free what it holds, without delivering another delta."""
@@ -127,10 +127,10 @@ class Requests:
         self._throughput.note()
 
     @contextlib.contextmanager
-    def serving(self, known: Callable[[Exception], MedusaError | None] = lambda error: None) -> Iterator[None]:
+    def serving(self, translate: Callable[[Exception], MedusaError | None] = lambda error: None) -> Iterator[None]:
         """Admit requests during this block. At its end, all that are left get the error that ended it.
 
-        ``known`` may translate an exception that is not a MedusaError; by default the error says that the engine
+        ``translate`` may translate an exception that is not a MedusaError; by default the error says that the engine
         failed.
         """
         end: MedusaError = EngineError("the engine is stopping; try again")
@@ -140,7 +140,7 @@ class Requests:
             end = error
             raise
         except Exception as error:
-            end = known(error) or EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            end = translate(error) or EngineError(f"the engine failed: {type(error).__name__}: {error}")
             raise end from error
         finally:
             self.close(end)

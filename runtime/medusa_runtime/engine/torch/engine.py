@@ -202,7 +202,7 @@ class TorchEngine:
     def run(self, stop: threading.Event) -> None:
         with contextlib.closing(self._inbox), self._requests.serving(), torch.inference_mode():
             while not stop.is_set():
-                self._inbox.handle()
+                self._inbox.run_pending()
                 self._check_loaded()
                 if not self._turn():
                     self._inbox.wait(0.0 if self.runner.use_idle_time() else _IDLE_S)

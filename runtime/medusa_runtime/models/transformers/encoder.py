@@ -42,10 +42,10 @@ class TransformersEncoder(nn.Module):
         self._raw, self._dtype = raw, dtype
         self._quantization = Fields(raw).quantization()
         self.module = self._build()
-        self.classifies = self.known.kind == "classifier"
+        self.is_classifier = self.known.kind == "classifier"
         own = self.module.config
         self._several = getattr(own, "problem_type", None) == "multi_label_classification"
-        size = own.num_labels if self.classifies else own.hidden_size
+        size = own.num_labels if self.is_classifier else own.hidden_size
         self.config = Sizes(own.vocab_size, size, self._longest(own))
         self._takes_segments = "token_type_ids" in inspect.signature(type(self.module).forward).parameters
         self._applier: TransformersApplier | None = None
@@ -54,9 +54,9 @@ class TransformersEncoder(nn.Module):
         options: dict[str, Any] = {"attention_mask": torch.ones_like(token_ids) if mask is None else mask.long()}
         if self._takes_segments and segments is not None:
             options["token_type_ids"] = segments
-        whole = self.module if self.classifies else self.module.base_model
+        whole = self.module if self.is_classifier else self.module.base_model
         out = whole(input_ids=token_ids, return_dict=True, **options)
-        if not self.classifies:
+        if not self.is_classifier:
             hidden: Tensor = out.last_hidden_state
             return hidden
         logits: Tensor = out.logits.float()
