@@ -85,7 +85,7 @@ def test_imported_sequences_lend_their_blocks_before_anybody_starves() -> None:
     made.add(sequence("a", 32))
     run(made.schedule())
     imported = sequence("b", 20)
-    imported.blocks, imported.computed = pool.take(2) or [], 19
+    imported.blocks, imported.computed = pool.allocate(2) or [], 19
     made.add(imported)
     assert run(made.schedule()) == [("a", 32, 33)]
     assert (imported.blocks, imported.computed, made.preemptions) == ([], 0, 0)

@@ -150,7 +150,7 @@ class _Helper:
         target, work = self._target, self._works[batch]
         if work.attention is None:
             needed = [blocks_for(span.stop) for span in work.spans]
-            blocks = target._cache.blocks.take(sum(needed))
+            blocks = target._cache.blocks.allocate(sum(needed))
             if blocks is None:
                 return False
             for span, count in zip(work.spans, needed, strict=True):
@@ -184,7 +184,7 @@ class _Helper:
 
     def _free(self, work: _Work) -> None:
         for span in work.spans:
-            self._target._cache.blocks.give(span.sequence.blocks)
+            self._target._cache.blocks.release(span.sequence.blocks)
             span.sequence.blocks = []
 
     def _read(self, channel: TcpChannel) -> None:

@@ -26,7 +26,7 @@ class BlockPool:
         assert self._fresh == 0
         self.blocks = min(self.blocks, blocks)
 
-    def take(self, count: int) -> list[int] | None:
+    def allocate(self, count: int) -> list[int] | None:
         """Take ``count`` blocks, and return their numbers; None, with nothing taken, if fewer are free."""
         if count > self.free:
             return None
@@ -36,5 +36,5 @@ class BlockPool:
         self._fresh += count - reused
         return taken
 
-    def give(self, blocks: list[int]) -> None:
+    def release(self, blocks: list[int]) -> None:
         self._freed.extend(reversed(blocks))

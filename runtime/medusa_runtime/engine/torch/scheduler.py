@@ -70,7 +70,7 @@ class Scheduler:
         It gets blocks up to its last token. If too few are free, it is put back among the waiting sequences.
         """
         sequence.computed = min(computed, sequence.computed)
-        taken = self._pool.take(max(blocks_for(len(sequence.tokens)) - len(sequence.blocks), 0))
+        taken = self._pool.allocate(max(blocks_for(len(sequence.tokens)) - len(sequence.blocks), 0))
         if taken is not None:
             sequence.blocks += taken
             return
@@ -84,7 +84,7 @@ class Scheduler:
             if sequence in busy:  # it was preempted while an unfinished step uses it
                 return
             missing = blocks_for(len(sequence.tokens)) - len(sequence.blocks)
-            taken = self._take(missing, keep=sequence)
+            taken = self._allocate(missing, keep=sequence)
             if taken is None:
                 return
             sequence.blocks += taken
@@ -104,7 +104,7 @@ class Scheduler:
         Returns False if the sequence itself was preempted.
         """
         while blocks_for(len(sequence.tokens)) > len(sequence.blocks):
-            taken = self._take(1)
+            taken = self._allocate(1)
             if taken is not None:
                 sequence.blocks += taken
                 return True
@@ -114,12 +114,12 @@ class Scheduler:
                 return False
         return True
 
-    def _take(self, count: int, keep: Sequence | None = None) -> list[int] | None:
+    def _allocate(self, count: int, keep: Sequence | None = None) -> list[int] | None:
         """Take blocks from the pool, if necessary from waiting sequences; None if there are too few.
 
         A waiting sequence has blocks if its KV cache was imported. ``keep`` keeps its own.
         """
-        while (taken := self._pool.take(count)) is None:
+        while (taken := self._pool.allocate(count)) is None:
             holders = [sequence for sequence in self.waiting if sequence.blocks and sequence is not keep]
             if not holders:
                 return None
@@ -133,6 +133,6 @@ class Scheduler:
         self.preemptions += 1
 
     def _free(self, sequence: Sequence) -> None:
-        self._pool.give(sequence.blocks)
+        self._pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.computed = 0
