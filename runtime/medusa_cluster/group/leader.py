@@ -175,9 +175,9 @@ class Leader(Member):
 
     # Steps.
 
-    def _turn(self) -> bool:
+    def _run_next_step(self) -> bool:
         if self._crew is None:
-            return super()._turn()
+            return super()._run_next_step()
         if self._move is not None and self._move.draining:
             if not self._flights:
                 self._move.gather_last(self._scheduler.running)
@@ -258,13 +258,13 @@ class Leader(Member):
             for sequence, token in zip(flight.ends, sampled, strict=True)
             if self._requests.get(sequence.id) is sequence
         ]
-        self._give(
+        self._deliver(
             flight.spans, [sequence for sequence, _ in present], [token for _, token in present], flight.began_ns
         )
 
-    def _released(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         self._writer.forget(sequence)
-        super()._released(sequence)
+        super()._release(sequence)
 
     # The end of the group in good order (ParaServe §6).
 

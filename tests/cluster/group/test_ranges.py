@@ -69,7 +69,7 @@ class Worker:
         self.sequence = Sequence(
             request, list(PROMPT), print, limit=64, eos_token_ids=frozenset(), transcript=transcript
         )
-        self.sequence.blocks = self.engine._cache.blocks.take(-(-len(PROMPT) // BLOCK_TOKENS)) or []
+        self.sequence.blocks = self.engine._cache.blocks.allocate(-(-len(PROMPT) // BLOCK_TOKENS)) or []
 
     def run(self, start: int, stop: int, hidden: Tensor | None) -> Tensor:
         """The hidden states behind this worker's layers, and the logits behind the last."""

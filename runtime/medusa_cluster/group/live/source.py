@@ -139,9 +139,9 @@ class Source(TorchEngine):
 
     # The methods from here on run in the thread of ``run``.
 
-    def _turn(self) -> bool:
+    def _run_next_step(self) -> bool:
         if not self._pairs:
-            return super()._turn()
+            return super()._run_next_step()
         worked = False
         for pair in list(self._pairs):
             if time.monotonic() - pair.channel.heard > self.plan.silent_s:
@@ -226,7 +226,7 @@ class Source(TorchEngine):
         sequences = [alive[place].sequence for place in ends]
         self._constraints.request_masks(alive)
         sampled = self._sample(self._model.logits(rows_of(hidden, alive, ends)), sequences) if ends else []
-        self._give(alive, sequences, sampled, batch.began_ns)
+        self._deliver(alive, sequences, sampled, batch.began_ns)
 
     def _is_ours(self, hidden: Tensor) -> bool:
         return hidden.shape[1] == self._model.config.hidden_size and hidden.dtype == self._dtype

@@ -137,7 +137,7 @@ class TorchEngine:
             max_batched_tokens=settings.max_batched_tokens,
         )
         self._inbox = Inbox()
-        self._requests = Requests(settings, self._tokenizer, self.info, timeline, self._released)
+        self._requests = Requests(settings, self._tokenizer, self.info, timeline, self._release)
         self._constraints = Constraints(
             lambda: region.file("tokenizer.json"),
             vocab_size=config.vocab_size,
@@ -204,7 +204,7 @@ class TorchEngine:
             while not stop.is_set():
                 self._inbox.run_pending()
                 self._check_loaded()
-                if not self._turn():
+                if not self._run_next_step():
                     self._inbox.wait(0.0 if self.runner.use_idle_time() else _IDLE_S)
 
     def wait_ready(self) -> None:
@@ -266,14 +266,14 @@ class TorchEngine:
         if self._load_error is not None:
             raise self._load_error
 
-    def _turn(self) -> bool:
+    def _run_next_step(self) -> bool:
         """Run the next step, if there is anything to run. Returns whether there was."""
         spans = self._scheduler.schedule()
         if spans:
             self._step(spans)
         return bool(spans)
 
-    def _released(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         """Free what the engine holds for a sequence that has ended."""
         self._scheduler.remove(sequence)
         if sequence.constraint is not None:
@@ -303,7 +303,7 @@ class TorchEngine:
                 self._requests.end(span.sequence, "error", failure)
             return
         self._failed_steps = 0
-        self._give(spans, sequences, sampled, start_ns, in_turn=True)
+        self._deliver(spans, sequences, sampled, start_ns, request_next_masks=True)
 
     def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         """Sample a token for each row of ``logits`` that the row's grammar, if any, allows."""
@@ -312,20 +312,20 @@ class TorchEngine:
             self._requests.end(ended.sequence, "error" if ended.error else "stop", ended.error)
         return self.runner.sample(logits, sequences)
 
-    def _give(
+    def _deliver(
         self,
         spans: list[Span],
         sequences: list[Sequence],
         sampled: list[SampledToken],
         start_ns: int,
         *,
-        in_turn: bool = False,
+        request_next_masks: bool = False,
     ) -> None:
         """Deliver the tokens of a step that began at ``start_ns`` (of the monotonic clock).
 
-        ``in_turn`` says that the next step continues the same sequences, so their masks can be prepared now.
+        ``request_next_masks`` says that the next step continues the same sequences, so their masks can be prepared now.
         """
-        self._constraints.add_tokens(sequences, sampled, request_next=in_turn)
+        self._constraints.add_tokens(sequences, sampled, request_next=request_next_masks)
         self._steps += 1
         if self._steps == 1:
             self._timeline.record(
