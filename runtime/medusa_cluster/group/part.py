@@ -14,7 +14,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import GenerateRequest
 from medusa_runtime.engine.serving.requests import Sink
 from medusa_runtime.engine.torch.paged_attention import PagedAttention
-from medusa_runtime.engine.torch.runner import positions_of, rows_of
+from medusa_runtime.engine.torch.runner import positions_of, select_rows
 from medusa_runtime.engine.torch.sampler import sample
 from medusa_runtime.errors import EngineError, MedusaError, OverloadedError
 from medusa_runtime.region.reader import Region
@@ -162,7 +162,7 @@ class _Session:
             ends = ending(values, spans)
             sampled = []
             if ends:
-                logits = part._model.logits(rows_of(hidden, spans, ends))
+                logits = part._model.logits(select_rows(hidden, spans, ends))
                 forbid(logits, values, ends)
                 sampled = sample(logits, [spans[place].sequence for place in ends])
             tokens = sampled_values(sampled)

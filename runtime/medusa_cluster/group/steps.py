@@ -19,7 +19,7 @@ from medusa_runtime.engine import frames
 from medusa_runtime.engine.base import GenerateRequest
 from medusa_runtime.engine.serving.sequence import RandomStream, SampledToken, Sequence, Span
 from medusa_runtime.engine.serving.transcript import Transcript
-from medusa_runtime.engine.torch.sampler import GREEDY
+from medusa_runtime.engine.torch.sampler import GREEDY_BELOW
 from medusa_runtime.errors import EngineError
 from torch import Tensor
 
@@ -67,7 +67,7 @@ class StepWriter:
         known.count = len(sequence.blocks)
         if stop == len(sequence.tokens):
             said["ends"] = True
-            if sequence.params.temperature >= GREEDY:
+            if sequence.params.temperature >= GREEDY_BELOW:
                 said["roll"] = sequence.random_stream.draw()
         return said
 
@@ -194,7 +194,7 @@ def sampled_of(values: dict[str, Any], count: int, vocab_size: int) -> list[Samp
 
 def take_back(sequence: Sequence) -> None:
     """Undo the random draw of a step whose token will never come."""
-    if sequence.params.temperature >= GREEDY:
+    if sequence.params.temperature >= GREEDY_BELOW:
         sequence.random_stream = RandomStream(sequence.random_stream.seed, sequence.random_stream.draws - 1)
 
 

@@ -12,7 +12,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.engine.serving.sequence import Sequence, Span
 from medusa_runtime.engine.torch.engine import TorchEngine
 from medusa_runtime.engine.torch.paged_attention import PagedAttention
-from medusa_runtime.engine.torch.runner import positions_of, rows_of, tokens_of
+from medusa_runtime.engine.torch.runner import positions_of, select_rows, tokens_of
 from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
@@ -225,7 +225,7 @@ class Source(TorchEngine):
         ends = [place for place, span in enumerate(alive) if span.stop == len(span.sequence.tokens)]
         sequences = [alive[place].sequence for place in ends]
         self._constraints.request_masks(alive)
-        sampled = self._sample(self._model.logits(rows_of(hidden, alive, ends)), sequences) if ends else []
+        sampled = self._sample(self._model.logits(select_rows(hidden, alive, ends)), sequences) if ends else []
         self._deliver(alive, sequences, sampled, batch.began_ns)
 
     def _is_ours(self, hidden: Tensor) -> bool:

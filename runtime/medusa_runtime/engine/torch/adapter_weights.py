@@ -29,7 +29,7 @@ class AdapterWeights(NamedTuple):
     size_bytes: int
 
 
-class _Found(NamedTuple):
+class _AdaptedModule(NamedTuple):
     module: str  # as the adapter names it
     name: str  # as the model names it
     layer: Linear
@@ -78,7 +78,7 @@ def read_adapter(region: Region, model: DecoderModel, dtype: torch.dtype, *, mos
         a = matrix(f"{_PREFIX}{module}{_A}", (rank, in_features))
         b = matrix(f"{_PREFIX}{module}{_B}", (out_features, rank))
         pairs[name] = Pair((a.float() * config.scale_of(module)).to(dtype), b.to(dtype, copy=copies))
-    _put_together(model, pairs)
+    _join_a_matrices(model, pairs)
     size_bytes = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs.values())
     return AdapterWeights(pairs, {name: layer for _, name, layer in found.values()}, size_bytes)
 
@@ -99,7 +99,7 @@ def _modules(names: object) -> Iterator[str]:
     yield from modules
 
 
-def _layer(model: DecoderModel, module: str) -> _Found:
+def _layer(model: DecoderModel, module: str) -> _AdaptedModule:
     """Find the model's layer for a module of the adapter. Raises MismatchError unless it is linear, in the decoder."""
     renamed = model.rename(f"{module}.weight") or ""
     name = renamed.removesuffix(".weight")
@@ -114,7 +114,7 @@ def _layer(model: DecoderModel, module: str) -> _Found:
             f"expected matrices for linear layers of the decoder ({', '.join(known) or 'this model has none'}), found "
             f"some for {module[:200]!a}"
         )
-    return _Found(module, name, layer)
+    return _AdaptedModule(module, name, layer)
 
 
 def adaptable(model: DecoderModel) -> Iterator[str]:
@@ -135,7 +135,7 @@ def _check_targets(config: AdapterConfig, modules: list[str]) -> None:
             )
 
 
-def _put_together(model: DecoderModel, pairs: dict[str, Pair]) -> None:
+def _join_a_matrices(model: DecoderModel, pairs: dict[str, Pair]) -> None:
     """Join the A matrices of layers with the same input, so that one product serves them all."""
     for name, module in model.named_modules():
         for group in getattr(module, "FUSED", ()):

@@ -39,8 +39,8 @@ class Adapter:
 class Adapters:
     """The adapters of one engine, by name.
 
-    Any thread may add, drop, find and wait. ``hold``, ``arrange`` and ``check`` belong to the engine's thread. A
-    dropped adapter lives on while a sequence uses it.
+    Any thread may add, drop, find and wait. ``defer``, ``group_by_adapter`` and ``check`` belong to the engine's
+    thread. A dropped adapter lives on while a sequence uses it.
 
     Four functions connect this to the engine: ``base_loaded`` waits for the base model's weights, ``post`` runs a call
     in the engine's thread, ``begin`` starts a sequence whose adapter has been loaded, and ``fail`` ends a sequence with
@@ -109,7 +109,7 @@ class Adapters:
             raise adapter.error
         return {"layers": len(adapter.pairs or ()), "bytes": adapter.size_bytes}
 
-    def hold(self, sequence: Sequence) -> bool:
+    def defer(self, sequence: Sequence) -> bool:
         """Return whether a sequence cannot begin now. It waits for its adapter then, or has failed with its error."""
         adapter = sequence.adapter
         if adapter is None or adapter.pairs is not None:
@@ -120,7 +120,7 @@ class Adapters:
             adapter.waiting.append(sequence)
         return True
 
-    def arrange(self, spans: list[Span]) -> list[Span]:
+    def group_by_adapter(self, spans: list[Span]) -> list[Span]:
         """Return a step's spans ordered by adapter, and note which rows of the step belong to each adapter."""
         step = self._step
         if not any(span.sequence.adapter is not None for span in spans):

@@ -280,13 +280,13 @@ class TorchEngine:
             sequence.constraint.close()
 
     def _begin(self, sequence: Sequence) -> None:
-        if not sequence.cancelled and not self._adapters.hold(sequence):
+        if not sequence.cancelled and not self._adapters.defer(sequence):
             self._scheduler.add(sequence)
 
     def _step(self, spans: list[Span]) -> None:
         start_ns = time.monotonic_ns()
         try:
-            spans = self._adapters.arrange(spans)
+            spans = self._adapters.group_by_adapter(spans)
             self._constraints.request_masks(spans)
             logits, sequences = self.runner.step(spans)
             self._adapters.check(spans)

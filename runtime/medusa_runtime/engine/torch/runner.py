@@ -89,7 +89,7 @@ def last_rows(spans: list[Span], ends: list[int]) -> Tensor:
     return torch.tensor(rows)
 
 
-def rows_of(hidden: Tensor, spans: list[Span], ends: list[int]) -> Tensor:
+def select_rows(hidden: Tensor, spans: list[Span], ends: list[int]) -> Tensor:
     """Select from ``hidden`` [tokens, hidden] the rows of ``last_rows``."""
     rows = last_rows(spans, ends)
     return hidden if len(rows) == len(hidden) else hidden[rows.to(hidden.device)]

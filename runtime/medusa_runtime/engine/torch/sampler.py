@@ -11,7 +11,7 @@ from .penalties import adjust
 _CANDIDATES = 1024  # how many of the most likely tokens are tried before the whole vocabulary is sorted
 
 
-GREEDY = 1e-5  # lower temperatures are greedy: only the most likely token would have any probability
+GREEDY_BELOW = 1e-5  # lower temperatures are greedy: only the most likely token would have any probability
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
@@ -28,7 +28,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         for row, sequence in zip(logits, sequences, strict=True):
             adjust(row, sequence)
     tokens = logits.argmax(-1)
-    random = [row for row, sequence in enumerate(sequences) if sequence.params.temperature >= GREEDY]
+    random = [row for row, sequence in enumerate(sequences) if sequence.params.temperature >= GREEDY_BELOW]
     if random:
         rows = torch.tensor(random)
         drawn = _draw(logits[rows].float(), [sequences[row] for row in random])
