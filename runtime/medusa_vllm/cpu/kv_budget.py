@@ -20,7 +20,7 @@ def kv_budget(config: Any, region: Region, settings: Settings) -> KvPlan:
         shape,
         settings,
         free_bytes=_free_bytes(region, settings) - shape.block_bytes,
-        activation_bytes=computed_activations(config, region, settings),
+        activation_bytes=estimated_activation_bytes(config, region, settings),
         recorded=recorded_in(region),
     )
 
@@ -32,7 +32,7 @@ def geometry(config: Any) -> Geometry:
     return Geometry(block_tokens, block_bytes, (), str(model.dtype).removeprefix("torch."), model.max_model_len)
 
 
-def computed_activations(config: Any, region: Region, settings: Settings) -> int:
+def estimated_activation_bytes(config: Any, region: Region, settings: Settings) -> int:
     model = config.model_config
     return activation_bytes(
         region.wait_index(),
@@ -82,4 +82,4 @@ def _free_bytes(region: Region, settings: Settings) -> int:
     return free
 
 
-__all__ = ["cache_bytes", "computed_activations", "geometry", "kv_budget", "token_bytes"]
+__all__ = ["cache_bytes", "estimated_activation_bytes", "geometry", "kv_budget", "token_bytes"]

@@ -50,7 +50,7 @@ def main() -> int:
     from medusa_runtime.state.kv_plan import plan
 
     from ..engine import VllmEngine
-    from .kv_budget import computed_activations, geometry, token_bytes
+    from .kv_budget import estimated_activation_bytes, geometry, token_bytes
 
     engine = VllmEngine(region, settings, timeline)
     shape = geometry(engine.config)
@@ -58,7 +58,7 @@ def main() -> int:
     stays = -(-tokens // shape.block_tokens) * shape.block_tokens * token_bytes(engine.config)
     measured = _measured(engine, settings, tokens, stays)
     if measured is None:
-        measured = computed_activations(engine.config, region, settings)
+        measured = estimated_activation_bytes(engine.config, region, settings)
     made = plan(shape, settings, free_bytes=_PLENTY_BYTES, activation_bytes=measured)
     out.write_bytes(made.to_bytes())
     return 0

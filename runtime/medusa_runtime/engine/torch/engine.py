@@ -36,7 +36,7 @@ from ..serving.validation import check_token_ids
 from ..structured.constraints import Constraints
 from .adapters import Adapters
 from .kv_cache import BLOCK_TOKENS, KvCache, KvShape
-from .kv_size import kv_plan, tokens_before
+from .kv_size import kv_plan, previous_kv_tokens
 from .runner import CpuRunner, Runner
 from .scheduler import Scheduler
 
@@ -107,7 +107,7 @@ class TorchEngine:
                 device_free_bytes=free,
                 layers=len(cached),
                 graph_sizes=sizes,
-                tokens_before=tokens_before(timeline) if gpu is None else None,
+                previous_kv_tokens=previous_kv_tokens(timeline) if gpu is None else None,
             )
             shape = KvShape.of(config, dtype, len(cached))
             self._cache = (

@@ -23,7 +23,7 @@ def free_bytes(region: Region, settings: Settings, config: ModelConfig, dtype: t
 
     All of them count, even where ``--layers`` loads a part: the worker may have to load the others later.
     """
-    index, progress = weights(region, config, dtype), region.progress()
+    index, progress = model_index(region, config, dtype), region.progress()
     total = sum(shard.data_bytes for shard in index.shards)
     # Local shards are mapped files. They are page cache, which counts as available memory, so all of it is subtracted.
     # Bytes that were fetched into the region are in use already, so only the missing ones are.
@@ -36,7 +36,7 @@ def free_bytes(region: Region, settings: Settings, config: ModelConfig, dtype: t
     return free
 
 
-def weights(region: Region, config: ModelConfig, dtype: torch.dtype) -> WeightIndex:
+def model_index(region: Region, config: ModelConfig, dtype: torch.dtype) -> WeightIndex:
     """Return the checkpoint's weight index, with quantized weights in the shapes that the model has for them."""
     index = region.wait_index()
     if config.quantization is None:
@@ -46,13 +46,13 @@ def weights(region: Region, config: ModelConfig, dtype: torch.dtype) -> WeightIn
     return QuantizedIndex(index, config.quantization, dtype)
 
 
-def _cast_bytes(entry: TensorEntry, dtype: torch.dtype, made: bool) -> int:
+def _cast_bytes(entry: TensorEntry, dtype: torch.dtype, is_synthesized: bool) -> int:
     """Return the bytes of a tensor's copy in another dtype; 0 if it is used in place.
 
-    ``made``: the tensor is not in the checkpoint but made from quantized ones, and so always takes memory.
+    ``is_synthesized``: the tensor is not in the checkpoint but made from quantized ones, and so always takes memory.
     """
     name = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
-    return 0 if entry.dtype == name and not made else math.prod(entry.shape) * dtype.itemsize
+    return 0 if entry.dtype == name and not is_synthesized else math.prod(entry.shape) * dtype.itemsize
 
 
 def geometry(shape: KvShape, max_positions: int) -> Geometry:
@@ -71,23 +71,23 @@ def kv_plan(
     device_free_bytes: int | None = None,
     layers: int | None = None,
     graph_sizes: Sequence[int] = (),
-    tokens_before: int | None = None,
+    previous_kv_tokens: int | None = None,
 ) -> KvPlan:
     """Return the state bundle's KV plan if it fits this machine now, else compute one. Raises ConfigError.
 
     ``device_free_bytes``: for a cache on a GPU, the GPU's free memory beside the weights. ``layers``: how many of the
     model's layers the cache is for; default: all. ``graph_sizes``: the batch sizes that will have a CUDA graph on the
-    GPU. ``tokens_before``: the size of the cache of the engine that this one replaces.
+    GPU. ``previous_kv_tokens``: the size of the cache of the engine that this one replaces.
     """
     sizes = geometry(KvShape.of(config, dtype, layers), config.max_positions)
-    if tokens_before is not None and settings.kv_cache_mb is None:
-        cache_bytes = tokens_before // BLOCK_TOKENS * sizes.block_bytes
+    if previous_kv_tokens is not None and settings.kv_cache_mb is None:
+        cache_bytes = previous_kv_tokens // BLOCK_TOKENS * sizes.block_bytes
         settings = replace(settings, kv_cache_mb=-(-cache_bytes >> 20))
     return plan(
         sizes,
         settings,
         free_bytes=free_bytes(region, settings, config, dtype) if device_free_bytes is None else device_free_bytes,
-        activation_bytes=activations(region, config, settings, dtype),
+        activation_bytes=estimated_activation_bytes(region, config, settings, dtype),
         graph_bytes=graph_bytes(
             len(graph_sizes),
             rows=max(graph_sizes, default=0),
@@ -99,7 +99,7 @@ def kv_plan(
     )
 
 
-def tokens_before(timeline: Timeline) -> int | None:
+def previous_kv_tokens(timeline: Timeline) -> int | None:
     """Return how many tokens fit into the cache of the engine that this one replaces; None for the first engine.
 
     The kernel frees a killed process's memory bit by bit, so little may be free at this moment. A cache that is sized
@@ -109,10 +109,10 @@ def tokens_before(timeline: Timeline) -> int | None:
     return planned[-1] if planned else None
 
 
-def activations(region: Region, config: ModelConfig, settings: Settings, dtype: torch.dtype) -> int:
+def estimated_activation_bytes(region: Region, config: ModelConfig, settings: Settings, dtype: torch.dtype) -> int:
     """Calculate how many bytes a forward may take beside weights and cache."""
     return activation_bytes(
-        weights(region, config, dtype),
+        model_index(region, config, dtype),
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         item_bytes=dtype.itemsize,

@@ -27,7 +27,7 @@ from ..forward_memory import MOST_TOKENS, measure
 from ..serving.sequence import Sequence, Span
 from ..serving.transcript import Transcript
 from .kv_cache import KvCache, KvShape, blocks_for
-from .kv_size import activations, geometry
+from .kv_size import estimated_activation_bytes, geometry
 from .runner import run_step
 
 _ORDER_TOKENS = 4
@@ -59,7 +59,7 @@ def profile(region: Region, settings: Settings) -> Profile:
     finally:
         loader.close()
     if measured is None:
-        measured = activations(region, config, settings, dtype)
+        measured = estimated_activation_bytes(region, config, settings, dtype)
     # The memory that is free here says nothing about later starts, so the plan assumes plenty; each start checks.
     settings = replace(settings, kv_cache_mb=None)
     shape = geometry(KvShape.of(config, dtype), config.max_positions)
