@@ -16,13 +16,14 @@ MOST_TOKENS = 256
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def measure(
-    forward: Callable[[], object], settings: Settings, *, tokens: int, vocabulary: int, stays_bytes: int = 0
+def measure_forward(
+    forward: Callable[[], object], settings: Settings, *, tokens: int, vocabulary: int, retained_bytes: int = 0
 ) -> int | None:
     """Return the peak memory in bytes of a forward of ``max_batched_tokens``; None if this kernel does not report it.
 
     ``forward`` runs ``tokens`` tokens, and the result is scaled up. Call it once before this, so that threads and
-    buffers which stay exist already. ``stays_bytes`` are subtracted: pages of the cache that the forward touches first.
+    buffers which stay exist already. ``retained_bytes`` are subtracted: pages of the cache that the forward touches
+    first.
     """
     try:
         _CLEAR_REFS.write_text("5")  # the high-water mark is what is resident now; proc(5)
@@ -34,7 +35,7 @@ def measure(
         return None
     rows = min(settings.max_concurrency, settings.max_batched_tokens)
     logits = 2 * rows * vocabulary * 4  # in float32, and a sorted copy
-    return max(peak - before - stays_bytes, 0) * -(-settings.max_batched_tokens // tokens) + logits
+    return max(peak - before - retained_bytes, 0) * -(-settings.max_batched_tokens // tokens) + logits
 
 
 def _status(name: str) -> int:
@@ -42,4 +43,4 @@ def _status(name: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
-__all__ = ["MOST_TOKENS", "measure"]
+__all__ = ["MOST_TOKENS", "measure_forward"]

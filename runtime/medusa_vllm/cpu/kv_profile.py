@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from medusa_runtime.config import Settings
 from medusa_runtime.device.choice import choose
 from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams
-from medusa_runtime.engine.forward_memory import MOST_TOKENS, measure
+from medusa_runtime.engine.forward_memory import MOST_TOKENS, measure_forward
 from medusa_runtime.errors import EngineError
 from medusa_runtime.state.offline import run_module
 
@@ -55,8 +55,8 @@ def main() -> int:
     engine = VllmEngine(region, settings, timeline)
     shape = geometry(engine.config)
     tokens = min(settings.max_batched_tokens, MOST_TOKENS, engine.info.max_model_len - 1)
-    stays = -(-tokens // shape.block_tokens) * shape.block_tokens * token_bytes(engine.config)
-    measured = _measured(engine, settings, tokens, stays)
+    retained_bytes = -(-tokens // shape.block_tokens) * shape.block_tokens * token_bytes(engine.config)
+    measured = _measured(engine, settings, tokens, retained_bytes)
     if measured is None:
         measured = estimated_activation_bytes(engine.config, region, settings)
     made = plan(shape, settings, free_bytes=_PLENTY_BYTES, activation_bytes=measured)
@@ -64,7 +64,7 @@ def main() -> int:
     return 0
 
 
-def _measured(engine: VllmEngine, settings: Settings, tokens: int, stays_bytes: int) -> int | None:
+def _measured(engine: VllmEngine, settings: Settings, tokens: int, retained_bytes: int) -> int | None:
     """Measure the second forward, in a thread beside the engine's loop."""
     stop, found = threading.Event(), queue.SimpleQueue[int | None | Exception]()
     vocabulary = engine.info.vocab_size
@@ -74,12 +74,12 @@ def _measured(engine: VllmEngine, settings: Settings, tokens: int, stays_bytes: 
             engine.wait_ready()
             _forward(engine, 1 % vocabulary, tokens)  # makes threads and buffers that stay, so it is not measured
             found.put(
-                measure(
+                measure_forward(
                     lambda: _forward(engine, 2 % vocabulary, tokens),
                     settings,
                     tokens=tokens,
                     vocabulary=vocabulary,
-                    stays_bytes=stays_bytes,
+                    retained_bytes=retained_bytes,
                 )
             )
         except Exception as error:  # noqa: BLE001  raised again in the thread that waits

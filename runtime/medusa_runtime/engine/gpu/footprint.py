@@ -14,7 +14,7 @@ from ...models import DecoderModel
 from ...state.kv_plan import KvPlan, plan
 from ..torch.kv_cache import BLOCK_TOKENS, KvCache
 from ..torch.kv_size import geometry
-from ..torch.profile import prefill
+from ..torch.profile import prefill_step
 from ..torch.runner import run_step
 from .attention import GpuAttention
 
@@ -61,7 +61,7 @@ def forward_bytes(memory: DeviceMemory, model: DecoderModel, cache: KvCache, set
     """
     room = (cache.blocks.blocks - 1) * BLOCK_TOKENS
     tokens = max(min(settings.max_batched_tokens, model.config.max_positions, room), 1)
-    taken = memory.peak(lambda: run_step(model, cache, prefill(tokens), GpuAttention))
+    taken = memory.peak(lambda: run_step(model, cache, prefill_step(tokens), GpuAttention))
     rows = min(settings.max_concurrency, settings.max_batched_tokens)
     logits = 2 * rows * model.config.vocab_size * 4  # in float32, and a sorted copy
     return taken * -(-settings.max_batched_tokens // tokens) + logits

@@ -23,7 +23,7 @@ from ...timeline import Timeline
 from ..base import GenerateRequest, SamplingParams
 from ..checkpoint_files import read_config
 from ..encoder.text_encoder import Encoder
-from ..forward_memory import MOST_TOKENS, measure
+from ..forward_memory import MOST_TOKENS, measure_forward
 from ..serving.sequence import Sequence, Span
 from ..serving.transcript import Transcript
 from .kv_cache import KvCache, KvShape, blocks_for
@@ -106,13 +106,13 @@ def _activations(model: DecoderModel, shape: KvShape, settings: Settings, config
     """
     tokens = min(settings.max_batched_tokens, MOST_TOKENS, config.max_positions)
     cache = KvCache(shape, blocks_for(tokens))
-    run_step(model, cache, prefill(tokens))  # so that weights, cache, threads and lasting buffers do not count
-    return measure(
-        lambda: run_step(model, cache, prefill(tokens)), settings, tokens=tokens, vocabulary=config.vocab_size
+    run_step(model, cache, prefill_step(tokens))  # so that weights, cache, threads and lasting buffers do not count
+    return measure_forward(
+        lambda: run_step(model, cache, prefill_step(tokens)), settings, tokens=tokens, vocabulary=config.vocab_size
     )
 
 
-def prefill(tokens: int) -> list[Span]:
+def prefill_step(tokens: int) -> list[Span]:
     """Make a step with one prompt of ``tokens`` tokens, in the first blocks of a cache that is not in use."""
     request = GenerateRequest("profile", (0,) * tokens, SamplingParams())
     sequence = Sequence(
@@ -127,4 +127,4 @@ def prefill(tokens: int) -> list[Span]:
     return [Span(sequence, 0, tokens)]
 
 
-__all__ = ["Profile", "prefill", "profile"]
+__all__ = ["Profile", "prefill_step", "profile"]
