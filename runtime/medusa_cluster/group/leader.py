@@ -262,9 +262,9 @@ class Leader(Member):
             flight.spans, [sequence for sequence, _ in present], [token for _, token in present], flight.began_ns
         )
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release_sequence(self, sequence: Sequence) -> None:
         self._writer.forget(sequence)
-        super()._release(sequence)
+        super()._release_sequence(sequence)
 
     # The end of the group in good order (ParaServe §6).
 

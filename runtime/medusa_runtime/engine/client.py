@@ -20,7 +20,7 @@ from .base import Delta, Embedding, EngineInfo, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S, _LONG_S = 0.25, 3600.0
+_CHECK_EVERY_S, _LONG_S = 0.25, 3600.0
 _MOST_ATTEMPTS = 2  # no third engine gets a request that may have killed the first two
 
 
@@ -405,4 +405,4 @@ class _Wait:
         left_s = _LONG_S if self._deadline is None else self._deadline - time.monotonic()
         if left_s <= 0:
             return None
-        return left_s if self._wait_check is None else min(_LOOK_S, left_s)
+        return left_s if self._wait_check is None else min(_CHECK_EVERY_S, left_s)

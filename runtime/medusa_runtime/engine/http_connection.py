@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ..errors import EngineError, MedusaError
 from . import frames
 
-_LOOK_S = 0.25
+_CHECK_EVERY_S = 0.25
 _RETRY_S = 0.05
 
 
@@ -35,7 +35,7 @@ def _wait(connection: socket.socket, wait_check: Callable[[], None]) -> None:
     readable = select.poll()  # select(2) cannot watch descriptors above 1023, which a busy function has
     readable.register(connection, select.POLLIN)
     while True:
-        while not reader.has_partial_frame and not readable.poll(_LOOK_S * 1000):
+        while not reader.has_partial_frame and not readable.poll(_CHECK_EVERY_S * 1000):
             wait_check()
         frame = reader.read()
         if frame is None:

@@ -137,7 +137,7 @@ class TorchEngine:
             max_batched_tokens=settings.max_batched_tokens,
         )
         self._inbox = Inbox()
-        self._requests = Requests(settings, self._tokenizer, self.info, timeline, self._release)
+        self._requests = Requests(settings, self._tokenizer, self.info, timeline, self._release_sequence)
         self._constraints = Constraints(
             lambda: region.file("tokenizer.json"),
             vocab_size=config.vocab_size,
@@ -273,7 +273,7 @@ class TorchEngine:
             self._step(spans)
         return bool(spans)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release_sequence(self, sequence: Sequence) -> None:
         """Free what the engine holds for a sequence that has ended."""
         self._scheduler.remove(sequence)
         if sequence.constraint is not None:
