@@ -14,7 +14,7 @@ from werkzeug.exceptions import ClientDisconnected
 
 from ..contract import Headers, Request, json_fault
 from ..faults import ApiError
-from .environ import CLOSE, GRANT, SMALL_BODY_BYTES, WHOLE
+from .environ import FORCE_CLOSE, GRANT, ON_REQUEST_READ, SMALL_BODY_BYTES
 
 _STEP_BYTES = 1 << 20
 
@@ -75,14 +75,14 @@ def _read(received: Callable[[int], None]) -> bytes:
     # gunicorn declares that its input ends by itself, so werkzeug does not compare the lengths.
     if request.content_length is not None and len(data) < request.content_length:
         raise _incomplete(f"expected {request.content_length} bytes, found {len(data)}")
-    whole = request.environ.get(WHOLE)
-    if whole is not None:
-        whole()
+    on_read = request.environ.get(ON_REQUEST_READ)
+    if on_read is not None:
+        on_read()
     return data
 
 
 def _close() -> None:
-    if close := request.environ.get(CLOSE):
+    if close := request.environ.get(FORCE_CLOSE):
         close()
 
 

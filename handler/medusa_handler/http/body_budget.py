@@ -1,7 +1,7 @@
 """A limit on the memory of all request bodies together. A body is granted its memory before it is read.
 
-A small body arrives in the kernel's buffer as a whole (whole_requests.py) and is not counted. Larger bodies wait their
-turn, and are refused with 503 after a while. While some wait, clients that send too slowly lose their place.
+A small body arrives in the kernel's buffer as a whole (incoming_request.py) and is not counted. Larger bodies wait
+their turn, and are refused with 503 after a while. While some wait, clients that send too slowly lose their place.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from ..contract import Request
 from ..contract import Response as UserResponse
 from ..faults import ApiError
 from .body import received
-from .environ import ARRIVED
+from .environ import ARRIVAL
 
 if TYPE_CHECKING:
     from ..service import Service
@@ -71,7 +71,7 @@ def _add_function(routes: Blueprint, service: Service, function: UserFunction, w
             called = _request(service)
             if not service.ready and platform.streams and platform.early_heartbeats and _takes_only_events(called):
                 return _held(service, function, called, is_disconnected)
-            arrived = request.environ.get(ARRIVED, 0)
+            arrived = request.environ.get(ARRIVAL, 0)
             service.admission.start(is_disconnected, service.settings.hold_s, service.draining, arrived=arrived)
             try:
                 result = function.call(called, is_disconnected)
@@ -98,7 +98,7 @@ def _held(service: Service, function: UserFunction, called: Request, is_disconne
     """
     from .answering import Events, respond
 
-    arrived = request.environ.get(ARRIVED, 0)
+    arrived = request.environ.get(ARRIVAL, 0)
 
     def events() -> Iterator[Any]:
         service.admission.start(is_disconnected, service.settings.hold_s, service.draining, arrived=arrived)

@@ -12,7 +12,7 @@ from ..deadline import Deadline
 from ..disconnection import disconnect_check
 from ..faults import ClientDisconnectedError, as_api_error, as_exception
 from .body import read_body
-from .environ import UNSENT
+from .environ import UNSENT_RESPONSE
 from .timing import server_timing
 
 if TYPE_CHECKING:
@@ -72,13 +72,13 @@ class Work:
             service.admission.leave()
 
         response.call_on_close(close)
-        request.environ[UNSENT] = response
+        request.environ[UNSENT_RESPONSE] = response
         return response
 
     @staticmethod
     def close_unsent(environ: MutableMapping[str, Any]) -> None:
         """Close a response that cannot be sent, so that its request gives its places back."""
-        response: Response | None = environ.pop(UNSENT, None)
+        response: Response | None = environ.pop(UNSENT_RESPONSE, None)
         if response is not None:
             response.close()
 

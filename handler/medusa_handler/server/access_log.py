@@ -6,18 +6,19 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 
-class Answer:
-    """The answer to one request: its status, size and duration.
+class AccessRecord:
+    """What a log or a trace says about one request: its status, size and duration.
 
     ``ended`` is called once, after the last byte has been given to the server.
     """
 
-    def __init__(self, environ: dict[str, Any], ended: Callable[[Answer], None]) -> None:
+    def __init__(self, environ: WSGIEnvironment, ended: Callable[[AccessRecord], None]) -> None:
         self.method = str(environ["REQUEST_METHOD"])
         self.path = str(environ["PATH_INFO"])
         self.client = str(environ.get("REMOTE_ADDR", ""))
@@ -27,9 +28,9 @@ class Answer:
         self.began_ns = time.time_ns()
         self._began = time.monotonic()
         self.seconds = 0.0
-        self._ended: Callable[[Answer], None] | None = ended
+        self._ended: Callable[[AccessRecord], None] | None = ended
 
-    def start(self, start_response: Callable[..., Any]) -> Callable[..., Any]:
+    def start(self, start_response: StartResponse) -> Callable[..., Any]:
         """Return a ``start_response`` that also notes the status and the request's id."""
 
         def start(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
@@ -46,73 +47,77 @@ class Answer:
             ended(self)
 
 
-class _Counted:
-    """A response's body that counts its bytes, and ends ``answer`` when it is closed."""
+class _CountedBody:
+    """A response's body that counts its bytes, and ends ``record`` when it is closed."""
 
-    def __init__(self, body: Iterable[bytes], answer: Answer) -> None:
+    def __init__(self, body: Iterable[bytes], record: AccessRecord) -> None:
         self._body = body
-        self._answer = answer
+        self._record = record
 
     def __iter__(self) -> Iterator[bytes]:
         for piece in self._body:
-            self._answer.sent_bytes += len(piece)
+            self._record.sent_bytes += len(piece)
             yield piece
 
     def close(self) -> None:
         try:
             getattr(self._body, "close", lambda: None)()
         finally:
-            self._answer.end()
+            self._record.end()
 
 
-def watched(app: Wsgi, answer: Answer, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-    """Call ``app``, and record in ``answer`` how it ended."""
+def record_access(
+    app: WSGIApplication, record: AccessRecord, environ: WSGIEnvironment, start_response: StartResponse
+) -> Iterable[bytes]:
+    """Call ``app``, and record in ``record`` how it ended."""
     try:
-        body = app(environ, answer.start(start_response))
+        body = app(environ, record.start(start_response))
     except BaseException:
-        answer.status = answer.status or 500
-        answer.end()
+        record.status = record.status or 500
+        record.end()
         raise
-    return _Counted(body, answer)
+    return _CountedBody(body, record)
 
 
-def with_access_log(app: Wsgi, form: str) -> Wsgi:
+def with_access_log(app: WSGIApplication, form: str) -> WSGIApplication:
     """Wrap ``app`` so that each answered request is logged, in the ``form`` text or json.
 
     The query is left out, because it may hold secrets.
     """
-    write = _as_json if form == "json" else _as_text
+    format_line = _as_json if form == "json" else _as_text
 
-    def show(answer: Answer) -> None:
-        sys.stderr.write(write(answer) + "\n")
+    def write_line(record: AccessRecord) -> None:
+        sys.stderr.write(format_line(record) + "\n")
         sys.stderr.flush()
 
-    return lambda environ, start_response: watched(app, Answer(environ, show), environ, start_response)
-
-
-def _as_text(answer: Answer) -> str:
-    path = answer.path.encode("unicode_escape").decode().replace(" ", "%20")
-    return (
-        f"{_moment(answer)} {answer.client or '-'} {answer.method} {path} {answer.status} {answer.sent_bytes} B "
-        f"{answer.seconds * 1e3:.1f} ms {answer.request_id or '-'}"
+    return lambda environ, start_response: record_access(
+        app, AccessRecord(environ, write_line), environ, start_response
     )
 
 
-def _as_json(answer: Answer) -> str:
+def _as_text(record: AccessRecord) -> str:
+    path = record.path.encode("unicode_escape").decode().replace(" ", "%20")
+    return (
+        f"{_moment(record)} {record.client or '-'} {record.method} {path} {record.status} {record.sent_bytes} B "
+        f"{record.seconds * 1e3:.1f} ms {record.request_id or '-'}"
+    )
+
+
+def _as_json(record: AccessRecord) -> str:
     return json.dumps(
         {
-            "time": _moment(answer),
-            "client": answer.client,
-            "method": answer.method,
-            "path": answer.path,
-            "status": answer.status,
-            "bytes": answer.sent_bytes,
-            "seconds": round(answer.seconds, 6),
-            "request_id": answer.request_id,
+            "time": _moment(record),
+            "client": record.client,
+            "method": record.method,
+            "path": record.path,
+            "status": record.status,
+            "bytes": record.sent_bytes,
+            "seconds": round(record.seconds, 6),
+            "request_id": record.request_id,
         }
     )
 
 
-def _moment(answer: Answer) -> str:
-    seconds, ns = divmod(answer.began_ns, 10**9)
+def _moment(record: AccessRecord) -> str:
+    seconds, ns = divmod(record.began_ns, 10**9)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{ns // 10**6:03d}Z"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 _METHODS = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
 _EXPOSED = "X-Request-Id, Retry-After, Server-Timing"
@@ -38,11 +39,11 @@ def head_sharing(origins: str, data: bytes) -> list[tuple[str, str]]:
     return [*shared, ("Access-Control-Expose-Headers", _EXPOSED)] if len(shared) > 1 else shared
 
 
-def with_cors(app: Wsgi, origins: str) -> Wsgi:
+def with_cors(app: WSGIApplication, origins: str) -> WSGIApplication:
     """Wrap ``app``: answer preflights, and let these origins (``*`` or a list with commas) read the answers."""
     shared_with = sharing(origins)
 
-    def call(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def call(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         shared = shared_with(environ.get("HTTP_ORIGIN", ""))
         may_read = len(shared) > 1
         if may_read and environ["REQUEST_METHOD"] == "OPTIONS" and "HTTP_ACCESS_CONTROL_REQUEST_METHOD" in environ:

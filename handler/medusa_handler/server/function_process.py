@@ -49,7 +49,7 @@ def serve(
         cors_origins=settings.cors_origins,
     )
     acceptor.open()
-    acceptor.stand_still_over_forks()
+    acceptor.pause_during_forks()
     with instance.timeline.stage("server"):
         from .lean_gunicorn import import_leanly
 
@@ -64,7 +64,7 @@ def serve(
             boot=lambda: _boot(instance, settings, platform, probes),
             starting=lambda: _publish_start(probes, instance, settings),
         )
-    _keep_sigterm_over_forks()
+    _block_sigterm_during_forks()
     try:
         application.run()
     except SystemExit as end:
@@ -179,7 +179,7 @@ def _warm(service: Service, gateway: WsgiGateway) -> None:
         service.timeline.mark("ready")
 
 
-def _keep_sigterm_over_forks() -> None:
+def _block_sigterm_during_forks() -> None:
     """Block SIGTERM during a fork: gunicorn's handlers would lose it, until the child has handlers of its own."""
 
     def default() -> None:

@@ -30,18 +30,20 @@ from medusa_runtime.resource_limits import as_limit_error
 
 from ..faults import ApiError, compact
 from ..http.body_budget import BodyBudget, Grant
-from ..http.environ import CLOSE, GRANT, SMALL_BODY_BYTES, WHOLE
+from ..http.environ import FORCE_CLOSE, GRANT, ON_REQUEST_READ, SMALL_BODY_BYTES
 from .gunicorn_options import STOP_GRACE_S, body_memory_mb, options, threads
-from .late_clients import LateClients
+from .incoming_request import IncomingRequest, RequestState
+from .lingering_close import LingeringClose
 from .slow_clients import SlowClients
-from .whole_requests import Incoming, Sent
 
 if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
     from medusa_runtime.config import Settings
 
     from ..probes import Probes
     from .probe_acceptor import ProbeAcceptor
-    from .wsgi_gateway import Wsgi, WsgiGateway
+    from .wsgi_gateway import WsgiGateway
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ _STATUSES = (
 
 
 def _closed(graceful: bool = False) -> None:
-    """Do nothing: the ``close`` of a connection that LateClients will close."""
+    """Do nothing: the ``close`` of a connection that LingeringClose will close."""
 
 
 def check_version(found: tuple[int, ...] = version_info) -> None:
@@ -135,13 +137,13 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
             if name in self.cfg.settings:  # older gunicorns have no control socket to disable
                 self.cfg.set(name, value)
 
-    def load(self) -> Wsgi:
+    def load(self) -> WSGIApplication:
         gateway, self.drain = self._boot()
         slow = self.slow_clients
 
-        def handle(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-            environ[WHOLE] = partial(slow.end, environ["gunicorn.socket"])
-            environ[CLOSE] = self.serving.request.force_close
+        def handle(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+            environ[ON_REQUEST_READ] = partial(slow.end, environ["gunicorn.socket"])
+            environ[FORCE_CLOSE] = self.serving.request.force_close
             environ[GRANT] = self.serving.grant
             return gateway(environ, start_response)
 
@@ -167,7 +169,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         # A signal handler that needs a lock hangs if it interrupts the thread that holds the lock. A SimpleQueue needs
         # none, but starting a thread does, and might fail later for lack of room; so the thread starts here.
         self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._late_clients = LateClients()
+        self._lingering_close = LingeringClose()
         threading.Thread(target=self._drain, name="drain", daemon=True).start()
         super().init_process()
 
@@ -202,7 +204,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
     def on_client_socket_readable(self, conn: Any, client: Any) -> None:
         whole = self._is_whole(conn)
         # A connection that has begun a request is not idle: from its first byte on, SlowClients limits its time.
-        if (whole or conn.incoming.seen) and conn in self.keepalived_conns:
+        if (whole or conn.incoming.peeked_bytes) and conn in self.keepalived_conns:
             self.keepalived_conns.remove(conn)
         if whole:
             self.poller.unregister(client)
@@ -211,11 +213,11 @@ class Worker(ThreadWorker):  # type: ignore[misc]
     def _is_whole(self, conn: Any) -> bool:
         """Return whether the connection's next request has arrived. If not, the poller is quiet until more has come."""
         if not hasattr(conn, "incoming"):
-            conn.incoming = Incoming(conn.sock)
-        seen = conn.incoming.seen
-        sent = conn.incoming.look(conn.parser.unreader.buf.getvalue())
-        if sent in (Sent.PART, Sent.NOTHING) and (not seen or seen != conn.incoming.seen):
-            if not seen:
+            conn.incoming = IncomingRequest(conn.sock)
+        before = conn.incoming.peeked_bytes
+        state = conn.incoming.peek(conn.parser.unreader.buf.getvalue())
+        if state in (RequestState.PART, RequestState.NOTHING) and (not before or before != conn.incoming.peeked_bytes):
+            if not before:
                 self.app.slow_clients.begin(conn.sock)
             return False
         conn.incoming.release()
@@ -241,7 +243,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             self.app.slow_clients.end(conn.sock)
         if not kept:
             # gunicorn would wait in its loop until the client closes, up to two seconds, and so hold up all others.
-            self._late_clients.leave(conn.sock)
+            self._lingering_close.add(conn.sock)
             conn.close = _closed
         return kept
 

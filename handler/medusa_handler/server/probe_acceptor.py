@@ -2,7 +2,7 @@
 
 It runs in gunicorn's arbiter, a process that otherwise sleeps, and starts before gunicorn is imported. So a probe does
 not wait for imports, for user code that holds the interpreter's lock, or for two hundred requests that begin at once.
-The worker is given a connection once a whole request has arrived (whole_requests.py), so slow clients hold no thread.
+The worker is given a connection once a whole request has arrived (incoming_request.py), so slow clients hold no thread.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from medusa_runtime.resource_limits import LEAST_FILES, as_limit_error, most_fil
 
 from ..probes import ProbeResponse, Probes
 from .http_date import http_date
-from .whole_requests import HEAD_BYTES, Incoming, Sent
+from .incoming_request import HEAD_BYTES, IncomingRequest, RequestState
 
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 75.0  # how long a connection may send nothing
 _RETRY_S = 0.02  # how long to wait for room in the socket to the worker, or for a free descriptor
-_MOST_WAITING = 1024  # connections with a whole request that wait for room in the socket to the worker
-_MOST_THROWN_AWAY = 8  # pieces of 64 KiB
-_MOST_HELD = 8192  # connections that have not sent a whole request; if there are more, the oldest one is closed
+_MAX_WAITING = 1024  # connections with a whole request that wait for room in the socket to the worker
+_MAX_DISCARDED = 8  # pieces of 64 KiB
+_MAX_PENDING = 8192  # connections that have not sent a whole request; if there are more, the oldest one is closed
 # All of a request's head, and nothing behind it; anything unusual is left to the worker.
 _HEAD = re.compile(
     rb"(GET|HEAD) (/[!-\"$->@-~]*)(?:\?[!-~]*)? HTTP/1\.([01])\r\n((?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~]*\r\n)*)\r\n"
@@ -53,12 +53,12 @@ _NO_ROOM = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS)
 
 
 @dataclass(slots=True)
-class _Held:
+class _PendingConnection:
     """A connection that has sent nothing, or a part of a request, and the time when it is closed."""
 
-    incoming: Incoming
+    incoming: IncomingRequest
     end: float
-    look_at: float | None = None  # when to look at it again, if the kernel cannot report that more has come
+    recheck_at: float | None = None  # when to look at it again, if the kernel cannot report that more has come
 
 
 class ProbeAcceptor:
@@ -85,8 +85,8 @@ class ProbeAcceptor:
         self._next_tick = 0.0
         self._selector = selectors.DefaultSelector()
         self._busy = threading.Lock()
-        self._held: dict[socket.socket, _Held] = {}  # the oldest first
-        self._most_held = max(min(_MOST_HELD, most_files() - LEAST_FILES - _MOST_WAITING), LEAST_FILES // 2)
+        self._pending: dict[socket.socket, _PendingConnection] = {}  # the oldest first
+        self._max_pending = max(min(_MAX_PENDING, most_files() - LEAST_FILES - _MAX_WAITING), LEAST_FILES // 2)
         self._waiting: deque[socket.socket] = deque()
 
     def open(self) -> None:
@@ -99,16 +99,16 @@ class ProbeAcceptor:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def stand_still_over_forks(self) -> None:
+    def pause_during_forks(self) -> None:
         """Accept nothing while a worker is forked, because the worker would keep such a connection open, too."""
         release = self._busy.release
         os.register_at_fork(before=self._busy.acquire, after_in_parent=release, after_in_child=release)
 
     def close_in_worker(self) -> None:
         self._selector.close()
-        for each in (self._listener, *self._held, *self._waiting):
+        for each in (self._listener, *self._pending, *self._waiting):
             each.close()
-        self.handoff.keep_reading_end()
+        self.handoff.close_writing_end()
 
     def _run(self) -> None:
         try:
@@ -119,21 +119,21 @@ class ProbeAcceptor:
                         if key.data is None:
                             self._accept()
                         else:
-                            self._look(key.data)
-                    self._pass_on_what_waits()
+                            self._dispatch(key.data)
+                    self._hand_off_waiting()
                     now = time.monotonic()
                     if now >= self._next_tick:
                         self._next_tick = now + LOOK_S * 0.9
-                        self._end_late(now)
+                        self._close_overdue(now)
                         self._tick()
-                if len(self._waiting) >= _MOST_WAITING:
+                if len(self._waiting) >= _MAX_WAITING:
                     time.sleep(_RETRY_S)  # the listener stays readable
         except BaseException:
             logger.exception("connections cannot be accepted any more")
             os._exit(70)  # the supervisor ends the instance
 
     def _accept(self) -> None:
-        while len(self._waiting) < _MOST_WAITING:
+        while len(self._waiting) < _MAX_WAITING:
             try:
                 connection = self._listener.accept()[0]
             except BlockingIOError:
@@ -147,33 +147,33 @@ class ProbeAcceptor:
                     raise
                 continue  # the client has already left
             connection.setblocking(False)
-            self._look(connection)
+            self._dispatch(connection)
 
-    def _look(self, connection: socket.socket) -> None:
+    def _dispatch(self, connection: socket.socket) -> None:
         """Look at what the connection has sent, and decide who answers. Only a probe is read from the socket."""
-        held = self._held.get(connection)
-        incoming = Incoming(connection) if held is None else held.incoming
-        before = incoming.seen
-        sent = incoming.look()
-        if sent is Sent.NOTHING:
-            self._hold(connection, incoming, KEEPALIVE_S)
-        elif sent is Sent.PART:
+        pending = self._pending.get(connection)
+        incoming = IncomingRequest(connection) if pending is None else pending.incoming
+        before = incoming.peeked_bytes
+        state = incoming.peek()
+        if state is RequestState.NOTHING:
+            self._keep_pending(connection, incoming, KEEPALIVE_S)
+        elif state is RequestState.PART:
             # The first byte ends the time for silence. From then on, the client has ``read_timeout_s`` for the request.
-            held = self._hold(connection, incoming, self._read_timeout_s, anew=not before)
-            if before == incoming.seen:  # the kernel woke us for nothing, and would do so again at once
-                held.look_at = time.monotonic() + LOOK_S
+            pending = self._keep_pending(connection, incoming, self._read_timeout_s, anew=not before)
+            if before == incoming.peeked_bytes:  # the kernel woke us for nothing, and would do so again at once
+                pending.recheck_at = time.monotonic() + LOOK_S
                 self._selector.unregister(connection)
-        elif sent is Sent.WHOLE and (answer := self._answer(incoming.data)) is not None:
+        elif state is RequestState.WHOLE and (answer := self._answer(incoming.data)) is not None:
             self._send(connection, len(incoming.data), *answer)
         else:
             self._forget(connection)
-            if sent is Sent.CLOSED:
+            if state is RequestState.CLOSED:
                 connection.close()
-            elif sent is Sent.TOO_LARGE:
+            elif state is RequestState.TOO_LARGE:
                 self._refuse(connection, incoming.data, 431, f"the request's head is larger than {HEAD_BYTES} bytes")
-            elif sent is Sent.NO_HTTP:
+            elif state is RequestState.NO_HTTP:
                 self._refuse(connection, incoming.data, 400, "expected an HTTP/1.1 request, found something else")
-            elif sent is Sent.HEAD and self._probes.bodies_full:
+            elif state is RequestState.HEAD and self._probes.bodies_full:
                 # Refused here, because it would cost the worker thirty times as much.
                 message = "the memory for request bodies is taken; try again later"
                 self._refuse(connection, incoming.data, 503, message, "body_memory")
@@ -199,7 +199,7 @@ class ProbeAcceptor:
             connection.recv(taken)
             connection.sendall(answer)  # less than any socket's buffer
             if lasting:
-                self._hold_again(connection)
+                self._keep_alive(connection)
                 return
             connection.shutdown(socket.SHUT_WR)
         except OSError:
@@ -220,7 +220,7 @@ class ProbeAcceptor:
         answer = _response(status, {"error": error}, lasting=False, only_head=False, more=shared)
         with contextlib.suppress(OSError):
             # Take the bytes that have come: closing with unread bytes would reset the connection before the answer.
-            for _ in range(_MOST_THROWN_AWAY):
+            for _ in range(_MAX_DISCARDED):
                 if not connection.recv(1 << 16, socket.MSG_DONTWAIT):
                     break
         with contextlib.suppress(OSError):
@@ -228,45 +228,47 @@ class ProbeAcceptor:
             connection.shutdown(socket.SHUT_WR)
         connection.close()
 
-    def _hold(self, connection: socket.socket, incoming: Incoming, limit_s: float, *, anew: bool = False) -> _Held:
-        held = self._held.get(connection)
-        if held is None:
-            if len(self._held) >= self._most_held:
-                self._close_late(next(iter(self._held)))
+    def _keep_pending(
+        self, connection: socket.socket, incoming: IncomingRequest, limit_s: float, *, anew: bool = False
+    ) -> _PendingConnection:
+        pending = self._pending.get(connection)
+        if pending is None:
+            if len(self._pending) >= self._max_pending:
+                self._time_out(next(iter(self._pending)))
             self._selector.register(connection, selectors.EVENT_READ, connection)
-            held = self._held[connection] = _Held(incoming, time.monotonic() + limit_s)
+            pending = self._pending[connection] = _PendingConnection(incoming, time.monotonic() + limit_s)
         elif anew:
-            held.end = time.monotonic() + limit_s
-        return held
+            pending.end = time.monotonic() + limit_s
+        return pending
 
-    def _hold_again(self, connection: socket.socket) -> None:
+    def _keep_alive(self, connection: socket.socket) -> None:
         """Hold a connection whose request has been answered. It stays registered: registering it anew costs more."""
-        held = self._held.get(connection)
-        if held is None or held.look_at is not None:
+        pending = self._pending.get(connection)
+        if pending is None or pending.recheck_at is not None:
             self._forget(connection)
-            self._hold(connection, Incoming(connection), KEEPALIVE_S)
+            self._keep_pending(connection, IncomingRequest(connection), KEEPALIVE_S)
         else:
-            del self._held[connection]
-            self._held[connection] = held  # as the newest
-            held.incoming, held.end = Incoming(connection), time.monotonic() + KEEPALIVE_S
+            del self._pending[connection]
+            self._pending[connection] = pending  # as the newest
+            pending.incoming, pending.end = IncomingRequest(connection), time.monotonic() + KEEPALIVE_S
 
     def _forget(self, connection: socket.socket) -> None:
-        held = self._held.pop(connection, None)
-        if held is not None and held.look_at is None:
+        pending = self._pending.pop(connection, None)
+        if pending is not None and pending.recheck_at is None:
             self._selector.unregister(connection)
 
-    def _end_late(self, now: float) -> None:
-        for connection, held in list(self._held.items()):
-            if held.end <= now:
-                self._close_late(connection)
-            elif held.look_at is not None and held.look_at <= now:
-                held.look_at = None
+    def _close_overdue(self, now: float) -> None:
+        for connection, pending in list(self._pending.items()):
+            if pending.end <= now:
+                self._time_out(connection)
+            elif pending.recheck_at is not None and pending.recheck_at <= now:
+                pending.recheck_at = None
                 self._selector.register(connection, selectors.EVENT_READ, connection)
 
-    def _close_late(self, connection: socket.socket) -> None:
+    def _time_out(self, connection: socket.socket) -> None:
         """Close a connection that has not sent a whole request in time. If it has sent a part, it gets 408 first."""
-        incoming = self._held[connection].incoming
-        begun = incoming.seen
+        incoming = self._pending[connection].incoming
+        begun = incoming.peeked_bytes
         self._forget(connection)
         if begun:
             message = f"the request was not there within {self._read_timeout_s:g} s"
@@ -274,7 +276,7 @@ class ProbeAcceptor:
         else:
             connection.close()
 
-    def _pass_on_what_waits(self) -> None:
+    def _hand_off_waiting(self) -> None:
         while self._waiting and self.handoff.send(self._waiting[0]):
             self._waiting.popleft().close()
 
@@ -334,7 +336,7 @@ class HandoffSocket:
 
     def setblocking(self, flag: bool) -> None: ...
 
-    def keep_reading_end(self) -> None:
+    def close_writing_end(self) -> None:
         self._writing.close()
 
     def close(self) -> None:

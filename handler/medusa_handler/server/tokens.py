@@ -11,7 +11,7 @@ from medusa_runtime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 1.0
+_CHECK_EVERY_S = 1.0
 
 
 class Tokens:
@@ -26,16 +26,16 @@ class Tokens:
         self._own = () if token is None else (token.encode(),)
         self._path = file
         self._lock = threading.Lock()
-        self._looked = 0.0
-        self._stamp = (0, 0, 0)
-        self._found: tuple[bytes, ...] = ()
+        self._checked_at = 0.0
+        self._version = (0, 0, 0)
+        self._from_file: tuple[bytes, ...] = ()
         if self._path is not None:
-            self._stamp = _stamp(self._path)
-            self._found = _read(self._path)
-            self._looked = time.monotonic()
+            self._version = _file_version(self._path)
+            self._from_file = _read(self._path)
+            self._checked_at = time.monotonic()
 
     @property
-    def wanted(self) -> bool:
+    def required(self) -> bool:
         """Whether requests need a token."""
         return self._path is not None or bool(self._own)
 
@@ -43,31 +43,31 @@ class Tokens:
         """Return whether an Authorization header bears one of the tokens."""
         import hmac  # with OpenSSL: 3 ms, and most servers want no token
 
-        scheme, _, given = header.partition(" ")
+        scheme, _, value = header.partition(" ")
         # The time does not depend on how much of a token is right. compare_digest refuses text that is not ASCII.
-        sent = given.strip().encode("latin-1", "replace")
+        sent = value.strip().encode("latin-1", "replace")
         same = [hmac.compare_digest(sent, token) for token in (*self._own, *self._current())]
         return any(same) and scheme.lower() == "bearer"
 
     def _current(self) -> tuple[bytes, ...]:
         path = self._path
-        if path is None or time.monotonic() - self._looked < _LOOK_S:
-            return self._found
+        if path is None or time.monotonic() - self._checked_at < _CHECK_EVERY_S:
+            return self._from_file
         with self._lock:
-            if time.monotonic() - self._looked >= _LOOK_S:
-                self._looked = time.monotonic()
+            if time.monotonic() - self._checked_at >= _CHECK_EVERY_S:
+                self._checked_at = time.monotonic()
                 try:
-                    stamp = _stamp(path)
-                    if stamp != self._stamp:
-                        self._stamp, self._found = stamp, _read(path)
-                        logger.warning("%s has changed: %d tokens are valid", path, len(self._found))
+                    version = _file_version(path)
+                    if version != self._version:
+                        self._version, self._from_file = version, _read(path)
+                        logger.warning("%s has changed: %d tokens are valid", path, len(self._from_file))
                 except ConfigError as error:
-                    self._stamp = (0, 0, 0)
+                    self._version = (0, 0, 0)
                     logger.error("%s; the tokens before it stay valid", error)  # noqa: TRY400
-        return self._found
+        return self._from_file
 
 
-def _stamp(path: str) -> tuple[int, int, int]:
+def _file_version(path: str) -> tuple[int, int, int]:
     try:
         found = os.stat(path)
     except OSError as error:

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.errors import MissingPackageError
 
-from .access_log import Answer, Wsgi, watched
+from .access_log import AccessRecord, record_access
 
 if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
     from ..service import Service
 
 logger = logging.getLogger(__name__)
@@ -28,13 +30,13 @@ logger = logging.getLogger(__name__)
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _POLL_S = 0.25
 _SEND_S = 1.0
-_MOST = 10_000  # spans that wait; more are dropped
+_MAX_PENDING = 10_000  # spans that wait; more are dropped
 _LAST_SEND_S = 3.0
 _LONGEST_PATH = 256  # characters of a caller's path in a span: 10,000 whole paths could take 150 MB
 
 
 @dataclass
-class _Noted:
+class _PendingSpan:
     """A span to be made. Ids are hexadecimal, as in a traceparent."""
 
     name: str
@@ -65,15 +67,15 @@ class Tracer:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._noted: deque[_Noted] = deque(maxlen=_MOST)
+        self._pending: deque[_PendingSpan] = deque(maxlen=_MAX_PENDING)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
-    def around(self, app: Wsgi) -> Wsgi:
+    def around(self, app: WSGIApplication) -> WSGIApplication:
         """Wrap ``app``: note each request as a child of the span in its ``traceparent``, and put its own span there."""
 
-        def call(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        def call(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
             given = _PARENT.fullmatch(environ.get("HTTP_TRACEPARENT", "").strip())
             good = given is not None and given[1] != "ff" and int(given[2], 16) and int(given[3], 16)
             trace, parent = (given[2], given[3]) if given is not None and good else (os.urandom(16).hex(), "")
@@ -85,10 +87,10 @@ class Tracer:
             if not sampled:
                 return app(environ, start_response)
 
-            def ended(answer: Answer) -> None:
-                self._noted.append(_of_request(answer, trace, span, parent))
+            def ended(record: AccessRecord) -> None:
+                self._pending.append(_request_span(record, trace, span, parent))
 
-            return watched(app, Answer(environ, ended), environ, start_response)
+            return record_access(app, AccessRecord(environ, ended), environ, start_response)
 
         return call
 
@@ -105,16 +107,16 @@ class Tracer:
         except Exception:
             logger.exception("traces cannot be sent")
             return
-        self._noted.extendleft(reversed(self._cold_start()))
+        self._pending.extendleft(reversed(self._cold_start()))
         while True:
             last = self._stopping.wait(_SEND_S)
-            batch = [self._noted.popleft() for _ in range(len(self._noted))]
+            batch = [self._pending.popleft() for _ in range(len(self._pending))]
             if batch:
                 export(batch)
             if last:
                 return
 
-    def _cold_start(self) -> list[_Noted]:
+    def _cold_start(self) -> list[_PendingSpan]:
         """Return the stages of the start as spans of one trace, below a span for the whole start."""
         stages = [stage for stage in self._service.timeline.stages() if stage.end_ns >= stage.start_ns]
         if not stages:
@@ -122,12 +124,14 @@ class Tracer:
         offset_ns = time.time_ns() - time.monotonic_ns()
         trace, root = os.urandom(16).hex(), os.urandom(8).hex()
         start_ns, end_ns = min(stage.start_ns for stage in stages), max(stage.end_ns for stage in stages)
-        spans = [_Noted("cold start", trace, root, "", start_ns, end_ns, {}, inner=True)]
+        spans = [_PendingSpan("cold start", trace, root, "", start_ns, end_ns, {}, inner=True)]
         for stage in stages:
             detail = {f"medusa.{name}": value for name, value in stage.detail.items() if _is_plain(value)}
             detail["medusa.process"] = stage.process
             spans.append(
-                _Noted(stage.name, trace, os.urandom(8).hex(), root, stage.start_ns, stage.end_ns, detail, inner=True)
+                _PendingSpan(
+                    stage.name, trace, os.urandom(8).hex(), root, stage.start_ns, stage.end_ns, detail, inner=True
+                )
             )
         for span in spans:
             span.start_ns += offset_ns
@@ -139,21 +143,21 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, str | bool | int | float)
 
 
-def _of_request(answer: Answer, trace: str, span: str, parent: str) -> _Noted:
-    path = answer.path[:_LONGEST_PATH].encode("utf-8", "replace").decode()
+def _request_span(record: AccessRecord, trace: str, span: str, parent: str) -> _PendingSpan:
+    path = record.path[:_LONGEST_PATH].encode("utf-8", "replace").decode()
     attributes = {
-        "http.request.method": answer.method,
+        "http.request.method": record.method,
         "url.path": path,
-        "http.response.status_code": answer.status,
-        "http.response.body.size": answer.sent_bytes,
-        "medusa.request_id": answer.request_id[:_LONGEST_PATH],
+        "http.response.status_code": record.status,
+        "http.response.body.size": record.sent_bytes,
+        "medusa.request_id": record.request_id[:_LONGEST_PATH],
     }
-    end_ns = answer.began_ns + int(answer.seconds * 1e9)
-    name = f"{answer.method} {path}"
-    return _Noted(name, trace, span, parent, answer.began_ns, end_ns, attributes, failed=answer.status >= 500)
+    end_ns = record.began_ns + int(record.seconds * 1e9)
+    name = f"{record.method} {path}"
+    return _PendingSpan(name, trace, span, parent, record.began_ns, end_ns, attributes, failed=record.status >= 500)
 
 
-def _exporter(name: str) -> Callable[[list[_Noted]], None]:
+def _exporter(name: str) -> Callable[[list[_PendingSpan]], None]:
     """Return a function that sends spans to OTEL_EXPORTER_OTLP_ENDPOINT. Imports OpenTelemetry."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
@@ -168,7 +172,7 @@ def _exporter(name: str) -> Callable[[list[_Noted]], None]:
     def context(trace: str, span: str) -> Any:
         return SpanContext(int(trace, 16), int(span, 16), is_remote=False, trace_flags=TraceFlags(1))
 
-    def export(noted: list[_Noted]) -> None:
+    def export(pending: list[_PendingSpan]) -> None:
         spans = [
             ReadableSpan(
                 name=each.name,
@@ -181,7 +185,7 @@ def _exporter(name: str) -> Callable[[list[_Noted]], None]:
                 start_time=each.start_ns,
                 end_time=each.end_ns,
             )
-            for each in noted
+            for each in pending
         ]
         try:
             exporter.export(spans)

@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..faults import ApiError, not_ready
-from ..http.environ import ARRIVED, WHOLE
+from ..http.environ import ARRIVAL, ON_REQUEST_READ
 from ..probes import ProbeResponse
 from .tokens import Tokens
 
 if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
     from ..service import Service
     from .tracing import Tracer
 
-Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
-
 _REPORTS = ("/metrics", "/timeline", "/openapi.json")  # these routes are not work, so they are never refused
-_TOKEN_WANTED = {
+_TOKEN_REQUIRED = {
     "error": {
         "message": "expected the header Authorization: Bearer <token> with this server's token",
         "type": "authentication_error",
@@ -37,13 +37,13 @@ _PROBE_IS_READ_ONLY = ApiError(405, "a probe takes GET and HEAD alone", code="ba
 class WsgiGateway:
     """The WSGI callable. ``build`` makes the Flask app, and is called once."""
 
-    def __init__(self, service: Service, build: Callable[[], Wsgi]) -> None:
+    def __init__(self, service: Service, build: Callable[[], WSGIApplication]) -> None:
         self._service = service
         self._build = build
         settings = service.settings
         self._tokens = Tokens(settings.token, settings.api_key_file)
         self.tracer: Tracer | None = None
-        self._outermost: Wsgi = self._answer
+        self._outermost: WSGIApplication = self._answer
         if settings.cors_origins is not None:
             from .cors import with_cors
 
@@ -57,19 +57,19 @@ class WsgiGateway:
             from .access_log import with_access_log
 
             self._outermost = with_access_log(self._outermost, settings.access_log)
-        self._app: Wsgi | None = None
+        self._app: WSGIApplication | None = None
         self._building = threading.Lock()
         # Threads do not get a lock in the order in which they came, so each request has a number.
         self._arrivals = itertools.count()
         self._cap = service.settings.max_waiting + service.settings.max_concurrency
         self._room = threading.Semaphore(self._cap)
 
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         return self._outermost(environ, start_response)
 
-    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if WHOLE in environ and environ.get("CONTENT_LENGTH", "0") in ("", "0") and not _is_chunked(environ):
-            environ[WHOLE]()
+    def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if ON_REQUEST_READ in environ and environ.get("CONTENT_LENGTH", "0") in ("", "0") and not _is_chunked(environ):
+            environ[ON_REQUEST_READ]()
         # We know no other protocol; werkzeug would refuse a client that offers to go on with WebSocket.
         environ.pop("HTTP_UPGRADE", None)
         probe = self._service.probes.answer(environ["PATH_INFO"])
@@ -78,11 +78,11 @@ class WsgiGateway:
                 answer = _json(start_response, "200 OK" if probe.good else "503 Service Unavailable", probe.status)
                 return [] if environ["REQUEST_METHOD"] == "HEAD" else answer
             environ["PATH_INFO"] = probe  # the platform asks the function itself
-        elif self._tokens.wanted and not self._tokens.accept(environ.get("HTTP_AUTHORIZATION", "")):
-            return _json(start_response, "401 Unauthorized", _TOKEN_WANTED, ("WWW-Authenticate", "Bearer"))
+        elif self._tokens.required and not self._tokens.accept(environ.get("HTTP_AUTHORIZATION", "")):
+            return _json(start_response, "401 Unauthorized", _TOKEN_REQUIRED, ("WWW-Authenticate", "Bearer"))
         elif probe is not None:
             return _json(start_response, "405 Method Not Allowed", _PROBE_IS_READ_ONLY, ("Allow", "GET, HEAD"))
-        environ[ARRIVED] = next(self._arrivals)
+        environ[ARRIVAL] = next(self._arrivals)
         if self._app is None and environ["PATH_INFO"] not in _REPORTS:
             # Each of these holds a thread until the app is there. Above the cap, they would take the probes' threads.
             if not self._room.acquire(blocking=False):
@@ -93,14 +93,14 @@ class WsgiGateway:
                 self._room.release()
         return self.app()(environ, start_response)
 
-    def app(self) -> Wsgi:
+    def app(self) -> WSGIApplication:
         """Return the Flask app; the first thread that needs it builds it."""
         with self._building:
             if self._app is None:
                 self._app = self._build()
             return self._app
 
-    def _refuse(self, start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def _refuse(self, start_response: StartResponse) -> Iterable[bytes]:
         service = self._service
         service.admission.refused += 1
         why = f"it is still starting, and {self._cap} requests wait for it already, as many as may"
@@ -109,11 +109,11 @@ class WsgiGateway:
         return _json(start_response, "503 Service Unavailable", body, *error.headers.items())
 
 
-def _is_chunked(environ: dict[str, Any]) -> bool:
+def _is_chunked(environ: WSGIEnvironment) -> bool:
     return bool(environ.get("HTTP_TRANSFER_ENCODING"))
 
 
-def _json(start_response: Callable[..., Any], status: str, value: Any, *headers: tuple[str, str]) -> Iterable[bytes]:
+def _json(start_response: StartResponse, status: str, value: Any, *headers: tuple[str, str]) -> Iterable[bytes]:
     body = json.dumps(value).encode() + b"\n"
     start_response(
         status,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from medusa_handler.admission import Admission
-from medusa_handler.http.environ import ARRIVED
+from medusa_handler.http.environ import ARRIVAL
 from medusa_handler.platform import Platform
 from medusa_handler.probes import Probes
 from medusa_handler.server.wsgi_gateway import WsgiGateway
@@ -49,7 +49,7 @@ def test_requests_beyond_the_cap_are_refused_before_the_app_is_there() -> None:
     arrived: list[int] = []
 
     def app(environ: dict[str, Any], start_response: Any) -> list[bytes]:
-        arrived.append(environ[ARRIVED])
+        arrived.append(environ[ARRIVAL])
         start_response("200 OK", [])
         return [b"called"]
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from medusa_handler.http.environ import SMALL_BODY_BYTES
 from medusa_handler.platform import Platform
 from medusa_handler.probes import Probes
+from medusa_handler.server.incoming_request import HEAD_BYTES, RequestState, request_progress
 from medusa_handler.server.probe_acceptor import ProbeAcceptor
-from medusa_handler.server.whole_requests import HEAD_BYTES, Sent, judge
 from medusa_runtime.config import Settings
 from medusa_runtime.liveness import Heartbeats
 
@@ -50,7 +50,7 @@ def acceptor() -> Iterator[ProbeAcceptor]:
     made = ProbeAcceptor(listener, probes, read_timeout_s=5.0, tick=lambda: None)
     yield made
     made._selector.close()
-    made.handoff.keep_reading_end()
+    made.handoff.close_writing_end()
     made.handoff.close()
     listener.close()
 
@@ -67,14 +67,14 @@ def test_no_bytes_break_the_acceptor(acceptor: ProbeAcceptor) -> None:
             client.sendall(data)
         while data and len(served.recv(1 << 16, socket.MSG_PEEK)) < len(data):
             pass
-        acceptor._look(served)
-        expected = judge(data).sent if data else Sent.NOTHING
-        if served in acceptor._held:
+        acceptor._dispatch(served)
+        expected = request_progress(data).state if data else RequestState.NOTHING
+        if served in acceptor._pending:
             kept = _is_probe(data)
-            assert kept or expected in (Sent.PART, Sent.NOTHING)
+            assert kept or expected in (RequestState.PART, RequestState.NOTHING)
             acceptor._forget(served)
         elif acceptor._waiting:
-            assert expected in (Sent.WHOLE, Sent.HEAD)
+            assert expected in (RequestState.WHOLE, RequestState.HEAD)
             assert acceptor._waiting.pop() is served
             assert served.recv(1 << 16) == data  # the worker finds all of it
         answered = b""
@@ -86,7 +86,7 @@ def test_no_bytes_break_the_acceptor(acceptor: ProbeAcceptor) -> None:
         client.setblocking(True)
         if answered:
             assert answered.startswith(b"HTTP/1.1 ")
-            assert _is_probe(data) or expected in (Sent.TOO_LARGE, Sent.NO_HTTP)
+            assert _is_probe(data) or expected in (RequestState.TOO_LARGE, RequestState.NO_HTTP)
         client.close()
         served.close()
         client, served = _pair(acceptor)
@@ -127,18 +127,21 @@ def test_judging_agrees_with_itself_however_the_bytes_come() -> None:
     """A request is whole when its last byte has come, and not before: no prefix of one that waits is whole."""
 
     def check(data: bytes) -> None:
-        whole = judge(data).sent
-        if whole is Sent.PART:
+        whole = request_progress(data).state
+        if whole is RequestState.PART:
             for at in range(1, len(data)):
-                assert judge(data[:at]).sent in (Sent.PART, Sent.NO_HTTP), data[:at]
+                assert request_progress(data[:at]).state in (RequestState.PART, RequestState.NO_HTTP), data[:at]
         for at in range(1, len(data)):  # nothing is missed by waiting for the least that is missing
-            sent, least = judge(data[:at])
-            assert (least > 0) is (sent is Sent.PART)
+            sent, least = request_progress(data[:at])
+            assert (least > 0) is (sent is RequestState.PART)
             for later in range(at + 1, min(at + least, len(data) + 1)):
-                assert judge(data[:later]).sent in (Sent.PART, Sent.NO_HTTP), (data[:at], least)
+                assert request_progress(data[:later]).state in (RequestState.PART, RequestState.NO_HTTP), (
+                    data[:at],
+                    least,
+                )
         found = re.search(rb"\r\n\r\n", data)
-        if found and whole is Sent.WHOLE:
-            assert judge(data[: found.start() + 3]).sent is not Sent.WHOLE
+        if found and whole is RequestState.WHOLE:
+            assert request_progress(data[: found.start() + 3]).state is not RequestState.WHOLE
 
     fuzz(REQUESTS, check, SEEDS)
 
@@ -148,28 +151,28 @@ def test_the_bounds_of_what_is_waited_for() -> None:
         return b"\r\n".join((b"POST / HTTP/1.1", b"Host: a", *fields, b"", b"")) + body
 
     cases: list[tuple[bytes, Any]] = [
-        (b"", Sent.PART),
-        (b"GET", Sent.PART),
-        (b"\r\nGET / HTTP/1.1", Sent.PART),
-        (b"GET / HTTP/1.1\r\n" + b"a" * HEAD_BYTES, Sent.TOO_LARGE),
-        (b"\x16\x03\x01", Sent.NO_HTTP),
-        (post(), Sent.WHOLE),
-        (post(b"Content-Length: 3", body=b"ab"), Sent.PART),
-        (post(b"Content-Length: 3", body=b"abc"), Sent.WHOLE),
-        (post(b"content-length:003", body=b"ab"), Sent.PART),
-        (post(f"Content-Length: {SMALL_BODY_BYTES}".encode()), Sent.PART),
-        (post(f"Content-Length: {SMALL_BODY_BYTES + 1}".encode()), Sent.PART),
-        (post(f"Content-Length: {SMALL_BODY_BYTES + 1}".encode(), body=bytes(SMALL_BODY_BYTES)), Sent.HEAD),
-        (post(b"Content-Length: 3", b"Content-Length: 3"), Sent.HEAD),
-        (post(b"Content-Length: three"), Sent.HEAD),
-        (post(b"Transfer-Encoding: chunked"), Sent.PART),
-        (post(b"Transfer-Encoding: chunked", body=b"3;a=b\r\nabc\r\n0\r\n\r"), Sent.PART),
-        (post(b"Transfer-Encoding: chunked", body=b"3;a=b\r\nabc\r\n0\r\n\r\n"), Sent.HEAD),
-        (post(b"Transfer-Encoding: chunked", body=b"3\r\nabc\r\n0\r\nA: b\r\n\r\nGET /"), Sent.HEAD),
-        (post(b"Transfer-Encoding: chunked", body=b"three\r\n"), Sent.HEAD),
-        (post(b"Transfer-Encoding: chunked", body=b"fffff\r\n" + bytes(SMALL_BODY_BYTES)), Sent.HEAD),
-        (post(b"Transfer-Encoding: gzip"), Sent.HEAD),
-        (post(b"Expect: 100-continue", b"Content-Length: 3"), Sent.HEAD),
+        (b"", RequestState.PART),
+        (b"GET", RequestState.PART),
+        (b"\r\nGET / HTTP/1.1", RequestState.PART),
+        (b"GET / HTTP/1.1\r\n" + b"a" * HEAD_BYTES, RequestState.TOO_LARGE),
+        (b"\x16\x03\x01", RequestState.NO_HTTP),
+        (post(), RequestState.WHOLE),
+        (post(b"Content-Length: 3", body=b"ab"), RequestState.PART),
+        (post(b"Content-Length: 3", body=b"abc"), RequestState.WHOLE),
+        (post(b"content-length:003", body=b"ab"), RequestState.PART),
+        (post(f"Content-Length: {SMALL_BODY_BYTES}".encode()), RequestState.PART),
+        (post(f"Content-Length: {SMALL_BODY_BYTES + 1}".encode()), RequestState.PART),
+        (post(f"Content-Length: {SMALL_BODY_BYTES + 1}".encode(), body=bytes(SMALL_BODY_BYTES)), RequestState.HEAD),
+        (post(b"Content-Length: 3", b"Content-Length: 3"), RequestState.HEAD),
+        (post(b"Content-Length: three"), RequestState.HEAD),
+        (post(b"Transfer-Encoding: chunked"), RequestState.PART),
+        (post(b"Transfer-Encoding: chunked", body=b"3;a=b\r\nabc\r\n0\r\n\r"), RequestState.PART),
+        (post(b"Transfer-Encoding: chunked", body=b"3;a=b\r\nabc\r\n0\r\n\r\n"), RequestState.HEAD),
+        (post(b"Transfer-Encoding: chunked", body=b"3\r\nabc\r\n0\r\nA: b\r\n\r\nGET /"), RequestState.HEAD),
+        (post(b"Transfer-Encoding: chunked", body=b"three\r\n"), RequestState.HEAD),
+        (post(b"Transfer-Encoding: chunked", body=b"fffff\r\n" + bytes(SMALL_BODY_BYTES)), RequestState.HEAD),
+        (post(b"Transfer-Encoding: gzip"), RequestState.HEAD),
+        (post(b"Expect: 100-continue", b"Content-Length: 3"), RequestState.HEAD),
     ]
     for data, expected in cases:
-        assert judge(data).sent is expected, data[:80]
+        assert request_progress(data).state is expected, data[:80]

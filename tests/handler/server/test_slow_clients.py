@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from medusa_handler.http.environ import SMALL_BODY_BYTES
-from medusa_handler.server.whole_requests import Incoming, Sent
+from medusa_handler.server.incoming_request import IncomingRequest, RequestState
 
 Serve = Callable[..., Any]
 MANY = 400  # more than the worker has threads
@@ -224,15 +224,15 @@ def test_single_bytes_wake_nobody() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
         served = listener.accept()[0]
         with served:
-            incoming = Incoming(served)
+            incoming = IncomingRequest(served)
             client.sendall(POST + b"Content-Length: 20000000\r\n\r\n")
             select.select([served], [], [], 5)
-            assert incoming.look() is Sent.PART
+            assert incoming.peek() is RequestState.PART
             client.sendall(BEGUN[1:])
             assert select.select([served], [], [], 0.1)[0] == []
             client.sendall(b"x")
             assert select.select([served], [], [], 5)[0] == [served]
-            assert incoming.look() is Sent.HEAD
+            assert incoming.peek() is RequestState.HEAD
 
 
 def test_a_request_that_begins_on_an_old_connection_has_its_own_time(serve: Serve) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 
-from medusa_handler.server.late_clients import LateClients
+from medusa_handler.server.lingering_close import LingeringClose
 
 
 def closed(connection: socket.socket) -> bool:
@@ -17,11 +17,11 @@ def closed(connection: socket.socket) -> bool:
 
 
 def test_a_client_that_goes_on_sending_reads_its_answer_to_the_end() -> None:
-    late = LateClients()
+    lingering = LingeringClose()
     ours, client = socket.socketpair()
     with client:
         ours.sendall(b"answer")
-        late.leave(ours)  # returns at once, although the client is there
+        lingering.add(ours)  # returns at once, although the client is there
         client.sendall(b"more" * 1000)
         assert client.recv(100) == b"answer"
         assert client.recv(100) == b""
@@ -29,12 +29,12 @@ def test_a_client_that_goes_on_sending_reads_its_answer_to_the_end() -> None:
 
 
 def test_one_that_never_leaves_and_one_that_has_left() -> None:
-    late = LateClients()
+    lingering = LingeringClose()
     ours, client = socket.socketpair()
-    gone, other = socket.socketpair()
+    left, other = socket.socketpair()
     other.close()
     with client:
-        late.leave(ours)
-        late.leave(gone)
-        assert closed(gone)
+        lingering.add(ours)
+        lingering.add(left)
+        assert closed(left)
         assert closed(ours)

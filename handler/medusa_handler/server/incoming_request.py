@@ -1,4 +1,4 @@
-"""Finds out whether a connection has sent a whole request, without reading anything from it.
+"""How much of its next request a connection has sent, found out without reading anything from it.
 
 A request that is still coming must not hold a thread: a few hundred clients that send a byte now and then would hold
 all of them. So the head waits in the kernel's buffer until it is complete, and with it a small body, or the beginning
@@ -26,7 +26,7 @@ _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;.*)?")
 _END = b"\r\n\r\n"
 
 
-class Sent(Enum):
+class RequestState(Enum):
     """How much of a request has come."""
 
     NOTHING = "nothing"
@@ -38,53 +38,53 @@ class Sent(Enum):
     CLOSED = "closed"
 
 
-class Judgement(NamedTuple):
-    """How much of a request has come. ``least`` is set for PART: at least so many more bytes are missing."""
+class RequestProgress(NamedTuple):
+    """How much of a request has come. For PART, at least ``missing_bytes`` more are needed."""
 
-    sent: Sent
-    least: int = 0
+    state: RequestState
+    missing_bytes: int = 0
 
 
-def judge(data: bytes) -> Judgement:
+def request_progress(data: bytes) -> RequestProgress:
     """Return how much of a request ``data``, its first bytes, contains. A head is not checked any further."""
     end = data.find(_END)
     if end < 0:
         if len(data) >= HEAD_BYTES:
-            return Judgement(Sent.TOO_LARGE)
-        return _missing_end(data) if _BEGINS.match(data) else Judgement(Sent.NO_HTTP)
+            return RequestProgress(RequestState.TOO_LARGE)
+        return _missing_end(data) if _BEGINS.match(data) else RequestProgress(RequestState.NO_HTTP)
     if end > HEAD_BYTES:
-        return Judgement(Sent.TOO_LARGE)
+        return RequestProgress(RequestState.TOO_LARGE)
     framing = _FRAMING.findall(data, 0, end + 2)
     if len(framing) != 1:  # with an Expect the client waits for an answer to its head
-        return Judgement(Sent.HEAD if framing else Sent.WHOLE)
+        return RequestProgress(RequestState.HEAD if framing else RequestState.WHOLE)
     name, value = framing[0][0].lower(), framing[0][1].strip().lower()
     if name == b"content-length" and value.isdigit() and len(value) <= _MOST_DIGITS:
         length = int(value)
         missing = end + len(_END) + min(length, SMALL_BODY_BYTES) - len(data)
         if missing > 0:
-            return Judgement(Sent.PART, missing)
-        return Judgement(Sent.WHOLE if length <= SMALL_BODY_BYTES else Sent.HEAD)
-    return _judge_chunks(data, end + len(_END)) if value == b"chunked" else Judgement(Sent.HEAD)
+            return RequestProgress(RequestState.PART, missing)
+        return RequestProgress(RequestState.WHOLE if length <= SMALL_BODY_BYTES else RequestState.HEAD)
+    return _chunked_progress(data, end + len(_END)) if value == b"chunked" else RequestProgress(RequestState.HEAD)
 
 
-def _judge_chunks(data: bytes, start: int) -> Judgement:
+def _chunked_progress(data: bytes, start: int) -> RequestProgress:
     """Return HEAD when all chunks have come, SMALL_BODY_BYTES of them, or something that the worker has to refuse."""
     room = start + SMALL_BODY_BYTES - len(data)
     at = start
     while room > 0:
         line = data.find(b"\r\n", at)
         if line < 0:
-            return Judgement(Sent.PART, min(room, _missing_line(data, at)))
+            return RequestProgress(RequestState.PART, min(room, _missing_line(data, at)))
         chunk = _CHUNK.fullmatch(data, at, line)
         if chunk is None:
             break
         size = int(chunk[1], 16)
         if not size:
-            return Judgement(Sent.HEAD) if data.find(_END, line) >= 0 else _missing_end(data)
+            return RequestProgress(RequestState.HEAD) if data.find(_END, line) >= 0 else _missing_end(data)
         at = line + 2 + size + 2
         if at > len(data):
-            return Judgement(Sent.PART, min(room, at - len(data)))
-    return Judgement(Sent.HEAD)
+            return RequestProgress(RequestState.PART, min(room, at - len(data)))
+    return RequestProgress(RequestState.HEAD)
 
 
 def _missing_line(data: bytes, at: int) -> int:
@@ -94,19 +94,19 @@ def _missing_line(data: bytes, at: int) -> int:
     return 2 + right - ending
 
 
-def _missing_end(data: bytes) -> Judgement:
-    return Judgement(Sent.PART, next(n for n in range(1, 5) if data.endswith(_END[: 4 - n])))
+def _missing_end(data: bytes) -> RequestProgress:
+    return RequestProgress(RequestState.PART, next(n for n in range(1, 5) if data.endswith(_END[: 4 - n])))
 
 
-class Incoming:
+class IncomingRequest:
     """The part of a connection's next request that has come. Nothing is read from the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._seen = 0
+        self._peeked_bytes = 0
         self.data = b""
 
-    def look(self, before: bytes = b"") -> Sent:
+    def peek(self, before: bytes = b"") -> RequestState:
         """Return how much of the request has come. After PART, the socket becomes readable only once enough has come.
 
         ``before`` holds the bytes of the request that were already taken from the socket.
@@ -116,45 +116,45 @@ class Incoming:
         except BlockingIOError:
             peeked = None
         except OSError:
-            return Sent.CLOSED
+            return RequestState.CLOSED
         if peeked == b"" and not before:
-            return Sent.CLOSED
+            return RequestState.CLOSED
         self.data = before + (peeked or b"")
         if not self.data:
-            return Sent.NOTHING
-        sent, least = judge(self.data)
-        if sent is not Sent.PART:
+            return RequestState.NOTHING
+        state, missing_bytes = request_progress(self.data)
+        if state is not RequestState.PART:
             self.release()
-            return sent
-        if peeked == b"" or (peeked and len(self.data) == self._seen and self._ended()):
+            return state
+        if peeked == b"" or (peeked and len(self.data) == self._peeked_bytes and self._client_has_ended()):
             self.release()
-            return Sent.WHOLE  # whoever reads it finds the end at once
-        self._seen = len(self.data)
-        self._wake_at(len(peeked or b"") + least)
-        return Sent.PART
+            return RequestState.WHOLE  # its reader finds the end at once
+        self._peeked_bytes = len(self.data)
+        self._wake_at(len(peeked or b"") + missing_bytes)
+        return RequestState.PART
 
     @property
-    def seen(self) -> int:
-        """The number of bytes that were there at the last look, if it found PART, else 0."""
-        return self._seen
+    def peeked_bytes(self) -> int:
+        """The number of bytes that were there at the last ``peek``, if it found PART, else 0."""
+        return self._peeked_bytes
 
     def release(self) -> None:
         """Let the connection be readable at the first byte again."""
-        if self._seen:
-            self._seen = 0
+        if self._peeked_bytes:
+            self._peeked_bytes = 0
             self._wake_at(1)
 
     def _wake_at(self, size_bytes: int) -> None:
         try:
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
         except OSError:
-            pass  # it has just been closed, which the next look finds
+            pass  # it has just been closed, which the next ``peek`` finds
 
-    def _ended(self) -> bool:
+    def _client_has_ended(self) -> bool:
         try:
             return self._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CLOSE_WAIT
         except OSError:
             return True
 
 
-__all__ = ["HEAD_BYTES", "Incoming", "Judgement", "Sent", "judge"]
+__all__ = ["HEAD_BYTES", "IncomingRequest", "RequestProgress", "RequestState", "request_progress"]
