@@ -19,7 +19,7 @@ from ...state.graphs.materialization.images import ImageStore
 from ...state.graphs.materialization.materialize import Capture, materialize_graphs
 from ...state.graphs.mismatch import GraphMismatch, Reason
 from ...state.graphs.placement import Placement, place
-from ...state.graphs.restoration.restore import Restoration, RestoredGraphs, log_reasons
+from ...state.graphs.restoration.restore import GraphRestorer, RestoredGraphs, log_reasons
 from ..torch.kv_cache import KV_CACHE
 from .capture import CudaCapturer, CudaGraph
 from .decode_graphs import DecodeGraphs
@@ -53,7 +53,7 @@ class GraphState:
         self._driver: CudaDriver = memory.driver
         self._placement: Placement | None = None
         self._stream: Any = None
-        self._restoration: Restoration | None = None
+        self._restorer: GraphRestorer | None = None
         self._triggered: list[CudaGraph] = []  # kept alive, because restored graphs use their kernels
         self.restored: RestoredGraphs | None = None
 
@@ -84,7 +84,7 @@ class GraphState:
         torch.cuda.synchronize()
         # The graphs' memory must live as long as they do.
         self._placement, self._stream = placement, stream
-        self._restoration = Restoration(
+        self._restorer = GraphRestorer(
             self._driver,
             blueprints,
             placement,
@@ -93,27 +93,27 @@ class GraphState:
             current_stream=lambda: torch.cuda.current_stream().cuda_stream,
             trigger=self._trigger,
         )
-        self.restored = self._restoration.restored
-        keys = set(self._restoration.keys)
+        self.restored = self._restorer.restored
+        keys = set(self._restorer.keys)
         return tuple(size for size in self._graphs.sizes if key_of(size) in keys)
 
     def build(self, sizes: Sequence[int]) -> None:
         """Load kernel images and build the graphs of these sizes, which needs no weights."""
-        if self._restoration is not None:
-            self._restoration.build([key_of(size) for size in sizes])
+        if self._restorer is not None:
+            self._restorer.build([key_of(size) for size in sizes])
 
     def restore_sizes(self, sizes: Sequence[int], *, validate: str = "all") -> dict[int, Any]:
         """Build the graphs of these sizes unless ``build`` has, check them, and return those that fit by batch size.
 
         Call ``begin`` before this, and have the weights loaded. The reasons why graphs do not fit are logged once.
         """
-        if self._restoration is None:
+        if self._restorer is None:
             return {}
         keys = {key_of(size): size for size in sizes}
         torch.cuda.synchronize()
-        self._restoration.build(list(keys))
-        self._restoration.verify(list(keys), validate)
-        restored = self._restoration.restored
+        self._restorer.build(list(keys))
+        self._restorer.verify(list(keys), validate)
+        restored = self._restorer.restored
         log_reasons(restored, keys)
         return {size: restored.graphs[key] for key, size in keys.items() if key in restored.graphs}
 

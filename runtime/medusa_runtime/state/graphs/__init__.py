@@ -17,20 +17,20 @@ from .materialization.materialize import Capture, materialize_graphs
 from .mismatch import GraphMismatch, Reason
 from .placement import Placement, place
 from .restoration.kernels import Trigger
-from .restoration.restore import Restoration, RestoredGraph, RestoredGraphs, restore_graphs
+from .restoration.restore import GraphRestorer, RestoredGraph, RestoredGraphs, restore_graphs
 
 __all__ = [
     "Blueprints",
     "Capture",
     "CudaDriver",
     "GraphMismatch",
+    "GraphRestorer",
     "ImageStore",
     "MemoryRange",
     "Piece",
     "Placement",
     "RangeKind",
     "Reason",
-    "Restoration",
     "RestoredGraph",
     "RestoredGraphs",
     "Trigger",

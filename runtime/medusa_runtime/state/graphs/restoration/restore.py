@@ -71,7 +71,7 @@ class RestoredGraphs:
             self._finder.close()
 
 
-class Restoration:
+class GraphRestorer:
     """Restores the graphs of a bundle, a few at a time: the first before requests are served, the others in idle times.
 
     ``placement`` says where the memory ranges are now (see ``place``). ``stream`` is for uploads and validation, and
@@ -201,12 +201,12 @@ def restore_graphs(
 
     The weights' bytes, and everything else on which the reference outputs depend, must be there already. ``validate``
     says which graphs to replay and compare with their stored outputs: "all", "ends" (the first and the last of
-    ``keys``) or "none". One difference rejects all graphs. The other arguments are those of ``Restoration``.
+    ``keys``) or "none". One difference rejects all graphs. The other arguments are those of ``GraphRestorer``.
 
     Raises DeviceError if a replay breaks the context. Then nothing works in this process any more, and the next one
     must start without the bundle.
     """
-    restoration = Restoration(
+    restoration = GraphRestorer(
         driver,
         blueprints,
         placement,
