@@ -21,7 +21,7 @@ from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.reader import Region
 from medusa_runtime.state.bundle import reader as bundle  # noqa: F401  imported before anything is timed
 from medusa_runtime.state.materialize import Materialization
-from medusa_runtime.state.restore import Restoration
+from medusa_runtime.state.restore import BundleRestorer
 from medusa_runtime.timeline import Timeline
 
 from benchmarks.origin import Origin, Variant
@@ -37,7 +37,7 @@ def index_s(url: str, state: str | None) -> float:
     if not child:
         settings = Settings(state=state)
         timeline = Timeline.create("prefetcher")
-        prefetch(region, url, settings=settings, timeline=timeline, restoring=Restoration(settings, timeline))
+        prefetch(region, url, settings=settings, timeline=timeline, restoring=BundleRestorer(settings, timeline))
         os._exit(0)
     try:
         region.wait_index(60)

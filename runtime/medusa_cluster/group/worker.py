@@ -88,10 +88,10 @@ def run(settings: Settings, path: str, timeline_path: str | None = None, *, warm
 
     def prefetcher(timeline: Timeline) -> int:
         from medusa_runtime.fetch.prefetcher import BESIDE_IMPORTS, prefetch
-        from medusa_runtime.state.restore import Restoration
+        from medusa_runtime.state.restore import BundleRestorer
 
         assert settings.model is not None
-        restoring = Restoration(settings, timeline)
+        restoring = BundleRestorer(settings, timeline)
         prefetch(region, settings.model, settings=settings, timeline=timeline, nice=BESIDE_IMPORTS, restoring=restoring)
         return 0
 

@@ -68,7 +68,7 @@ class Restored:
 
 
 class Restoring(Known, Protocol):
-    """A state bundle in use: ``state.restore.Restoration``."""
+    """A state bundle in use: ``state.restore.BundleRestorer``."""
 
     def restore(self, checkpoint: Checkpoint) -> Restored:
         """Return the parts of the bundle that are valid here. Never raises because of a bad bundle."""

@@ -19,12 +19,12 @@ def run_prefetcher(shared: Shared, timeline: Timeline) -> int:
         return 0
     with timeline.stage("import"):
         from ..fetch.prefetcher import BESIDE_IMPORTS, prefetch
-        from ..state.restore import Restoration
+        from ..state.restore import BundleRestorer
 
     region, settings = shared.region, shared.settings
     assert region is not None
     assert settings.model is not None
-    restoring = Restoration(settings, timeline)
+    restoring = BundleRestorer(settings, timeline)
     prefetch(region, settings.model, settings=settings, timeline=timeline, nice=BESIDE_IMPORTS, restoring=restoring)
     return 0
 

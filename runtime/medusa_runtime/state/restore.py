@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _PATIENCE_S = 2.0  # how long to wait for the manifest once the headers are there
 
 
-class Restoration:
+class BundleRestorer:
     """One start's use of a bundle: the one of ``settings.state`` ("none" for no bundle), or the one beside the weights.
 
     ``engines`` are the possible engines if the engine is not known yet, in the node agent. Each of them checks later
@@ -228,4 +228,4 @@ class Restoration:
         self._timeline.record("restore", began_ns, time.monotonic_ns(), artifact=kind, bytes=artifact.size)
 
 
-__all__ = ["Restoration"]
+__all__ = ["BundleRestorer"]

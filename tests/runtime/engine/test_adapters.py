@@ -272,15 +272,15 @@ def test_who_waits_for_a_turn_with_an_adapter_that_proves_unusable_gets_the_erro
     served.engine.add_adapter("one", fetched(two["one"]))
     served.engine.wait_adapter("one")
     adapters = served.engine._adapters
-    arrange = adapters.arrange
+    group_by_adapter = adapters.group_by_adapter
 
     def one_row_more(spans: Any) -> Any:
         """As for a module that gives its layers some tokens of a step only."""
-        ordered = arrange(spans)
+        ordered = group_by_adapter(spans)
         adapters._step.tokens += 1
         return ordered
 
-    adapters.arrange = one_row_more
+    adapters.group_by_adapter = one_row_more
     for answer in [ask(served, "A", "one") for _ in range(3)]:
         assert answer.last.error is not None, "it was answered by the base model"
     assert ask(served, "A", None).last.finish_reason == "length"

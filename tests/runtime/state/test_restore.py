@@ -27,7 +27,7 @@ from medusa_runtime.state.bundle.writer import BundleWriter
 from medusa_runtime.state.key import Facts, Subject
 from medusa_runtime.state.kinds import KV_PLAN, WEIGHT_INDEX, Kind, file_name
 from medusa_runtime.state.materialize import Materialization
-from medusa_runtime.state.restore import Restoration
+from medusa_runtime.state.restore import BundleRestorer
 from medusa_runtime.state.weight_index import RecordedIndex
 from medusa_runtime.timeline import Stage, Timeline
 from medusa_vllm import COMPILE_CACHE
@@ -110,7 +110,7 @@ def fill(region: Region, url: str, *, state: str | None = None, **settings_: str
     settings_ = {"trust_state": url, **settings_}
     settings = Settings(engine="vllm", state=state, connections=2, **settings_)  # type: ignore[arg-type]
     timeline = Timeline.create("prefetcher")
-    prefetch(region, url, settings=settings, timeline=timeline, restoring=Restoration(settings, timeline))
+    prefetch(region, url, settings=settings, timeline=timeline, restoring=BundleRestorer(settings, timeline))
     return [stage for stage in timeline.stages() if stage.name == "restore"]
 
 
@@ -246,7 +246,7 @@ import sys
 import medusa_runtime.state.restore
 medusa_runtime.state.restore._PATIENCE_S = 60.0
 from medusa_runtime.config import Settings
-from medusa_runtime.state.restore import Restoration
+from medusa_runtime.state.restore import BundleRestorer
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.reader import Region
@@ -254,7 +254,7 @@ import medusa_vllm
 settings = Settings(engine="vllm", connections=2, trust_state=sys.argv[2])
 timeline = Timeline.create("prefetcher")
 region = Region(int(sys.argv[1]))
-prefetch(region, sys.argv[2], settings=settings, timeline=timeline, restoring=Restoration(settings, timeline))
+prefetch(region, sys.argv[2], settings=settings, timeline=timeline, restoring=BundleRestorer(settings, timeline))
 """
 
 

@@ -235,11 +235,11 @@ def _fetch(
     folder = held.folder
     _limit_memory()
     from ...fetch.prefetcher import prefetch
-    from ...state.restore import Restoration
+    from ...state.restore import BundleRestorer
 
     in_cluster = cluster is not None and folder is None
     # For all engines, because it is not known yet which functions will use the model.
-    restoring = Restoration(settings, timeline, engines=engine_names(), for_peers=in_cluster)
+    restoring = BundleRestorer(settings, timeline, engines=engine_names(), for_peers=in_cluster)
     writer.demand.listen(held.demand_fd, paced=cluster is not None or settings.layers is not None)
     store = open_store_of(held.key, policy) if folder is None else _open_folder(held.key, folder)
     held.heartbeats.keep("prefetcher")  # not earlier: this starts a thread, which must have the final rights
