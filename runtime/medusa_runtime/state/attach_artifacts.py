@@ -21,8 +21,8 @@ from .bundle.manifest import Manifest
 from .bundle.reader import Bundle
 from .key import Facts, Subject, choose
 from .kinds import KINDS, WEIGHT_INDEX, Kind, file_name
-from .left_out import leave_out
 from .trust import Trust
+from .unused import report_unused
 
 
 def attach_artifacts(
@@ -52,7 +52,7 @@ def attach_artifacts(
         finally:
             store.close()
     except Exception as error:  # noqa: BLE001  a start goes on without the bundle, whatever the error is
-        leave_out("the state bundle", error, timeline, began_ns)
+        report_unused("the state bundle", error, timeline, began_ns)
 
 
 def _attach_one(
@@ -73,7 +73,7 @@ def _attach_one(
             region.attach_file(file_name(kind.name), bundle.read(artifact))
             timeline.record("restore", began_ns, time.monotonic_ns(), artifact=kind.name, bytes=artifact.size)
     except Exception as error:  # noqa: BLE001
-        leave_out(kind.name, error, timeline, began_ns)
+        report_unused(kind.name, error, timeline, began_ns)
 
 
 __all__ = ["attach_artifacts"]

@@ -18,7 +18,7 @@ from ..fetch.prefetcher import Restored
 from ..storage.base import Store, open_store, redacted, scheme_of
 from .bundle.locate import BLOBS, FOLDER, MANIFEST, read_manifest
 from .kinds import KINDS, WEIGHT_INDEX, file_name
-from .left_out import leave_out
+from .unused import report_unused
 
 # The modules that read a bundle are imported only if there is one: they take 10 ms, half of it for hashlib.
 if TYPE_CHECKING:
@@ -97,21 +97,21 @@ class BundleRestorer:
     def _wait(self) -> Manifest | None:
         if self._reading is not None:
             began_ns = time.monotonic_ns()
-            self._reading.join(_PATIENCE_S if self._far() else None)
+            self._reading.join(_PATIENCE_S if self._is_remote() else None)
             if self._reading.is_alive():
                 self._given_up = True
-                leave_out(
+                report_unused(
                     "the state bundle", f"its manifest did not come within {_PATIENCE_S:g} s", self._timeline, began_ns
                 )
             elif self._error is not None:
-                leave_out("the state bundle", self._error, self._timeline, began_ns)
+                report_unused("the state bundle", self._error, self._timeline, began_ns)
             elif self._manifest is not None:
                 for kind, reason in self._manifest.rejected:
-                    leave_out(kind, reason, self._timeline, began_ns)
+                    report_unused(kind, reason, self._timeline, began_ns)
             self._reading = None
         return None if self._given_up else self._manifest
 
-    def _far(self) -> bool:
+    def _is_remote(self) -> bool:
         """Return whether the bundle is on another machine, so that reading it may take any time."""
         return self._remote if self._settings.state is None else scheme_of(self._settings.state) not in ("", "file")
 
@@ -185,9 +185,9 @@ class BundleRestorer:
                     checked_size(artifact)
                     self._late[file_name(kind.name)] = artifact
                     continue
-                self._used(kind.name, artifact, began_ns)
+                self._record_restored(kind.name, artifact, began_ns)
             except Exception as error:  # noqa: BLE001  a bundle is not trusted, and the start goes on without this one
-                leave_out(kind.name, error, self._timeline, began_ns)
+                report_unused(kind.name, error, self._timeline, began_ns)
         return Restored(index, checksums, files, {name: artifact.size for name, artifact in self._late.items()})
 
     def start(self, writer: RegionWriter) -> None:
@@ -210,10 +210,10 @@ class BundleRestorer:
                     assert self._bundle is not None
                     self._bundle.read_into(artifact, memory)
                 late_files.publish(name)
-                self._used(kind, artifact, began_ns)
+                self._record_restored(kind, artifact, began_ns)
             except Exception as error:  # noqa: BLE001  whatever it is, the start goes on without
                 late_files.withhold(name)
-                leave_out(kind, error, self._timeline, began_ns)
+                report_unused(kind, error, self._timeline, began_ns)
 
     def finish(self) -> None:
         """Wait until each late file is there, or will certainly not come."""
@@ -224,7 +224,7 @@ class BundleRestorer:
         if self._store is not None:
             self._store.close()
 
-    def _used(self, kind: str, artifact: Artifact, began_ns: int) -> None:
+    def _record_restored(self, kind: str, artifact: Artifact, began_ns: int) -> None:
         self._timeline.record("restore", began_ns, time.monotonic_ns(), artifact=kind, bytes=artifact.size)
 
 

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 _CHARACTERS = 300
 
 
-def leave_out(what: str, reason: object, timeline: Timeline, began_ns: int) -> None:
+def report_unused(what: str, reason: object, timeline: Timeline, began_ns: int) -> None:
     """Report that ``what`` is not used, and why. The texts may quote the bundle, so control characters are replaced."""
     what, text = _printable(what), _printable(str(reason))
     logger.warning("%s is not used: %s", what, text)
@@ -25,4 +25,4 @@ def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text[: 2 * _CHARACTERS])
 
 
-__all__ = ["leave_out"]
+__all__ = ["report_unused"]
