@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Made(NamedTuple):
+class ArtifactResult(NamedTuple):
     """The outcome for one kind of artifact: its size and the seconds it took, or why there is none (``left_out``)."""
 
     kind: str
@@ -49,25 +49,25 @@ class Materialization:
 
     Call ``prepare``, then ``add`` for anything else, then ``commit``. Until then, the old bundle stays as it is.
 
-    ``told`` is called with the outcome for each artifact. ``ordered`` returns the order in which a region's tensors are
-    used, if no engine runs the model. ``signer`` signs the bundle. Raises ConfigError for a folder that cannot be
-    written to, and the checkpoint's own errors.
+    ``on_result`` is called with the outcome for each artifact. ``find_order`` returns the order in which a region's
+    tensors are used, if no engine runs the model. ``signer`` signs the bundle. Raises ConfigError for a folder that
+    cannot be written to, and the checkpoint's own errors.
     """
 
     def __init__(
         self,
         settings: Settings,
         out: Path | None,
-        told: Callable[[Made], None] = lambda _: None,
-        ordered: Callable[[Region], Sequence[str]] | None = None,
+        on_result: Callable[[ArtifactResult], None] = lambda _: None,
+        find_order: Callable[[Region], Sequence[str]] | None = None,
         signer: Signer | None = None,
     ) -> None:
         assert settings.model is not None
-        self.folder = out or beside(settings.model)
+        self.folder = out or bundle_folder(settings.model)
         self._model = settings.model
         self._settings = replace(settings, state="none")
-        self._told = told
-        self._ordered = ordered
+        self._on_result = on_result
+        self._find_order = find_order
         self._signer = signer
         self._writer = BundleWriter(self.folder)
         self._region = Region.create()
@@ -102,7 +102,7 @@ class Materialization:
         files = {name: data for name in SMALL_FILES if (data := self._region.file(name)) is not None}
         self._facts = Facts(Subject(index, files, self._settings))
         began = time.monotonic()
-        order, plan = self._ordered(self._region) if self._ordered else None, None
+        order, plan = self._find_order(self._region) if self._find_order else None, None
         engine = None if self._settings.engine == NO_ENGINE else engine_kind(self._settings.engine)
         try:
             # The engine's ``profile``, if it can run offline. It is imported by name: engines are above this package.
@@ -110,7 +110,7 @@ class Materialization:
                 order, plan = imported(engine.profile)(self._region, self._settings)
                 self.continues_text = plan is not None
         except MedusaError as error:
-            self._told(Made(KV_PLAN.name, left_out=str(error)))
+            self._on_result(ArtifactResult(KV_PLAN.name, left_out=str(error)))
             self.continues_text = False
         on_gpu = self._facts["gpu"] != "none"
         if plan is not None and not on_gpu:
@@ -122,7 +122,7 @@ class Materialization:
             self._capture(KINDS[name], capture)
         if plan is not None and on_gpu and not any(made.kind == KV_PLAN.name for made in self._made):
             reason = "nothing was captured on the GPU, where it is measured; each start computes one"
-            self._told(Made(KV_PLAN.name, left_out=reason))
+            self._on_result(ArtifactResult(KV_PLAN.name, left_out=reason))
 
     def _capture(self, kind: Kind, target: str) -> None:
         began = time.monotonic()
@@ -135,7 +135,7 @@ class Materialization:
             try:
                 blob = function(self._model, self._settings, Path(scratch))
             except MedusaError as error:
-                self._told(Made(kind.name, left_out=str(error)))
+                self._on_result(ArtifactResult(kind.name, left_out=str(error)))
                 return
             if blob is not None:
                 self.add(kind, blob, began)
@@ -149,7 +149,7 @@ class Materialization:
         assert self._facts is not None
         artifact = self._writer.add(kind.name, self._facts.key(kind.facts), data)
         self._made.append(artifact)
-        self._told(Made(kind.name, artifact.size, time.monotonic() - began))
+        self._on_result(ArtifactResult(kind.name, artifact.size, time.monotonic() - began))
 
     def commit(self) -> Manifest:
         """Write the bundle with the artifacts that were added, and return its manifest.
@@ -160,16 +160,18 @@ class Materialization:
         assert self._facts is not None
         names = tuple(name for name in SMALL_FILES if name in self._facts.subject.files)
         existing = self._writer.existing()
-        kept = [artifact for artifact in existing.artifacts if self._still_good(artifact)]
+        kept = [artifact for artifact in existing.artifacts if self._is_valid(artifact)]
         if self._signer is not None:
-            kept = self._vouched(existing, kept)
+            kept = self._signable(existing, kept)
         elif existing.signature is not None:
-            self._told(Made("signature", left_out="the bundle was signed and no longer is; expected --sign"))
+            self._on_result(
+                ArtifactResult("signature", left_out="the bundle was signed and no longer is; expected --sign")
+            )
         manifest = Manifest((*self._made, *kept), names)
         self._writer.commit(manifest, self._signer)
         return manifest
 
-    def _vouched(self, existing: Manifest, kept: list[Artifact]) -> list[Artifact]:
+    def _signable(self, existing: Manifest, kept: list[Artifact]) -> list[Artifact]:
         """Return the artifacts that our signature may cover: no code that another user may have put into the folder."""
         assert self._signer is not None
         if Trust(keys=(self._signer.public,)).signature_objection(existing) is None:
@@ -177,10 +179,10 @@ class Materialization:
         for artifact in kept:
             if (kind := KINDS.get(artifact.kind)) is None or kind.code:
                 reason = "it was there already, and not signed with this key; materialize it with --sign"
-                self._told(Made(artifact.kind, left_out=reason))
+                self._on_result(ArtifactResult(artifact.kind, left_out=reason))
         return [artifact for artifact in kept if artifact.kind in KINDS and not KINDS[artifact.kind].code]
 
-    def _still_good(self, artifact: Artifact) -> bool:
+    def _is_valid(self, artifact: Artifact) -> bool:
         assert self._facts is not None
         if artifact.kind not in KINDS:
             return True  # a newer version made it
@@ -189,7 +191,7 @@ class Materialization:
         return all(artifact.key.get(fact, self._facts[fact]) == self._facts[fact] for fact in ("layout", "shape"))
 
 
-def beside(model: str) -> Path:
+def bundle_folder(model: str) -> Path:
     """Return the folder of a checkpoint's bundle. Raises ConfigError if the checkpoint is not on this machine."""
     if scheme_of(model) not in ("", "file"):
         raise ConfigError(
@@ -199,4 +201,4 @@ def beside(model: str) -> Path:
     return LocalStore(split(model)[0]).local_path(FOLDER)
 
 
-__all__ = ["Made", "Materialization", "beside"]
+__all__ = ["ArtifactResult", "Materialization", "bundle_folder"]

@@ -11,7 +11,7 @@ from medusa_runtime import registry
 from medusa_runtime.config import Settings
 from medusa_runtime.state import key
 from medusa_runtime.state.kv_plan import KvPlan
-from medusa_runtime.state.materialize import Made, Materialization
+from medusa_runtime.state.materialize import ArtifactResult, Materialization
 
 HERE = __name__
 ON_CPU, ON_GPU = KvPlan(16, 1024, 4, 64, 1), KvPlan(16, 1024, 4, 64, 2, graph_bytes=3)
@@ -52,7 +52,7 @@ def capture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_gpus_plan_is_the_one_that_is_kept(capture: str, tmp_path: Path) -> None:
     header = b'{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"abcd")
-    made: list[Made] = []
+    made: list[ArtifactResult] = []
     with Materialization(Settings(model=str(tmp_path), engine="toy", device="cuda"), None, made.append) as making:
         making.prepare()
         making.commit()

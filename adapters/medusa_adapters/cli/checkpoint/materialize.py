@@ -17,7 +17,7 @@ from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.registry import is_remote
 from medusa_runtime.state.bundle.writer import BundleWriter
 from medusa_runtime.state.kinds import STAGE_TIMES
-from medusa_runtime.state.materialize import Made, Materialization, beside
+from medusa_runtime.state.materialize import ArtifactResult, Materialization, bundle_folder
 from medusa_runtime.state.stage_times import StageTimes, summarize
 from medusa_runtime.storage.base import redacted
 
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
             try:
                 times = measure(settings, making.folder, arguments.starts)
             except MedusaError as error:
-                _tell(Made(STAGE_TIMES.name, left_out=str(error)))
+                _tell(ArtifactResult(STAGE_TIMES.name, left_out=str(error)))
             else:
                 making.add(STAGE_TIMES, times.to_bytes(), measuring)
                 manifest = making.commit()
@@ -111,7 +111,7 @@ def leftovers(arguments: argparse.Namespace) -> list[Leftovers | _Uncommitted]:
     model = from_env(os.environ, model=given_model(arguments)).model
     with suppress(MedusaError):  # the command itself says what is wrong
         if model is not None:
-            found.append(_Uncommitted(arguments.out or beside(model)))
+            found.append(_Uncommitted(arguments.out or bundle_folder(model)))
     return found
 
 
@@ -136,14 +136,18 @@ def _ordered(settings: Settings, request: str | None) -> Callable[[Region], Sequ
             raise ConfigError("--request is for a handler that builds its own module: expected --engine none --handler")
         return None
     if request is None:
-        _tell(Made("order", left_out="expected --request BODY, which the handler answers by a forward of its module"))
+        _tell(
+            ArtifactResult(
+                "order", left_out="expected --request BODY, which the handler answers by a forward of its module"
+            )
+        )
         return None
     try:
         body = Path(request[1:]).read_bytes() if request.startswith("@") else request.encode()
     except OSError as error:
         raise ConfigError(f"--request={request}: expected a file that can be read: {error.strerror}") from None
 
-    def ordered(region: Region) -> Sequence[str]:
+    def find_order(region: Region) -> Sequence[str]:
         from medusa_handler.user_code.recording import execution_order
 
         began = time.monotonic()
@@ -151,7 +155,7 @@ def _ordered(settings: Settings, request: str | None) -> Callable[[Region], Sequ
         note(f"the order of {len(order)} tensors, from one request, in {time.monotonic() - began:.1f} s")
         return order
 
-    return ordered
+    return find_order
 
 
 def convert(settings: Settings, file: Path) -> str:
@@ -208,7 +212,7 @@ def measure(settings: Settings, folder: Path, starts: int) -> StageTimes:
     return summarize(timelines, decode_s)
 
 
-def _tell(made: Made) -> None:
+def _tell(made: ArtifactResult) -> None:
     if made.left_out is None:
         print(f"  {made.kind:14} {size(made.size_bytes):>10}  {made.took_s:6.2f} s")
     else:
