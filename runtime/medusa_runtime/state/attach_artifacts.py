@@ -19,7 +19,7 @@ from ..timeline import Timeline
 from .bundle.locate import FOLDER
 from .bundle.manifest import Manifest
 from .bundle.reader import Bundle
-from .key import Facts, Subject, choose
+from .key import Facts, Subject, choose_artifact
 from .kinds import KINDS, WEIGHT_INDEX, Kind, file_name
 from .trust import Trust
 from .unused import report_unused
@@ -66,7 +66,7 @@ def _attach_one(
 ) -> None:
     began_ns = time.monotonic_ns()
     try:
-        artifact = choose(manifest, kind, [facts])
+        artifact = choose_artifact(manifest, kind, [facts])
         if artifact is not None:
             if kind.code:
                 check_trusted()

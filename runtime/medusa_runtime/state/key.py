@@ -28,7 +28,7 @@ from .kinds import WEIGHT_INDEX, Kind
 Key = dict[str, str]
 
 # Fields of a config.json that do not change the result of a computation, or that are facts of their own.
-_IDLE_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_IGNORED_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 # The CPU's flags for vector extensions, on which generated code depends. Other flags vary with the hypervisor.
 _ISA_FLAGS = re.compile(
     r"^(ssse3|sse4_\d|avx\w*|amx\w*|fma|f16c|bmi\d|adx|abm|movbe|popcnt|gfni|v?aes|v?pclmulqdq|sha_ni"
@@ -65,7 +65,7 @@ def layout(subject: Subject) -> str:
 
 def shape(subject: Subject) -> str:
     """Return a digest of the architecture: config.json, and tensors' names, types and shapes, but not their shards."""
-    config = {name: value for name, value in subject.config.items() if name not in _IDLE_FIELDS}
+    config = {name: value for name, value in subject.config.items() if name not in _IGNORED_FIELDS}
     tensors = sorted((name, entry.dtype, entry.shape) for name, entry in subject.index.tensors.items())
     return _digest([config, tensors])
 
@@ -103,7 +103,7 @@ def package_version(*names: str) -> str:
     return next((found[name] for name in names if name in found), "not installed")
 
 
-def find_machine() -> None:
+def find_machine_facts() -> None:
     """Determine the facts about this machine ahead of time."""
     isa()
     _gpu_names()
@@ -219,7 +219,7 @@ def _uses(engine: str, kind: Kind) -> bool:
     return kind.name == WEIGHT_INDEX.name or engine in engines_using(kind.name)
 
 
-def choose(manifest: Manifest, kind: Kind, candidates: Sequence[Facts]) -> Artifact | None:
+def choose_artifact(manifest: Manifest, kind: Kind, candidates: Sequence[Facts]) -> Artifact | None:
     """Return an artifact that is valid here; None if the bundle has none for these engines.
 
     Raises StateError, which says what differs, if there are only artifacts that are not valid here.
@@ -236,7 +236,7 @@ def choose(manifest: Manifest, kind: Kind, candidates: Sequence[Facts]) -> Artif
     return None
 
 
-_OF_THE_CHECKPOINT = ("layout", "shape")
+_CHECKPOINT_FACTS = ("layout", "shape")
 
 
 def _digest(value: Any) -> str:
@@ -246,7 +246,7 @@ def _digest(value: Any) -> str:
 def _difference(name: str, there: str, here: str) -> str:
     """Return a message about a fact that differs. For long lists, such as a CPU's flags, show only the differences."""
     if max(len(there), len(here)) <= _LONG:
-        if name in _OF_THE_CHECKPOINT:  # these are digests, which mean nothing to a reader
+        if name in _CHECKPOINT_FACTS:  # these are digests, which mean nothing to a reader
             changed = "the checkpoint has changed; materialize again"
             return f"it was made for {name} {there[:8]}, here it is {here[:8]}: {changed}"
         return f"it was made for {name} {there}, here it is {here}"
@@ -255,4 +255,4 @@ def _difference(name: str, there: str, here: str) -> str:
     return f"it was made for another {name}: only there {there_only[:200]}, only here {here_only[:200]}"
 
 
-__all__ = ["FACTS", "Facts", "Key", "Subject", "choose", "driver_version", "isa", "package_version"]
+__all__ = ["FACTS", "Facts", "Key", "Subject", "choose_artifact", "driver_version", "isa", "package_version"]

@@ -62,10 +62,10 @@ class KvPlan:
     @property
     def needed_bytes(self) -> int:
         """The bytes that must be free once the weights are there."""
-        return self.cache_bytes + self.beside_bytes
+        return self.cache_bytes + self.overhead_bytes
 
     @property
-    def beside_bytes(self) -> int:
+    def overhead_bytes(self) -> int:
         """The bytes that must be free beside weights and cache."""
         return self.activation_bytes + self.graph_bytes + self.margin_bytes
 
@@ -102,7 +102,7 @@ class Geometry:
     max_positions: int
 
 
-def plan(
+def plan_kv_cache(
     geometry: Geometry,
     settings: Settings,
     *,
@@ -127,7 +127,7 @@ def plan(
         logger.warning("the recorded KV plan is for another cache layout; computing one")
         recorded = None
     wanted = -(-wanted_len // geometry.block_tokens) * settings.max_concurrency
-    made = KvPlan(
+    planned = KvPlan(
         geometry.block_tokens,
         geometry.block_bytes,
         wanted,
@@ -139,7 +139,7 @@ def plan(
         graph_bytes if recorded is None else max(graph_bytes, recorded.graph_bytes),
     )
     if settings.kv_cache_mb is not None:
-        return _checked(_within(made, settings.kv_cache_mb << 20), settings)
+        return _checked(_within(planned, settings.kv_cache_mb << 20), settings)
     source = "computed"
     if recorded is not None and (recorded.blocks, recorded.max_model_len) == (wanted, wanted_len):
         if recorded.needed_bytes <= free_bytes:
@@ -150,18 +150,18 @@ def plan(
             recorded.needed_bytes >> 20,
             max(free_bytes, 0) >> 20,
         )
-    fitting = _within(made, _room(made, free_bytes))
+    fitting = _within(planned, _room(planned, free_bytes))
     if fitting.tokens < _least(fitting, settings):  # a start must not fail because of a record
-        made = replace(
-            made,
-            activation_bytes=min(activation_bytes, made.activation_bytes),
-            graph_bytes=min(graph_bytes, made.graph_bytes),
+        planned = replace(
+            planned,
+            activation_bytes=min(activation_bytes, planned.activation_bytes),
+            graph_bytes=min(graph_bytes, planned.graph_bytes),
         )
-        fitting = _within(made, _room(made, free_bytes))
+        fitting = _within(planned, _room(planned, free_bytes))
     return _checked(replace(fitting, source=source), settings)
 
 
-def recorded_in(region: Region) -> KvPlan | None:
+def recorded_plan(region: Region) -> KvPlan | None:
     """Return the state bundle's plan for this start; None without one, or if it cannot be read, which is logged."""
     data = region.file(file_name(KV_PLAN.name))
     if data is None:
@@ -173,12 +173,12 @@ def recorded_in(region: Region) -> KvPlan | None:
         return None
 
 
-def _room(made: KvPlan, free_bytes: int) -> int:
-    return max(free_bytes - made.beside_bytes, 0)
+def _room(planned: KvPlan, free_bytes: int) -> int:
+    return max(free_bytes - planned.overhead_bytes, 0)
 
 
-def _within(made: KvPlan, room_bytes: int) -> KvPlan:
-    return replace(made, blocks=min(made.blocks, room_bytes // made.block_bytes))
+def _within(planned: KvPlan, room_bytes: int) -> KvPlan:
+    return replace(planned, blocks=min(planned.blocks, room_bytes // planned.block_bytes))
 
 
 def _is_for(recorded: KvPlan, geometry: Geometry) -> bool:
@@ -186,29 +186,29 @@ def _is_for(recorded: KvPlan, geometry: Geometry) -> bool:
     return theirs == (geometry.block_tokens, geometry.block_bytes, geometry.layout, geometry.dtype)
 
 
-def _least(made: KvPlan, settings: Settings) -> int:
+def _least(planned: KvPlan, settings: Settings) -> int:
     """Return the fewest tokens that a cache may have: one sequence of the requested length, or else a block."""
-    return made.max_model_len if settings.max_model_len else min(made.max_model_len, made.block_tokens)
+    return planned.max_model_len if settings.max_model_len else min(planned.max_model_len, planned.block_tokens)
 
 
-def _checked(made: KvPlan, settings: Settings) -> KvPlan:
+def _checked(planned: KvPlan, settings: Settings) -> KvPlan:
     """Return the plan with a max_model_len that the cache allows. Raises ConfigError if that is too little."""
-    least = _least(made, settings)
-    if made.tokens < least:
-        needed = -(-least // made.block_tokens) * made.block_bytes
+    least = _least(planned, settings)
+    if planned.tokens < least:
+        needed = -(-least // planned.block_tokens) * planned.block_bytes
         raise ConfigError(
-            f"the KV cache has room for {made.tokens} tokens ({made.cache_bytes >> 20} MiB), but one sequence needs "
-            f"{least} ({-(-needed >> 20)} MiB); lower --max-model-len, raise --kv-cache-mb, or give the container more "
-            "memory"
+            f"the KV cache has room for {planned.tokens} tokens ({planned.cache_bytes >> 20} MiB), but one sequence "
+            f"needs {least} ({-(-needed >> 20)} MiB); lower --max-model-len, raise --kv-cache-mb, or give the "
+            "container more memory"
         )
-    if made.tokens < made.max_model_len:
+    if planned.tokens < planned.max_model_len:
         logger.warning(
             "the KV cache has room for %d tokens, so max_model_len is %d, not %d",
-            made.tokens,
-            made.tokens,
-            made.max_model_len,
+            planned.tokens,
+            planned.tokens,
+            planned.max_model_len,
         )
-    return replace(made, max_model_len=min(made.max_model_len, made.tokens))
+    return replace(planned, max_model_len=min(planned.max_model_len, planned.tokens))
 
 
 def activation_bytes(index: WeightIndex, *, hidden: int, vocabulary: int, item_bytes: int, settings: Settings) -> int:
@@ -237,4 +237,4 @@ def graph_bytes(graphs: int, *, rows: int, blocks: int, vocabulary: int, item_by
     return graphs * _GRAPH_BYTES + _WORKSPACE_BYTES + rows * (4 * 8 + blocks * 4 + vocabulary * item_bytes)
 
 
-__all__ = ["Geometry", "KvPlan", "activation_bytes", "graph_bytes", "plan", "recorded_in"]
+__all__ = ["Geometry", "KvPlan", "activation_bytes", "graph_bytes", "plan_kv_cache", "recorded_plan"]

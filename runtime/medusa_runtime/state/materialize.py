@@ -27,7 +27,7 @@ from .bundle.writer import BundleWriter
 from .key import Facts, Subject
 from .kinds import KINDS, KV_PLAN, WEIGHT_INDEX, Kind
 from .trust import Trust
-from .weight_index import record
+from .weight_index import record_index
 
 if TYPE_CHECKING:
     from .bundle.signing import Signer
@@ -116,7 +116,7 @@ class Materialization:
         if plan is not None and not on_gpu:
             self.add(KV_PLAN, plan.to_bytes(), began)
         began = time.monotonic()
-        recorded = record(self._region, order)
+        recorded = record_index(self._region, order)
         self.add(WEIGHT_INDEX, recorded.to_bytes(), began)
         for name, capture in engine.captures.items() if engine is not None else ():
             self._capture(KINDS[name], capture)

@@ -90,7 +90,7 @@ class BundleRestorer:
 
             self._bundle = Bundle(self._store or store, prefix)
             self._text, self._manifest = text, Manifest.parse(text)
-            key.find_machine()
+            key.find_machine_facts()
         except Exception as error:  # noqa: BLE001  the start goes on without the bundle, whatever the error is
             self._error = error
 
@@ -151,7 +151,7 @@ class BundleRestorer:
         if manifest is None:
             return Restored(index, None, {}, {})
         from .bundle.reader import checked_size
-        from .key import Facts, Subject, choose
+        from .key import Facts, Subject, choose_artifact
         from .trust import Trust
         from .weight_index import RecordedIndex
 
@@ -166,7 +166,7 @@ class BundleRestorer:
                 continue
             began_ns = time.monotonic_ns()
             try:
-                artifact = choose(manifest, kind, self._facts)
+                artifact = choose_artifact(manifest, kind, self._facts)
                 if artifact is None:
                     continue
                 assert self._bundle is not None

@@ -139,7 +139,7 @@ def summarize(starts: Sequence[Sequence[Stage]], decode_s: Sequence[float]) -> S
     )
 
 
-def length(stage: Stage) -> float:
+def duration_s(stage: Stage) -> float:
     return (stage.end_ns - stage.start_ns) / _NS
 
 
@@ -148,13 +148,13 @@ def _lengths(stages: Sequence[Stage]) -> dict[str, float]:
     for stage in stages:
         if stage.end_ns > stage.start_ns:
             name = f"{stage.process}/{stage.name}"
-            found[name] = found.get(name, 0.0) + length(stage)
+            found[name] = found.get(name, 0.0) + duration_s(stage)
     return found
 
 
 def _seconds(stages: Sequence[Stage], name: str) -> float:
     """Return how long all stages of this name took together."""
-    return sum(length(stage) for stage in stages if stage.name == name)
+    return sum(duration_s(stage) for stage in stages if stage.name == name)
 
 
 def _moment(stages: Sequence[Stage], name: str, process: str | None = None) -> float:

@@ -145,7 +145,7 @@ def _check(index: WeightIndex) -> None:
             raise ValueError(f"{name[:80]}: its shape takes other bytes than it has")
 
 
-def record(region: Region, order: Sequence[str] | None) -> RecordedIndex:
+def record_index(region: Region, order: Sequence[str] | None) -> RecordedIndex:
     """Make the index of a filled region, with the chunks' checksums by each algorithm that is installed here.
 
     ``order`` is the recorded execution order, if there is one.
@@ -194,4 +194,4 @@ def _little(values: array[int]) -> bytes:
     return values.tobytes()
 
 
-__all__ = ["RecordedIndex", "record"]
+__all__ = ["RecordedIndex", "record_index"]

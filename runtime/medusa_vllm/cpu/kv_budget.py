@@ -10,18 +10,18 @@ from typing import Any
 from medusa_runtime.config import Settings
 from medusa_runtime.limits import memory_available_bytes
 from medusa_runtime.region.reader import Region
-from medusa_runtime.state.kv_plan import Geometry, KvPlan, activation_bytes, plan, recorded_in
+from medusa_runtime.state.kv_plan import Geometry, KvPlan, activation_bytes, plan_kv_cache, recorded_plan
 
 
 def kv_budget(config: Any, region: Region, settings: Settings) -> KvPlan:
     """Plan the KV cache for a VllmConfig without a KV size. Raises ConfigError when the requested size does not fit."""
     shape = geometry(config)
-    return plan(
+    return plan_kv_cache(
         shape,
         settings,
         free_bytes=_free_bytes(region, settings) - shape.block_bytes,
         activation_bytes=estimated_activation_bytes(config, region, settings),
-        recorded=recorded_in(region),
+        recorded=recorded_plan(region),
     )
 
 

@@ -47,7 +47,7 @@ def main() -> int:
     settings = replace(Settings(**json.load(sys.stdin)), model=model, compile="never", state="none", kv_cache_mb=None)
     settings = replace(settings, tensor_parallel=1)
     region, timeline = fetch_and_import(settings)
-    from medusa_runtime.state.kv_plan import plan
+    from medusa_runtime.state.kv_plan import plan_kv_cache
 
     from ..engine import VllmEngine
     from .kv_budget import estimated_activation_bytes, geometry, token_bytes
@@ -59,7 +59,7 @@ def main() -> int:
     measured = _measured(engine, settings, tokens, retained_bytes)
     if measured is None:
         measured = estimated_activation_bytes(engine.config, region, settings)
-    made = plan(shape, settings, free_bytes=_PLENTY_BYTES, activation_bytes=measured)
+    made = plan_kv_cache(shape, settings, free_bytes=_PLENTY_BYTES, activation_bytes=measured)
     out.write_bytes(made.to_bytes())
     return 0
 

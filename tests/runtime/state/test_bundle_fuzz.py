@@ -29,7 +29,7 @@ from medusa_runtime.errors import ConfigError, StateError
 from medusa_runtime.state.bundle.manifest import Artifact, Manifest
 from medusa_runtime.state.graphs.blob_format import VERSION, decode, encode
 from medusa_runtime.state.kinds import KINDS
-from medusa_runtime.state.kv_plan import Geometry, KvPlan, plan
+from medusa_runtime.state.kv_plan import Geometry, KvPlan, plan_kv_cache
 from medusa_runtime.state.stage_times import StageTimes, Worker
 from medusa_runtime.state.trust import Trust
 from medusa_runtime.state.weight_index import RecordedIndex
@@ -216,7 +216,7 @@ def use_plan(data: bytes) -> None:
     found = KvPlan.from_bytes(data)
     assert found.margin_bytes >= PLAN.margin_bytes
     free = 300 << 20
-    planned = plan(GEOMETRY, SETTINGS, free_bytes=free, activation_bytes=1 << 20, recorded=found)
+    planned = plan_kv_cache(GEOMETRY, SETTINGS, free_bytes=free, activation_bytes=1 << 20, recorded=found)
     assert 0 < planned.cache_bytes <= free
     assert planned.max_model_len <= GEOMETRY.max_positions
 

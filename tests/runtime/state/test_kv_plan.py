@@ -14,7 +14,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.errors import ConfigError, StateError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.state.kinds import file_name
-from medusa_runtime.state.kv_plan import Geometry, KvPlan, activation_bytes, graph_bytes, plan
+from medusa_runtime.state.kv_plan import Geometry, KvPlan, activation_bytes, graph_bytes, plan_kv_cache
 from medusa_runtime.timeline import Timeline
 
 GIB = 1 << 30
@@ -25,7 +25,7 @@ RECORDED = KvPlan(16, 1 << 20, 256, 1024, 100 << 20, GEOMETRY.layout, "bfloat16"
 
 
 def planned(free_bytes: int, recorded: KvPlan | None = None, **settings: Any) -> KvPlan:
-    return plan(
+    return plan_kv_cache(
         GEOMETRY,
         replace(SETTINGS, **settings),
         free_bytes=free_bytes,
@@ -58,17 +58,23 @@ def test_the_margin_and_the_activations_stay_free() -> None:
 
 def test_graphs_have_room_beside_the_cache() -> None:
     """Their pool, workspaces, executables and images are made after the cache, which must not have taken it all."""
-    with_graphs = plan(GEOMETRY, SETTINGS, free_bytes=600 << 20, activation_bytes=50 << 20, graph_bytes=200 << 20)
+    with_graphs = plan_kv_cache(
+        GEOMETRY, SETTINGS, free_bytes=600 << 20, activation_bytes=50 << 20, graph_bytes=200 << 20
+    )
     assert with_graphs.blocks == 600 - 50 - 200 - 256
     assert with_graphs.needed_bytes <= 600 << 20
     recorded = replace(RECORDED, graph_bytes=300 << 20)
     assert KvPlan.from_bytes(recorded.to_bytes()) == recorded
     made = planned(recorded.needed_bytes - 1, recorded)
     assert (made.source, made.graph_bytes, made.blocks) == ("recomputed", 300 << 20, 255)
-    more = plan(GEOMETRY, SETTINGS, free_bytes=GIB, activation_bytes=0, graph_bytes=400 << 20, recorded=recorded)
+    more = plan_kv_cache(
+        GEOMETRY, SETTINGS, free_bytes=GIB, activation_bytes=0, graph_bytes=400 << 20, recorded=recorded
+    )
     assert more.source == "recorded"
     fewer = replace(SETTINGS, max_concurrency=5)
-    more = plan(GEOMETRY, fewer, free_bytes=2 * GIB, activation_bytes=0, graph_bytes=400 << 20, recorded=recorded)
+    more = plan_kv_cache(
+        GEOMETRY, fewer, free_bytes=2 * GIB, activation_bytes=0, graph_bytes=400 << 20, recorded=recorded
+    )
     assert more.graph_bytes == 400 << 20, "a record of fewer graphs does not say what more take"
 
 

@@ -13,7 +13,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.errors import StateError
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.reader import Region
-from medusa_runtime.state.weight_index import RecordedIndex, record
+from medusa_runtime.state.weight_index import RecordedIndex, record_index
 from medusa_runtime.timeline import Timeline
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
@@ -29,7 +29,7 @@ def region() -> Iterator[Region]:
 
 def test_it_survives_its_bytes_and_holds_no_path(region: Region) -> None:
     index = region.wait_index()
-    recorded = record(region, list(reversed(index.order)))
+    recorded = record_index(region, list(reversed(index.order)))
     again = RecordedIndex.from_bytes(recorded.to_bytes())
     assert again.index.order == tuple(reversed(index.order))
     assert again.index.recorded
@@ -40,7 +40,7 @@ def test_it_survives_its_bytes_and_holds_no_path(region: Region) -> None:
 
 @pytest.mark.parametrize(("place", "value"), [(4, "/etc/passwd"), (2, 10**12), (3, 1)])
 def test_a_shard_that_names_a_file_or_other_bytes_is_refused(region: Region, place: int, value: object) -> None:
-    document = json.loads(zlib.decompress(record(region, None).to_bytes()))
+    document = json.loads(zlib.decompress(record_index(region, None).to_bytes()))
     document["index"]["shards"][0][place] = value
     with pytest.raises(StateError, match="expected a weight index, found something else"):
         RecordedIndex.from_bytes(zlib.compress(json.dumps(document).encode()))
@@ -48,7 +48,7 @@ def test_a_shard_that_names_a_file_or_other_bytes_is_refused(region: Region, pla
 
 def test_chunks_are_verified_by_the_fastest_algorithm_there_is(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     index = region.wait_index()
-    recorded = RecordedIndex.from_bytes(record(region, None).to_bytes())
+    recorded = RecordedIndex.from_bytes(record_index(region, None).to_bytes())
     data = region.shard(0)[: recorded.chunk_bytes]
     found = recorded.verifier(index)
     assert found
@@ -66,7 +66,7 @@ def test_chunks_are_verified_by_the_fastest_algorithm_there_is(region: Region, m
 
 
 def test_checksums_are_held_against_the_store_only_for_its_very_version(region: Region) -> None:
-    recorded, index = record(region, None), region.wait_index()
+    recorded, index = record_index(region, None), region.wait_index()
     found = recorded.verifier(index)
     assert found
     assert found.pinned
@@ -77,7 +77,7 @@ def test_checksums_are_held_against_the_store_only_for_its_very_version(region: 
 
 
 def test_an_algorithm_of_the_future_is_passed_over(region: Region) -> None:
-    document = json.loads(zlib.decompress(record(region, None).to_bytes()))
+    document = json.loads(zlib.decompress(record_index(region, None).to_bytes()))
     document["checksums"] = {"blake9": document["checksums"]["crc32"]}
     assert RecordedIndex.from_bytes(zlib.compress(json.dumps(document).encode())).verifier(region.wait_index()) is None
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ...config import Settings
 from ...models import DecoderModel
-from ...state.kv_plan import KvPlan, plan
+from ...state.kv_plan import KvPlan, plan_kv_cache
 from ..torch.kv_cache import BLOCK_TOKENS, KvCache
 from ..torch.kv_size import geometry
 from ..torch.profile import prefill_step
@@ -75,7 +75,9 @@ def measured_plan(
     taken = forward_bytes(memory, model, cache, settings)
     # The memory that is free here says nothing about later starts, so the plan assumes plenty; each start checks.
     asked = replace(settings, kv_cache_mb=None)
-    return plan(shape, asked, free_bytes=_PLENTY_BYTES, activation_bytes=taken, graph_bytes=max(graph_bytes, 0))
+    return plan_kv_cache(
+        shape, asked, free_bytes=_PLENTY_BYTES, activation_bytes=taken, graph_bytes=max(graph_bytes, 0)
+    )
 
 
 __all__ = ["CudaMemory", "DeviceMemory", "forward_bytes", "measured_plan"]

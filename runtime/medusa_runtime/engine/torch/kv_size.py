@@ -13,7 +13,7 @@ from ...config import Settings
 from ...limits import memory_available_bytes
 from ...models import ModelConfig
 from ...region.reader import Region
-from ...state.kv_plan import Geometry, KvPlan, activation_bytes, graph_bytes, plan, recorded_in
+from ...state.kv_plan import Geometry, KvPlan, activation_bytes, graph_bytes, plan_kv_cache, recorded_plan
 from ...timeline import Timeline
 from .kv_cache import BLOCK_TOKENS, KvShape, blocks_for
 
@@ -83,7 +83,7 @@ def kv_plan(
     if previous_kv_tokens is not None and settings.kv_cache_mb is None:
         cache_bytes = previous_kv_tokens // BLOCK_TOKENS * sizes.block_bytes
         settings = replace(settings, kv_cache_mb=-(-cache_bytes >> 20))
-    return plan(
+    return plan_kv_cache(
         sizes,
         settings,
         free_bytes=free_bytes(region, settings, config, dtype) if device_free_bytes is None else device_free_bytes,
@@ -95,7 +95,7 @@ def kv_plan(
             vocabulary=config.vocab_size,
             item_bytes=dtype.itemsize,
         ),
-        recorded=recorded_in(region),
+        recorded=recorded_plan(region),
     )
 
 

@@ -18,7 +18,7 @@ from ...models.backend import backend
 from ...models.base import ModelConfig
 from ...models.layers.causal import CausalAttention
 from ...region.reader import Region
-from ...state.kv_plan import KvPlan, plan
+from ...state.kv_plan import KvPlan, plan_kv_cache
 from ...timeline import Timeline
 from ..base import GenerateRequest, SamplingParams
 from ..checkpoint_files import read_config
@@ -63,7 +63,7 @@ def profile(region: Region, settings: Settings) -> Profile:
     # The memory that is free here says nothing about later starts, so the plan assumes plenty; each start checks.
     settings = replace(settings, kv_cache_mb=None)
     shape = geometry(KvShape.of(config, dtype), config.max_positions)
-    return Profile(order, plan(shape, settings, free_bytes=_PLENTY_BYTES, activation_bytes=measured))
+    return Profile(order, plan_kv_cache(shape, settings, free_bytes=_PLENTY_BYTES, activation_bytes=measured))
 
 
 def _encoder_order(region: Region) -> list[str]:
