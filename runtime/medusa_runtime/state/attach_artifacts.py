@@ -41,7 +41,7 @@ def attach_artifacts(
         store = open_store(split(model)[0])
         try:
             bundle = Bundle(store, f"{FOLDER}/")
-            text = bundle.text()
+            text = bundle.manifest_text()
             if text is None:
                 return
             manifest = Manifest.parse(text)

@@ -150,7 +150,7 @@ class BundleRestorer:
         index, checksums = checkpoint.index, None
         if manifest is None:
             return Restored(index, None, {}, {})
-        from .bundle.reader import checked_size
+        from .bundle.reader import check_size
         from .key import Facts, Subject, choose_artifact
         from .trust import Trust
         from .weight_index import RecordedIndex
@@ -178,11 +178,11 @@ class BundleRestorer:
                     if self._for_peers and artifact.inline is None:
                         files[f"{FOLDER}/{BLOBS}/{artifact.sha256}"] = blob
                     index = index.reordered(recorded.index.order) if recorded.index.recorded else index
-                    checksums = recorded.verifier(index) if index.region_bytes else None
+                    checksums = recorded.checksums_for(index) if index.region_bytes else None
                 elif artifact.inline is not None:
                     files[file_name(kind.name)] = self._bundle.read(artifact)
                 else:
-                    checked_size(artifact)
+                    check_size(artifact)
                     self._late[file_name(kind.name)] = artifact
                     continue
                 self._record_restored(kind.name, artifact, began_ns)

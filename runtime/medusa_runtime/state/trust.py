@@ -37,10 +37,10 @@ class Trust:
     @classmethod
     def of(cls, settings: Settings) -> Trust:
         """Return the trust of a function, from its settings ``--trust-state`` and ``--trust-key``."""
-        return cls.named(settings.trust_state, settings.trust_key, own_files=True)
+        return cls.parse(settings.trust_state, settings.trust_key, own_files=True)
 
     @classmethod
-    def named(cls, prefixes: str | None, keys: str | None, *, own_files: bool = False) -> Trust:
+    def parse(cls, prefixes: str | None, keys: str | None, *, own_files: bool = False) -> Trust:
         """Parse the texts of the two settings. They must have been checked."""
         return cls(tuple(prefixes.split(",") if prefixes else ()), tuple(keys.split(",") if keys else ()), own_files)
 

@@ -58,7 +58,7 @@ class RecordedIndex:
     def versions(self) -> list[str | None]:
         return [shard.version for shard in self.index.shards]
 
-    def verifier(self, index: WeightIndex) -> Checksums | None:
+    def checksums_for(self, index: WeightIndex) -> Checksums | None:
         """Return the checksums for a fetch of ``index``, which has the same layout; None if none can be used here."""
         algorithm = next(
             (name for name in ALGORITHMS if name in self.checksums and checksum_function(name) is not None), None
@@ -92,7 +92,7 @@ class RecordedIndex:
             _check(index)
             sizes = {shard.name: shard.size_bytes for shard in index.shards}
             found = document.get("directories", {}).items()
-            directories = {name: _place(place, sizes[name]) for name, place in found if name in sizes}
+            directories = {name: _check_directory(place, sizes[name]) for name, place in found if name in sizes}
             return cls(index, _count(document["chunk_bytes"]), checksums, directories)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, zlib.error, CorruptError) as error:
             raise StateError(f"expected a weight index, found something else ({error}); materialize again") from None
@@ -106,7 +106,7 @@ def _decompressed(data: bytes) -> bytes:
     return text
 
 
-def _place(place: Any, size_bytes: int) -> tuple[int, str]:
+def _check_directory(place: Any, size_bytes: int) -> tuple[int, str]:
     """Check the start of a file's directory and its digest, and return them. Raises ValueError or TypeError."""
     start, digest = place
     if not size_bytes - _MOST_DIRECTORY_BYTES <= _count(start) <= size_bytes or not isinstance(digest, str):

@@ -91,7 +91,7 @@ def test_code_is_lent_as_the_reader_trusts_and_data_always(model: Path, trusted:
     with BundleWriter(model / FOLDER) as writer:
         kinds = [KV_PLAN, CUDA_GRAPHS]
         writer.commit(Manifest(tuple(writer.add(kind.name, facts.key(kind.facts), b"made") for kind in kinds)))
-    trust = Trust.named(str(model.parent if trusted else model / "else"), None)
+    trust = Trust.parse(str(model.parent if trusted else model / "else"), None)
     timeline = Timeline.create("engine")
     attach_artifacts(region, str(model), settings, timeline, trust)
     assert region.file(NAME) == b"made"

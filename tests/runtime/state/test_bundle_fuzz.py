@@ -192,7 +192,7 @@ RECORDED = RecordedIndex(INDEX, 1 << 20, {"crc32": array("Q", [1, 2])}, {"model.
 def use_index(data: bytes) -> None:
     recorded = RecordedIndex.from_bytes(data)
     INDEX.reordered(recorded.index.order)
-    recorded.verifier(INDEX)
+    recorded.checksums_for(INDEX)
     for shard in recorded.index.shards:
         known = recorded.archive(shard.name)
         if known is not None:

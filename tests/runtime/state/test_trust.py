@@ -80,7 +80,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 )
 def test_a_prefix_is_a_folder_of_one_host(prefix: str, url: str, trusted: bool) -> None:
     assert from_env({}, trust_state=prefix).trust_state == prefix
-    assert (objection(Trust.named(prefix, None), url) is None) == trusted
+    assert (objection(Trust.parse(prefix, None), url) is None) == trusted
 
 
 def test_an_objection_says_why_and_how_to_allow() -> None:

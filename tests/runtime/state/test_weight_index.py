@@ -50,7 +50,7 @@ def test_chunks_are_verified_by_the_fastest_algorithm_there_is(region: Region, m
     index = region.wait_index()
     recorded = RecordedIndex.from_bytes(record_index(region, None).to_bytes())
     data = region.shard(0)[: recorded.chunk_bytes]
-    found = recorded.verifier(index)
+    found = recorded.checksums_for(index)
     assert found
     assert found.algorithm == "xxh3_64"
     assert found.right(0, data)
@@ -58,7 +58,7 @@ def test_chunks_are_verified_by_the_fastest_algorithm_there_is(region: Region, m
     wrong[-1] ^= 1
     assert not found.right(0, memoryview(wrong))
     monkeypatch.setitem(checksums._IMPLEMENTATIONS, "xxh3_64", (("no_such_package", "digest"),))
-    found = recorded.verifier(index)
+    found = recorded.checksums_for(index)
     assert found
     assert found.algorithm == "crc32"
     assert found.right(0, data)
@@ -67,11 +67,11 @@ def test_chunks_are_verified_by_the_fastest_algorithm_there_is(region: Region, m
 
 def test_checksums_are_held_against_the_store_only_for_its_very_version(region: Region) -> None:
     recorded, index = record_index(region, None), region.wait_index()
-    found = recorded.verifier(index)
+    found = recorded.checksums_for(index)
     assert found
     assert found.pinned
     moved = type(index)([shard._replace(version="of another store") for shard in index.shards], index.tensors)
-    found = recorded.verifier(moved)
+    found = recorded.checksums_for(moved)
     assert found
     assert not found.pinned
 
@@ -79,7 +79,10 @@ def test_checksums_are_held_against_the_store_only_for_its_very_version(region: 
 def test_an_algorithm_of_the_future_is_passed_over(region: Region) -> None:
     document = json.loads(zlib.decompress(record_index(region, None).to_bytes()))
     document["checksums"] = {"blake9": document["checksums"]["crc32"]}
-    assert RecordedIndex.from_bytes(zlib.compress(json.dumps(document).encode())).verifier(region.wait_index()) is None
+    assert (
+        RecordedIndex.from_bytes(zlib.compress(json.dumps(document).encode())).checksums_for(region.wait_index())
+        is None
+    )
 
 
 @pytest.mark.parametrize("data", [b"", b"plain", zlib.compress(b"{}"), zlib.compress(b'{"index": {"format": 99}}')])

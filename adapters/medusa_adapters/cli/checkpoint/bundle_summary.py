@@ -33,7 +33,7 @@ def summarize(checkpoint: Checkpoint, settings: Settings, *, verify: bool) -> di
     store = checkpoint.store if settings.state is None else open_store(settings.state)
     try:
         bundle = Bundle(store, f"{FOLDER}/" if settings.state is None else "")
-        text = bundle.text()
+        text = bundle.manifest_text()
         if text is None:
             return None
         manifest = Manifest.parse(text)

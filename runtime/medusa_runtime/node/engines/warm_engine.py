@@ -102,7 +102,7 @@ def _serve(engine_class: EngineClass, kind: str, message: Message) -> int:
     region = Region(given["region"], demand_fd=given["demand"], shared=True, shard_fds=shard_fds)
     if (bundle_of := message.body.get("bundle_of")) and settings.state is None:
         state = importlib.import_module(_ATTACH_ARTIFACTS)
-        state.attach_artifacts(region, bundle_of, settings, timeline, state.Trust.named(*message.body["trust"]))
+        state.attach_artifacts(region, bundle_of, settings, timeline, state.Trust.parse(*message.body["trust"]))
     listener = socket.socket(fileno=given["listener"])
     listener.setblocking(True)
     reports = ReportPipe.of(given["reports"])

@@ -31,13 +31,13 @@ class Bundle:
         self._store = store
         self._prefix = prefix
 
-    def text(self) -> bytes | None:
+    def manifest_text(self) -> bytes | None:
         """Read the manifest's text; None if there is no bundle. Raises StateError or StorageError."""
         return read_manifest(self._store, self._prefix)
 
     def manifest(self) -> Manifest | None:
         """Read the manifest; None if there is no bundle. Raises StateError or StorageError."""
-        text = self.text()
+        text = self.manifest_text()
         return None if text is None else Manifest.parse(text)
 
     def objection(self, trust: Trust, text: bytes, manifest: Manifest) -> str | None:
@@ -55,8 +55,8 @@ class Bundle:
         Raises StateError if it is missing, damaged, or larger than a quarter of the free memory.
         """
         if artifact.inline is not None:
-            return bytes(verified(artifact, artifact.inline))
-        buffer = bytearray(checked_size(artifact))
+            return bytes(check_blob(artifact, artifact.inline))
+        buffer = bytearray(check_size(artifact))
         self.read_into(artifact, memoryview(buffer))
         return bytes(buffer)
 
@@ -81,17 +81,17 @@ class Bundle:
                     list(pool.map(piece, starts))
         except StorageError as error:
             raise StateError(f"its blob cannot be read: {error}") from None
-        verified(artifact, buffer)
+        check_blob(artifact, buffer)
 
 
-def checked_size(artifact: Artifact) -> int:
+def check_size(artifact: Artifact) -> int:
     """Return the blob's size. Raises StateError if it would take too much of the free memory."""
     if artifact.size > (room := min(int(memory_available_bytes() * _MEMORY_SHARE), _LARGEST_BYTES)):
         raise StateError(f"its blob is said to have {artifact.size:,} bytes, expected at most {room:,}")
     return artifact.size
 
 
-def verified(artifact: Artifact, data: bytes | memoryview) -> bytes | memoryview:
+def check_blob(artifact: Artifact, data: bytes | memoryview) -> bytes | memoryview:
     """Return the data unchanged if it has the artifact's size and digest. Raises StateError if not."""
     if len(data) != artifact.size:
         raise StateError(f"its blob has {len(data):,} bytes, expected {artifact.size:,}; materialize again")
@@ -100,4 +100,4 @@ def verified(artifact: Artifact, data: bytes | memoryview) -> bytes | memoryview
     return data
 
 
-__all__ = ["Bundle", "checked_size", "verified"]
+__all__ = ["Bundle", "check_blob", "check_size"]
