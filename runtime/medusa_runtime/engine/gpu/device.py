@@ -81,7 +81,7 @@ class BundledGraphs:
 
     def quarantine(self, reason: str) -> bool:
         """Record that the graphs break a CUDA context. Returns False if that cannot be written."""
-        return self._quarantine.note(self._digest, reason)
+        return self._quarantine.add(self._digest, reason)
 
 
 class Gpu:

@@ -114,7 +114,7 @@ class CudaDriver(Driver):
         super().__init__(file)
         self._bound: dict[str, Any] = {}
 
-    def bound(self, function: str) -> Any:
+    def bind(self, function: str) -> Any:
         """Return the function itself, which returns its CUresult. This is for loops of tens of thousands of calls."""
         bound = self._bound.get(function)
         if bound is None:
@@ -133,7 +133,7 @@ class CudaDriver(Driver):
 
     def result(self, function: str, *arguments: Any) -> int:
         """Call a function that may fail, and return its CUresult."""
-        return int(self.bound(function)(*arguments))
+        return int(self.bind(function)(*arguments))
 
     def call(self, function: str, *arguments: Any) -> None:
         self.check(function, self.result(function, *arguments))

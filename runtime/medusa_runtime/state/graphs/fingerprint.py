@@ -53,7 +53,7 @@ def mapped_libraries() -> dict[str, Path]:
     return found
 
 
-def compare(recorded: Mapping[str, str], here: Mapping[str, str]) -> None:
+def check_fingerprint(recorded: Mapping[str, str], here: Mapping[str, str]) -> None:
     """Raise GraphMismatch if two fingerprints differ. It names the GPU first, then the driver, then anything else."""
     differing = [key for key in sorted({*recorded, *here}) if recorded.get(key) != here.get(key)]
     # Many libraries are loaded at their first use, so only those that are loaded in both processes count.

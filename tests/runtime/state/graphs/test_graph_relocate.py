@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 from medusa_runtime.state.graphs import Blueprints, GraphMismatch, MemoryRange, RangeKind, Reason
 from medusa_runtime.state.graphs.blueprint import Edge, GraphBlueprint, KernelRecord, Node
-from medusa_runtime.state.graphs.fingerprint import compare
-from medusa_runtime.state.graphs.materialization.relocate import prove
+from medusa_runtime.state.graphs.fingerprint import check_fingerprint
+from medusa_runtime.state.graphs.materialization.relocate import find_relocations
 from medusa_runtime.state.graphs.placement import _spans
 
 WEIGHTS, POOL, NEXT = 0x6000_0000_0000, 0x6000_1000_0000, 0x6000_1000_1000
@@ -34,7 +34,7 @@ def dump(words: list[int], ranges: tuple[MemoryRange, ...] = RANGES) -> Blueprin
 
 
 def found(first: list[int], second: list[int]) -> list[tuple[int, str, int]]:
-    proof = prove(dump(first), dump(second, ELSEWHERE))
+    proof = find_relocations(dump(first), dump(second, ELSEWHERE))
     (graph,) = proof.blueprints.graphs
     return [(r.position, RANGES[r.memory_range].name, r.offset) for r in graph.relocations]
 
@@ -64,7 +64,7 @@ def test_what_nobody_named_is_known_by_what_points_to_it() -> None:
 
     a, b, c = 0x7F00_0000_0000, 0x7F00_0100_0000, 0x7F00_0200_0000
     first = made([a, b], [a + 8, b, a])
-    graph = prove(first, made([b, c, a], [c + 8, a, c])).blueprints.graphs[0]
+    graph = find_relocations(first, made([b, c, a], [c + 8, a, c])).blueprints.graphs[0]
     assert [(r.position, r.memory_range, r.offset) for r in graph.relocations] == [(0, 0, 8), (8, 1, 0), (16, 0, 0)]
     assert graph.pinned == ()
     for other in (
@@ -73,7 +73,7 @@ def test_what_nobody_named_is_known_by_what_points_to_it() -> None:
         made([b, c], [b + 16, c, b]),
         made([b, c], [b + 8, c, b], size=0x200),
     ):
-        proof = prove(first, other)
+        proof = find_relocations(first, other)
         assert proof.words["opaque"] >= 1
         (graph,) = proof.blueprints.graphs
         assert graph.pinned, "right only where it was captured"
@@ -87,7 +87,7 @@ def test_addresses_of_the_processs_own_memory_are_stale() -> None:
     def pinned(one: int, two: int) -> bool:
         first = replace(dump([one, WEIGHTS]), host=heaps[0])
         second = replace(dump([two, OTHER["weights"]], ELSEWHERE), host=heaps[1])
-        (graph,) = prove(first, second).blueprints.graphs
+        (graph,) = find_relocations(first, second).blueprints.graphs
         return bool(graph.pinned)
 
     assert not pinned(0x1A0_0010, 0x2A0_0040)
@@ -116,29 +116,29 @@ def test_addresses_of_what_was_given_back_are_stale() -> None:
     free = MemoryRange("free 256 0", RangeKind.FREE, 0x7000_0000, 0x100)
     first = dump([free.address + 8, WEIGHTS], (*RANGES, free))
     moved = free._replace(name="free 512 0", address=0x9000_0000, size=0x200)
-    proof = prove(first, dump([moved.address + 64, OTHER["weights"]], (*ELSEWHERE, moved)))
+    proof = find_relocations(first, dump([moved.address + 64, OTHER["weights"]], (*ELSEWHERE, moved)))
     assert proof.words == {"stale": 1, "pointer": 1}
     assert proof.blueprints.graphs[0].pinned == ()
-    lost = prove(first, dump([0x9000_0000, OTHER["weights"]], ELSEWHERE))
+    lost = find_relocations(first, dump([0x9000_0000, OTHER["weights"]], ELSEWHERE))
     assert lost.opaque == {"k": 1}
     assert lost.blueprints.used_ranges() == {0, 1, 2}, "what is pinned is placed, and free memory is not"
 
 
 def test_stale_words_of_the_stack_are_kept() -> None:
-    proof = prove(dump([0x7FFC_1234_5678]), dump([0x7FFD_0000_1238], ELSEWHERE))
+    proof = find_relocations(dump([0x7FFC_1234_5678]), dump([0x7FFD_0000_1238], ELSEWHERE))
     assert proof.words == {"stale": 1}
     assert proof.blueprints.graphs[0].pinned == ()
 
 
 def test_unexplained_words_pin_the_graph() -> None:
-    proof = prove(dump([0x1234_0000_0000]), dump([0x1234_0000_0040], ELSEWHERE))
+    proof = find_relocations(dump([0x1234_0000_0000]), dump([0x1234_0000_0040], ELSEWHERE))
     assert proof.words == {"opaque": 1}
     assert proof.blueprints.graphs[0].pinned == (0, 1, 2)
 
 
 def test_a_range_that_did_not_move_is_pinned() -> None:
     unmoved = (RANGES[0], *ELSEWHERE[1:])
-    proof = prove(dump([WEIGHTS + 8, POOL]), dump([WEIGHTS + 8, OTHER["pool"]], unmoved))
+    proof = find_relocations(dump([WEIGHTS + 8, POOL]), dump([WEIGHTS + 8, OTHER["pool"]], unmoved))
     (graph,) = proof.blueprints.graphs
     assert len(graph.relocations) == 2
     assert graph.pinned == (0,)
@@ -156,7 +156,7 @@ def test_a_range_that_did_not_move_is_pinned() -> None:
 )
 def test_words_that_the_captures_do_not_agree_on(first: int, second: int) -> None:
     """The first capture's word is right with all memory where it was then, whatever the other one has there."""
-    proof = prove(dump([first, NEXT]), dump([second, OTHER["next"]], ELSEWHERE))
+    proof = find_relocations(dump([first, NEXT]), dump([second, OTHER["next"]], ELSEWHERE))
     assert proof.words == {"opaque": 1, "pointer": 1}
     assert proof.opaque == {"k": 1}
     (graph,) = proof.blueprints.graphs
@@ -170,7 +170,7 @@ def test_memory_that_no_word_points_to_is_not_pinned() -> None:
     moved = [one._replace(address=one.address + 0x1000) for one in blocks]
     words = [0x1234_0000_0000, blocks[0].address, blocks[1].address + 8]
     others = [0x1234_0000_0040, moved[0].address, moved[1].address + 16]
-    (graph,) = prove(dump(words, (*RANGES, *blocks)), dump(others, (*ELSEWHERE, *moved))).blueprints.graphs
+    (graph,) = find_relocations(dump(words, (*RANGES, *blocks)), dump(others, (*ELSEWHERE, *moved))).blueprints.graphs
     assert graph.pinned == (0, 1, 2, 3, 4)
 
 
@@ -180,14 +180,14 @@ def test_variables_of_images_lie_elsewhere_in_any_process() -> None:
     other = variable._replace(address=0x5600_0000_0000)
     first, second = (*RANGES, variable), (*ELSEWHERE, other)
     for one, two in ((variable.address, OTHER["pool"]), (POOL, other.address), (variable.address, other.address + 8)):
-        (why,) = prove(dump([one], first), dump([two], second)).blueprints.refused.values()
+        (why,) = find_relocations(dump([one], first), dump([two], second)).blueprints.refused.values()
         assert why.startswith("not-deterministic: two captures differ: a parameter of node 0 points to 0x6")
 
 
 def test_the_pool_at_a_chosen_address_is_one_range_of_any_size() -> None:
     first = MemoryRange("graph pool", RangeKind.SLAB, 0x6800_0000_0000, 4 << 20)
     second = MemoryRange("graph pool", RangeKind.SLAB, 0x5A00_0000_0000, 6 << 20)
-    proof = prove(dump([first.address + 640], (first,)), dump([second.address + 640], (second,)))
+    proof = find_relocations(dump([first.address + 640], (first,)), dump([second.address + 640], (second,)))
     (graph,) = proof.blueprints.graphs
     assert [(r.memory_range, r.offset) for r in graph.relocations] == [(0, 640)]
     assert graph.pinned == ()
@@ -201,9 +201,11 @@ def test_a_copy_that_leads_elsewhere_in_the_other_capture() -> None:
         blob = struct.pack("<QQIIQQ", address, 0, 0, 4, 1, 1)
         return Blueprints(ranges=ranges, graphs=(GraphBlueprint("g", (node,), (), blob),))
 
-    (graph,) = prove(made(POOL + 512, RANGES), made(OTHER["pool"], ELSEWHERE)).blueprints.graphs
+    (graph,) = find_relocations(made(POOL + 512, RANGES), made(OTHER["pool"], ELSEWHERE)).blueprints.graphs
     assert graph.pinned == (0, 1, 2)
-    (why,) = prove(made(0x1234_5678_0000, RANGES), made(OTHER["pool"], ELSEWHERE)).blueprints.refused.values()
+    (why,) = find_relocations(
+        made(0x1234_5678_0000, RANGES), made(OTHER["pool"], ELSEWHERE)
+    ).blueprints.refused.values()
     assert why == "foreign-pointer: node 0 is at no range's address"
 
 
@@ -217,7 +219,7 @@ def test_shapes_that_differ() -> None:
         replace(two, graphs=(replace(graph, nodes=(*graph.nodes, *graph.nodes), edges=(Edge(0, 1, bytes(8)),)),)),
     ]
     for other in others:
-        assert prove(one, other).blueprints.refused["g"].startswith("not-deterministic")
+        assert find_relocations(one, other).blueprints.refused["g"].startswith("not-deterministic")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -249,7 +251,7 @@ def test_words_of_a_parameter_are_aligned_to_the_parameters_block() -> None:
         blob = bytes(16) + struct.pack("<II", 1, 2) + struct.pack("<QQ", address, 5)
         return Blueprints(ranges=ranges, kernels=(kernel,), graphs=(GraphBlueprint("g", (node,), (), blob),))
 
-    proof = prove(made(WEIGHTS, RANGES), made(OTHER["weights"], ELSEWHERE))
+    proof = find_relocations(made(WEIGHTS, RANGES), made(OTHER["weights"], ELSEWHERE))
     assert [r.position for r in proof.blueprints.graphs[0].relocations] == [24]
 
 
@@ -269,13 +271,13 @@ def test_ranges_on_one_page_are_mapped_together() -> None:
 
 def test_fingerprints() -> None:
     here = {"gpu": "H200", "driver": "13000", "torch": "2.13", "library.libcublas.so.13": "100"}
-    compare(here, here)
-    compare({**here, "library.libcudnn.so.9": "7"}, here)  # loaded at its first use
+    check_fingerprint(here, here)
+    check_fingerprint({**here, "library.libcudnn.so.9": "7"}, here)  # loaded at its first use
     for key, reason in [("gpu", Reason.GPU), ("driver", Reason.DRIVER), ("torch", Reason.LIBRARY)]:
         with pytest.raises(GraphMismatch) as caught:
-            compare({**here, key: "other", "aaa": "1"}, {**here, "aaa": "1"})
+            check_fingerprint({**here, key: "other", "aaa": "1"}, {**here, "aaa": "1"})
         assert caught.value.reason == reason
     with pytest.raises(GraphMismatch, match=r"made for library.libcublas.so.13 99, this is 100"):
-        compare({**here, "library.libcublas.so.13": "99"}, here)
+        check_fingerprint({**here, "library.libcublas.so.13": "99"}, here)
     with pytest.raises(GraphMismatch, match="gpu: made for gpu H200, this is none"):
-        compare(here, {"driver": "1"})
+        check_fingerprint(here, {"driver": "1"})

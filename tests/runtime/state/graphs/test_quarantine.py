@@ -32,7 +32,7 @@ def of(bundle: Path, environ: dict[str, str]) -> Quarantine:
 
 def test_the_next_process_knows(bundle: Path, environ: dict[str, str]) -> None:
     assert of(bundle, environ).reason(DIGEST) is None
-    assert of(bundle, environ).note(DIGEST, "an illegal address")
+    assert of(bundle, environ).add(DIGEST, "an illegal address")
     assert of(bundle, environ).reason(DIGEST) == "an illegal address"
     assert of(bundle, {}).reason(DIGEST) == "an illegal address", "another machine that shares the folder"
     assert Quarantine(Settings(state=f"file://{bundle}"), environ).reason(DIGEST)
@@ -45,7 +45,7 @@ def test_the_next_process_knows(bundle: Path, environ: dict[str, str]) -> None:
 def test_a_model_named_in_another_way_has_the_same_marks(tmp_path: Path, environ: dict[str, str], named: str) -> None:
     bundle = tmp_path / "a model/.medusa"
     bundle.mkdir(parents=True)
-    assert of(bundle, environ).note(DIGEST, "an illegal address")
+    assert of(bundle, environ).add(DIGEST, "an illegal address")
     model = named.format(model=bundle.parent, encoded=str(bundle.parent).replace(" ", "%20"))
     assert Quarantine(Settings(model=model), {}).reason(DIGEST) == "an illegal address"
 
@@ -53,25 +53,25 @@ def test_a_model_named_in_another_way_has_the_same_marks(tmp_path: Path, environ
 def test_it_holds_for_that_bundle_and_driver_only(
     bundle: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of(bundle, environ).note(DIGEST, "an illegal address")
+    of(bundle, environ).add(DIGEST, "an illegal address")
     assert of(bundle, environ).reason(OTHER) is None
     monkeypatch.setattr(quarantine, "driver_version", lambda: "590.1")
     assert of(bundle, environ).reason(DIGEST) is None
-    of(bundle, environ).note(OTHER, "a misaligned address")
+    of(bundle, environ).add(OTHER, "a misaligned address")
     assert set(json.loads((bundle / FILE).read_text())) == {OTHER}, "the other driver's mark is of no use any more"
 
 
 @pytest.mark.parametrize("model", ["s3://bucket/model", "/nowhere/model", None])
 def test_a_folder_that_cannot_be_written(environ: dict[str, str], tmp_path: Path, model: str | None) -> None:
     settings = Settings(model=model)
-    assert Quarantine(settings, environ).note(DIGEST, "a fault")
+    assert Quarantine(settings, environ).add(DIGEST, "a fault")
     assert (tmp_path / "home/.cache/medusa" / FILE).exists()
     assert Quarantine(settings, environ).reason(DIGEST) == "a fault"
 
 
 def test_without_a_home(environ: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "home").write_text("a file")
-    assert Quarantine(Settings(model="s3://bucket/model"), environ).note(DIGEST, "a fault")
+    assert Quarantine(Settings(model="s3://bucket/model"), environ).add(DIGEST, "a fault")
     assert (tmp_path / f"medusa-{os.getuid()}" / FILE).exists()
     assert Quarantine(Settings(model="s3://bucket/model"), {"TMPDIR": str(tmp_path)}).reason(DIGEST) == "a fault"
 
@@ -79,7 +79,7 @@ def test_without_a_home(environ: dict[str, str], tmp_path: Path) -> None:
 def test_nowhere_to_write(tmp_path: Path, environ: dict[str, str]) -> None:
     (tmp_path / "home").write_text("a file")
     (tmp_path / f"medusa-{os.getuid()}").write_text("another")
-    assert not Quarantine(Settings(model="s3://bucket/model"), environ).note(DIGEST, "a fault")
+    assert not Quarantine(Settings(model="s3://bucket/model"), environ).add(DIGEST, "a fault")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_nowhere_to_write(tmp_path: Path, environ: dict[str, str]) -> None:
 def test_damaged_marks_are_none(bundle: Path, environ: dict[str, str], text: str) -> None:
     (bundle / FILE).write_text(text)
     assert of(bundle, environ).reason(DIGEST) is None
-    assert of(bundle, environ).note(DIGEST, "a fault")
+    assert of(bundle, environ).add(DIGEST, "a fault")
     assert of(bundle, environ).reason(DIGEST) == "a fault"
 
 
@@ -102,7 +102,7 @@ def test_inspect_tells_it(tmp_path: Path, environ: dict[str, str]) -> None:
     settings = Settings(state=str(tmp_path), device="cpu")
     artifact = Artifact(CUDA_GRAPHS.name, {}, DIGEST, 5)
     (tmp_path / "manifest.json").write_bytes(Manifest((artifact,)).to_json())
-    Quarantine(settings, environ).note(DIGEST, "an illegal address")
+    Quarantine(settings, environ).add(DIGEST, "an illegal address")
     try:
         found = summarize(checkpoint, settings, verify=False)
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from medusa_runtime.state.graphs import Blueprints, MemoryRange, RangeKind
 from medusa_runtime.state.graphs.blueprint import GraphBlueprint, KernelRecord, Node
-from medusa_runtime.state.graphs.materialization.relocate import prove
+from medusa_runtime.state.graphs.materialization.relocate import find_relocations
 from medusa_runtime.state.graphs.tensor_map import MAP_BYTES, addresses
 
 OTHER_BASE = 0x580000000000
@@ -66,7 +66,7 @@ def test_a_map_anywhere_in_a_structure_is_relocated(before: int) -> None:
         dump(memory_range, 0x400, before=before, behind=pointer)
         for memory_range, pointer in zip((RANGES[0], ELSEWHERE[0]), pointers, strict=True)
     )
-    proof = prove(one, two, split)
+    proof = find_relocations(one, two, split)
     (graph,) = proof.blueprints.graphs
     found = [(r.position, r.offset, r.map) for r in graph.relocations]
     assert found == [(8 * before, 0x400, True), (8 * before + MAP_BYTES, 64, False)]
@@ -75,7 +75,7 @@ def test_a_map_anywhere_in_a_structure_is_relocated(before: int) -> None:
 
 
 def test_a_map_that_moved_otherwise_is_not() -> None:
-    proof = prove(dump(RANGES[0], 0x400), dump(ELSEWHERE[0], 0x410), split)
+    proof = find_relocations(dump(RANGES[0], 0x400), dump(ELSEWHERE[0], 0x410), split)
     (graph,) = proof.blueprints.graphs
     assert graph.relocations == ()
     assert graph.pinned == (0,)
@@ -84,7 +84,7 @@ def test_a_map_that_moved_otherwise_is_not() -> None:
 
 def test_a_map_into_memory_that_did_not_move_pins_it() -> None:
     """Its bytes are those of a constant, and right only where its range is the same."""
-    (graph,) = prove(dump(RANGES[0], 0x400), dump(RANGES[0], 0x400), split).blueprints.graphs
+    (graph,) = find_relocations(dump(RANGES[0], 0x400), dump(RANGES[0], 0x400), split).blueprints.graphs
     assert graph.pinned == (0,)
 
 

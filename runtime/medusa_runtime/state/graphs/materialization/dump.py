@@ -220,7 +220,7 @@ class _Reader:
             values[offset : offset + length] = ctypes.string_at(source, length)
         blob += values
         attributes = self._attributes(handle)
-        self._allow(record, params.shared_bytes, dict(attributes).get(_CLUSTER, b""))
+        self._record_limits(record, params.shared_bytes, dict(attributes).get(_CLUSTER, b""))
         if attributes not in self.sets:
             self.sets.append(attributes)
         grid, block = tuple(params.grid), tuple(params.block)
@@ -261,7 +261,7 @@ class _Reader:
         library = self._driver.optional("cuKernelGetLibrary", params.kern) if params.kern else 0
         return [handle for handle in (module, library) if handle]
 
-    def _allow(self, record: int, shared_bytes: int, cluster: bytes) -> None:
+    def _record_limits(self, record: int, shared_bytes: int, cluster: bytes) -> None:
         """Record that a kernel may use what this launch used, on whichever handle it was allowed."""
         attributes = dict(self.kernels[record].attributes)
         if attributes.get(_DYNAMIC_SHARED, 0) < shared_bytes:

@@ -16,7 +16,7 @@ from .dump import REGISTERS
 from .images import ImageStore
 from .memory_ranges import RangeMap
 from .poison import permanent_contents
-from .relocate import prove
+from .relocate import find_relocations
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +53,13 @@ def materialize_graphs(
     one. It proves which words are pointers. Without it, graphs can only be restored at their captured addresses. A
     graph that cannot be materialized is in ``refused`` with the reason, which is also logged.
     """
-    proof = prove(_with_images(dump, capture.images), second, replacer(driver))
-    logger.info("words of %d graphs: %s", len(proof.blueprints.graphs), dict(proof.words))
-    for kernel, count in proof.opaque.items():
+    result = find_relocations(_with_images(dump, capture.images), second, replacer(driver))
+    logger.info("words of %d graphs: %s", len(result.blueprints.graphs), dict(result.words))
+    for kernel, count in result.opaque.items():
         logger.warning(
             "%d graphs only fit where they were captured: %s has a word that two captures do not explain", count, kernel
         )
-    blueprints = _without(proof.blueprints, _foreign(driver, proof.blueprints, capture.reads_host))
+    blueprints = _refuse(result.blueprints, _foreign_pointers(driver, result.blueprints, capture.reads_host))
     captured = [memory_range.address for memory_range in blueprints.ranges]
     replayer = Replayer(driver, lambda piece: captured[piece.memory_range] + piece.offset, capture.stream)
     blueprints = _with_references(blueprints, capture, replayer)
@@ -67,7 +67,7 @@ def materialize_graphs(
     try:
         contents = permanent_contents(blueprints, capture.launches, replayer)
     except GraphMismatch as mismatch:
-        blueprints = _without(blueprints, {graph.key: str(mismatch) for graph in blueprints.graphs})
+        blueprints = _refuse(blueprints, {graph.key: str(mismatch) for graph in blueprints.graphs})
     images = _images(blueprints, capture.images)
     contents = (*dump.contents, *contents)
     blueprints = replace(blueprints, host=(), contents=contents, fingerprint=dict(capture.fingerprint), images=images)
@@ -85,7 +85,7 @@ def _with_images(blueprints: Blueprints, images: ImageStore) -> Blueprints:
     return replace(blueprints, kernels=tuple(kernels))
 
 
-def _foreign(driver: CudaDriver, blueprints: Blueprints, reads_host: bool) -> dict[str, str]:
+def _foreign_pointers(driver: CudaDriver, blueprints: Blueprints, reads_host: bool) -> dict[str, str]:
     """Return, by key, the reason for each graph with a device address in no known range, such as a library's own."""
     known: dict[int, bool] = {}
     free, used = RangeMap(blueprints.ranges, free=True), RangeMap(blueprints.ranges)
@@ -112,7 +112,7 @@ def _foreign(driver: CudaDriver, blueprints: Blueprints, reads_host: bool) -> di
     return found
 
 
-def _without(blueprints: Blueprints, refused: Mapping[str, str]) -> Blueprints:
+def _refuse(blueprints: Blueprints, refused: Mapping[str, str]) -> Blueprints:
     graphs = tuple(graph for graph in blueprints.graphs if graph.key not in refused)
     return replace(blueprints, graphs=graphs, refused={**blueprints.refused, **refused})
 

@@ -35,7 +35,7 @@ def permanent_contents(blueprints: Blueprints, launches: Mapping[str, Launch], r
         scratch = [piece for number, piece in enumerate(saved) if number not in needed]
         contents = tuple(piece for number, piece in enumerate(saved) if number in needed)
         for graph in launched:
-            if not _right(graph, launches[graph.key], replayer, saved, scratch):
+            if not _is_correct(graph, launches[graph.key], replayer, saved, scratch):
                 raise GraphMismatch(Reason.CONTENTS, f"{graph.key} reads memory that no pointer of it leads to")
     finally:
         replayer.write(saved)
@@ -51,7 +51,7 @@ def _needed(graph: GraphBlueprint, launch: Launch, replayer: Replayer, saved: Se
     waiting = [range(len(saved))]
     while waiting:
         tried = waiting.pop()
-        if not tried or _right(graph, launch, replayer, saved, [saved[number] for number in tried]):
+        if not tried or _is_correct(graph, launch, replayer, saved, [saved[number] for number in tried]):
             continue
         if len(tried) == 1:
             found.add(tried[0])
@@ -61,7 +61,7 @@ def _needed(graph: GraphBlueprint, launch: Launch, replayer: Replayer, saved: Se
     return found
 
 
-def _right(
+def _is_correct(
     graph: GraphBlueprint, launch: Launch, replayer: Replayer, saved: Sequence[Piece], poisoned: Sequence[Piece]
 ) -> bool:
     """Return whether a replay gives the reference outputs with these pieces overwritten."""
@@ -79,7 +79,7 @@ def _pieces(blueprints: Blueprints) -> tuple[Piece, ...]:
     If a graph pins a range, not all pointers into it are known, so the bytes before the first one are a piece, too.
     """
     cuts: dict[int, set[int]] = {}
-    given = {
+    reference = {
         (piece.memory_range, piece.offset) for graph in blueprints.graphs for piece in (*graph.inputs, *graph.outputs)
     }
     for graph in blueprints.graphs:
@@ -93,6 +93,6 @@ def _pieces(blueprints: Blueprints) -> tuple[Piece, ...]:
     for memory_range, offsets in cuts.items():
         ends = sorted({*offsets, blueprints.ranges[memory_range].size})
         for start, stop in pairwise(ends):
-            if (memory_range, start) not in given:
+            if (memory_range, start) not in reference:
                 pieces.append(Piece(memory_range, start, bytes(stop - start)))
     return tuple(pieces)

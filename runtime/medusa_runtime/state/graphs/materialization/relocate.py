@@ -25,7 +25,7 @@ _UNNAMED = (RangeKind.SLAB, RangeKind.WORKSPACE)
 _NOT_PLACED = (RangeKind.MODULE, RangeKind.FREE)
 
 
-class Proof(NamedTuple):
+class RelocationResult(NamedTuple):
     """The graphs with their relocations, and counts of their words.
 
     ``words`` counts words by kind: "pointer", "map" (a tensor map), "constant", "stale" (an address of the host, or of
@@ -38,7 +38,9 @@ class Proof(NamedTuple):
     opaque: Counter[str]
 
 
-def prove(first: Blueprints, second: Blueprints | None, replace_address: Replace = lambda data, address: None) -> Proof:
+def find_relocations(
+    first: Blueprints, second: Blueprints | None, replace_address: Replace = lambda data, address: None
+) -> RelocationResult:
     """Add relocations to the graphs of ``first``.
 
     ``second`` has the same graphs, captured with the ranges elsewhere. Without it, or for a range that did not move,
@@ -62,7 +64,7 @@ def prove(first: Blueprints, second: Blueprints | None, replace_address: Replace
             opaque.update(comparison.opaque)
         except GraphMismatch as mismatch:
             refused[graph.key] = str(mismatch)
-    return Proof(replace(first, graphs=tuple(graphs), refused=refused), words, opaque)
+    return RelocationResult(replace(first, graphs=tuple(graphs), refused=refused), words, opaque)
 
 
 class _Pairs:

@@ -61,7 +61,7 @@ def construct(
     made = driver.handle("cuGraphCreate", 0)
     node: Node | None = None
     nodes = (c_uint64 * max(len(graph.nodes), 1))()
-    first, add_kernel = addressof(nodes), driver.bound("cuGraphAddKernelNode_v2")
+    first, add_kernel = addressof(nodes), driver.bind("cuGraphAddKernelNode_v2")
     pointers, params = _packed(blueprints, graph, kernels, base, context)
     at = addressof(params)
     try:

@@ -57,7 +57,7 @@ class KernelFinder:
                     raise GraphMismatch(Reason.KERNEL_MISSING, f"{record.name} is not in its image: {error}") from error
             else:
                 handle = self._by_trigger(record, graph)
-            allow(self._driver, handle, record)
+            set_function_attributes(self._driver, handle, record)
             self._found[number] = handle
         return self._found[number]
 
@@ -160,7 +160,7 @@ class KernelFinder:
         return *describe(self._driver, func=handle.func, kern=0), tuple(values)
 
 
-def allow(driver: CudaDriver, handle: KernelHandle, record: KernelRecord) -> None:
+def set_function_attributes(driver: CudaDriver, handle: KernelHandle, record: KernelRecord) -> None:
     """Set the attributes that a kernel's nodes need, such as more than 48 KiB of dynamic shared memory.
 
     They are set on the kernel and on its function in this context, because the function does not inherit them.

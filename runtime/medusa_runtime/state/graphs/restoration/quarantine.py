@@ -36,7 +36,7 @@ class Quarantine:
         folders = []
         if url and scheme_of(url) in ("", "file"):
             folders.append(LocalStore(url, check=False).local_path(name))
-        self._given = len(folders)  # 1 with a bundle's own folder, which must not be created here
+        self._existing_only = len(folders)  # 1 with a bundle's own folder, which must not be created here
         if cache := environ.get("XDG_CACHE_HOME") or (environ.get("HOME") and environ["HOME"] + "/.cache"):
             folders.append(Path(cache) / "medusa")
         self._folders = [*folders, Path(environ.get("TMPDIR") or tempfile.gettempdir()) / f"medusa-{os.getuid()}"]
@@ -49,13 +49,13 @@ class Quarantine:
                 return entry["reason"]
         return None
 
-    def note(self, digest: str, reason: str) -> bool:
+    def add(self, digest: str, reason: str) -> bool:
         """Write a mark, and drop those of other drivers. Return False if no folder can be written to."""
         entry = {"driver": driver_version(), "reason": reason[:_REASON_CHARACTERS]}
         for folder in self._folders:
             kept = {key: old for key, old in self._read(folder).items() if old["driver"] == entry["driver"]}
             try:
-                if self._folders.index(folder) >= self._given:
+                if self._folders.index(folder) >= self._existing_only:
                     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _write(folder, {**kept, digest: entry})
             except OSError as error:

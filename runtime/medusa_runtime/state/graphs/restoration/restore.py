@@ -10,7 +10,7 @@ from functools import partial
 from ....errors import DeviceError, StateError
 from ..blueprint import Blueprints, GraphBlueprint, Piece, RangeKind
 from ..driver import CudaDriver, CudaError
-from ..fingerprint import compare
+from ..fingerprint import check_fingerprint
 from ..mismatch import GraphMismatch, Reason
 from ..placement import Placement
 from ..replay import Replayer
@@ -98,7 +98,7 @@ class GraphRestorer:
         self._filled = False  # whether permanent contents are in place
         try:
             self._blueprints = Blueprints.load(blueprints) if isinstance(blueprints, bytes) else blueprints
-            compare(self._blueprints.fingerprint, fingerprint)
+            check_fingerprint(self._blueprints.fingerprint, fingerprint)
         except StateError as error:
             self._rejected = GraphMismatch(Reason.CORRUPT, str(error))
         except GraphMismatch as mismatch:
@@ -147,9 +147,9 @@ class GraphRestorer:
         try:
             replayer = Replayer(self._driver, self._at, self._stream)
             if not self._filled:  # only once, because later the graphs have written there themselves
-                replayer.write(piece for piece in self._blueprints.contents if not self._unloaded(piece))
+                replayer.write(piece for piece in self._blueprints.contents if not self._is_unloaded(piece))
                 self._filled = True
-            wrong = self._differing(replayer, built, validate)
+            wrong = self._first_difference(replayer, built, validate)
         except GraphMismatch as mismatch:
             wrong = mismatch
         except CudaError as error:
@@ -162,7 +162,7 @@ class GraphRestorer:
             self.restored.reject(built, wrong)
         return wrong
 
-    def _differing(self, replayer: Replayer, keys: Sequence[str], validate: str) -> GraphMismatch | None:
+    def _first_difference(self, replayer: Replayer, keys: Sequence[str], validate: str) -> GraphMismatch | None:
         """Return the first difference in outputs. This is MEDUSA §4's validation, here done before the first token."""
         if validate != "all":
             keys = list(dict.fromkeys((keys[0], keys[-1]))) if validate == "ends" else []
@@ -179,7 +179,7 @@ class GraphRestorer:
             return (self._finder.variable(memory_range.name) or 0) + piece.offset
         return self._placement.address(memory_range, piece.offset)
 
-    def _unloaded(self, piece: Piece) -> bool:
+    def _is_unloaded(self, piece: Piece) -> bool:
         """Return whether a piece is in a variable of an image that is neither saved nor loaded here."""
         memory_range = self._blueprints.ranges[piece.memory_range]
         return memory_range.kind == RangeKind.MODULE and self._finder.variable(memory_range.name) is None
