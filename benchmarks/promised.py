@@ -78,5 +78,5 @@ def _targets(promises: Mapping[str, Promise], result: Result) -> list[Target]:
     for name, promise in promises.items():
         median = result.median(name, promise.metric)
         if median is not None:
-            found.append(Target(f"{name}: {promise.text}", median, promise.bind, promise.at_least))
+            found.append(Target(f"{name}: {promise.text}", median, promise.bound, promise.at_least))
     return found
