@@ -103,7 +103,7 @@ def against_eager(machine: Machine, one: Started) -> dict[str, float]:
     worst = 0.0
     fill_cache(one)
     with torch.inference_mode():
-        for size, graph in graphs_of(one):
+        for size, graph in bundled_graphs(one):
             fill(one, size, seed=5)
             graph.replay()
             machine.synchronize()
@@ -116,5 +116,5 @@ def against_eager(machine: Machine, one: Started) -> dict[str, float]:
     return {"worst_relative_difference": worst}
 
 
-def graphs_of(one: Started) -> list[tuple[int, Any]]:
+def bundled_graphs(one: Started) -> list[tuple[int, Any]]:
     return sorted(one.graphs.graphs.items())

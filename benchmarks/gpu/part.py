@@ -107,7 +107,7 @@ def restored(machine: Machine, options: Any) -> dict[str, Any]:
     with started(machine, _settings(options)) as one:
         data = options.bundle.read_bytes()
         began = time.perf_counter()
-        one.graphs.adopt(one.gpu.restored(one.runner.model, one.graphs, data))
+        one.graphs.adopt(one.gpu.restore_graphs(one.runner.model, one.graphs, data))
         machine.synchronize()
         seconds = time.perf_counter() - began
         missing = list(one.graphs.pending)
@@ -125,7 +125,7 @@ def triggered(machine: Machine, options: Any) -> dict[str, Any]:
     with started(machine, _settings(options)) as one:
         data = machine.without_images(options.bundle.read_bytes())
         began = time.perf_counter()
-        one.graphs.adopt(one.gpu.restored(one.runner.model, one.graphs, data))
+        one.graphs.adopt(one.gpu.restore_graphs(one.runner.model, one.graphs, data))
         machine.synchronize()
         restore = {"seconds": time.perf_counter() - began, "graphs": len(one.graphs.graphs)}
         return {"restore": {**restore, "missing": list(one.graphs.pending)}, "hashes": hashes(machine, one)}

@@ -34,7 +34,7 @@ def phase(machine: Machine, settings: Settings, strategy: str, bundle: Path | No
             assert bundle is not None
             one.engine.wait_ready()
             with one.timeline.stage("restore_graphs"):
-                restored = one.gpu.restored(one.runner.model, one.graphs, bundle.read_bytes())
+                restored = one.gpu.restore_graphs(one.runner.model, one.graphs, bundle.read_bytes())
                 one.graphs.adopt(restored)
                 machine.synchronize()
         else:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from medusa_runtime.device.cupti import ModuleRecorder
 from medusa_runtime.engine.gpu.capture import CudaCapturer, CudaGraph
-from medusa_runtime.engine.gpu.graph_memory import other_ranges
+from medusa_runtime.engine.gpu.graph_memory import unnamed_ranges
 from medusa_runtime.engine.gpu.graph_pool import OTHER_POOL_BASE, POOL_BASE, open_pool
 from medusa_runtime.engine.gpu.placed_memory import BASE, PlacedMemory
 from medusa_runtime.state.graphs import CudaDriver, ImageStore, MemoryRange
@@ -114,7 +114,7 @@ class DeviceGround:
         if self.pool is not None:
             known.append(self.pool.memory_range)
         segments: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return [*known, *other_ranges(known, segments, self._capturer.pool)]
+        return [*known, *unnamed_ranges(known, segments, self._capturer.pool)]
 
     def images(self) -> ImageStore:
         if self._recorder is None or self._recorder.error is not None:

@@ -62,7 +62,7 @@ def _record(settings: Settings, *, shifted: bool) -> tuple[Any, Any, Any]:
     from medusa_runtime.state.graphs import CudaDriver
 
     from ..engine import VllmEngine
-    from .graph_state import VllmGraphState, obstacle
+    from .graph_state import VllmGraphState, materialize_obstacle
     from .recording import Recording
     from .worker import GpuWorker
 
@@ -73,7 +73,7 @@ def _record(settings: Settings, *, shifted: bool) -> tuple[Any, Any, Any]:
     load(engine)
     if recording.manager is None or not recording.inputs:
         raise EngineError("vLLM has captured no full graph of a decode here; see its log for why")
-    if reason := obstacle(recording.runner, recording.manager):
+    if reason := materialize_obstacle(recording.runner, recording.manager):
         raise EngineError(f"vLLM's CUDA graphs are captured at each start: {reason}")
     return recording, recording.state, engine
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from medusa_runtime.engine.gpu.graph_memory import Segments, other_ranges
+from medusa_runtime.engine.gpu.graph_memory import Segments, unnamed_ranges
 from medusa_runtime.engine.gpu.graph_pool import GraphPool
 from medusa_runtime.errors import DeviceError
 from medusa_runtime.state.graphs import (
@@ -57,7 +57,7 @@ _REFERENCE_ROWS = 16
 _PLACED = (RangeKind.SLAB, RangeKind.WORKSPACE)
 
 
-def obstacle(runner: Any, manager: Any) -> str | None:
+def materialize_obstacle(runner: Any, manager: Any) -> str | None:
     """Return why this configuration's graphs are captured at each start; None if they can be materialized."""
     if not (manager.is_first_pp_rank and manager.is_last_pp_rank) or manager.tp_size > 1 or manager.dp_size > 1:
         return "the model is spread over several GPUs"
@@ -114,7 +114,7 @@ class VllmGraphState:
             pool = self._pool.memory_range
             inside = range(pool.address, pool.address + pool.size)
             known = [pool, *(memory_range for memory_range in known if memory_range.address not in inside)]
-        ranges = [*known, *other_ranges(known, self._segments(), self._manager.pool)]
+        ranges = [*known, *unnamed_ranges(known, self._segments(), self._manager.pool)]
         return dump_graphs(self._driver, handles, ranges, images=images)
 
     def materialize(
@@ -371,4 +371,4 @@ def _without_stale_state(made: Blueprints) -> Blueprints:
     return replace(made, graphs=tuple(graphs))
 
 
-__all__ = ["KV_BYTES", "VllmGraphState", "obstacle"]
+__all__ = ["KV_BYTES", "VllmGraphState", "materialize_obstacle"]

@@ -66,7 +66,7 @@ def _fields(description: BatchExecutionDescriptor) -> list[tuple[str, object]]:
     ]
 
 
-def lost(error: Exception) -> bool:
+def context_is_lost(error: Exception) -> bool:
     """Return whether the device's context broke, according to the validation of a restored graph."""
     found = error.__cause__ if isinstance(error, DeviceError) else None
     return isinstance(found, CudaError) and found.sticky
@@ -129,7 +129,7 @@ class _Pieces(CudaGraphManager):  # type: ignore[misc]
             with _only(self._capture_descs, {CUDAGraphMode.PIECEWISE: list(batches)}):
                 return list(self._pieces(create_forward_fn))
         except Exception as error:
-            if lost(error):
+            if context_is_lost(error):
                 raise  # nothing can be captured in this process either
             logger.warning("piecewise CUDA graphs are captured, not restored: %s", error)
             return []
@@ -189,7 +189,7 @@ class GraphManager(ModelCudaGraphManager, _Pieces):  # type: ignore[misc]
             restored: Restored | None = self._restore(self)
             self._triggered.clear()  # their kernels have been found
         except Exception as error:
-            if lost(error):
+            if context_is_lost(error):
                 raise  # nothing can be captured in this process either
             logger.warning("CUDA graphs are captured and not restored: %s: %s", type(error).__name__, error)
             return None
@@ -241,8 +241,8 @@ __all__ = [
     "Replayable",
     "Restore",
     "Restored",
+    "context_is_lost",
     "keeping_nodes",
     "key_of",
-    "lost",
     "remade",
 ]

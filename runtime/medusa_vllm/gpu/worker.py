@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.gpu.device import BundledGraphs, graphs_of
+from medusa_runtime.engine.gpu.device import BundledGraphs, bundled_graphs
 from medusa_runtime.errors import ConfigError, DeviceError, MedusaError
 from medusa_runtime.state.graphs import Blueprints, CudaDriver
 from medusa_runtime.timeline import Timeline
@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from ..weights.attached import Attached
 from .graph_state import KV_BYTES, VllmGraphState
-from .graphs import GraphManager, NoTimeline, Restored, lost
+from .graphs import GraphManager, NoTimeline, Restored, context_is_lost
 from .recording import Recording, RecordingManager
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
             yield
         except DeviceError as error:
             bundled = self._bundled
-            if not lost(error) or bundled is None or not bundled.quarantine(str(error)):
+            if not context_is_lost(error) or bundled is None or not bundled.quarantine(str(error)):
                 raise
             logger.exception("a restored CUDA graph broke the device's context; the next engine captures them")
             os.abort()  # like a crash: the zygote forks another engine
@@ -151,7 +151,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
         )
         if self.parallel_config.world_size > 1:  # these graphs contain messages between ranks
             return None
-        return graphs_of(attached.region, settings)
+        return bundled_graphs(attached.region, settings)
 
     def _graphs_kv_bytes(self) -> int | None:
         """Return the size of the KV cache with which the bundle's graphs were captured. They fit no other."""

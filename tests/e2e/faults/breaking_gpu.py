@@ -56,7 +56,7 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
 
     cuda.triton_obstacle = lambda: "host memory in place of a GPU"  # type: ignore[assignment]
     torch_engine.open_gpu = lambda *_: BreakingGpu()
-    torch_engine.graphs_of = lambda _, settings: BundledGraphs(Bundle(), settings)  # type: ignore[arg-type]
+    torch_engine.bundled_graphs = lambda _, settings: BundledGraphs(Bundle(), settings)  # type: ignore[arg-type]
     return kinds.open_engine(region, settings, timeline)
 
 

@@ -73,7 +73,7 @@ def sizes_for(max_concurrency: int) -> tuple[int, ...]:
     return BATCH_SIZES[: last + 1]
 
 
-def obstacle(model: DecoderModel) -> str | None:
+def capture_obstacle(model: DecoderModel) -> str | None:
     """Return the reason why this model's decode steps cannot be captured; None if they can."""
     rope = getattr(model, "rope", None)
     if rope is not None and rope.config.kind == "dynamic":

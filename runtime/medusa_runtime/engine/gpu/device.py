@@ -36,7 +36,7 @@ def open_gpu(settings: Settings, timeline: Timeline) -> Gpu | None:
         return Gpu()
 
 
-def graphs_of(region: Region, settings: Settings) -> BundledGraphs | None:
+def bundled_graphs(region: Region, settings: Settings) -> BundledGraphs | None:
     """Return the state bundle's graphs; None if there are none, or without ``--graphs restore``."""
     if not region.has_code(file_name(CUDA_GRAPHS.name)):
         return None
@@ -56,7 +56,7 @@ class BundledGraphs:
         self._quarantine = Quarantine(settings, os.environ)
         self._digest = ""
 
-    def has_come(self) -> bool:
+    def has_arrived(self) -> bool:
         """Return whether the blob has arrived, so that ``read`` does not wait."""
         try:
             self._region.code(file_name(CUDA_GRAPHS.name), 0.0)
@@ -118,7 +118,7 @@ class Gpu:
         """Return how many of the ``planned`` blocks the KV cache gets. Subclasses may return fewer."""
         return planned
 
-    def free_beside(self, loader: Loader) -> int:
+    def free_bytes_beside_weights(self, loader: Loader) -> int:
         """Wait until all weights have their addresses, and return the free bytes. Raises the loader's error."""
         loader.wait_placed()
         return int(torch.cuda.mem_get_info(self.device)[0])
@@ -146,7 +146,7 @@ class Gpu:
         pool = open_pool(self.placed.driver, self._graph_base)
         return CudaCapturer(self.device, memory=pool, keep_graph=True)
 
-    def restored(self, model: DecoderModel, graphs: DecodeGraphs, blueprints: bytes) -> Mapping[int, Graph]:
+    def restore_graphs(self, model: DecoderModel, graphs: DecodeGraphs, blueprints: bytes) -> Mapping[int, Graph]:
         """Restore all graphs of a state bundle, and return those that fit by batch size."""
         restorer = self.restorer(model, graphs)
         restorer.begin(blueprints)
@@ -163,7 +163,7 @@ class Gpu:
         self._state = GraphState(model, graphs, self.placed)  # owns the graphs' memory and kernels
         return self._state
 
-    def lost(self, error: Exception) -> bool:
+    def context_is_lost(self, error: Exception) -> bool:
         """Return whether the CUDA context is broken, so that every further call fails. ``error`` was raised last."""
         from ...state.graphs.driver import STICKY, CudaError
 
@@ -172,11 +172,11 @@ class Gpu:
             return True
         return self.placed.driver.result("cuCtxSynchronize") in STICKY
 
-    def abandon(self) -> None:
+    def abort_process(self) -> None:
         """End this process like a crash, so that the zygote forks a new engine. The region keeps the weights."""
         os.abort()
 
-    def working(self) -> AbstractContextManager[object]:
+    def as_default_device(self) -> AbstractContextManager[object]:
         """Return a context manager in which new tensors are made on the device."""
         return self.device
 

@@ -54,7 +54,7 @@ class CudaMemory:
         return max(torch.cuda.max_memory_reserved() - reserved, lost, 0)
 
 
-def forward_bytes(memory: DeviceMemory, model: DecoderModel, cache: KvCache, settings: Settings) -> int:
+def measure_forward_bytes(memory: DeviceMemory, model: DecoderModel, cache: KvCache, settings: Settings) -> int:
     """Return the bytes that a forward of ``max_batched_tokens`` takes beside weights and cache.
 
     It runs a forward, which overwrites the cache.
@@ -67,12 +67,12 @@ def forward_bytes(memory: DeviceMemory, model: DecoderModel, cache: KvCache, set
     return taken * -(-settings.max_batched_tokens // tokens) + logits
 
 
-def measured_plan(
+def measure_kv_plan(
     memory: DeviceMemory, model: DecoderModel, cache: KvCache, settings: Settings, *, graph_bytes: int
 ) -> KvPlan:
     """Make the KV plan for starts on this type of GPU. ``graph_bytes``: what the graphs took when captured."""
     shape = geometry(cache.shape, model.config.max_positions)
-    taken = forward_bytes(memory, model, cache, settings)
+    taken = measure_forward_bytes(memory, model, cache, settings)
     # The memory that is free here says nothing about later starts, so the plan assumes plenty; each start checks.
     asked = replace(settings, kv_cache_mb=None)
     return plan_kv_cache(
@@ -80,4 +80,4 @@ def measured_plan(
     )
 
 
-__all__ = ["CudaMemory", "DeviceMemory", "forward_bytes", "measured_plan"]
+__all__ = ["CudaMemory", "DeviceMemory", "measure_forward_bytes", "measure_kv_plan"]

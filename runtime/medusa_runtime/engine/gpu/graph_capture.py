@@ -52,13 +52,13 @@ def capture(model: str, settings: Settings, folder: Path) -> Path | None:
             "CUDA graphs are materialized for one GPU, found --tensor-parallel above 1; each start captures them"
         )
     asked = replace(settings, model=model, device="cuda", state="none")
-    second, made, result = folder / "second.dump", folder / "unchecked", folder / CUDA_GRAPHS.name
+    second, unchecked, result = folder / "second.dump", folder / "unchecked", folder / CUDA_GRAPHS.name
     run(asked, second)
-    run(asked, made, second)  # for the torch engine this also writes a KV plan into the folder
+    run(asked, unchecked, second)  # for the torch engine this also writes a KV plan into the folder
     if engine_kind(settings.engine).graph_capture == __name__:
-        run(asked, result, made, check=True)
+        run(asked, result, unchecked, check=True)
     else:
-        made.rename(result)  # vLLM's worker checks its graphs when it restores them
+        unchecked.rename(result)  # vLLM's worker checks its graphs when it restores them
     return result if result.exists() else None
 
 
@@ -142,22 +142,22 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
             if second is None:
                 state.dump(capturer, images).save(out)
             else:
-                made = state.materialize(capturer, images, Blueprints.load(second.read_bytes()))
-                made.save(out)
-                print(summary(made))
-                taken += sum(map(len, made.images.values()))  # restoring loads a kernel's image a second time
+                blueprints = state.materialize(capturer, images, Blueprints.load(second.read_bytes()))
+                blueprints.save(out)
+                print(summary(blueprints))
+                taken += sum(map(len, blueprints.images.values()))  # restoring loads a kernel's image a second time
                 _measure(runner, settings, taken, out.with_name(KV_PLAN.name))
         del shifts
 
 
-def _check(settings: Settings, out: Path, made: Path) -> None:
+def _check(settings: Settings, out: Path, unchecked: Path) -> None:
     from .device import Gpu
     from .graph_state import GraphState, summary
 
     gpu = Gpu()
     with _loaded(settings, gpu) as runner:
         assert runner.graphs is not None
-        checked = GraphState(runner.model, runner.graphs, gpu.placed).check(made.read_bytes())
+        checked = GraphState(runner.model, runner.graphs, gpu.placed).check(unchecked.read_bytes())
         checked.save(out)
         logger.info("restored in a process of its own: %s", summary(checked))
 
@@ -193,10 +193,10 @@ def _loaded(settings: Settings, gpu: Gpu) -> Iterator[GpuRunner]:
 
 def _measure(runner: GpuRunner, settings: Settings, graph_bytes: int, out: Path) -> None:
     """Write the KV plan. This runs a large forward; if it fails, only the plan is left out."""
-    from .footprint import CudaMemory, measured_plan
+    from .footprint import CudaMemory, measure_kv_plan
 
     try:
-        plan = measured_plan(CudaMemory(), runner.model, runner.cache, settings, graph_bytes=graph_bytes)
+        plan = measure_kv_plan(CudaMemory(), runner.model, runner.cache, settings, graph_bytes=graph_bytes)
     except (MedusaError, RuntimeError) as error:
         logger.warning("the KV plan is left out, each start computes one: %s", error)
         return

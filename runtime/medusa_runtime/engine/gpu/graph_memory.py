@@ -12,7 +12,7 @@ from ...state.graphs.blueprint import MemoryRange, RangeKind
 Segments = Iterable[Mapping[str, Any]]
 
 
-def other_ranges(named: Iterable[MemoryRange], segments: Segments, pool: tuple[int, int]) -> list[MemoryRange]:
+def unnamed_ranges(named: Iterable[MemoryRange], segments: Segments, pool: tuple[int, int]) -> list[MemoryRange]:
     """Return all memory that torch has allocated beyond the named ranges.
 
     That is the graphs' pool, live blocks (such as cuBLAS's workspaces), and cached blocks that are not in use. The last
@@ -52,4 +52,4 @@ def _blocks(segments: Segments, pool: tuple[int, ...]) -> Iterator[tuple[RangeKi
                 yield RangeKind.WORKSPACE if used else RangeKind.FREE, int(block["address"]), int(block["size"])
 
 
-__all__ = ["Segments", "other_ranges"]
+__all__ = ["Segments", "unnamed_ranges"]

@@ -23,14 +23,14 @@ from ...state.graphs.restoration.restore import GraphRestorer, RestoredGraphs, l
 from ..torch.kv_cache import KV_CACHE
 from .capture import CudaCapturer, CudaGraph
 from .decode_graphs import DecodeGraphs
-from .graph_memory import other_ranges
+from .graph_memory import unnamed_ranges
 from .placed_memory import PlacedMemory
 
 logger = logging.getLogger(__name__)
 
 KV_BLOCKS, _ANY = "kv blocks", "any"
 _REFERENCE_BYTES = 1024  # how much of a row's logits is compared when a restored graph is checked
-_OURS = (RangeKind.SLAB, RangeKind.WORKSPACE)
+_PLACED_KINDS = (RangeKind.SLAB, RangeKind.WORKSPACE)
 
 
 def key_of(size: int) -> str:
@@ -70,10 +70,12 @@ class GraphState:
 
         It is empty if the memory cannot be mapped, and the reason is logged.
         """
-        blueprints = self._fitting(Blueprints.load(data) if isinstance(data, bytes) else data)
+        blueprints = self._without_pinned(Blueprints.load(data) if isinstance(data, bytes) else data)
         used = blueprints.used_ranges()
         wanted = [
-            memory_range for n, memory_range in enumerate(blueprints.ranges) if n in used and memory_range.kind in _OURS
+            memory_range
+            for n, memory_range in enumerate(blueprints.ranges)
+            if n in used and memory_range.kind in _PLACED_KINDS
         ]
         try:
             placement = place(self._driver, wanted, placed={one.name: one.address for one in self._named()})
@@ -187,7 +189,7 @@ class GraphState:
         if capturer.memory is not None:
             known.append(capturer.memory.memory_range)
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return [*known, *other_ranges(known, segments, capturer.pool)]
+        return [*known, *unnamed_ranges(known, segments, capturer.pool)]
 
     def _named(self) -> list[MemoryRange]:
         """Return the named memory, with a range for each layer's keys and one for its values.
@@ -215,7 +217,7 @@ class GraphState:
         """
         return {KV_BLOCKS: _ANY if proved else str(len(self._cache.layers[0][0]))}
 
-    def _fitting(self, blueprints: Blueprints) -> Blueprints:
+    def _without_pinned(self, blueprints: Blueprints) -> Blueprints:
         """Leave out graphs with unexplained words if the KV cache has another size than when they were captured."""
         if not self._resized(blueprints):
             return blueprints
@@ -234,7 +236,7 @@ class GraphState:
 
     def _outputs(self, size: int, memory_range: int) -> tuple[Piece, ...]:
         row_bytes = self._graphs.inputs.logits[0].nbytes
-        rows = sorted({*range(min(size, self._graphs.inputs.kinds)), size - 1})
+        rows = sorted({*range(min(size, self._graphs.inputs.distinct_rows)), size - 1})
         return tuple(Piece(memory_range, row * row_bytes, bytes(min(_REFERENCE_BYTES, row_bytes))) for row in rows)
 
 

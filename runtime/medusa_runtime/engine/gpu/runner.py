@@ -17,7 +17,7 @@ from ..torch.kv_cache import KvCache
 from ..torch.runner import run_step
 from ..torch.sampler import sample
 from .attention import GpuAttention
-from .decode_graphs import DecodeGraphs, Restorer, obstacle, sizes_for
+from .decode_graphs import DecodeGraphs, Restorer, capture_obstacle, sizes_for
 from .device import BundledGraphs, Gpu
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,9 @@ class GpuRunner:
         self._to_restore: list[int] = []  # sizes that the bundle has and that have not been restored yet
         self.graphs: DecodeGraphs | None = None
         capturer = gpu.capturer()
-        reason = obstacle(model) if capturer is not None else "there is no attention kernel that can be captured"
+        reason = (
+            capture_obstacle(model) if capturer is not None else "there is no attention kernel that can be captured"
+        )
         if capturer is None or reason is not None:
             logger.warning("decode steps run without a CUDA graph: %s", reason)
             return
@@ -86,7 +88,7 @@ class GpuRunner:
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         try:
-            with self._gpu.working():
+            with self._gpu.as_default_device():
                 return sample(logits, sequences)  # the first call that waits for the device
         except Exception as error:
             self._check_context(error)
@@ -116,7 +118,7 @@ class GpuRunner:
     @property
     def _must_restore_first(self) -> bool:
         """Whether the bundle's most useful graphs have not been restored yet."""
-        return self.graphs is not None and (self._blueprints is not None or bool(self._first(self.graphs)))
+        return self.graphs is not None and (self._blueprints is not None or bool(self._first_pending(self.graphs)))
 
     def _begin(self, graphs: DecodeGraphs, *, wait: bool) -> bool:
         """Read the bundle's graphs and build the first ones, which needs the weights' addresses but not their bytes.
@@ -125,16 +127,16 @@ class GpuRunner:
         """
         blueprints, self._blueprints = self._blueprints, None
         assert blueprints is not None
-        if not wait and not blueprints.has_come():
+        if not wait and not blueprints.has_arrived():
             self._blueprints = blueprints
             return False
-        with self._timeline.stage("prepare_graphs") as detail, self._surviving():
+        with self._timeline.stage("prepare_graphs") as detail, self._tolerate_errors():
             data = blueprints.read()
             if data is not None:
                 self._restored = blueprints
                 self._restorer = self._gpu.restorer(self.model, graphs)
                 self._to_restore = list(self._restorer.begin(data))
-                self._restorer.build(self._first(graphs))
+                self._restorer.build(self._first_pending(graphs))
             detail["graphs"] = len(self._to_restore)
         return True
 
@@ -142,19 +144,19 @@ class GpuRunner:
         """Restore the most useful graphs, or one more if these have been restored."""
         if self._blueprints is not None:
             self._begin(graphs, wait=True)
-        sizes = self._first(graphs) or self._to_restore[:1]
+        sizes = self._first_pending(graphs) or self._to_restore[:1]
         if self._restorer is None or not sizes:
             return
         self._to_restore = [size for size in self._to_restore if size not in sizes]
-        with self._timeline.stage("restore_graphs") as detail, self._surviving():
+        with self._timeline.stage("restore_graphs") as detail, self._tolerate_errors():
             graphs.adopt(self._restorer.restore_sizes(sizes))
             detail["graphs"] = len(graphs.graphs)
 
-    def _first(self, graphs: DecodeGraphs) -> list[int]:
+    def _first_pending(self, graphs: DecodeGraphs) -> list[int]:
         return [size for size in graphs.first_sizes if size in self._to_restore]
 
     @contextmanager
-    def _surviving(self) -> Iterator[None]:
+    def _tolerate_errors(self) -> Iterator[None]:
         """Log an error, and go on without the bundle's graphs, since a bundle never fails a start.
 
         An error that has broken the CUDA context ends the process.
@@ -175,9 +177,9 @@ class GpuRunner:
         Call it after an error. The graphs are quarantined first, so that the next engine does not use them; if that
         fails, ``error`` is raised again.
         """
-        if self._restored is None or not self._gpu.lost(error):
+        if self._restored is None or not self._gpu.context_is_lost(error):
             return
         if not self._restored.quarantine(str(error)):
             raise error
         logger.error("a restored CUDA graph broke the device's context (%s); the next engine captures them", error)
-        self._gpu.abandon()
+        self._gpu.abort_process()

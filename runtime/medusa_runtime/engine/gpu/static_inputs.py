@@ -60,19 +60,19 @@ class StaticInputs:
         return self.numbers[3]
 
     @property
-    def kinds(self) -> int:
+    def distinct_rows(self) -> int:
         """How many different rows ``fill_reference`` makes before they repeat."""
         return SPARE_BLOCKS
 
     def fill_reference(self, size: int, vocab: int) -> None:
-        """Fill rows whose results depend only on the weights: first tokens in spare blocks, of ``kinds`` kinds."""
-        kind = torch.arange(size) % self.kinds
+        """Fill rows whose results depend only on the weights: first tokens, of ``distinct_rows`` kinds."""
+        kind = torch.arange(size) % self.distinct_rows
         blocks = self._spare + kind
         self._host_numbers[:, :size] = torch.stack(
             [kind * 37 % vocab, torch.zeros_like(kind), blocks * BLOCK_TOKENS, torch.ones_like(kind)]
         )
         self._host_tables[:size] = blocks[:, None].to(torch.int32)
-        self._send(size)
+        self._copy_to_device(size)
 
     def pieces(self, size: int) -> list[tuple[int, bytes]]:
         """Return what the last fill wrote, as pairs of an offset in the memory of the inputs and bytes."""
@@ -102,8 +102,8 @@ class StaticInputs:
         tables = [[*span.sequence.blocks, *[self._spare] * (width - len(span.sequence.blocks))] for span in spans]
         tables += [[self._spare] * width] * padding
         self._host_tables[:size, :width] = torch.tensor(tables, dtype=torch.int32)
-        self._send(size)
+        self._copy_to_device(size)
 
-    def _send(self, size: int) -> None:
+    def _copy_to_device(self, size: int) -> None:
         self.numbers.copy_(self._host_numbers, non_blocking=True)
         self.tables[:size].copy_(self._host_tables[:size], non_blocking=True)

@@ -27,7 +27,7 @@ from ...region.reader import Region
 from ...timeline import Timeline
 from ..base import EngineInfo, GenerateRequest
 from ..checkpoint_files import read_config, read_eos_token_ids
-from ..gpu.device import Gpu, graphs_of, open_gpu
+from ..gpu.device import Gpu, bundled_graphs, open_gpu
 from ..serving.inbox import Inbox
 from ..serving.requests import Requests, Sink
 from ..serving.sequence import SampledToken, Sequence, Span
@@ -96,7 +96,7 @@ class TorchEngine:
         )
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         with timeline.stage("kv_plan") as detail:
-            free = gpu.free_beside(self._loader) if gpu is not None else None
+            free = gpu.free_bytes_beside_weights(self._loader) if gpu is not None else None
             cached = self._cached_layers()
             sizes = gpu.graph_sizes(settings.max_concurrency) if gpu is not None else ()
             plan = kv_plan(
@@ -126,7 +126,7 @@ class TorchEngine:
                 settings.max_concurrency,
                 plan.max_model_len,
                 timeline,
-                graphs_of(region, settings),
+                bundled_graphs(region, settings),
             )
         )
         eos = read_eos_token_ids(region, config)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu.decode_graphs import BATCH_SIZES, DecodeGraphs, sizes_for
-from medusa_runtime.engine.gpu.device import Gpu, graphs_of
-from medusa_runtime.engine.gpu.footprint import measured_plan
+from medusa_runtime.engine.gpu.device import Gpu, bundled_graphs
+from medusa_runtime.engine.gpu.footprint import measure_kv_plan
 from medusa_runtime.engine.gpu.runner import GpuRunner
 from medusa_runtime.engine.torch import engine as torch_engine
 from medusa_runtime.engine.torch.kv_cache import SPARE_BLOCKS
@@ -92,7 +92,7 @@ class Bundled:
         self.data, self.reason, self.writable = data, reason, writable
         self.noted: list[str] = []
 
-    def has_come(self) -> bool:
+    def has_arrived(self) -> bool:
         return True
 
     def read(self) -> bytes | None:
@@ -141,10 +141,10 @@ class HostGpu(Gpu):
     def memory(self, name: str, size_bytes: int) -> Tensor:
         return self.link.memory(name, size_bytes)
 
-    def lost(self, error: Exception) -> bool:
+    def context_is_lost(self, error: Exception) -> bool:
         return isinstance(error, DeviceError)
 
-    def abandon(self) -> None:
+    def abort_process(self) -> None:
         self.abandoned.set()
         raise SystemExit  # of the engine's thread
 
@@ -154,14 +154,14 @@ class HostGpu(Gpu):
     def fault(self) -> None:
         raise DeviceError("an illegal address")
 
-    def free_beside(self, loader: Any) -> int:
+    def free_bytes_beside_weights(self, loader: Any) -> int:
         loader.wait_placed()
         return 1 << 30
 
     def capturer(self) -> Recorder | None:
         return self.recorder
 
-    def working(self) -> AbstractContextManager[object]:
+    def as_default_device(self) -> AbstractContextManager[object]:
         return nullcontext()
 
 
@@ -293,7 +293,7 @@ def test_restored_graphs_are_used_and_the_missing_ones_captured(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(start(None))
-    monkeypatch.setattr(torch_engine, "graphs_of", lambda region, settings: Bundled(b"1 2 4"))
+    monkeypatch.setattr(torch_engine, "bundled_graphs", lambda region, settings: Bundled(b"1 2 4"))
     gpu, recorder = HostGpu(recorder := Recorder()), recorder
     gpu.link.open.clear()
     served = start(gpu)
@@ -318,7 +318,7 @@ def test_the_most_useful_graphs_are_restored_first_and_the_others_one_by_one(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundled = " ".join(map(str, sizes_for(32)))
-    monkeypatch.setattr(torch_engine, "graphs_of", lambda region, settings: Bundled(bundled.encode()))
+    monkeypatch.setattr(torch_engine, "bundled_graphs", lambda region, settings: Bundled(bundled.encode()))
     gpu, recorder = HostGpu(recorder := Recorder()), recorder
     served = start(gpu, max_concurrency=32)
     graphs = runner_of(served).graphs
@@ -335,7 +335,7 @@ def test_the_most_useful_graphs_are_restored_first_and_the_others_one_by_one(
 def test_a_bundle_that_is_of_no_use_is_replaced_by_capturing(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, data: bytes | None
 ) -> None:
-    monkeypatch.setattr(torch_engine, "graphs_of", lambda region, settings: Bundled(data))
+    monkeypatch.setattr(torch_engine, "bundled_graphs", lambda region, settings: Bundled(data))
     recorder = Recorder()
     served = start(HostGpu(recorder))
     until(lambda: len(recorder.captured) == 4)
@@ -345,7 +345,7 @@ def test_a_bundle_that_is_of_no_use_is_replaced_by_capturing(
 def test_graphs_that_broke_a_context_before_are_captured(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch_engine, "graphs_of", lambda region, settings: Bundled(b"breaks", reason="fault"))
+    monkeypatch.setattr(torch_engine, "bundled_graphs", lambda region, settings: Bundled(b"breaks", reason="fault"))
     served = start(HostGpu(recorder := Recorder()))
     until(lambda: len(recorder.captured) == 4)
     assert len(served.ask(PROMPTS[0], max_tokens=5).tokens) == 5
@@ -357,7 +357,7 @@ def test_a_broken_context_is_written_down_before_the_engine_goes(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
     bundled = Bundled(data)
-    monkeypatch.setattr(torch_engine, "graphs_of", lambda region, settings: bundled)
+    monkeypatch.setattr(torch_engine, "bundled_graphs", lambda region, settings: bundled)
     gpu = HostGpu(Recorder())
     served = start(gpu)
     if data == b"breaks later":
@@ -371,7 +371,7 @@ def test_where_nothing_can_be_written_down_the_error_ends_the_engine(
 ) -> None:
     """A new engine would fail in the same way, again and again."""
     bundled = Bundled(b"breaks", writable=False)
-    monkeypatch.setattr(torch_engine, "graphs_of", lambda region, settings: bundled)
+    monkeypatch.setattr(torch_engine, "bundled_graphs", lambda region, settings: bundled)
     gpu = HostGpu(Recorder())
     served = start(gpu)
     until(lambda: not served.thread.is_alive())
@@ -390,7 +390,7 @@ def test_a_gpus_plan_is_measured_where_its_graphs_are_captured(start: Callable[.
 
     served = start(HostGpu(None), max_concurrency=2, max_batched_tokens=100)
     runner, settings = runner_of(served), Settings(max_concurrency=2, max_batched_tokens=100)
-    made = measured_plan(Memory(), runner.model, runner.cache, settings, graph_bytes=7 << 20)
+    made = measure_kv_plan(Memory(), runner.model, runner.cache, settings, graph_bytes=7 << 20)
     logits = 2 * 2 * runner.model.config.vocab_size * 4
     assert (made.activation_bytes, made.graph_bytes) == ((10 << 20) + logits, 7 << 20)
     assert made.blocks == 2 * -(-runner.model.config.max_positions // 16)
@@ -407,13 +407,13 @@ def test_a_bundles_graphs_are_used_only_when_asked_for(caplog: pytest.LogCapture
 
     region: Any = WithGraphs()
     with caplog.at_level("INFO"):
-        assert graphs_of(region, Settings()) is None
+        assert bundled_graphs(region, Settings()) is None
     assert "the state bundle's CUDA graphs are not used: --graphs is capture" in caplog.text
-    assert graphs_of(region, Settings(graphs="restore")) is not None
+    assert bundled_graphs(region, Settings(graphs="restore")) is not None
 
 
 def test_dynamic_rope_is_not_captured() -> None:
-    from medusa_runtime.engine.gpu.decode_graphs import obstacle
+    from medusa_runtime.engine.gpu.decode_graphs import capture_obstacle
     from medusa_runtime.models import model_config
 
     raw = {
@@ -421,6 +421,6 @@ def test_dynamic_rope_is_not_captured() -> None:
         "num_attention_heads": 2, "vocab_size": 64, "max_position_embeddings": 64,
         "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
     }  # fmt: skip
-    assert "dynamic rope" in str(obstacle(model_config(raw).model()))
+    assert "dynamic rope" in str(capture_obstacle(model_config(raw).model()))
     del raw["rope_scaling"]
-    assert obstacle(model_config(raw).model()) is None
+    assert capture_obstacle(model_config(raw).model()) is None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from medusa_runtime.engine.gpu.graph_memory import other_ranges
+from medusa_runtime.engine.gpu.graph_memory import unnamed_ranges
 from medusa_runtime.engine.gpu.placed_memory import PlacedMemory
 from medusa_runtime.errors import DeviceError, EngineError
 from medusa_runtime.state.graphs import CudaDriver
@@ -94,7 +94,7 @@ def test_names_are_used_once(driver: CudaDriver) -> None:
 def test_segments_that_grow_are_refused() -> None:
     """Nothing in the graphs would say that such a segment has another size at a restore."""
     segment = {"address": 1 << 40, "total_size": 2 << 20, "segment_pool_id": (0, 1), "blocks": []}
-    (pool,) = other_ranges([], [{**segment, "is_expandable": False}], (0, 1))
+    (pool,) = unnamed_ranges([], [{**segment, "is_expandable": False}], (0, 1))
     assert (pool.address, pool.size) == (1 << 40, 2 << 20)
     with pytest.raises(EngineError, match="take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"):
-        other_ranges([], [{**segment, "is_expandable": True}], (0, 1))
+        unnamed_ranges([], [{**segment, "is_expandable": True}], (0, 1))

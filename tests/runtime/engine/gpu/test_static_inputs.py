@@ -27,7 +27,9 @@ def test_a_reference_needs_nothing_but_weights() -> None:
     assert set(blocks.tolist()) == set(range(7, 7 + SPARE_BLOCKS))
     assert (inputs.tables == blocks[:, None]).all()
     rows = list(zip(inputs.token_ids.tolist(), inputs.slots.tolist(), strict=True))
-    assert len({slot for _, slot in rows}) == len(set(rows)) == inputs.kinds, "two tokens would write to one slot"
+    assert len({slot for _, slot in rows}) == len(set(rows)) == inputs.distinct_rows, (
+        "two tokens would write to one slot"
+    )
 
 
 def test_pieces_bring_a_fill_back() -> None:
