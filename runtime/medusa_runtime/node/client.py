@@ -62,7 +62,7 @@ class NodeClient:
         pin: bool = False,
         fresh: bool = False,
         background: bool = False,
-        held: bool = False,
+        existing_only: bool = False,
         layers: str | None = None,
         within_s: float = _SEALED_WITHIN_S,
     ) -> Region:
@@ -73,12 +73,18 @@ class NodeClient:
         own user, or root, may use these two.
         With ``background``, the fetch gives way to others, because no function waits for it.
         ``layers`` (START:STOP) come first if the fetch begins now, for a worker of a group.
-        With ``held``, no fetch begins: NodeError is raised if the agent neither holds nor fetches the model.
+        With ``existing_only``, no fetch begins: NodeError is raised if the agent neither holds nor fetches the model.
         """
         key = model_key(absolute(url))
         seen = open_folder(key)
         try:
-            request: dict[str, Any] = {"url": key, "pin": pin, "fresh": fresh, "background": background, "held": held}
+            request: dict[str, Any] = {
+                "url": key,
+                "pin": pin,
+                "fresh": fresh,
+                "background": background,
+                "held": existing_only,
+            }
             request |= {} if layers is None else {"layers": layers}
             answer = self._ask("region", request, () if seen is None else (seen,))
         finally:
