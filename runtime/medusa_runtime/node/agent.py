@@ -74,7 +74,7 @@ class Agent:
             policy,
             accounts,
             pins=pins,
-            on_lost=lambda held, error: self._connections.lost(held, error),
+            on_lost=lambda entry, error: self._connections.lost(entry, error),
             loop=self._loop,
             timeline=timeline,
             reports=self._reports,

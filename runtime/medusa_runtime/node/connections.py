@@ -10,7 +10,7 @@ from ..errors import MedusaError, NodeError, NodeRefusedError
 from .callers.peer import Caller, Peer
 from .event_loop import EventLoop
 from .messages import receive
-from .regions.held_region import HeldRegion
+from .regions.region_entry import RegionEntry
 from .services import Services
 from .session import Session
 from .socket_file import SocketFile
@@ -63,10 +63,10 @@ class Connections:
         for session in [one for one in self._sessions if not one.greeted and now - one.since > _HELLO_WITHIN_S]:
             self._end(session)
 
-    def lost(self, held: HeldRegion, error: MedusaError) -> None:
+    def lost(self, entry: RegionEntry, error: MedusaError) -> None:
         """Report to all sessions with this region that the rest of it will not come."""
-        for session in [one for one in self._sessions if one.held is held]:
-            session.held = None
+        for session in [one for one in self._sessions if one.entry is entry]:
+            session.entry = None
             try:
                 session.answer("lost", {"message": str(error)})
             except OSError:

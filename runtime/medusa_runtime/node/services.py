@@ -14,8 +14,8 @@ from .callers.peer import Caller
 from .callers.policy import Policy
 from .engines.pool import EnginePool
 from .messages import LARGEST_BYTES
-from .regions.held_region import HeldRegion
 from .regions.keeper import RegionKeeper
+from .regions.region_entry import RegionEntry
 from .settings import NodeSettings
 
 _MOST_LISTED = 100  # models in the status
@@ -33,10 +33,10 @@ class Services:
     engines: EnginePool
     started_at: float = field(default_factory=time.monotonic)
 
-    def status(self, caller: Caller, held: HeldRegion | None) -> dict[str, object]:
+    def status(self, caller: Caller, entry: RegionEntry | None) -> dict[str, object]:
         """Return the agent's status for a caller: everything if it is trusted, or else what concerns that caller."""
         pool, trusted = self.keeper.regions, caller.trusted
-        seen = [one for one in pool if trusted or one is held]
+        seen = [one for one in pool if trusted or one is entry]
         return {
             "pid": os.getpid(),
             "socket": self.settings.path if trusted else caller.socket,
@@ -52,16 +52,18 @@ class Services:
         }
 
 
-def _listed(regions: Sequence[HeldRegion]) -> list[dict[str, object]]:
+def _listed(regions: Sequence[RegionEntry]) -> list[dict[str, object]]:
     """Return the status of as many regions as fit into a message: pinned ones, those of stores, and large ones first.
 
     A caller's many small models must not hide a model that other nodes of a cluster read from here.
     """
-    needed = sorted(regions, key=lambda held: (held.pinned, bool(scheme_of(held.key)), held.size_bytes), reverse=True)
+    needed = sorted(
+        regions, key=lambda entry: (entry.pinned, bool(scheme_of(entry.key)), entry.size_bytes), reverse=True
+    )
     found: list[dict[str, object]] = []
     left_bytes = _LISTED_BYTES
-    for held in needed[:_MOST_LISTED]:
-        status = held.status()
+    for entry in needed[:_MOST_LISTED]:
+        status = entry.status()
         left_bytes -= len(json.dumps(status))
         if left_bytes >= 0:
             found.append(status)

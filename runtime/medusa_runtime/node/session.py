@@ -20,8 +20,8 @@ from .callers.peer import Caller, sees_the_same_files
 from .child import cannot
 from .engines.handover import check_given
 from .messages import VERSION, Message, close_all, flag, send, text
-from .regions.held_region import HeldRegion
 from .regions.model_key import model_key
+from .regions.region_entry import RegionEntry
 from .services import Services
 
 _MB = 1 << 20
@@ -37,7 +37,7 @@ class Session:
         self._services = services
         self.connection = connection
         self.caller = caller
-        self.held: HeldRegion | None = None
+        self.entry: RegionEntry | None = None
         self.has_engine = False
         self._was_given = False
         self.greeted = False
@@ -60,7 +60,7 @@ class Session:
             elif message.kind in ("drop", "unpin"):
                 self._drop(message)
             elif message.kind == "status":
-                self.answer("status", self._services.status(self.caller, self.held))
+                self.answer("status", self._services.status(self.caller, self.entry))
             else:
                 raise NodeError(f"the node agent knows no message {message.kind[:40]!r}")
         finally:
@@ -88,30 +88,30 @@ class Session:
         key = model_key(text(message.body, "url"))
         self._services.policy.check(key, self.caller)
         pin, fresh = flag(message.body, "pin"), flag(message.body, "fresh")
-        background, held_already = flag(message.body, "background"), flag(message.body, "held")
+        background, existing_only = flag(message.body, "background"), flag(message.body, "held")
         layers = self._layers(message)
         if (pin or fresh) and not self.caller.trusted:
             raise NodeRefusedError("expected the agent's own user, or root, to pin a model or to fetch it again")
-        if self.held is not None and self.held.key != key and not self.caller.trusted:
+        if self.entry is not None and self.entry.key != key and not self.caller.trusted:
             raise NodeRefusedError("expected one model for a connection; open another connection for another model")
-        if held_already and self._services.keeper.regions.get(key) is None:
+        if existing_only and self._services.keeper.regions.get(key) is None:
             raise NodeError("the node agent holds no such model, and fetches none")
         folder = self._folder(key, message)
         self._let_go()
-        held = self._services.keeper.want(key, folder=folder, fresh=fresh, caller=self.caller, layers=layers)
-        held.pinned = held.pinned or pin
-        self.held = held
-        held.leases[self.connection.fileno()] = self.caller
+        entry = self._services.keeper.want(key, folder=folder, fresh=fresh, caller=self.caller, layers=layers)
+        entry.pinned = entry.pinned or pin
+        self.entry = entry
+        entry.leases[self.connection.fileno()] = self.caller
         if not background:
-            held.promote()
-        if held.sealed:
+            entry.promote()
+        if entry.sealed:
             try:
-                self._hand_over(held)
+                self._hand_over(entry)
             except MedusaError:
                 self._let_go()
                 raise
             return
-        held.waiting[self.connection.fileno()] = partial(self._sealed, held)
+        entry.waiting[self.connection.fileno()] = partial(self._sealed, entry)
         self.answer("wait")
 
     def _layers(self, message: Message) -> str | None:
@@ -139,12 +139,12 @@ class Session:
         confined = not sees_the_same_files(self.connection)
         return Folder(fd, Identity(peer.uid, peer.gid, peer.groups, confined))
 
-    def _sealed(self, held: HeldRegion, error: MedusaError | None) -> None:
-        if self.held is not held or self.connection.fileno() < 0:
+    def _sealed(self, entry: RegionEntry, error: MedusaError | None) -> None:
+        if self.entry is not entry or self.connection.fileno() < 0:
             return
         try:
             if error is None:
-                self._hand_over(held)
+                self._hand_over(entry)
                 return
         except MedusaError as refusal:
             error = refusal
@@ -156,11 +156,11 @@ class Session:
         except OSError:
             pass  # the caller has gone, and the end of its connection will be read next
 
-    def _hand_over(self, held: HeldRegion) -> None:
-        descriptors = held.descriptors()
-        held.handed += 1
+    def _hand_over(self, entry: RegionEntry) -> None:
+        descriptors = entry.descriptors()
+        entry.handed += 1
         try:
-            self.answer("region", {"complete": held.complete}, tuple(descriptors))
+            self.answer("region", {"complete": entry.complete}, tuple(descriptors))
             self._was_given = True
         except OSError as error:
             if error.errno not in _NO_ROOM:
@@ -170,8 +170,8 @@ class Session:
             close_all(descriptors)
 
     def _engine(self, message: Message) -> None:
-        held = self.held
-        if held is None or not held.sealed:
+        entry = self.entry
+        if entry is None or not entry.sealed:
             raise NodeError("expected a region first; an engine process is given one")
         if self.has_engine:
             raise NodeRefusedError(
@@ -181,17 +181,17 @@ class Session:
         if not isinstance(settings, dict):
             raise NodeError(f"settings: expected an object, found {str(settings)[:40]!r}")
         check_given(message.descriptors)
-        if held.folder is not None and held.folder.identity is not None and not held.shard_fds:
-            raise NodeRefusedError(f"{held.key}: expected fewer shards for an engine process of the node agent's")
+        if entry.folder is not None and entry.folder.identity is not None and not entry.shard_fds:
+            raise NodeRefusedError(f"{entry.key}: expected fewer shards for an engine process of the node agent's")
         settings, charged_bytes = self._charge_engine(settings)
-        mine = held.descriptors()
+        mine = entry.descriptors()
         trust = (self._services.settings.trust_state, self._services.settings.trust_key)
-        bundle_of = held.key if any(trust) else None
+        bundle_of = entry.key if any(trust) else None
         try:
             pid = self._services.engines.take(
                 text(message.body, "kind"),
                 settings,
-                [*mine, *message.descriptors, *held.shard_fds],
+                [*mine, *message.descriptors, *entry.shard_fds],
                 bundle_of=bundle_of,
                 trust=trust,
                 on_end=partial(self._engine_ended, charged_bytes),
@@ -243,10 +243,10 @@ class Session:
             raise NodeError(f"expected one descriptor, a region's, found {len(message.descriptors)}")
         if not scheme_of(key) and not self.caller.trusted:
             raise NodeRefusedError(f"{key}: expected a model of a store; a local one is read again as its caller")
-        if self.held is not None:
+        if self.entry is not None:
             raise NodeError("expected to be brought a region before one is asked for on this connection")
-        self.held = self._services.keeper.keep(key, message.descriptors[0], self.caller)
-        self.held.leases[self.connection.fileno()] = self.caller
+        self.entry = self._services.keeper.keep(key, message.descriptors[0], self.caller)
+        self.entry.leases[self.connection.fileno()] = self.caller
         self.answer("kept")
 
     def _drop(self, message: Message) -> None:
@@ -256,21 +256,21 @@ class Session:
         found = self._services.keeper.regions.of_key(key)
         if not found:
             raise NodeError("the node agent holds no such model; expected one that medusa node status names")
-        for held in found:
-            self._services.keeper.unpin(held)
+        for entry in found:
+            self._services.keeper.unpin(entry)
         if message.kind == "unpin":
             self.answer("unpinned")
             return
-        if users := sum(len(held.leases) for held in found):
+        if users := sum(len(entry.leases) for entry in found):
             raise NodeError(f"{users} functions use this model; it is unpinned, and goes after them")
-        for held in found:
-            self._services.keeper.regions.drop(held)
+        for entry in found:
+            self._services.keeper.regions.drop(entry)
         self.answer("dropped")
 
     def _let_go(self) -> None:
-        if self.held is not None:
-            self._services.keeper.regions.release(self.held, self.connection.fileno())
-            self.held = None
+        if self.entry is not None:
+            self._services.keeper.regions.release(self.entry, self.connection.fileno())
+            self.entry = None
 
     def close(self) -> None:
         self._let_go()

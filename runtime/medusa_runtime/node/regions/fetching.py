@@ -26,7 +26,7 @@ from ..callers.impersonation import Folder, become
 from ..callers.policy import Policy
 from ..child import ENDING, Child, close_others, start_child
 from ..messages import MOST_OF_OURS, close_all, receive, send
-from .held_region import HeldRegion, open_region
+from .region_entry import RegionEntry, open_region
 from .spare import Spare
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def preload(*, in_cluster: bool) -> None:
 
 
 def start_fetch(
-    held: HeldRegion,
+    entry: RegionEntry,
     settings: Settings,
     *,
     policy: Policy,
@@ -84,11 +84,11 @@ def start_fetch(
     timeline: Timeline,
     reports: ReportPipe,
 ) -> Child:
-    """Fork a prefetcher for this region. Its heartbeats are in ``held.heartbeats``. Raises like ``start_child``.
+    """Fork a prefetcher for this region. Its heartbeats are in ``entry.heartbeats``. Raises like ``start_child``.
 
     ``cluster`` is where it asks for peers that have the model.
     """
-    body = partial(_run, held, settings, policy, cluster, reports)
+    body = partial(_run, entry, settings, policy, cluster, reports)
     return start_child("prefetcher", body, timeline=timeline, reports=reports)
 
 
@@ -122,27 +122,27 @@ def open_store_of(key: str, policy: Policy) -> Store:
     return store
 
 
-def give_back(held: HeldRegion, *, timeline: Timeline, reports: ReportPipe) -> int:
+def give_back(entry: RegionEntry, *, timeline: Timeline, reports: ReportPipe) -> int:
     """Close a region, and let a child hold it last. Returns the child's pid. Raises like ``start_child``.
 
     Whichever process holds a region last must wait up to a second while the kernel frees its pages.
     """
 
     def body(channel: socket.socket, _: Timeline) -> int:
-        close_others(channel.fileno(), held.region.fd)
+        close_others(channel.fileno(), entry.region.fd)
         receive(channel)  # returns when the agent has closed its end, and so the region
         return 0
 
     child = start_child("release", body, timeline=timeline, reports=reports)
-    held.close()
+    entry.close()
     child.channel.close()
     return child.pid
 
 
-def begin(spare: Spare, held: HeldRegion, connections: int | None) -> bool:
-    """Let a spare fill its region, which is now that of ``held``. Return False if its process has just died."""
+def begin(spare: Spare, entry: RegionEntry, connections: int | None) -> bool:
+    """Let a spare fill its region, which is now that of ``entry``. Return False if its process has just died."""
     try:
-        send(spare.child.channel, "fetch", {"key": held.key, "connections": connections, "layers": held.layers})
+        send(spare.child.channel, "fetch", {"key": entry.key, "connections": connections, "layers": entry.layers})
     except OSError:
         ENDING.kill(spare.child)
         return False
@@ -174,9 +174,9 @@ def _wait(
     if message is None:
         return 0
     name_process("prefetcher")
-    held = HeldRegion(message.body["key"], spare=Spare(region, demand_fd, heartbeats, Child(0, channel), size_bytes))
-    settings = fetch_settings(held.key, message.body["connections"], message.body["layers"])
-    return _fill(held, settings, policy, cluster, channel, timeline.named("prefetcher"), writer)
+    entry = RegionEntry(message.body["key"], spare=Spare(region, demand_fd, heartbeats, Child(0, channel), size_bytes))
+    settings = fetch_settings(entry.key, message.body["connections"], message.body["layers"])
+    return _fill(entry, settings, policy, cluster, channel, timeline.named("prefetcher"), writer)
 
 
 def _reserve(writer: RegionWriter, size_bytes: int) -> None:
@@ -190,7 +190,7 @@ def fetch_settings(key: str, connections: int | None, layers: str | None) -> Set
 
 
 def _run(
-    held: HeldRegion,
+    entry: RegionEntry,
     settings: Settings,
     policy: Policy,
     cluster: Cluster | None,
@@ -198,14 +198,14 @@ def _run(
     channel: socket.socket,
     timeline: Timeline,
 ) -> int:
-    kept = () if held.folder is None else (held.folder.fd,)
-    close_others(channel.fileno(), held.region.fd, held.demand_fd, timeline.fd, reports.write_fd, *kept)
+    kept = () if entry.folder is None else (entry.folder.fd,)
+    close_others(channel.fileno(), entry.region.fd, entry.demand_fd, timeline.fd, reports.write_fd, *kept)
     end_first()
-    return _fill(held, settings, policy, cluster, channel, timeline, held.region.writer())
+    return _fill(entry, settings, policy, cluster, channel, timeline, entry.region.writer())
 
 
 def _fill(
-    held: HeldRegion,
+    entry: RegionEntry,
     settings: Settings,
     policy: Policy,
     cluster: Cluster | None,
@@ -216,7 +216,7 @@ def _fill(
     from ...fetch.streams import as_medusa
 
     try:
-        _fetch(held, settings, policy, cluster, channel, timeline, writer)
+        _fetch(entry, settings, policy, cluster, channel, timeline, writer)
     except Exception as error:  # noqa: BLE001  it stands in the region, where the agent finds it
         writer.fail(as_medusa(error))
         return 1
@@ -224,7 +224,7 @@ def _fill(
 
 
 def _fetch(
-    held: HeldRegion,
+    entry: RegionEntry,
     settings: Settings,
     policy: Policy,
     cluster: Cluster | None,
@@ -232,7 +232,7 @@ def _fetch(
     timeline: Timeline,
     writer: RegionWriter,
 ) -> None:
-    folder = held.folder
+    folder = entry.folder
     _limit_memory()
     from ...fetch.prefetcher import prefetch
     from ...state.restore import BundleRestorer
@@ -240,13 +240,13 @@ def _fetch(
     in_cluster = cluster is not None and folder is None
     # For all engines, because it is not known yet which functions will use the model.
     restoring = BundleRestorer(settings, timeline, engines=engine_names(), for_peers=in_cluster)
-    writer.demand.listen(held.demand_fd, paced=cluster is not None or settings.layers is not None)
-    store = open_store_of(held.key, policy) if folder is None else _open_folder(held.key, folder)
-    held.heartbeats.keep("prefetcher")  # not earlier: this starts a thread, which must have the final rights
-    sources = _open_sources(cluster, held.key, store, channel) if cluster is not None and in_cluster else None
+    writer.demand.listen(entry.demand_fd, paced=cluster is not None or settings.layers is not None)
+    store = open_store_of(entry.key, policy) if folder is None else _open_folder(entry.key, folder)
+    entry.heartbeats.keep("prefetcher")  # not earlier: this starts a thread, which must have the final rights
+    sources = _open_sources(cluster, entry.key, store, channel) if cluster is not None and in_cluster else None
     prefetch(
-        held.region,
-        held.key,
+        entry.region,
+        entry.key,
         settings=settings,
         timeline=timeline,
         writer=writer,

@@ -26,10 +26,10 @@ from ..event_loop import EventLoop
 from ..messages import MOST_OF_OURS, receive, send
 from ..settings import NodeSettings
 from .fetching import begin, fetch_settings, give_back, start_fetch, start_spare
-from .held_region import HeldRegion
 from .model_key import open_folder
 from .pool import RegionPool
 from .records import Records
+from .region_entry import RegionEntry
 from .revalidation import Revalidation
 from .spare import Spare, Spares
 
@@ -57,7 +57,7 @@ class RegionKeeper:
         accounts: Accounts,
         *,
         pins: Iterable[str],
-        on_lost: Callable[[HeldRegion, MedusaError], None],
+        on_lost: Callable[[RegionEntry, MedusaError], None],
         loop: EventLoop,
         timeline: Timeline,
         reports: ReportPipe,
@@ -97,7 +97,7 @@ class RegionKeeper:
         """Do the periodic work. Call it about twice a second."""
         self._end_hung()
         self._fetch_pinned()
-        self._spares.tick(idle=all(held.fetch is None for held in self.regions))
+        self._spares.tick(idle=all(entry.fetch is None for entry in self.regions))
         self._revalidation.tick(self.regions)
         ENDING.reap()
 
@@ -109,7 +109,7 @@ class RegionKeeper:
         fresh: bool = False,
         caller: Caller | None = None,
         layers: str | None = None,
-    ) -> HeldRegion:
+    ) -> RegionEntry:
         """Return the region of a checkpoint. It is fetched if it is not there, if its files changed, or if ``fresh``.
 
         This does not wait: the region may be sealed only later. Functions that hold an old region keep that one.
@@ -120,62 +120,62 @@ class RegionKeeper:
         if folder is None and not scheme_of(key):
             folder = _own_folder(key)
         slot = key if folder is None else folder.slot(key)
-        held = self.regions.get(slot)
+        entry = self.regions.get(slot)
         pinned = False
         try:
             if caller is not None:
                 self._check_models(slot, caller)
-            if held is not None and (fresh or not held.is_current(folder)):
+            if entry is not None and (fresh or not entry.is_current(folder)):
                 logger.info("%s is fetched again: %s", redacted(key), "as asked" if fresh else "its files have changed")
-                pinned = held.pinned
-                self.regions.drop(held)
-                held = None
-            if held is not None:
+                pinned = entry.pinned
+                self.regions.drop(entry)
+                entry = None
+            if entry is not None:
                 if folder is not None:
                     os.close(folder.fd)
-                return held
+                return entry
             self._charge_fetch(caller)
             spare = self._spares.take() if folder is None else None
-            held = self._new_region(key, folder, spare, caller)
+            entry = self._new_region(key, folder, spare, caller)
         except BaseException:
             if folder is not None:
                 os.close(folder.fd)
             raise
-        held.layers = layers
-        held.pinned = pinned or (slot in self._pins and slot == key)
-        self._start_fetch(held, spare)
-        return held
+        entry.layers = layers
+        entry.pinned = pinned or (slot in self._pins and slot == key)
+        self._start_fetch(entry, spare)
+        return entry
 
-    def _new_region(self, key: str, folder: Folder | None, spare: Spare | None, caller: Caller | None) -> HeldRegion:
+    def _new_region(self, key: str, folder: Folder | None, spare: Spare | None, caller: Caller | None) -> RegionEntry:
         try:
-            held = HeldRegion(key, folder=folder, spare=spare)
+            entry = RegionEntry(key, folder=folder, spare=spare)
         except BaseException:
             if caller is not None:
                 self._accounts.give(caller, "fetches")
             raise
-        held.fetch_for = caller
-        return held
+        entry.fetch_for = caller
+        return entry
 
-    def _start_fetch(self, held: HeldRegion, spare: Spare | None) -> None:
+    def _start_fetch(self, entry: RegionEntry, spare: Spare | None) -> None:
         try:
-            if spare is not None and begin(spare, held, self._settings.connections):
-                held.fetch = spare.child
+            if spare is not None and begin(spare, entry, self._settings.connections):
+                entry.fetch = spare.child
             else:
-                held.fetch = start_fetch(
-                    held,
-                    fetch_settings(held.key, self._settings.connections, held.layers),
+                entry.fetch = start_fetch(
+                    entry,
+                    fetch_settings(entry.key, self._settings.connections, entry.layers),
                     policy=self._policy,
                     cluster=self._cluster,
                     timeline=self._timeline,
                     reports=self._reports,
                 )
         except BaseException:
-            self._uncharge_fetch(held)
-            held.close()
+            self._uncharge_fetch(entry)
+            entry.close()
             raise
-        self.regions.add(held)
-        self._loop.watch(held.fetch.channel, partial(self._on_fetch, held))
-        logger.info("fetching %s", redacted(held.key))
+        self.regions.add(entry)
+        self._loop.watch(entry.fetch.channel, partial(self._on_fetch, entry))
+        logger.info("fetching %s", redacted(entry.key))
 
     @property
     def ready_bytes(self) -> int:
@@ -191,7 +191,7 @@ class RegionKeeper:
         if caller.trusted:
             return
         used = {
-            held.slot for held in self.regions for user in held.leases.values() if user.account == caller.account
+            entry.slot for entry in self.regions for user in entry.leases.values() if user.account == caller.account
         } | {slot}
         if len(used) > (most := self._settings.per_caller.models):
             raise NodeRefusedError(
@@ -206,82 +206,82 @@ class RegionKeeper:
         try:
             self._accounts.take(caller, "fetches")
         except NodeRefusedError:
-            left = [held for held in self.regions if held.fetch is not None and not held.in_use]
-            left = [held for held in left if held.fetch_for and held.fetch_for.account == caller.account]
+            left = [entry for entry in self.regions if entry.fetch is not None and not entry.in_use]
+            left = [entry for entry in left if entry.fetch_for and entry.fetch_for.account == caller.account]
             if not left:
                 raise
-            self.regions.drop(min(left, key=lambda held: held.used_at))
+            self.regions.drop(min(left, key=lambda entry: entry.used_at))
             self._accounts.take(caller, "fetches")
 
-    def _uncharge_fetch(self, held: HeldRegion) -> None:
-        caller, held.fetch_for = held.fetch_for, None
+    def _uncharge_fetch(self, entry: RegionEntry) -> None:
+        caller, entry.fetch_for = entry.fetch_for, None
         if caller is not None:
             self._accounts.give(caller, "fetches")
 
-    def keep(self, key: str, descriptor: int, caller: Caller) -> HeldRegion:
+    def keep(self, key: str, descriptor: int, caller: Caller) -> RegionEntry:
         """Take back a region that an earlier agent made. Raises NodeError for any other region."""
         self._records.check(key, descriptor)
         self._check_models(key, caller)
-        held = self.regions.get(key)
-        if held is not None:
-            return held
-        held = HeldRegion(key, descriptor)
+        entry = self.regions.get(key)
+        if entry is not None:
+            return entry
+        entry = RegionEntry(key, descriptor)
         try:
-            held.sealed = held.complete
-            _check_whole(held)
-            held.leases[-1] = caller  # so that the caller is charged; its real lease comes later
-            self.regions.admit(held, os.fstat(descriptor).st_blocks * 512)
+            entry.sealed = entry.complete
+            _check_whole(entry)
+            entry.leases[-1] = caller  # so that the caller is charged; its real lease comes later
+            self.regions.admit(entry, os.fstat(descriptor).st_blocks * 512)
         except BaseException:
-            held.close()
+            entry.close()
             raise
-        del held.leases[-1]
-        held.pinned = key in self._pins
-        self.regions.add(held)
+        del entry.leases[-1]
+        entry.pinned = key in self._pins
+        self.regions.add(entry)
         self._record()
         logger.info("took back %s", redacted(key))
-        return held
+        return entry
 
-    def unpin(self, held: HeldRegion) -> None:
-        held.pinned = False
-        self._pins.discard(held.key)
+    def unpin(self, entry: RegionEntry) -> None:
+        entry.pinned = False
+        self._pins.discard(entry.key)
 
-    def _on_fetch(self, held: HeldRegion) -> None:
-        assert held.fetch is not None
+    def _on_fetch(self, entry: RegionEntry) -> None:
+        assert entry.fetch is not None
         try:
-            message = receive(held.fetch.channel, MOST_OF_OURS)
+            message = receive(entry.fetch.channel, MOST_OF_OURS)
         except (NodeError, OSError) as error:  # usually because there is no room for the files of the shards
-            self._ended(held, NodeError(str(error)))
+            self._ended(entry, NodeError(str(error)))
             return
         if message is None:
-            self._ended(held)
+            self._ended(entry)
         elif message.kind == "room":
             answer: tuple[str, dict[str, str]] = "room", {}
             wanted_bytes = int(message.body["bytes"])
             if self.regions.used_bytes + wanted_bytes + self._spares.size_bytes > self.regions.budget_bytes:
                 self._spares.drop()
             try:
-                self.regions.admit(held, wanted_bytes)
+                self.regions.admit(entry, wanted_bytes)
             except MedusaError as error:
                 logger.warning("%s", error)
                 answer = "error", {"code": error.code, "message": str(error)}
             with suppress(OSError):  # the prefetcher has just died, and the end of its channel will be read next
-                send(held.fetch.channel, *answer)
+                send(entry.fetch.channel, *answer)
         elif message.kind == "sealed":
-            held.sealed = True
-            held.shard_fds = message.descriptors
-            held.announce(None)
+            entry.sealed = True
+            entry.shard_fds = message.descriptors
+            entry.announce(None)
             self._record()  # after the answers, because it writes a file
         elif message.kind == "sources":
-            held.sources = message.body
+            entry.sources = message.body
 
-    def _ended(self, held: HeldRegion, error: MedusaError | None = None) -> None:
+    def _ended(self, entry: RegionEntry, error: MedusaError | None = None) -> None:
         """Handle the end of a prefetcher, whether it succeeded or not. With ``error``, end it for that reason."""
-        assert held.fetch is not None
-        status = None if error else exit_status(held.fetch)
-        self._end_fetch(held)
-        progress = held.region.progress()
+        assert entry.fetch is not None
+        status = None if error else exit_status(entry.fetch)
+        self._end_fetch(entry)
+        progress = entry.region.progress()
         if progress.state == "done" and error is None:
-            logger.info("%s is complete", redacted(held.key))
+            logger.info("%s is complete", redacted(entry.key))
             self._record()
             return
         how = "" if status is None else f" ({self._out_of_memory.how(status)})"
@@ -289,48 +289,48 @@ class RegionKeeper:
         if progress.error is not None:
             code, _, message = progress.error.partition(": ")
             error = from_code(code, message)
-        logger.warning("%s could not be fetched: %s", redacted(held.key), error)
-        held.announce(error)
-        self._on_lost(held, error)
-        self.regions.drop(held)
+        logger.warning("%s could not be fetched: %s", redacted(entry.key), error)
+        entry.announce(error)
+        self._on_lost(entry, error)
+        self.regions.drop(entry)
 
-    def _end_fetch(self, held: HeldRegion) -> None:
-        assert held.fetch is not None
-        self._loop.unwatch(held.fetch.channel)
-        ENDING.kill(held.fetch)
-        held.fetch = None
-        self._uncharge_fetch(held)
+    def _end_fetch(self, entry: RegionEntry) -> None:
+        assert entry.fetch is not None
+        self._loop.unwatch(entry.fetch.channel)
+        ENDING.kill(entry.fetch)
+        entry.fetch = None
+        self._uncharge_fetch(entry)
 
-    def _dropped(self, held: HeldRegion) -> None:
-        if held.fetch is not None:
-            self._end_fetch(held)
+    def _dropped(self, entry: RegionEntry) -> None:
+        if entry.fetch is not None:
+            self._end_fetch(entry)
             error = NodeError("the node agent has given this fetch up")
-            held.announce(error)
-            self._on_lost(held, error)
-        self._give_back(held)
+            entry.announce(error)
+            self._on_lost(entry, error)
+        self._give_back(entry)
         self._record()
 
-    def _give_back(self, held: HeldRegion) -> None:
-        if held.size_bytes >= _MUCH_BYTES and not self._stopping:
+    def _give_back(self, entry: RegionEntry) -> None:
+        if entry.size_bytes >= _MUCH_BYTES and not self._stopping:
             try:
-                pid = give_back(held, timeline=self._timeline, reports=self._reports)
+                pid = give_back(entry, timeline=self._timeline, reports=self._reports)
             except MedusaError as error:
                 logger.debug("%s", error)
             else:
                 ENDING.add(pid)
-                logger.debug("process %d takes back the memory of %s", pid, redacted(held.key))
+                logger.debug("process %d takes back the memory of %s", pid, redacted(entry.key))
                 return
-        held.close()
+        entry.close()
 
-    def _changed(self, held: HeldRegion) -> None:
+    def _changed(self, entry: RegionEntry) -> None:
         """Drop a region whose objects were replaced. A pinned model is fetched again at once, another on request."""
-        if self.regions.get(held.key) is not held:
+        if self.regions.get(entry.key) is not entry:
             return
-        if not held.pinned:
-            self.regions.drop(held)
+        if not entry.pinned:
+            self.regions.drop(entry)
             return
         try:
-            self.want(held.key, fresh=True)
+            self.want(entry.key, fresh=True)
         except MedusaError as error:
             logger.warning("%s", error)
 
@@ -347,8 +347,8 @@ class RegionKeeper:
 
     def _end_hung(self) -> None:
         """Kill prefetchers that hang. Their end is then handled like any other."""
-        fetching = {held.fetch.pid: held for held in self.regions if held.fetch is not None}
-        for pid, reason in self._hung.look({pid: held.beat_ns for pid, held in fetching.items()}).items():
+        fetching = {entry.fetch.pid: entry for entry in self.regions if entry.fetch is not None}
+        for pid, reason in self._hung.look({pid: entry.beat_ns for pid, entry in fetching.items()}).items():
             logger.warning("the prefetcher of %s hangs: %s; killing it", redacted(fetching[pid].key), reason)
             self.replaced["prefetcher"] += 1
             os.kill(pid, signal.SIGKILL)
@@ -356,8 +356,8 @@ class RegionKeeper:
     def _record(self) -> None:
         # Regions of files that were read with a caller's rights are left out. They are only for that caller, and to
         # make one again takes no longer than to bring it back.
-        kept = [held for held in self.regions if held.sealed and held.slot == held.key]
-        self._records.write({held.key: held.region.fd for held in kept})
+        kept = [entry for entry in self.regions if entry.sealed and entry.slot == entry.key]
+        self._records.write({entry.key: entry.region.fd for entry in kept})
 
     def close(self) -> None:
         """Let go of all regions, and end all fetches."""
@@ -369,9 +369,9 @@ class RegionKeeper:
         ENDING.wait()
 
 
-def _check_whole(held: HeldRegion) -> None:
-    if not held.complete or not held.is_current():
-        raise NodeError(f"the region of {redacted(held.key)} is not complete, or its files have changed")
+def _check_whole(entry: RegionEntry) -> None:
+    if not entry.complete or not entry.is_current():
+        raise NodeError(f"the region of {redacted(entry.key)} is not complete, or its files have changed")
 
 
 def _own_folder(key: str) -> Folder:

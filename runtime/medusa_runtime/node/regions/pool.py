@@ -13,7 +13,7 @@ from ...errors import MedusaError, NodeRefusedError, TooLargeError
 from ...storage.base import redacted
 from ..callers.accounts import Accounts
 from ..callers.policy import Policy, below
-from .held_region import HeldRegion
+from .region_entry import RegionEntry
 
 _MOST_UNUSED = 256  # unused regions; even small ones cost descriptors
 
@@ -22,7 +22,7 @@ class _Limit(NamedTuple):
     """A limit of memory, and the other regions that share it."""
 
     limit_bytes: int
-    others: list[HeldRegion]
+    others: list[RegionEntry]
     besides_bytes: int  # memory that is charged to the same caller, but is not for regions
     refusal: type[MedusaError]
     whose: str  # for a message: whose limit it is, and how much
@@ -33,63 +33,65 @@ class RegionPool:
     """The regions, by slot. ``on_drop`` is called with each that is dropped, to end its prefetcher and close it."""
 
     def __init__(
-        self, budget_bytes: int, policy: Policy, accounts: Accounts, on_drop: Callable[[HeldRegion], None]
+        self, budget_bytes: int, policy: Policy, accounts: Accounts, on_drop: Callable[[RegionEntry], None]
     ) -> None:
         self.budget_bytes = budget_bytes
         self._policy = policy
         self._accounts = accounts
         self._on_drop = on_drop
-        self._regions: dict[str, HeldRegion] = {}
+        self._regions: dict[str, RegionEntry] = {}
 
-    def __iter__(self) -> Iterator[HeldRegion]:
+    def __iter__(self) -> Iterator[RegionEntry]:
         return iter(tuple(self._regions.values()))
 
     @property
     def used_bytes(self) -> int:
-        return sum(held.size_bytes for held in self)
+        return sum(entry.size_bytes for entry in self)
 
-    def get(self, slot: str) -> HeldRegion | None:
+    def get(self, slot: str) -> RegionEntry | None:
         return self._regions.get(slot)
 
-    def of_key(self, key: str) -> list[HeldRegion]:
+    def of_key(self, key: str) -> list[RegionEntry]:
         """Return all regions of one checkpoint. A local one may have a region for each user."""
-        return [held for held in self if held.key == key]
+        return [entry for entry in self if entry.key == key]
 
-    def add(self, held: HeldRegion) -> None:
-        assert held.slot not in self._regions
+    def add(self, entry: RegionEntry) -> None:
+        assert entry.slot not in self._regions
         unused = [other for other in self if not other.in_use and other.fetch is None]
         for other in sorted(unused, key=lambda other: other.used_at)[: max(len(unused) + 1 - _MOST_UNUSED, 0)]:
             self.drop(other)
-        self._regions[held.slot] = held
+        self._regions[entry.slot] = entry
 
-    def admit(self, held: HeldRegion, size_bytes: int) -> None:
+    def admit(self, entry: RegionEntry, size_bytes: int) -> None:
         """Make room for a region of this size. Raises TooLargeError or NodeRefusedError if a limit forbids it."""
-        limits = self._limits(held)
+        limits = self._limits(entry)
         for limit in limits:  # check all of them before anything is dropped
             fixed = limit.besides_bytes + sum(other.size_bytes for other in limit.others if other.in_use)
             if size_bytes + fixed > limit.limit_bytes:
                 used = f", of which {_mb(fixed)} are in use" if fixed >= 500_000 else ""
                 raise limit.refusal(
-                    f"{redacted(held.key)} takes {_mb(size_bytes)} of memory; expected at most {limit.whose}{used}; "
+                    f"{redacted(entry.key)} takes {_mb(size_bytes)} of memory; expected at most {limit.whose}{used}; "
                     f"raise {limit.flag}"
                 )
         for limit in limits:
             self._make_room(limit, size_bytes)
-        held.size_bytes = size_bytes
+        entry.size_bytes = size_bytes
 
     def charged_bytes(self, account: str) -> int:
         """Return the memory of the regions that are charged to one account."""
-        return sum(held.size_bytes for held in self if (payer := held.payer) is not None and payer.account == account)
+        return sum(
+            entry.size_bytes for entry in self if (payer := entry.payer) is not None and payer.account == account
+        )
 
-    def _limits(self, held: HeldRegion) -> list[_Limit]:
-        others = [other for other in self if other is not held]
+    def _limits(self, entry: RegionEntry) -> list[_Limit]:
+        others = [other for other in self if other is not entry]
         budget = f"the node agent's budget of {_mb(self.budget_bytes)}"
         limits = [_Limit(self.budget_bytes, others, 0, TooLargeError, budget, "--memory-budget")]
-        for prefix, size_bytes in self._policy.quotas(held.key):
+        for prefix, size_bytes in self._policy.quotas(entry.key):
             shared = [other for other in others if below(other.key, prefix)]
             quota = f"the quota of {_mb(size_bytes)} for {redacted(prefix)}"
             limits.append(_Limit(size_bytes, shared, 0, NodeRefusedError, quota, "--quota"))
-        payer = held.payer
+        payer = entry.payer
         if payer is not None and not payer.trusted:
             account, most = payer.account, self._accounts.memory_bytes
             shared = [other for other in others if other.payer is not None and other.payer.account == account]
@@ -106,21 +108,21 @@ class RegionPool:
             used -= other.size_bytes
             self.drop(other)
 
-    def release(self, held: HeldRegion, lease: int) -> None:
+    def release(self, entry: RegionEntry, lease: int) -> None:
         """End the lease of one connection on a region."""
-        held.leases.pop(lease, None)
-        held.waiting.pop(lease, None)
-        held.used_at = time.monotonic()
+        entry.leases.pop(lease, None)
+        entry.waiting.pop(lease, None)
+        entry.used_at = time.monotonic()
 
-    def drop(self, held: HeldRegion) -> None:
+    def drop(self, entry: RegionEntry) -> None:
         """Let go of a region. Functions that have it keep it, and its memory is freed after the last of them."""
-        if self._regions.get(held.slot) is held:
-            del self._regions[held.slot]
-            self._on_drop(held)
+        if self._regions.get(entry.slot) is entry:
+            del self._regions[entry.slot]
+            self._on_drop(entry)
 
     def close(self) -> None:
-        for held in self:
-            self.drop(held)
+        for entry in self:
+            self.drop(entry)
 
 
 def _mb(size_bytes: int) -> str:

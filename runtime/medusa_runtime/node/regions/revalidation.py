@@ -18,7 +18,7 @@ from ..child import ENDING, Child, close_others, start_child
 from ..event_loop import EventLoop
 from ..messages import receive, send
 from .fetching import open_store_of
-from .held_region import HeldRegion
+from .region_entry import RegionEntry
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Revalidation:
     def __init__(
         self,
         every_s: float,
-        on_change: Callable[[HeldRegion], None],
+        on_change: Callable[[RegionEntry], None],
         *,
         policy: Policy,
         timeline: Timeline,
@@ -48,35 +48,35 @@ class Revalidation:
         self._check: Child | None = None
         self._began = 0.0
 
-    def tick(self, regions: Iterable[HeldRegion]) -> None:
+    def tick(self, regions: Iterable[RegionEntry]) -> None:
         """Check the region whose last check is longest ago, if it is due. Local files are checked on each request."""
         now = time.monotonic()
         if self._check is not None:
             if now - self._began > _GIVE_UP_S:
                 self._end()
             return
-        due = [held for held in regions if now - held.looked_at > self._every_s and scheme_of(held.key)]
-        due = [held for held in due if held.fetch is None and held.complete]
+        due = [entry for entry in regions if now - entry.looked_at > self._every_s and scheme_of(entry.key)]
+        due = [entry for entry in due if entry.fetch is None and entry.complete]
         if self._every_s and due:
-            self._begin(min(due, key=lambda held: held.looked_at), now)
+            self._begin(min(due, key=lambda entry: entry.looked_at), now)
 
-    def _begin(self, held: HeldRegion, now: float) -> None:
-        held.looked_at = self._began = now
+    def _begin(self, entry: RegionEntry, now: float) -> None:
+        entry.looked_at = self._began = now
         try:
-            body = partial(_run, held, self._policy, self._reports)
+            body = partial(_run, entry, self._policy, self._reports)
             self._check = start_child("revalidate", body, timeline=self._timeline, reports=self._reports)
         except MedusaError as error:
-            logger.warning("%s could not be checked: %s", redacted(held.key), error)
+            logger.warning("%s could not be checked: %s", redacted(entry.key), error)
             return
-        self._loop.watch(self._check.channel, lambda: self._on_message(held))
+        self._loop.watch(self._check.channel, lambda: self._on_message(entry))
 
-    def _on_message(self, held: HeldRegion) -> None:
+    def _on_message(self, entry: RegionEntry) -> None:
         assert self._check is not None
         message = receive(self._check.channel)
         self._end()
         if message is not None and message.kind == "changed":
-            logger.info("%s has changed in its store; the next function gets the new version", redacted(held.key))
-            self._on_change(held)
+            logger.info("%s has changed in its store; the next function gets the new version", redacted(entry.key))
+            self._on_change(entry)
 
     def _end(self) -> None:
         if self._check is not None:
@@ -88,18 +88,18 @@ class Revalidation:
         self._end()
 
 
-def _run(held: HeldRegion, policy: Policy, reports: ReportPipe, channel: socket.socket, timeline: Timeline) -> int:
-    close_others(channel.fileno(), held.region.fd, timeline.fd, reports.write_fd)
+def _run(entry: RegionEntry, policy: Policy, reports: ReportPipe, channel: socket.socket, timeline: Timeline) -> int:
+    close_others(channel.fileno(), entry.region.fd, timeline.fd, reports.write_fd)
     os.nice(_NICE)
     from ...checkpoint.reader import open_checkpoint
 
     try:
-        checkpoint = open_checkpoint(held.key, store=open_store_of(held.key, policy))
+        checkpoint = open_checkpoint(entry.key, store=open_store_of(entry.key, policy))
     except MedusaError as error:
-        logger.debug("%s could not be checked: %s", redacted(held.key), error)
+        logger.debug("%s could not be checked: %s", redacted(entry.key), error)
         return 0  # a store that does not answer proves nothing about its objects
-    index = held.region.wait_index()
+    index = entry.region.wait_index()
     same = checkpoint.index.shards == index.shards
-    if not same or any(held.region.file(name) != body for name, body in checkpoint.files.items()):
+    if not same or any(entry.region.file(name) != body for name, body in checkpoint.files.items()):
         send(channel, "changed")
     return 0

@@ -45,7 +45,7 @@ def open_region(fd: int | None = None) -> tuple[Region, int]:
         raise cannot("make a region", error) from None
 
 
-class HeldRegion:
+class RegionEntry:
     """A region, its checkpoint (``key``), and the callers that use it.
 
     ``slot`` is its unique name among the agent's regions, and ``size_bytes`` the memory that it takes. ``folder`` is
