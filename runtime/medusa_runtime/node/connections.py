@@ -45,9 +45,9 @@ class Connections:
         caller = Caller(Peer.of(connection), listening.path, listening.prefixes)
         session = Session(self._services, connection, caller)
         try:
-            self._services.accounts.take(caller, "connections")
+            self._services.accounts.charge(caller, "connections")
         except NodeRefusedError as error:
-            self._services.accounts.refused(caller, error)
+            self._services.accounts.count_refusal(caller, error)
             try:
                 session.refuse(error)
             except OSError:
@@ -100,7 +100,7 @@ class Connections:
             self._end(session)
 
     def _count(self, session: Session, error: MedusaError) -> None:
-        self._services.accounts.refused(session.caller, error)
+        self._services.accounts.count_refusal(session.caller, error)
         now = time.monotonic()
         if now - session.logged_at > _LOGGED_EVERY_S:
             session.logged_at = now
@@ -109,7 +109,7 @@ class Connections:
     def _end(self, session: Session) -> None:
         if session in self._sessions:
             self._sessions.discard(session)
-            self._services.accounts.give(session.caller, "connections")
+            self._services.accounts.refund(session.caller, "connections")
             self._loop.unwatch(session.connection)
             session.close()
 

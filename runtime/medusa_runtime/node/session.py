@@ -216,9 +216,11 @@ class Session:
         if kv_mb is not None and (not isinstance(kv_mb, int) or isinstance(kv_mb, bool) or kv_mb < 1):
             raise NodeError(f"kv_cache_mb: expected a whole number above 0, found {str(kv_mb)[:40]!r}")
         if caller.trusted:
-            accounts.take(caller, "engines")
+            accounts.charge(caller, "engines")
             return settings, 0
-        had = self._services.keeper.regions.charged_bytes(caller.account) + accounts.has(caller.account, "memory_bytes")
+        had = self._services.keeper.regions.charged_bytes(caller.account) + accounts.charged(
+            caller.account, "memory_bytes"
+        )
         left_mb = (accounts.memory_bytes - had) // _MB
         if kv_mb is None:
             kv_mb = min(max(left_mb // 4, _LEAST_KV_MB), _MOST_KV_MB)
@@ -227,14 +229,14 @@ class Session:
                 f"an engine with {kv_mb} MB for keys and values is too large: {caller.account} may have "
                 f"{max(left_mb, 0)} MB more; lower --kv-cache-mb, or raise the node agent's --per-caller memory=…"
             )
-        accounts.take(caller, "engines")
-        accounts.take(caller, "memory_bytes", kv_mb * _MB)
+        accounts.charge(caller, "engines")
+        accounts.charge(caller, "memory_bytes", kv_mb * _MB)
         return {**settings, "kv_cache_mb": kv_mb}, kv_mb * _MB
 
     def _engine_ended(self, charged_bytes: int) -> None:
-        self._services.accounts.give(self.caller, "engines")
+        self._services.accounts.refund(self.caller, "engines")
         if charged_bytes:
-            self._services.accounts.give(self.caller, "memory_bytes", charged_bytes)
+            self._services.accounts.refund(self.caller, "memory_bytes", charged_bytes)
 
     def _keep(self, message: Message) -> None:
         key = model_key(text(message.body, "url"))

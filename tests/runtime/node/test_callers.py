@@ -31,12 +31,12 @@ class OldKernel:
 
 def test_a_refused_caller_gets_no_account() -> None:
     accounts = Accounts(CallerLimits(connections=1), 1000)
-    accounts.take(STRANGER, "connections")
+    accounts.charge(STRANGER, "connections")
     with pytest.raises(NodeRefusedError, match="expected at most 1"):
-        accounts.take(STRANGER, "connections")
-    accounts.give(STRANGER, "connections")
+        accounts.charge(STRANGER, "connections")
+    accounts.refund(STRANGER, "connections")
     with pytest.raises(NodeRefusedError):
-        accounts.take(STRANGER, "memory_bytes", 10**6)
+        accounts.charge(STRANGER, "memory_bytes", 10**6)
     assert accounts.status(everybody=True)["callers"] == {}
 
 

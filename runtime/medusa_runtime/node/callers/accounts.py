@@ -22,17 +22,17 @@ class Accounts:
     def __init__(self, limits: CallerLimits, budget_bytes: int) -> None:
         self._limits = limits
         self.memory_bytes = limits.memory_bytes or budget_bytes // 2
-        self._had: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._charged: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._total: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._refused_callers: Counter[str] = Counter()
 
-    def take(self, caller: Caller, what: str, amount: int = 1) -> None:
+    def charge(self, caller: Caller, what: str, amount: int = 1) -> None:
         """Charge ``amount`` more to a caller's account. If that is too much, raise NodeRefusedError and charge nothing.
 
         ``what`` is "connections", "fetches", "engines" or "memory_bytes".
         """
-        had = self.has(caller.account, what)
+        had = self.charged(caller.account, what)
         if not caller.trusted:
             if had + amount > (limit := self._limit(what)):
                 raise NodeRefusedError(
@@ -43,22 +43,22 @@ class Accounts:
             if together is not None and self._total[what] + amount > together:
                 raise NodeRefusedError(f"the node agent's callers have {together} {what} together; try again later")
             self._total[what] += amount
-        self._had[caller.account][what] += amount
+        self._charged[caller.account][what] += amount
 
-    def give(self, caller: Caller, what: str, amount: int = 1) -> None:
+    def refund(self, caller: Caller, what: str, amount: int = 1) -> None:
         """Take a charge back."""
         if not caller.trusted:
             self._total[what] -= amount
-        had = self._had[caller.account]
+        had = self._charged[caller.account]
         had[what] -= amount
         if not any(had.values()):
-            del self._had[caller.account]
+            del self._charged[caller.account]
 
-    def has(self, account: str, what: str) -> int:
+    def charged(self, account: str, what: str) -> int:
         """Return how much is charged to an account."""
-        return self._had[account][what] if account in self._had else 0
+        return self._charged[account][what] if account in self._charged else 0
 
-    def refused(self, caller: Caller, error: MedusaError) -> None:
+    def count_refusal(self, caller: Caller, error: MedusaError) -> None:
         """Count a refusal to a caller."""
         self._refused[error.code] += 1
         if caller.account in self._refused_callers or len(self._refused_callers) < _MOST_NAMED:
@@ -69,8 +69,8 @@ class Accounts:
         found: dict[str, object] = {"refused": dict(self._refused)}
         if everybody:
             found["refused_callers"] = dict(self._refused_callers)
-            names = sorted(self._had)[:_MOST_NAMED]
-            found["callers"] = {name: {what: n for what, n in self._had[name].items() if n} for name in names}
+            names = sorted(self._charged)[:_MOST_NAMED]
+            found["callers"] = {name: {what: n for what, n in self._charged[name].items() if n} for name in names}
         return found
 
     def _limit(self, what: str) -> int:

@@ -151,7 +151,7 @@ class RegionKeeper:
             entry = RegionEntry(key, folder=folder, spare=spare)
         except BaseException:
             if caller is not None:
-                self._accounts.give(caller, "fetches")
+                self._accounts.refund(caller, "fetches")
             raise
         entry.fetch_for = caller
         return entry
@@ -204,19 +204,19 @@ class RegionKeeper:
         if caller is None:
             return
         try:
-            self._accounts.take(caller, "fetches")
+            self._accounts.charge(caller, "fetches")
         except NodeRefusedError:
             left = [entry for entry in self.regions if entry.fetch is not None and not entry.in_use]
             left = [entry for entry in left if entry.fetch_for and entry.fetch_for.account == caller.account]
             if not left:
                 raise
             self.regions.drop(min(left, key=lambda entry: entry.used_at))
-            self._accounts.take(caller, "fetches")
+            self._accounts.charge(caller, "fetches")
 
     def _uncharge_fetch(self, entry: RegionEntry) -> None:
         caller, entry.fetch_for = entry.fetch_for, None
         if caller is not None:
-            self._accounts.give(caller, "fetches")
+            self._accounts.refund(caller, "fetches")
 
     def keep(self, key: str, descriptor: int, caller: Caller) -> RegionEntry:
         """Take back a region that an earlier agent made. Raises NodeError for any other region."""

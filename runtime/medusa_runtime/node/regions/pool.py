@@ -95,7 +95,7 @@ class RegionPool:
         if payer is not None and not payer.trusted:
             account, most = payer.account, self._accounts.memory_bytes
             shared = [other for other in others if other.payer is not None and other.payer.account == account]
-            besides = self._accounts.has(account, "memory_bytes")
+            besides = self._accounts.charged(account, "memory_bytes")
             share = f"what {account} may have, {_mb(most)}"
             limits.append(_Limit(most, shared, besides, NodeRefusedError, share, "--per-caller memory=…"))
         return limits
