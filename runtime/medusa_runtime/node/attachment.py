@@ -15,7 +15,7 @@ from ..region.reader import Region
 from ..timeline import Timeline
 from .client import HURRIED, NodeClient
 from .engines.handover import settings_to_body
-from .messages import pair
+from .messages import channel_pair
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Attachment:
         if self._client is None:
             return False
         try:
-            mine, theirs = pair()
+            mine, theirs = channel_pair()
         except OSError as error:
             self._report(error)
             return False

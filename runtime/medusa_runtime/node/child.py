@@ -15,9 +15,9 @@ from ..process import ReportPipe, fork
 from ..region.pages import unmap_memfds
 from ..resource_limits import as_limit_error, most_files
 from ..timeline import Timeline
-from .messages import pair
+from .messages import channel_pair
 
-_LOOKS, _LOOK_S = 20, 0.001  # a process's connections are closed a moment before it can be reaped
+_TRIES, _RETRY_S = 20, 0.001  # a process's connections are closed a moment before it can be reaped
 
 
 class Child(NamedTuple):
@@ -35,23 +35,23 @@ def start_child(
     Raises LimitError or NodeError if no process can be started. The caller must have a single thread.
     """
     try:
-        mine, theirs = pair()
+        mine, theirs = channel_pair()
     except OSError as error:
-        raise cannot(f"start a {name} process", error) from None
+        raise as_node_error(f"start a {name} process", error) from None
     try:
         pid = fork(name, lambda timeline: body(theirs, timeline), timeline=timeline, reports=reports)
     except OSError as error:
         mine.close()
-        raise cannot(f"start a {name} process", error) from None
+        raise as_node_error(f"start a {name} process", error) from None
     finally:
         theirs.close()
     mine.setblocking(False)
     return Child(pid, mine)
 
 
-def cannot(what: str, error: OSError) -> MedusaError:
-    """Return the error of an agent that cannot do ``what`` because of an OSError: a limit's, or else a NodeError."""
-    return as_limit_error(error) or NodeError(f"the node agent cannot {what}: {error.strerror}")
+def as_node_error(action: str, error: OSError) -> MedusaError:
+    """Return the error of an agent that cannot do ``action`` because of an OSError: a limit's, or else a NodeError."""
+    return as_limit_error(error) or NodeError(f"the node agent cannot {action}: {error.strerror}")
 
 
 def close_others(*keep: int) -> None:
@@ -88,7 +88,7 @@ class HungChildren:
     def __init__(self) -> None:
         self._watches: dict[int, Watch] = {}
 
-    def look(self, beats: Mapping[int, Callable[[], int]]) -> dict[int, str]:
+    def find_hung(self, beats: Mapping[int, Callable[[], int]]) -> dict[int, str]:
         """Return the processes that hang, each with the reason. Call it at least once a second, with all processes.
 
         ``beats`` maps each process id to a function that returns the time of its last heartbeat. For a process without
@@ -96,7 +96,7 @@ class HungChildren:
         (SIGSTOP).
         """
         self._watches = {pid: self._watches.get(pid) or Watch(pid, 0, beat_ns) for pid, beat_ns in beats.items()}
-        return {pid: watch.reason for pid, watch in self._watches.items() if watch.look() is Verdict.HUNG}
+        return {pid: watch.reason for pid, watch in self._watches.items() if watch.find_hung() is Verdict.HUNG}
 
 
 def exit_status(child: Child) -> int | None:
@@ -104,14 +104,14 @@ def exit_status(child: Child) -> int | None:
 
     It is minus the signal's number if a signal has ended it.
     """
-    for _ in range(_LOOKS):
+    for _ in range(_TRIES):
         if (ended := os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        time.sleep(_LOOK_S)
+        time.sleep(_RETRY_S)
     return None
 
 
-class Ending:
+class Reaper:
     """Children that are about to end. The agent's loop does not wait for them: a killed one needs a CPU to die."""
 
     def __init__(self) -> None:
@@ -138,4 +138,4 @@ class Ending:
         self._pids.clear()
 
 
-ENDING = Ending()  # the children of this process
+REAPER = Reaper()  # the children of this process

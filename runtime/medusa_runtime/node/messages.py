@@ -32,7 +32,7 @@ from .callers.file_status import file_status
 VERSION = 1
 LARGEST_BYTES = 1 << 16
 MOST_DESCRIPTORS = 8  # from a client
-MOST_OF_OURS = 250  # between the agent and its children; the kernel allows 253 (unix(7))
+MOST_INTERNAL_DESCRIPTORS = 250  # between the agent and its children; the kernel allows 253 (unix(7))
 _MOST_THREADS = 64
 _NO_LINGER = struct.pack("ii", 0, 0)
 
@@ -68,7 +68,7 @@ def receive(connection: socket.socket, most: int = MOST_DESCRIPTORS) -> Message 
         # Make room for more descriptors than may come: the kernel would close the others itself, and if one is a socket
         # the sender could make that wait (see ``close_all``).
         data, descriptors, flags, _ = socket.recv_fds(
-            connection, LARGEST_BYTES + 1, MOST_OF_OURS + 3, socket.MSG_CMSG_CLOEXEC
+            connection, LARGEST_BYTES + 1, MOST_INTERNAL_DESCRIPTORS + 3, socket.MSG_CMSG_CLOEXEC
         )
     except (ConnectionError, BrokenPipeError):
         return None
@@ -157,6 +157,6 @@ def _close(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def pair() -> tuple[socket.socket, socket.socket]:
+def channel_pair() -> tuple[socket.socket, socket.socket]:
     """Return the two ends of a connection between the agent's own processes."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

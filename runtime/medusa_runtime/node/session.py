@@ -17,7 +17,7 @@ from ..errors import MedusaError, NodeError, NodeRefusedError
 from ..storage.base import scheme_of
 from .callers.impersonation import Folder, Identity, folder_of
 from .callers.peer import Caller, sees_the_same_files
-from .child import cannot
+from .child import as_node_error
 from .engines.handover import check_given
 from .messages import VERSION, Message, close_all, flag, send, text
 from .regions.model_key import model_key
@@ -165,7 +165,7 @@ class Session:
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            raise cannot("send a region to a function", error) from None
+            raise as_node_error("send a region to a function", error) from None
         finally:
             close_all(descriptors)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from medusa_runtime.errors import LimitError, MedusaError, NodeError
-from medusa_runtime.node.messages import close_all, pair, receive, send
+from medusa_runtime.node.messages import channel_pair, close_all, receive, send
 from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline
 
@@ -202,7 +202,7 @@ def unread_descriptors(count: int) -> Iterator[None]:
     """Let this user have so many descriptors under way."""
     with ExitStack() as opened:
         for _ in range(count // 200 + 1):
-            mine, theirs = pair()
+            mine, theirs = channel_pair()
             opened.enter_context(mine), opened.enter_context(theirs)
             send(mine, "x", None, [mine.fileno()] * 200)
         yield
@@ -236,7 +236,7 @@ def test_no_room_for_descriptors_under_way_costs_no_idle_engine(start_node: Star
         socket.socket(socket.AF_UNIX),
         Timeline.create("t"),
         ReportPipe(),
-        pair(),
+        channel_pair(),
     )
     given = [listener.fileno(), timeline.fd, reports.write_fd, theirs.fileno()]
     with closing(node.client()) as client, closing(node.client()) as other:

@@ -32,7 +32,7 @@ def reason(pid: int, beat_ns: Callable[[], int], seconds: float) -> str | None:
     """Look for so long; why the process is found to hang, if it is."""
     hung, end = HungChildren(), time.monotonic() + seconds
     while time.monotonic() < end:
-        if found := hung.look({pid: beat_ns}):
+        if found := hung.find_hung({pid: beat_ns}):
             return found[pid]
         time.sleep(0.1)
     return None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_runtime.node.messages import pair
+from medusa_runtime.node.messages import channel_pair
 from medusa_runtime.node.regions.fetching import report_sources
 from medusa_runtime.storage.local import LocalStore
 from medusa_runtime.storage.peer import PeerStore
@@ -57,7 +57,7 @@ def test_many_models_do_not_hide_the_one_that_other_nodes_read(
 
 def test_peers_of_long_names_fail_no_fetch(tmp_path: Path) -> None:
     """What comes from where may be more than a message has room for."""
-    ours, theirs = pair()
+    ours, theirs = channel_pair()
     urls = [f"http://{'n' * 2000}{number}:1" for number in range(40)]
     sources = SourcesStore(
         LocalStore(str(tmp_path)),

@@ -13,7 +13,7 @@ import pytest
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import NodeError, NodeRefusedError
 from medusa_runtime.node.engines.handover import settings_from_body, settings_to_body
-from medusa_runtime.node.messages import LARGEST_BYTES, pair
+from medusa_runtime.node.messages import LARGEST_BYTES, channel_pair
 from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline
 from process_tree import alive
@@ -31,7 +31,7 @@ def given() -> Iterator[tuple[list[int], socket.socket]]:
         socket.socket(socket.AF_UNIX),
         Timeline.create("t"),
         ReportPipe(),
-        pair(),
+        channel_pair(),
     )
     yield [listener.fileno(), timeline.fd, reports.write_fd, theirs.fileno()], mine
     for one in (listener, mine, theirs):

@@ -19,7 +19,7 @@ from ...liveness import is_stopped
 from ...process import ReportPipe
 from ...registry import engine_kind, engine_names
 from ...timeline import Timeline
-from ..child import ENDING, Child, HungChildren, cannot, start_child
+from ..child import REAPER, Child, HungChildren, as_node_error, start_child
 from ..event_loop import EventLoop
 from ..messages import close_all, receive, send
 from .warm_zygote import run_zygote
@@ -109,7 +109,7 @@ class EnginePool:
         """Kill processes that were stopped (SIGSTOP). Idle ones may wait for hours, so silence proves nothing."""
         engines = {one.pid: one for kind in self._kinds.values() for one in (*kind.idle, *kind.serving)}
         zygotes = {kind.zygote.pid for kind in self._kinds.values() if kind.zygote is not None}
-        for pid, reason in self._hung.look(dict.fromkeys([*engines, *zygotes], time.monotonic_ns)).items():
+        for pid, reason in self._hung.find_hung(dict.fromkeys([*engines, *zygotes], time.monotonic_ns)).items():
             logger.warning(
                 "the %s process %d hangs: %s; killing it", "zygote" if pid in zygotes else "engine", pid, reason
             )
@@ -150,7 +150,7 @@ class EnginePool:
                 idle.close()
                 continue  # it has just died
             except OSError as error:
-                raise cannot("hand an engine process to a function", error) from None
+                raise as_node_error("hand an engine process to a function", error) from None
             self._forget(kind, idle)
             idle.on_end = on_end
             kind.serving.append(idle)
@@ -258,7 +258,7 @@ class EnginePool:
             idle.kill()  # a stopped one would not end by itself
             idle.close()
         self._loop.unwatch(zygote.channel)
-        ENDING.kill(zygote)
+        REAPER.kill(zygote)
 
     def _count_death(self, kind: _Kind) -> None:
         now = time.monotonic()

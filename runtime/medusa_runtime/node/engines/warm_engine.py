@@ -22,7 +22,7 @@ from ...registry import engine_kind
 from ...timeline import Timeline
 from ...zygote import EngineClass, load_engine_class, run_engine
 from ..child import close_others
-from ..messages import MOST_OF_OURS, Message, receive, send
+from ..messages import MOST_INTERNAL_DESCRIPTORS, Message, receive, send
 from .handover import GIVEN, settings_from_body
 
 _PR_SET_PDEATHSIG = 1
@@ -48,7 +48,7 @@ def run_idle(
         _warm_up(engine_class, settings)
     importlib.import_module(_ATTACH_ARTIFACTS)
     send(channel, "warm")
-    message = receive(channel, MOST_OF_OURS)
+    message = receive(channel, MOST_INTERNAL_DESCRIPTORS)
     if message is None:
         return 0  # the agent has ended, or needs no more idle processes
     # From now on this process ends with the function, and no longer with the agent.

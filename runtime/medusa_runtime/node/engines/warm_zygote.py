@@ -16,7 +16,7 @@ from ...process import ReportPipe, end_first, fork
 from ...timeline import Timeline
 from ...zygote import load_engine_class
 from ..child import close_others
-from ..messages import pair, receive, send
+from ..messages import channel_pair, receive, send
 from .warm_engine import run_idle
 
 
@@ -38,7 +38,7 @@ def run_zygote(
     gc.freeze()
     while (message := receive(channel)) is not None:
         assert message.kind == "fork", message
-        theirs, mine = pair()
+        theirs, mine = channel_pair()
         body = partial(run_idle, engine_class, settings, gpu_context, mine, reports)
         pid = fork("engine", body, timeline=timeline, reports=reports)
         mine.close()

@@ -24,8 +24,8 @@ from ...storage.local import LocalStore
 from ...timeline import Timeline
 from ..callers.impersonation import Folder, become
 from ..callers.policy import Policy
-from ..child import ENDING, Child, close_others, start_child
-from ..messages import MOST_OF_OURS, close_all, receive, send
+from ..child import REAPER, Child, close_others, start_child
+from ..messages import MOST_INTERNAL_DESCRIPTORS, close_all, receive, send
 from .region_entry import RegionEntry, open_region
 from .spare import Spare
 
@@ -144,7 +144,7 @@ def begin(spare: Spare, entry: RegionEntry, connections: int | None) -> bool:
     try:
         send(spare.child.channel, "fetch", {"key": entry.key, "connections": connections, "layers": entry.layers})
     except OSError:
-        ENDING.kill(spare.child)
+        REAPER.kill(spare.child)
         return False
     return True
 
@@ -310,8 +310,12 @@ class _Agent:
     def laid_out(self, writer: RegionWriter) -> None:
         writer.seal_early()
         shards = [shard for shard in writer.index.shards if self._store is not None]
-        files = [self._store.descriptor(shard.name) for shard in shards[: MOST_OF_OURS + 1] if self._store is not None]
+        files = [
+            self._store.descriptor(shard.name)
+            for shard in shards[: MOST_INTERNAL_DESCRIPTORS + 1]
+            if self._store is not None
+        ]
         try:
-            send(self._channel, "sealed", None, files if len(files) <= MOST_OF_OURS - 8 else ())
+            send(self._channel, "sealed", None, files if len(files) <= MOST_INTERNAL_DESCRIPTORS - 8 else ())
         finally:
             close_all(files)

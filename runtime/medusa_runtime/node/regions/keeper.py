@@ -21,9 +21,9 @@ from ..callers.accounts import Accounts
 from ..callers.impersonation import Folder
 from ..callers.peer import Caller
 from ..callers.policy import Policy
-from ..child import ENDING, HungChildren, exit_status
+from ..child import REAPER, HungChildren, exit_status
 from ..event_loop import EventLoop
-from ..messages import MOST_OF_OURS, receive, send
+from ..messages import MOST_INTERNAL_DESCRIPTORS, receive, send
 from ..settings import NodeSettings
 from .fetching import begin, fetch_settings, give_back, start_fetch, start_spare
 from .model_key import open_folder
@@ -99,7 +99,7 @@ class RegionKeeper:
         self._fetch_pinned()
         self._spares.tick(idle=all(entry.fetch is None for entry in self.regions))
         self._revalidation.tick(self.regions)
-        ENDING.reap()
+        REAPER.reap()
 
     def want(
         self,
@@ -248,7 +248,7 @@ class RegionKeeper:
     def _on_fetch(self, entry: RegionEntry) -> None:
         assert entry.fetch is not None
         try:
-            message = receive(entry.fetch.channel, MOST_OF_OURS)
+            message = receive(entry.fetch.channel, MOST_INTERNAL_DESCRIPTORS)
         except (NodeError, OSError) as error:  # usually because there is no room for the files of the shards
             self._ended(entry, NodeError(str(error)))
             return
@@ -297,7 +297,7 @@ class RegionKeeper:
     def _end_fetch(self, entry: RegionEntry) -> None:
         assert entry.fetch is not None
         self._loop.unwatch(entry.fetch.channel)
-        ENDING.kill(entry.fetch)
+        REAPER.kill(entry.fetch)
         entry.fetch = None
         self._uncharge_fetch(entry)
 
@@ -317,7 +317,7 @@ class RegionKeeper:
             except MedusaError as error:
                 logger.debug("%s", error)
             else:
-                ENDING.add(pid)
+                REAPER.add(pid)
                 logger.debug("process %d takes back the memory of %s", pid, redacted(entry.key))
                 return
         entry.close()
@@ -348,7 +348,7 @@ class RegionKeeper:
     def _end_hung(self) -> None:
         """Kill prefetchers that hang. Their end is then handled like any other."""
         fetching = {entry.fetch.pid: entry for entry in self.regions if entry.fetch is not None}
-        for pid, reason in self._hung.look({pid: entry.beat_ns for pid, entry in fetching.items()}).items():
+        for pid, reason in self._hung.find_hung({pid: entry.beat_ns for pid, entry in fetching.items()}).items():
             logger.warning("the prefetcher of %s hangs: %s; killing it", redacted(fetching[pid].key), reason)
             self.replaced["prefetcher"] += 1
             os.kill(pid, signal.SIGKILL)
@@ -366,7 +366,7 @@ class RegionKeeper:
         self._revalidation.close()
         self._records.freeze()  # callers that hold a region may bring it to the next agent
         self.regions.close()
-        ENDING.wait()
+        REAPER.wait()
 
 
 def _check_whole(entry: RegionEntry) -> None:

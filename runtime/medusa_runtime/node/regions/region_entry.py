@@ -17,7 +17,7 @@ from ...storage.base import redacted, scheme_of
 from ...storage.local import file_version
 from ..callers.impersonation import Folder
 from ..callers.peer import Caller
-from ..child import Child, cannot
+from ..child import Child, as_node_error
 from ..messages import close_all
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def open_region(fd: int | None = None) -> tuple[Region, int]:
         return region, opened[0]
     except OSError as error:
         close_all(opened)
-        raise cannot("make a region", error) from None
+        raise as_node_error("make a region", error) from None
 
 
 class RegionEntry:
@@ -118,7 +118,7 @@ class RegionEntry:
             opened.append(os.dup(self.demand_fd))
         except OSError as error:
             close_all(opened)
-            raise cannot("open a region for a function", error) from None
+            raise as_node_error("open a region for a function", error) from None
         return opened
 
     def promote(self) -> None:

@@ -14,7 +14,7 @@ from ...process import ReportPipe
 from ...storage.base import redacted, scheme_of
 from ...timeline import Timeline
 from ..callers.policy import Policy
-from ..child import ENDING, Child, close_others, start_child
+from ..child import REAPER, Child, close_others, start_child
 from ..event_loop import EventLoop
 from ..messages import receive, send
 from .fetching import open_store_of
@@ -81,7 +81,7 @@ class Revalidation:
     def _end(self) -> None:
         if self._check is not None:
             self._loop.unwatch(self._check.channel)
-            ENDING.kill(self._check)
+            REAPER.kill(self._check)
             self._check = None
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ...errors import MedusaError
 from ...liveness import Heartbeats
 from ...region.reader import Region
-from ..child import ENDING, Child
+from ..child import REAPER, Child
 from ..event_loop import EventLoop
 from ..messages import receive
 
@@ -93,7 +93,7 @@ class Spares:
     def drop(self) -> None:
         """End the spare, and free its memory."""
         if (spare := self._leave()) is not None:
-            ENDING.kill(spare.child)
+            REAPER.kill(spare.child)
             spare.region.close()
             os.close(spare.demand_fd)
 
