@@ -88,7 +88,7 @@ class AgentRegions:
         """Take a lease of a region that the agent has or fetches. Blocks; call it in a thread. Raises MedusaError."""
         client = NodeClient(self._path)
         try:
-            region = client.region(url, background=True, existing_only=True, within_s=_LAID_OUT_WITHIN_S)
+            region = client.region(url, background=True, existing_only=True, timeout_s=_LAID_OUT_WITHIN_S)
             return _Lease(client, ChecksummedRegion(region))
         except BaseException:
             client.close()

@@ -13,7 +13,7 @@ from ..errors import MedusaError, NodeAwayError, NodeError
 from ..process import ReportPipe, hang_up
 from ..region.reader import Region
 from ..timeline import Timeline
-from .client import HURRIED, NodeClient
+from .client import FEW_WAITS, NodeClient
 from .engines.handover import settings_to_body
 from .messages import channel_pair
 
@@ -51,14 +51,14 @@ class Attachment:
         assert settings.model is not None
         try:
             with timeline.stage("node") as detail:
-                client = NodeClient(path, settings.node_user, waits=HURRIED)
+                client = NodeClient(path, settings.node_user, waits=FEW_WAITS)
                 attachment = cls(client, path, settings, timeline)
                 try:
                     attachment.region = client.region(
                         settings.model,
                         background=settings.load_priority == "background",
                         layers=settings.layers,
-                        within_s=_SEALED_WITHIN_S,
+                        timeout_s=_SEALED_WITHIN_S,
                     )
                     _check_usable(attachment.region, settings)
                 except BaseException:
@@ -106,7 +106,7 @@ class Attachment:
             self._lease = None
             losses.append(Loss.ENGINE)
         if self._client is not None and self._client.fileno() in readable:
-            reason = self._client.lost()
+            reason = self._client.read_loss()
             if reason is not None:
                 self._client.close()
                 self._client = None
@@ -127,7 +127,7 @@ class Attachment:
         if not os.path.exists(self._path):
             return
         try:
-            client = NodeClient(self._path, self._settings.node_user, waits=HURRIED)
+            client = NodeClient(self._path, self._settings.node_user, waits=FEW_WAITS)
             try:
                 client.keep(self._settings.model, self.region.fd)
             except BaseException:

@@ -20,8 +20,8 @@ from .regions.model_key import absolute, model_key, open_folder
 # The agent itself never waits for anything, so its answers are quick. Limits count waits instead of time: if other
 # processes have the cores, so that this one is woken late, the agent is late for the same reason.
 _WAIT_MS = 10
-_PATIENT = 1000  # waits
-HURRIED = 20  # waits; with 24 busy loops on two cores, 1 of 200 answers took longer
+_MANY_WAITS = 1000  # waits
+FEW_WAITS = 20  # waits; with 24 busy loops on two cores, 1 of 200 answers took longer
 _BEAT_MS = 100  # how often to check that the agent lives, while its store is slow
 _SEALED_WITHIN_S = 60.0  # the time limit for a store to send a checkpoint's index
 
@@ -29,11 +29,11 @@ _SEALED_WITHIN_S = 60.0  # the time limit for a store to send a checkpoint's ind
 class NodeClient:
     """A connection to this node's agent. It is also the lease on a region: the agent keeps that while it is open."""
 
-    def __init__(self, path: str, trusted_user: int | None = None, *, waits: int = _PATIENT) -> None:
+    def __init__(self, path: str, trusted_user: int | None = None, *, waits: int = _MANY_WAITS) -> None:
         """Connect. Raises NodeAwayError if there is no agent, and NodeRefusedError if it belongs to another user.
 
         The agent decides what the weights are, so it must belong to root, this user, or ``trusted_user``. ``waits`` is
-        how many times to wait 10 ms for an answer before NodeAwayError is raised. HURRIED is for callers that can do
+        how many times to wait 10 ms for an answer before NodeAwayError is raised. FEW_WAITS is for callers that can do
         without the agent.
         """
         self._waits = waits
@@ -44,7 +44,7 @@ class NodeClient:
             self._socket.settimeout(waits * _WAIT_MS / 1000)  # for sending; connecting never waits
             self._socket.connect(path)
             _check_owner(path, Peer.of(self._socket).uid, trusted)
-            self._ask("hello", {"version": VERSION})
+            self._request("hello", {"version": VERSION})
         except OSError as error:
             self._socket.close()
             raise NodeAwayError(f"the node agent at {path} cannot be reached: {error.strerror or error}") from None
@@ -64,11 +64,11 @@ class NodeClient:
         background: bool = False,
         existing_only: bool = False,
         layers: str | None = None,
-        within_s: float = _SEALED_WITHIN_S,
+        timeout_s: float = _SEALED_WITHIN_S,
     ) -> Region:
         """Return the region of a checkpoint as soon as it can be read. Raises the agent's error, or NodeError.
 
-        ``within_s`` is how long the store may take to send the checkpoint's index.
+        ``timeout_s`` is how long the store may take to send the checkpoint's index.
         With ``pin``, the model is never evicted. With ``fresh``, it is fetched even if it is there. Only the agent's
         own user, or root, may use these two.
         With ``background``, the fetch gives way to others, because no function waits for it.
@@ -76,7 +76,7 @@ class NodeClient:
         With ``existing_only``, no fetch begins: NodeError is raised if the agent neither holds nor fetches the model.
         """
         key = model_key(absolute(url))
-        seen = open_folder(key)
+        folder_fd = open_folder(key)
         try:
             request: dict[str, Any] = {
                 "url": key,
@@ -86,18 +86,18 @@ class NodeClient:
                 "held": existing_only,
             }
             request |= {} if layers is None else {"layers": layers}
-            answer = self._ask("region", request, () if seen is None else (seen,))
+            answer = self._request("region", request, () if folder_fd is None else (folder_fd,))
         finally:
-            close_all(() if seen is None else (seen,))
-        deadline = time.monotonic() + within_s
+            close_all(() if folder_fd is None else (folder_fd,))
+        deadline = time.monotonic() + timeout_s
         while answer.kind in ("wait", "hello"):
             if time.monotonic() > deadline:
-                raise NodeError(f"the store did not send the checkpoint's index within {within_s:g} s")
-            self._readable(1, _BEAT_MS)
-            answer = self._ask("hello", {"version": VERSION})
+                raise NodeError(f"the store did not send the checkpoint's index within {timeout_s:g} s")
+            self._wait_readable(1, _BEAT_MS)
+            answer = self._request("hello", {"version": VERSION})
             if answer.kind != "hello":
                 try:
-                    self._next("hello")  # the region came before the answer to our hello
+                    self._read_answer("hello")  # the region came before the answer to our hello
                 except BaseException:
                     answer.close()
                     raise
@@ -108,24 +108,24 @@ class NodeClient:
 
     def engine(self, kind: str, settings: dict[str, Any], descriptors: Sequence[int]) -> int:
         """Let an idle engine process serve this function, and return its pid. Raises NodeError if none is idle."""
-        return int(self._ask("engine", {"kind": kind, "settings": settings}, descriptors).body["pid"])
+        return int(self._request("engine", {"kind": kind, "settings": settings}, descriptors).body["pid"])
 
     def keep(self, url: str, region_fd: int) -> None:
         """Bring an agent a region that an earlier agent made. Raises NodeError if it does not accept it."""
-        self._ask("keep", {"url": model_key(absolute(url))}, (region_fd,))
+        self._request("keep", {"url": model_key(absolute(url))}, (region_fd,))
 
     def drop(self, url: str) -> None:
         """Unpin a model and evict it. Raises NodeError while it is in use."""
-        self._ask("drop", {"url": model_key(absolute(url))})
+        self._request("drop", {"url": model_key(absolute(url))})
 
     def unpin(self, url: str) -> None:
         """Unpin a model, so that it can be evicted when another one needs the room."""
-        self._ask("unpin", {"url": model_key(absolute(url))})
+        self._request("unpin", {"url": model_key(absolute(url))})
 
     def status(self) -> dict[str, Any]:
-        return self._ask("status").body
+        return self._request("status").body
 
-    def lost(self) -> str | None:
+    def read_loss(self) -> str | None:
         """Read a message, and return why the region will not be completed; "" if the agent has gone, or None.
 
         Call it when there is something to read.
@@ -139,18 +139,18 @@ class NodeClient:
         message.close()
         return str(message.body.get("message")) if message.kind == "lost" else None
 
-    def _ask(self, kind: str, body: dict[str, Any] | None = None, descriptors: Sequence[int] = ()) -> Message:
+    def _request(self, kind: str, body: dict[str, Any] | None = None, descriptors: Sequence[int] = ()) -> Message:
         try:
             send(self._socket, kind, body, descriptors)
         except OSError as error:
             raise NodeAwayError(f"the node agent went away ({error.strerror})") from None
-        answer = self._next(kind)
+        answer = self._read_answer(kind)
         while answer.kind == "hello" and kind != "hello":  # a late answer to an earlier hello
-            answer = self._next(kind)
+            answer = self._read_answer(kind)
         return answer
 
-    def _next(self, kind: str) -> Message:
-        if not self._readable(self._waits, _WAIT_MS):
+    def _read_answer(self, kind: str) -> Message:
+        if not self._wait_readable(self._waits, _WAIT_MS):
             seconds = self._waits * _WAIT_MS / 1000
             raise NodeAwayError(f"the node agent did not answer {kind!r} within {seconds:g} s; it hangs, or is stopped")
         answer = receive(self._socket)
@@ -161,7 +161,7 @@ class NodeClient:
             raise from_code(str(answer.body.get("code")), str(answer.body.get("message")))
         return answer
 
-    def _readable(self, waits: int, wait_ms: int) -> bool:
+    def _wait_readable(self, waits: int, wait_ms: int) -> bool:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return any(poll.poll(wait_ms) for _ in range(waits))
@@ -192,4 +192,4 @@ def _check_owner(path: str, owner: int, trusted: set[int]) -> None:
         )
 
 
-__all__ = ["HURRIED", "NodeClient"]
+__all__ = ["FEW_WAITS", "NodeClient"]

@@ -72,7 +72,7 @@ def test_whatever_room_a_fetch_has_its_caller_is_told_soon(start_node: Start, pu
     with closing(node.client()) as client:
         client.status()
         with room_for(node.process.pid, more), suppress(LimitError):
-            client.region(url, within_s=10).close()
+            client.region(url, timeout_s=10).close()
         client.region(url).close()
 
 

@@ -17,7 +17,7 @@ import pytest
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import LimitError, MedusaError, NodeError
 from medusa_runtime.node.attachment import Attachment
-from medusa_runtime.node.client import HURRIED, NodeClient
+from medusa_runtime.node.client import FEW_WAITS, NodeClient
 from medusa_runtime.node.messages import send
 from medusa_runtime.timeline import Timeline
 from process_tree import alive, asleep, stopped
@@ -72,7 +72,7 @@ def test_ten_who_have_half_of_a_model_go_on_to_the_next_agent(start_node: Start,
     regions = [client.region(url) for client in clients]
     assert {region.progress().state for region in regions} == {"fetching"}
     node.kill()
-    assert [client.lost() for client in clients] == [""] * 10
+    assert [client.read_loss() for client in clients] == [""] * 10
     origin.bytes_per_s = None
     node.start()
     with pytest.raises(NodeError, match=r"is not complete|none that the node agent made"):  # it grew after the record
@@ -110,9 +110,9 @@ def test_an_agent_that_stops_while_its_store_is_slow_is_noticed(start_node: Star
     errors: list[NodeError] = []
 
     def ask() -> None:
-        with closing(NodeClient(node.socket, waits=HURRIED)) as client:
+        with closing(NodeClient(node.socket, waits=FEW_WAITS)) as client:
             try:
-                client.region(url, within_s=1e6)
+                client.region(url, timeout_s=1e6)
             except NodeError as error:
                 errors.append(error)
 
@@ -200,7 +200,7 @@ def test_a_prefetcher_ends_in_the_moment_in_which_it_is_replaced(
     node.until(lambda: not alive(prefetcher))
     os.kill(node.process.pid, signal.SIGCONT)
     second._next("region").close()
-    assert "given this fetch up" in str(first.lost())
+    assert "given this fetch up" in str(first.read_loss())
     (held,) = node.status()["regions"]
     assert held["in_use_by"] == 1
 

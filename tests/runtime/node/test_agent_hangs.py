@@ -146,7 +146,7 @@ def test_a_stopped_prefetcher_is_ended_and_its_readers_are_told(start_node: Star
     began = time.monotonic()
     node.until(lambda: not alive(prefetcher))
     assert time.monotonic() - began < 30, "3 s, where nothing else has the cores"
-    assert "its prefetcher ended early" in str(client.lost())
+    assert "its prefetcher ended early" in str(client.read_loss())
     assert node.status()["replaced"] == {"prefetcher": 1}
     origin.bytes_per_s = None
     again = node.client().region(url)

@@ -198,7 +198,7 @@ def test_who_has_half_of_a_model_is_told_when_it_is_replaced(start_node: Start, 
     first.region(url).close()
     second.region(url, fresh=True).close()
     node.until(lambda: select.select([first], [], [], 0)[0])
-    assert "given this fetch up" in str(first.lost())
+    assert "given this fetch up" in str(first.read_loss())
     (held,) = node.status()["regions"]
     assert held["in_use_by"] == 1
 
@@ -222,7 +222,7 @@ def test_a_killed_prefetcher_is_told_to_those_who_wait(start_node: Start, put_mo
     region = client.region(url)
     (prefetcher,) = node.children()
     os.kill(prefetcher, signal.SIGKILL)
-    node.until(lambda: client.lost() is not None)
+    node.until(lambda: client.read_loss() is not None)
     assert region.progress().state == "fetching"
     origin.bytes_per_s = None
     other = node.client()
@@ -241,6 +241,6 @@ def test_a_killed_agent_takes_its_prefetcher_along(start_node: Start, put_model:
     (prefetcher,) = node.children()
     node.kill()
     node.until(lambda: not alive(prefetcher))
-    assert client.lost() == ""
+    assert client.read_loss() == ""
     client.close()
     region.close()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from medusa_runtime.node.child import Ending, HungChildren, start_child
+from medusa_runtime.node.child import HungChildren, Reaper, start_child
 from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline
 from process_tree import alive
@@ -78,13 +78,13 @@ def test_one_that_takes_long_to_die_is_not_waited_for(freezer: Path) -> None:
     (freezer / "freezer.state").write_text("FROZEN")
     while (freezer / "freezer.state").read_text() != "FROZEN\n":
         pass
-    ending = Ending()
-    ending.kill(child)
-    ending.reap()
+    reaper = Reaper()
+    reaper.kill(child)
+    reaper.reap()
     assert alive(child.pid)
     (freezer / "freezer.state").write_text("THAWED")
     while Path(f"/proc/{child.pid}").exists():
-        ending.reap()
-    ending.wait()
+        reaper.reap()
+    reaper.wait()
     os.close(timeline.fd)
     reports.close()
