@@ -199,7 +199,7 @@ class Instance:
 
     def _look_at_node(self, node: Attachment, readable: set[int]) -> None:
         """Replace a region or engine that the agent no longer provides by processes of the instance's own."""
-        for loss in node.look(readable):
+        for loss in node.take_losses(readable):
             if self._signals.asked:
                 continue
             if loss is loss.ENGINE:
@@ -212,7 +212,7 @@ class Instance:
         """Fetch a region that the agent will never complete. The function keeps the old one for its small files."""
         node.forget_region()
         self._make_region()
-        had_engine = node.let_go_of_engine()
+        had_engine = node.release_engine()
         had_zygote = self._children.kill("zygote")
         if had_engine or had_zygote:
             self._fork_zygote()

@@ -74,7 +74,7 @@ class Agent:
             policy,
             accounts,
             pins=pins,
-            on_lost=lambda entry, error: self._connections.lost(entry, error),
+            on_lost=lambda entry, error: self._connections.report_loss(entry, error),
             loop=self._loop,
             timeline=timeline,
             reports=self._reports,

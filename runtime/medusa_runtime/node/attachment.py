@@ -40,7 +40,7 @@ class Attachment:
         self._settings = settings
         self._timeline = timeline
         self._lease: socket.socket | None = None
-        self._again_at = 0.0
+        self._retry_at = 0.0
         self._reported = False
         self.region: Region | None = None
 
@@ -94,12 +94,12 @@ class Attachment:
 
     @property
     def descriptors(self) -> list[int]:
-        """The descriptors to poll for reading. When one is readable, call ``look``."""
+        """The descriptors to poll for reading. When one is readable, call ``take_losses``."""
         found = [] if self._client is None else [self._client.fileno()]
         return found if self._lease is None else [*found, self._lease.fileno()]
 
-    def look(self, readable: set[int]) -> list[Loss]:
-        """Return what was lost since the last look. Also bring the region back to an agent that has been restarted."""
+    def take_losses(self, readable: set[int]) -> list[Loss]:
+        """Return what was lost since the last call. Also bring the region back to an agent that has been restarted."""
         losses = []
         if self._lease is not None and self._lease.fileno() in readable:
             self._lease.close()
@@ -110,20 +110,20 @@ class Attachment:
             if reason is not None:
                 self._client.close()
                 self._client = None
-                self._again_at = time.monotonic() + _AGAIN_AFTER_S
+                self._retry_at = time.monotonic() + _AGAIN_AFTER_S
                 if self.region is not None and self.region.progress().state != "done":
                     self._report(NodeError(reason or "the node agent ended while it was fetching"))
                     losses.append(Loss.REGION)
                 elif not reason:
                     logger.info("the node agent ended; this function goes on without it")
-        elif self._client is None and self.region is not None and time.monotonic() > self._again_at:
-            self._bring_back()
+        elif self._client is None and self.region is not None and time.monotonic() > self._retry_at:
+            self._return_region()
         return losses
 
-    def _bring_back(self) -> None:
+    def _return_region(self) -> None:
         assert self.region is not None
         assert self._settings.model is not None
-        self._again_at = time.monotonic() + _AGAIN_AFTER_S
+        self._retry_at = time.monotonic() + _AGAIN_AFTER_S
         if not os.path.exists(self._path):
             return
         try:
@@ -136,7 +136,7 @@ class Attachment:
         except (MedusaError, OSError) as error:
             logger.debug("the node agent takes no region back: %s", error)
             if not isinstance(error, (OSError, NodeAwayError)):
-                self._again_at = float("inf")  # the agent refuses, and would do so again
+                self._retry_at = float("inf")  # the agent refuses, and would do so again
             return
         self._client = client
 
@@ -145,7 +145,7 @@ class Attachment:
             _log(self._timeline, error)
         self._reported = True
 
-    def let_go_of_engine(self) -> bool:
+    def release_engine(self) -> bool:
         """End the agent's engine process that serves this instance. Return False if there is none."""
         had = self._lease is not None
         if self._lease is not None:
@@ -159,7 +159,7 @@ class Attachment:
         self.region = None
 
     def close(self) -> None:
-        self.let_go_of_engine()
+        self.release_engine()
         if self._client is not None:
             self._client.close()
             self._client = None

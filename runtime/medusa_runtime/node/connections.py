@@ -60,10 +60,10 @@ class Connections:
     def tick(self) -> None:
         """End connections that have not sent a hello in time."""
         now = time.monotonic()
-        for session in [one for one in self._sessions if not one.greeted and now - one.since > _HELLO_WITHIN_S]:
+        for session in [one for one in self._sessions if not one.greeted and now - one.connected_at > _HELLO_WITHIN_S]:
             self._end(session)
 
-    def lost(self, entry: RegionEntry, error: MedusaError) -> None:
+    def report_loss(self, entry: RegionEntry, error: MedusaError) -> None:
         """Report to all sessions with this region that the rest of it will not come."""
         for session in [one for one in self._sessions if one.entry is entry]:
             session.entry = None
@@ -78,7 +78,7 @@ class Connections:
         except BlockingIOError:
             return
         except (NodeError, OSError) as error:
-            self._count(session, NodeError(f"what it sent is no message: {error}"))
+            self._count_refusal(session, NodeError(f"what it sent is no message: {error}"))
             self._end(session)
             return
         if message is None:
@@ -88,7 +88,7 @@ class Connections:
             try:
                 session.handle(message)
             except MedusaError as error:
-                self._count(session, error)
+                self._count_refusal(session, error)
                 session.refuse(error)
         except (NodeError, OSError) as error:
             logger.debug("a connection of %s ends: %s", session.caller.account, error)
@@ -96,10 +96,10 @@ class Connections:
         except Exception:
             # A bug of the agent. It must not end the connections of other callers.
             logger.exception("a message of %s could not be answered; its connection ends", session.caller.account)
-            self._count(session, NodeError("the node agent failed to answer"))
+            self._count_refusal(session, NodeError("the node agent failed to answer"))
             self._end(session)
 
-    def _count(self, session: Session, error: MedusaError) -> None:
+    def _count_refusal(self, session: Session, error: MedusaError) -> None:
         self._services.accounts.count_refusal(session.caller, error)
         now = time.monotonic()
         if now - session.logged_at > _LOGGED_EVERY_S:

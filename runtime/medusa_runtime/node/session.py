@@ -39,9 +39,9 @@ class Session:
         self.caller = caller
         self.entry: RegionEntry | None = None
         self.has_engine = False
-        self._was_given = False
+        self._region_sent = False
         self.greeted = False
-        self.since = time.monotonic()
+        self.connected_at = time.monotonic()
         self.logged_at = 0.0
 
     def handle(self, message: Message) -> None:
@@ -83,7 +83,7 @@ class Session:
         self.answer("hello", {"version": VERSION, "pid": os.getpid()})
 
     def _region(self, message: Message) -> None:
-        if self._was_given and _has_unread(self.connection):
+        if self._region_sent and _has_unread(self.connection):
             raise NodeError("expected an answer to be read before a region is asked for again")
         key = model_key(text(message.body, "url"))
         self._services.policy.check(key, self.caller)
@@ -97,7 +97,7 @@ class Session:
         if existing_only and self._services.keeper.regions.get(key) is None:
             raise NodeError("the node agent holds no such model, and fetches none")
         folder = self._folder(key, message)
-        self._let_go()
+        self._release_region()
         entry = self._services.keeper.want(key, folder=folder, fresh=fresh, caller=self.caller, layers=layers)
         entry.pinned = entry.pinned or pin
         self.entry = entry
@@ -106,9 +106,9 @@ class Session:
             entry.promote()
         if entry.sealed:
             try:
-                self._hand_over(entry)
+                self._send_region(entry)
             except MedusaError:
-                self._let_go()
+                self._release_region()
                 raise
             return
         entry.waiting[self.connection.fileno()] = partial(self._sealed, entry)
@@ -144,24 +144,24 @@ class Session:
             return
         try:
             if error is None:
-                self._hand_over(entry)
+                self._send_region(entry)
                 return
         except MedusaError as refusal:
             error = refusal
         except OSError:
             return  # the caller has gone, and the end of its connection will be read next
-        self._let_go()
+        self._release_region()
         try:
             self.refuse(error)
         except OSError:
             pass  # the caller has gone, and the end of its connection will be read next
 
-    def _hand_over(self, entry: RegionEntry) -> None:
+    def _send_region(self, entry: RegionEntry) -> None:
         descriptors = entry.descriptors()
-        entry.handed += 1
+        entry.handouts += 1
         try:
             self.answer("region", {"complete": entry.complete}, tuple(descriptors))
-            self._was_given = True
+            self._region_sent = True
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
@@ -269,13 +269,13 @@ class Session:
             self._services.keeper.regions.drop(entry)
         self.answer("dropped")
 
-    def _let_go(self) -> None:
+    def _release_region(self) -> None:
         if self.entry is not None:
             self._services.keeper.regions.release(self.entry, self.connection.fileno())
             self.entry = None
 
     def close(self) -> None:
-        self._let_go()
+        self._release_region()
         self.connection.close()
 
 

@@ -135,15 +135,15 @@ def test_a_slow_store_is_waited_for_while_the_agent_lives(start_node: Start, put
     origin.accept = lambda *_: hold.wait(60)
     client = NodeClient(node.socket, waits=1000)
     hellos: list[str] = []
-    ask = client._ask
+    request = client._request
 
     def count(kind: str, *rest: Any) -> Any:
         hellos.append(kind)
         if hellos.count("hello") == 3:
             hold.set()
-        return ask(kind, *rest)
+        return request(kind, *rest)
 
-    client._ask = count  # type: ignore[method-assign, assignment]
+    client._request = count  # type: ignore[method-assign, assignment]
     region = client.region(url)
     assert region.wait_index(60).order
     assert client.status()["regions"], "no answer to an earlier question is taken for this one's"

@@ -269,7 +269,7 @@ class RegionKeeper:
         elif message.kind == "sealed":
             entry.sealed = True
             entry.shard_fds = message.descriptors
-            entry.announce(None)
+            entry.answer_waiting(None)
             self._record()  # after the answers, because it writes a file
         elif message.kind == "sources":
             entry.sources = message.body
@@ -290,7 +290,7 @@ class RegionKeeper:
             code, _, message = progress.error.partition(": ")
             error = from_code(code, message)
         logger.warning("%s could not be fetched: %s", redacted(entry.key), error)
-        entry.announce(error)
+        entry.answer_waiting(error)
         self._on_lost(entry, error)
         self.regions.drop(entry)
 
@@ -305,7 +305,7 @@ class RegionKeeper:
         if entry.fetch is not None:
             self._end_fetch(entry)
             error = NodeError("the node agent has given this fetch up")
-            entry.announce(error)
+            entry.answer_waiting(error)
             self._on_lost(entry, error)
         self._give_back(entry)
         self._record()

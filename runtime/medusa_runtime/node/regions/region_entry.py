@@ -67,12 +67,12 @@ class RegionEntry:
         self.leases: dict[int, Caller] = {}  # the callers that use it, by the descriptors of their connections
         # By the same descriptors, for callers that wait, what to call when the region is sealed, or has failed.
         self.waiting: dict[int, Callable[[MedusaError | None], None]] = {}
-        self.used_at = self.looked_at = time.monotonic()
+        self.used_at = self.checked_at = time.monotonic()
         self.fetch: Child | None = None
         self.heartbeats = spare.heartbeats if spare else Heartbeats()  # of the prefetcher
         self.fetch_for: Caller | None = None  # the caller that is charged for the fetch
         self.layers: str | None = None  # the layers that are fetched first, START:STOP
-        self.handed = 0
+        self.handouts = 0
         self.sources: dict[str, Any] = {}  # where its bytes came from, in a cluster
         self._version = ""
 
@@ -101,7 +101,7 @@ class RegionEntry:
         """Return the time of the prefetcher's last heartbeat."""
         return self.heartbeats.beat_ns("prefetcher")
 
-    def announce(self, error: MedusaError | None) -> None:
+    def answer_waiting(self, error: MedusaError | None) -> None:
         """Answer all waiting callers: the region can be handed out or, with an error, has failed."""
         waiting, self.waiting = self.waiting, {}
         for answer in waiting.values():
@@ -156,7 +156,7 @@ class RegionEntry:
             "memory_bytes": self.size_bytes,
             "in_use_by": len(self.leases),
             "charged_to": payer.account if payer else None,
-            "handed_out": self.handed,
+            "handed_out": self.handouts,
             "pinned": self.pinned,
             "version": self.version,
             **({"sources": {name: self.sources.get(name) for name in _SOURCES}} if self.sources else {}),

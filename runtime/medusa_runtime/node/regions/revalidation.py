@@ -55,13 +55,13 @@ class Revalidation:
             if now - self._began > _GIVE_UP_S:
                 self._end()
             return
-        due = [entry for entry in regions if now - entry.looked_at > self._every_s and scheme_of(entry.key)]
+        due = [entry for entry in regions if now - entry.checked_at > self._every_s and scheme_of(entry.key)]
         due = [entry for entry in due if entry.fetch is None and entry.complete]
         if self._every_s and due:
-            self._begin(min(due, key=lambda entry: entry.looked_at), now)
+            self._begin(min(due, key=lambda entry: entry.checked_at), now)
 
     def _begin(self, entry: RegionEntry, now: float) -> None:
-        entry.looked_at = self._began = now
+        entry.checked_at = self._began = now
         try:
             body = partial(_run, entry, self._policy, self._reports)
             self._check = start_child("revalidate", body, timeline=self._timeline, reports=self._reports)
