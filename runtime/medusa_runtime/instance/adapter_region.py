@@ -39,7 +39,7 @@ class HeldAdapter(NamedTuple):
         state = self.region.progress().state
         if state == "done" or self.lease is None or not _is_readable(self.lease):
             return state == "failed"
-        return self.lease.lost() is not None
+        return self.lease.read_loss() is not None
 
     def close(self) -> None:
         self.region.close()

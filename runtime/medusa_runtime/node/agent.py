@@ -62,7 +62,7 @@ class Agent:
         preload(in_cluster=cluster is not None)
         settings = replace(settings, memory_budget_bytes=settings.budget_bytes())
         pins = [model_key(absolute(url)) for url in settings.pin]
-        policy = Policy(settings.allow, settings.quota, [listening.prefixes for listening in settings.socket])
+        policy = Policy(settings.allow, settings.quota, [listener.prefixes for listener in settings.socket])
         accounts = Accounts(settings.per_caller, settings.memory_budget_bytes)
         self._out_of_memory = OutOfMemory()
         self._loop = EventLoop()
@@ -107,8 +107,8 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_stop)
         try:
-            for listening in self._sockets:
-                self._loop.watch(listening.socket, partial(self._connections.accept, listening))
+            for listener in self._sockets:
+                self._loop.watch(listener.socket, partial(self._connections.accept, listener))
             self._loop.watch(self._wakeup[0], self._drain)
             self._loop.watch(self._reports.read_fd, self._read_reports)
             self._watchdog.start()
@@ -148,8 +148,8 @@ class Agent:
         """Stop serving. Running functions go on, while fetches and idle processes end."""
         self._watchdog.close()
         signal.set_wakeup_fd(-1)
-        for listening in self._sockets:
-            listening.close()
+        for listener in self._sockets:
+            listener.close()
         self._connections.close()
         self._services.engines.close()
         self._services.keeper.close()
@@ -169,8 +169,8 @@ def _cluster(settings: NodeSettings) -> Cluster | None:
 def _listen(settings: NodeSettings) -> list[SocketFile]:
     sockets: list[SocketFile] = []
     try:
-        for listening in settings.socket:
-            sockets.append(SocketFile(listening.path, listening.prefixes))
+        for listener in settings.socket:
+            sockets.append(SocketFile(listener.path, listener.prefixes))
     except BaseException:
         for one in sockets:
             one.close()

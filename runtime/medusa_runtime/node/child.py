@@ -96,7 +96,7 @@ class HungChildren:
         (SIGSTOP).
         """
         self._watches = {pid: self._watches.get(pid) or Watch(pid, 0, beat_ns) for pid, beat_ns in beats.items()}
-        return {pid: watch.reason for pid, watch in self._watches.items() if watch.find_hung() is Verdict.HUNG}
+        return {pid: watch.reason for pid, watch in self._watches.items() if watch.look() is Verdict.HUNG}
 
 
 def exit_status(child: Child) -> int | None:

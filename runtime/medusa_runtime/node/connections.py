@@ -30,10 +30,10 @@ class Connections:
         self._sessions: set[Session] = set()
         self._logged_at = 0.0
 
-    def accept(self, listening: SocketFile) -> None:
+    def accept(self, listener: SocketFile) -> None:
         """Accept one connection on this socket, unless its caller has too many."""
         try:
-            connection, _ = listening.socket.accept()
+            connection, _ = listener.socket.accept()
         except OSError as error:
             if not isinstance(error, BlockingIOError):
                 if (now := time.monotonic()) - self._logged_at > _LOGGED_EVERY_S:
@@ -42,7 +42,7 @@ class Connections:
                 time.sleep(0.01)  # if there are no descriptors left, the same connection would come again at once
             return
         connection.setblocking(False)
-        caller = Caller(Peer.of(connection), listening.path, listening.prefixes)
+        caller = Caller(Peer.of(connection), listener.path, listener.prefixes)
         session = Session(self._services, connection, caller)
         try:
             self._services.accounts.charge(caller, "connections")

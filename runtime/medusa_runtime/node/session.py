@@ -15,10 +15,10 @@ from typing import Any
 from ..config import layer_range
 from ..errors import MedusaError, NodeError, NodeRefusedError
 from ..storage.base import scheme_of
-from .callers.impersonation import Folder, Identity, folder_of
-from .callers.peer import Caller, sees_the_same_files
+from .callers.impersonation import Folder, Identity, received_folder
+from .callers.peer import Caller, shares_mount_namespace
 from .child import as_node_error
-from .engines.handover import check_given
+from .engines.handover import check_descriptors
 from .messages import VERSION, Message, close_all, flag, send, text
 from .regions.model_key import model_key
 from .regions.region_entry import RegionEntry
@@ -132,11 +132,11 @@ class Session:
         """Return a local checkpoint's folder, which the caller has opened, with the identity to read its files with."""
         if scheme_of(key):
             return None
-        fd = folder_of(key, message.descriptors)
+        fd = received_folder(key, message.descriptors)
         if self.caller.trusted:
             return Folder(fd)
         peer = self.caller.peer
-        confined = not sees_the_same_files(self.connection)
+        confined = not shares_mount_namespace(self.connection)
         return Folder(fd, Identity(peer.uid, peer.gid, peer.groups, confined))
 
     def _sealed(self, entry: RegionEntry, error: MedusaError | None) -> None:
@@ -180,19 +180,19 @@ class Session:
         settings = message.body.get("settings")
         if not isinstance(settings, dict):
             raise NodeError(f"settings: expected an object, found {str(settings)[:40]!r}")
-        check_given(message.descriptors)
+        check_descriptors(message.descriptors)
         if entry.folder is not None and entry.folder.identity is not None and not entry.shard_fds:
             raise NodeRefusedError(f"{entry.key}: expected fewer shards for an engine process of the node agent's")
         settings, charged_bytes = self._charge_engine(settings)
         mine = entry.descriptors()
         trust = (self._services.settings.trust_state, self._services.settings.trust_key)
-        bundle_of = entry.key if any(trust) else None
+        bundle_model = entry.key if any(trust) else None
         try:
             pid = self._services.engines.take(
                 text(message.body, "kind"),
                 settings,
                 [*mine, *message.descriptors, *entry.shard_fds],
-                bundle_of=bundle_of,
+                bundle_model=bundle_model,
                 trust=trust,
                 on_end=partial(self._engine_ended, charged_bytes),
             )

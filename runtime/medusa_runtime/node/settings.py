@@ -39,7 +39,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?")
 
 
 @dataclass(frozen=True, slots=True)
-class Listening:
+class ListenSocket:
     """A socket to listen on. With ``prefixes``, it belongs to a tenant, which may have only the models below them."""
 
     path: str
@@ -62,7 +62,7 @@ class CallerLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class AllowRule:
     """A rule that opens the models below a prefix to these users or, with None, to all users."""
 
     prefix: str
@@ -73,11 +73,11 @@ class Allowed:
 class NodeSettings:
     """The settings of ``medusa node``. ``memory_budget_bytes`` 0 stands for a share of this container's memory."""
 
-    socket: tuple[Listening, ...] = (Listening(NODE_SOCKET),)
+    socket: tuple[ListenSocket, ...] = (ListenSocket(NODE_SOCKET),)
     memory_budget_bytes: int = 0
     ready_memory_bytes: int | None = None  # None: _READY_BYTES in a cluster, or else 0
     prewarm: Mapping[str, int] = field(default_factory=dict)  # engine kind → number of idle processes
-    allow: tuple[Allowed, ...] = ()  # empty: models in stores are only for the agent's own user
+    allow: tuple[AllowRule, ...] = ()  # empty: models in stores are only for the agent's own user
     per_caller: CallerLimits = CallerLimits()
     quota: Mapping[str, int] = field(default_factory=dict)  # prefix → bytes
     pin: tuple[str, ...] = ()
@@ -163,16 +163,16 @@ def _prewarm(text: str) -> dict[str, int]:
     return found
 
 
-def _allow(text: str) -> tuple[Allowed, ...]:
-    found: list[Allowed] = []
+def _allow(text: str) -> tuple[AllowRule, ...]:
+    found: list[AllowRule] = []
     for part in _parts(text):
         prefix, sign, users = part.rpartition("=")
         if not sign or not re.fullmatch(r"[0-9]+(\+[0-9]+)*", users):
-            found.append(Allowed(part))
+            found.append(AllowRule(part))
         elif max(map(len, users.split("+"))) > _MOST_UID_DIGITS:
             raise ValueError(f"users with numbers of at most {_MOST_UID_DIGITS} digits")
         else:
-            found.append(Allowed(prefix, frozenset(map(int, users.split("+")))))
+            found.append(AllowRule(prefix, frozenset(map(int, users.split("+")))))
     if not found or not all(_is_prefix(allowed.prefix) for allowed in found):
         raise ValueError("URL prefixes such as s3://bucket/team/, each with =uid or =uid+uid for these users alone")
     return tuple(found)
@@ -192,21 +192,17 @@ def _pins(text: str) -> tuple[str, ...]:
     return tuple(_parts(text))
 
 
-def _sockets(text: str) -> tuple[Listening, ...]:
+def _sockets(text: str) -> tuple[ListenSocket, ...]:
     found = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
         path, sign, prefixes = part.partition("=")
-        listening = Listening(path, tuple(_parts(prefixes)))
-        if (
-            not path.startswith("/")
-            or (sign and not listening.prefixes)
-            or not all(map(_is_prefix, listening.prefixes))
-        ):
+        listener = ListenSocket(path, tuple(_parts(prefixes)))
+        if not path.startswith("/") or (sign and not listener.prefixes) or not all(map(_is_prefix, listener.prefixes)):
             raise ValueError(
                 "an absolute path, or PATH=PREFIX[,PREFIX] such as /run/a.sock=s3://bucket/a/ for a tenant"
             )
-        found.append(listening)
-    if not found or len({listening.path for listening in found}) < len(found):
+        found.append(listener)
+    if not found or len({listener.path for listener in found}) < len(found):
         raise ValueError("absolute paths, each of them once")
     return tuple(found)
 
@@ -310,9 +306,9 @@ REPEATED = {"socket": ";", "allow": ",", "quota": ",", "pin": ","}
 def node_settings(environ: Mapping[str, str], flags: Mapping[str, str | None]) -> NodeSettings:
     """Read the settings from flags and, where a flag is None, from the environment. Raises ConfigError."""
     settings = NodeSettings(**read_options(NODE_OPTIONS, environ, flags))
-    for listening in settings.socket:
-        if len(os.fsencode(listening.path)) > LONGEST_PATH_BYTES:
+    for listener in settings.socket:
+        if len(os.fsencode(listener.path)) > LONGEST_PATH_BYTES:
             raise ConfigError(
-                f"--socket={listening.path!r}: expected at most {LONGEST_PATH_BYTES} bytes, as a socket's path may have"
+                f"--socket={listener.path!r}: expected at most {LONGEST_PATH_BYTES} bytes, as a socket's path may have"
             )
     return settings

@@ -182,7 +182,7 @@ def test_the_agent_gives_out_the_functions_model_and_nothing_else() -> None:
     settings = node_settings(environ, {})
     policy = Policy(settings.allow, settings.quota)
     uid = documents[-1]["spec"]["template"]["spec"]["containers"][0]["securityContext"]["runAsUser"]
-    function, stranger = (Caller(Peer(7, user, user, inside=False)) for user in (uid, uid + 1))
+    function, stranger = (Caller(Peer(7, user, user, same_pid_namespace=False)) for user in (uid, uid + 1))
     policy.check("s3://bucket/qwen", function)
     policy.check("s3://shared/other", function)
     for caller, model in ((function, "s3://bucket/other"), (stranger, "s3://bucket/qwen")):

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 from medusa_runtime.errors import NodeRefusedError
 from medusa_runtime.node.callers.accounts import Accounts
-from medusa_runtime.node.callers.peer import Caller, Peer, sees_the_same_files
+from medusa_runtime.node.callers.peer import Caller, Peer, shares_mount_namespace
 from medusa_runtime.node.settings import CallerLimits
 
-STRANGER = Caller(Peer(1, 12345, 12345, inside=False))
+STRANGER = Caller(Peer(1, 12345, 12345, same_pid_namespace=False))
 
 
 class OldKernel:
@@ -47,4 +47,4 @@ def test_only_a_kernel_without_the_option_leaves_it_open_whether_a_peer_lives(er
     """Linux 6.5 to 6.14 refuse with EINVAL to make a descriptor of a process that has been reaped, later ones ESRCH."""
     connection = cast(Any, OldKernel(error))
     assert Peer.of(connection).trusted is lives
-    assert sees_the_same_files(connection) is lives
+    assert shares_mount_namespace(connection) is lives

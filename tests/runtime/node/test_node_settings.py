@@ -11,9 +11,9 @@ import pytest
 from medusa_runtime.device.choice import obstacle
 from medusa_runtime.errors import ConfigError, NodeError, NodeRefusedError
 from medusa_runtime.node.callers.peer import Caller, Peer
-from medusa_runtime.node.callers.policy import Policy, below
+from medusa_runtime.node.callers.policy import Policy, is_below_prefix
 from medusa_runtime.node.regions.model_key import model_key
-from medusa_runtime.node.settings import NODE_OPTIONS, Allowed, CallerLimits, Listening, node_settings
+from medusa_runtime.node.settings import NODE_OPTIONS, AllowRule, CallerLimits, ListenSocket, node_settings
 
 PAGE = Path(__file__).parents[3] / "docs" / "node.md"
 
@@ -24,7 +24,7 @@ def test_flags_win_over_variables() -> None:
     assert settings.prewarm == {"torch": 2, "vllm": 1}
     assert settings.memory_budget_bytes == 10**9
     assert settings.pin == ("s3://b/a", "/m")
-    assert settings.allow == (Allowed("s3://b/", frozenset({1000, 1001})), Allowed("/models"))
+    assert settings.allow == (AllowRule("s3://b/", frozenset({1000, 1001})), AllowRule("/models"))
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_the_page_names_every_flag_and_variable() -> None:
 
 
 def test_prefixes_end_at_a_slash() -> None:
-    assert below("s3://b/team/m", "s3://b/team")
-    assert below("s3://b/team", "s3://b/team/")
-    assert below("s3://b/team/m", "*")
-    assert not below("s3://b/team-b/m", "s3://b/team")
-    assert not below("s3://b", "s3://b/team")
+    assert is_below_prefix("s3://b/team/m", "s3://b/team")
+    assert is_below_prefix("s3://b/team", "s3://b/team/")
+    assert is_below_prefix("s3://b/team/m", "*")
+    assert not is_below_prefix("s3://b/team-b/m", "s3://b/team")
+    assert not is_below_prefix("s3://b", "s3://b/team")
 
 
 def test_one_name_for_one_checkpoint() -> None:
@@ -93,7 +93,7 @@ def test_one_name_for_one_checkpoint() -> None:
 
 
 def test_a_rule_for_some_users() -> None:
-    policy = Policy([Allowed("s3://b/", frozenset({7})), Allowed("s3://b/open")], {})
+    policy = Policy([AllowRule("s3://b/", frozenset({7})), AllowRule("s3://b/open")], {})
     seven, eight = (Caller(Peer(1, user, user)) for user in (7, 8))
     policy.check("s3://b/m", seven)
     policy.check("s3://b/open/m", eight)
@@ -107,7 +107,7 @@ def test_without_rules_a_store_is_for_the_agents_own_user() -> None:
     policy = Policy([], {})
     own = Caller(Peer(1, os.geteuid(), 7))
     policy.check("s3://b/m", own)
-    for caller in (Caller(Peer(1, 7, 7)), Caller(own.peer._replace(inside=False))):
+    for caller in (Caller(Peer(1, 7, 7)), Caller(own.peer._replace(same_pid_namespace=False))):
         with pytest.raises(NodeRefusedError, match=r"to open it, start it with --allow PREFIX=\d+, or with a socket"):
             policy.check("s3://b/m", caller)
         policy.check("/models/m", caller)
@@ -126,7 +126,7 @@ def test_a_tenants_socket_has_its_own_models_alone() -> None:
 
 def test_sockets_and_their_tenants() -> None:
     settings = node_settings({"MEDUSA_NODE_SOCKET": "/a;/b=s3://b/x/,s3://b/y"}, {})
-    assert settings.socket == (Listening("/a"), Listening("/b", ("s3://b/x/", "s3://b/y")))
+    assert settings.socket == (ListenSocket("/a"), ListenSocket("/b", ("s3://b/x/", "s3://b/y")))
     assert settings.path == "/a"
     limits = node_settings({}, {"per_caller": "fetches=2,memory=1GB"}).per_caller
     assert (limits.fetches, limits.memory_bytes, limits.engines) == (2, 10**9, CallerLimits().engines)

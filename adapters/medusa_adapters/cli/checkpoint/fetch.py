@@ -84,7 +84,7 @@ def _into_node(settings: Settings, *, pin: bool, fresh: bool) -> int:
         region = client.region(settings.model, pin=pin, fresh=fresh, background=True)
         while (progress := region.progress()).state == "fetching":
             line.show(progress)
-            if select.select([client], [], [], _LOOK_EVERY_S)[0] and (reason := client.lost()) is not None:
+            if select.select([client], [], [], _LOOK_EVERY_S)[0] and (reason := client.read_loss()) is not None:
                 raise NodeError(reason or "the node agent ended while it was fetching")
         line.end()
         if progress.error is not None:

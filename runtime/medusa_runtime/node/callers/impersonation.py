@@ -54,7 +54,7 @@ class Folder(NamedTuple):
         return f"{key}\0{rights}\0{status.device}:{status.number}"
 
 
-def folder_of(key: str, descriptors: list[int]) -> int:
+def received_folder(key: str, descriptors: list[int]) -> int:
     """Return the folder that a caller has sent, as a new descriptor. Raises NodeRefusedError if it sent none."""
     assert not scheme_of(key)
     for descriptor in descriptors[:1]:
@@ -67,7 +67,7 @@ def folder_of(key: str, descriptors: list[int]) -> int:
     )
 
 
-def become(identity: Identity) -> None:
+def assume_identity(identity: Identity) -> None:
     """Give up every right of this process that the caller does not have.
 
     Modules that are needed afterwards must be imported before, since the caller may not be able to read the agent's own

@@ -19,21 +19,23 @@ _MOST_GROUPS_BYTES = 1024  # what Python's getsockopt returns at most
 class Peer(NamedTuple):
     """The credentials of the process that connected, as the kernel recorded them (SO_PEERCRED, SO_PEERGROUPS).
 
-    ``inside`` says that it runs in this process's own PID namespace, and so not in another container.
+    ``same_pid_namespace`` says that it runs in this process's own PID namespace, and so not in another container.
     """
 
     pid: int
     uid: int
     gid: int
     groups: tuple[int, ...] = ()
-    inside: bool = True
+    same_pid_namespace: bool = True
 
     @classmethod
     def of(cls, connection: socket.socket) -> Peer:
         """Return the peer of a connected Unix socket."""
         packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, gid = _CREDENTIALS.unpack(packed)
-        return cls(pid, uid, gid, _groups(connection), uid in (0, os.geteuid()) and _inside(connection, pid))
+        return cls(
+            pid, uid, gid, _groups(connection), uid in (0, os.geteuid()) and _in_same_pid_namespace(connection, pid)
+        )
 
     @property
     def trusted(self) -> bool:
@@ -41,7 +43,7 @@ class Peer(NamedTuple):
 
         The root user of another container also has the number 0, but has no more rights here than any other user.
         """
-        return self.inside and self.uid in (0, os.geteuid())
+        return self.same_pid_namespace and self.uid in (0, os.geteuid())
 
 
 class Caller(NamedTuple):
@@ -65,14 +67,14 @@ class Caller(NamedTuple):
         return self.socket if self.prefixes else f"user {self.peer.uid}"
 
 
-def sees_the_same_files(connection: socket.socket) -> bool:
+def shares_mount_namespace(connection: socket.socket) -> bool:
     """Return whether the peer is in this process's mount namespace; False if the kernel does not say."""
     pid = Peer.of(connection).pid
     try:
         theirs, ours = os.stat(f"/proc/{pid}/ns/mnt"), os.stat("/proc/self/ns/mnt")
     except OSError:
         return False
-    return (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino) and _lives(connection)
+    return (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino) and _is_alive(connection)
 
 
 def _groups(connection: socket.socket) -> tuple[int, ...]:
@@ -83,7 +85,7 @@ def _groups(connection: socket.socket) -> tuple[int, ...]:
     return tuple(sorted(group for (group,) in _GROUPS.iter_unpack(packed)))
 
 
-def _inside(connection: socket.socket, pid: int) -> bool:
+def _in_same_pid_namespace(connection: socket.socket, pid: int) -> bool:
     """Return whether a process is in this process's own PID namespace.
 
     A process in a nested PID namespace has several numbers. One in a namespace beside this one has no number here.
@@ -93,10 +95,10 @@ def _inside(connection: socket.socket, pid: int) -> bool:
             numbers = next((line.split()[1:] for line in status if line.startswith(b"NSpid:")), [])
     except OSError:
         return False
-    return len(numbers) == 1 and _lives(connection)
+    return len(numbers) == 1 and _is_alive(connection)
 
 
-def _lives(connection: socket.socket) -> bool:
+def _is_alive(connection: socket.socket) -> bool:
     """Return whether the process that connected still exists. If not, another process may have its number by now."""
     try:
         packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from ...errors import NodeRefusedError
 from ...storage.base import redacted, scheme_of
 from ...storage.places import canonical, is_below
-from ..settings import Allowed
+from ..settings import AllowRule
 from .peer import Caller
 
 
-def below(key: str, prefix: str) -> bool:
+def is_below_prefix(key: str, prefix: str) -> bool:
     """Return whether a model is below a prefix, however the prefix is spelled. Everything is below ``*``."""
     return prefix == "*" or is_below(key, prefix)
 
@@ -28,20 +28,23 @@ class Policy:
     """
 
     def __init__(
-        self, allow: Iterable[Allowed], quota: Mapping[str, int], tenants: Iterable[Sequence[str]] = ()
+        self, allow: Iterable[AllowRule], quota: Mapping[str, int], tenants: Iterable[Sequence[str]] = ()
     ) -> None:
         """``tenants`` has the prefixes of each tenant's socket. ``quota`` has limits in bytes, by prefix."""
         self._allow = tuple(allow)
-        self._opened = [rule.prefix for rule in self._allow] + [prefix for prefixes in tenants for prefix in prefixes]
+        self._open_prefixes = [rule.prefix for rule in self._allow] + [
+            prefix for prefixes in tenants for prefix in prefixes
+        ]
         self._quota = dict(quota)
 
     def check(self, key: str, caller: Caller) -> None:
         """Raise NodeRefusedError if this caller may not have this model."""
         user = caller.peer.uid
         if caller.prefixes:
-            if not any(below(key, prefix) for prefix in caller.prefixes):
+            if not any(is_below_prefix(key, prefix) for prefix in caller.prefixes):
                 raise NodeRefusedError(
-                    f"{redacted(key)} is not served on {caller.socket}; expected {_below(caller.prefixes)} (--socket)"
+                    f"{redacted(key)} is not served on {caller.socket}; expected "
+                    f"{_describe_prefixes(caller.prefixes)} (--socket)"
                 )
         elif not self._allow:
             if scheme_of(key) and not caller.trusted:
@@ -51,9 +54,9 @@ class Policy:
                     f"--allow PREFIX={user}, or with a socket for this caller, --socket PATH=PREFIX"
                 )
         else:
-            fitting = [rule for rule in self._allow if below(key, rule.prefix)]
+            fitting = [rule for rule in self._allow if is_below_prefix(key, rule.prefix)]
             if not any(rule.users is None or user in rule.users for rule in fitting):
-                wanted = "another user" if fitting else _below([rule.prefix for rule in self._allow])
+                wanted = "another user" if fitting else _describe_prefixes([rule.prefix for rule in self._allow])
                 raise NodeRefusedError(
                     f"{redacted(key)} may not be had by user {user} through the node agent; expected {wanted} (--allow)"
                 )
@@ -65,16 +68,18 @@ class Policy:
         those to a URL below a prefix that a rule has opened, since it fetches from its own place in the network.
         """
         place = canonical(url.partition("?")[0])
-        return not self._opened or (place is not None and any(below(place, prefix) for prefix in self._opened))
+        return not self._open_prefixes or (
+            place is not None and any(is_below_prefix(place, prefix) for prefix in self._open_prefixes)
+        )
 
     def quotas(self, key: str) -> list[tuple[str, int]]:
         """Return the prefixes that hold this model, with their limits in bytes."""
-        return [(prefix, size) for prefix, size in self._quota.items() if below(key, prefix)]
+        return [(prefix, size) for prefix, size in self._quota.items() if is_below_prefix(key, prefix)]
 
 
-def _below(prefixes: Iterable[str]) -> str:
+def _describe_prefixes(prefixes: Iterable[str]) -> str:
     return "a model below " + " or ".join(redacted(prefix) for prefix in prefixes)
 
 
 def _container(caller: Caller) -> str:
-    return "" if caller.peer.inside else " of another container"
+    return "" if caller.peer.same_pid_namespace else " of another container"

@@ -15,7 +15,7 @@ from ..callers.file_status import file_status
 _PRIVATE = {"token", "handler", "host", "port", "platform", "node_socket", "trust_state", "trust_key"}
 
 # The descriptors of a "take" message, in this order.
-GIVEN = ("region", "demand", "listener", "timeline", "reports", "lease")
+TAKE_DESCRIPTORS = ("region", "demand", "listener", "timeline", "reports", "lease")
 
 
 def settings_to_body(settings: Settings) -> dict[str, Any]:
@@ -32,13 +32,13 @@ def settings_from_body(body: Any) -> Settings:
     return Settings(**body)
 
 
-def check_given(descriptors: list[int]) -> None:
+def check_descriptors(descriptors: list[int]) -> None:
     """Raise NodeError unless these descriptors are of the kinds that a function hands to an engine process.
 
     The engine process writes to them with the agent's rights.
     """
-    if len(descriptors) != len(GIVEN) - 2:
-        raise NodeError(f"expected {len(GIVEN) - 2} descriptors, found {len(descriptors)}")
+    if len(descriptors) != len(TAKE_DESCRIPTORS) - 2:
+        raise NodeError(f"expected {len(TAKE_DESCRIPTORS) - 2} descriptors, found {len(descriptors)}")
     listener, timeline, reports, lease = descriptors
     expected = ((listener, stat.S_ISSOCK, "socket"), (reports, stat.S_ISFIFO, "pipe"), (lease, stat.S_ISSOCK, "socket"))
     for descriptor, is_kind, kind in expected:

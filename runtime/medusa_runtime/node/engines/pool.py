@@ -124,13 +124,13 @@ class EnginePool:
         settings: Mapping[str, Any],
         descriptors: Sequence[int],
         *,
-        bundle_of: str | None = None,
+        bundle_model: str | None = None,
         trust: Sequence[str | None] = (None, None),
         on_end: Callable[[], None] | None = None,
     ) -> int:
         """Give an idle process to a function and return its pid. Raises NodeError if none is idle.
 
-        ``bundle_of`` is the model whose state bundle the process may use. ``trust`` says from which prefixes, and
+        ``bundle_model`` is the model whose state bundle the process may use. ``trust`` says from which prefixes, and
         signed with which keys, it may run code. ``on_end`` is called when the process has ended.
         """
         kind = self._kinds.get(name)
@@ -144,7 +144,12 @@ class EnginePool:
             if is_stopped(idle.pid):
                 continue  # ``tick`` will kill it soon
             try:
-                send(idle.channel, "take", {"settings": settings, "bundle_of": bundle_of, "trust": trust}, descriptors)
+                send(
+                    idle.channel,
+                    "take",
+                    {"settings": settings, "bundle_model": bundle_model, "trust": trust},
+                    descriptors,
+                )
             except ConnectionError:
                 self._forget(kind, idle)
                 idle.close()

@@ -23,7 +23,7 @@ from ...timeline import Timeline
 from ...zygote import EngineClass, load_engine_class, run_engine
 from ..child import close_others
 from ..messages import MOST_INTERNAL_DESCRIPTORS, Message, receive, send
-from .handover import GIVEN, settings_from_body
+from .handover import TAKE_DESCRIPTORS, settings_from_body
 
 _PR_SET_PDEATHSIG = 1
 _NICE = 10
@@ -86,26 +86,28 @@ def _warm_up(engine_class: EngineClass, settings: Settings) -> None:
 
 
 def _serve(engine_class: EngineClass, kind: str, message: Message) -> int:
-    given = dict(zip(GIVEN, message.descriptors, strict=False))
-    shard_fds = message.descriptors[len(GIVEN) :]  # of a local model, because this process opens no path of a function
-    lease = socket.socket(fileno=given["lease"])
+    descriptors = dict(zip(TAKE_DESCRIPTORS, message.descriptors, strict=False))
+    shard_fds = message.descriptors[
+        len(TAKE_DESCRIPTORS) :
+    ]  # of a local model, because this process opens no path of a function
+    lease = socket.socket(fileno=descriptors["lease"])
     threading.Thread(target=_end_with, args=(lease,), name="lease", daemon=True).start()
     settings = settings_from_body(message.body["settings"])
     settings = replace(settings, device=choose(settings.device, os.environ))
-    timeline = Timeline(given["timeline"], "engine")
+    timeline = Timeline(descriptors["timeline"], "engine")
     timeline.mark("specialise", pid=os.getpid())
     if settings.engine != kind:  # an engine that this kind of process can become (``EngineKind.warmed_as``)
         with timeline.stage("import"):
             engine_class = load_engine_class(settings)
     if settings.torch_import == "plain":
         importlib.import_module("medusa_runtime.imports.lazy_torch").complete()  # the agent's import may have been lean
-    region = Region(given["region"], demand_fd=given["demand"], shared=True, shard_fds=shard_fds)
-    if (bundle_of := message.body.get("bundle_of")) and settings.state is None:
+    region = Region(descriptors["region"], demand_fd=descriptors["demand"], shared=True, shard_fds=shard_fds)
+    if (bundle_model := message.body.get("bundle_model")) and settings.state is None:
         state = importlib.import_module(_ATTACH_ARTIFACTS)
-        state.attach_artifacts(region, bundle_of, settings, timeline, state.Trust.parse(*message.body["trust"]))
-    listener = socket.socket(fileno=given["listener"])
+        state.attach_artifacts(region, bundle_model, settings, timeline, state.Trust.parse(*message.body["trust"]))
+    listener = socket.socket(fileno=descriptors["listener"])
     listener.setblocking(True)
-    reports = ReportPipe.of(given["reports"])
+    reports = ReportPipe.of(descriptors["reports"])
     gc.enable()
     return run_engine(lambda: engine_class(region, settings, timeline), listener, timeline=timeline, reports=reports)
 

@@ -22,7 +22,7 @@ from ...registry import engine_names
 from ...storage.base import Store, open_store
 from ...storage.local import LocalStore
 from ...timeline import Timeline
-from ..callers.impersonation import Folder, become
+from ..callers.impersonation import Folder, assume_identity
 from ..callers.policy import Policy
 from ..child import REAPER, Child, close_others, start_child
 from ..messages import MOST_INTERNAL_DESCRIPTORS, close_all, receive, send
@@ -279,7 +279,7 @@ def _open_folder(key: str, folder: Folder) -> FolderStore:
     if folder.identity is not None:
         for name in _NEEDED:
             importlib.import_module(name)
-        become(folder.identity)
+        assume_identity(folder.identity)
     return FolderStore(split(key)[0], folder.fd, confined=folder.identity is not None and folder.identity.confined)
 
 

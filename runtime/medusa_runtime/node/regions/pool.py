@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ...errors import MedusaError, NodeRefusedError, TooLargeError
 from ...storage.base import redacted
 from ..callers.accounts import Accounts
-from ..callers.policy import Policy, below
+from ..callers.policy import Policy, is_below_prefix
 from .region_entry import RegionEntry
 
 _MOST_UNUSED = 256  # unused regions; even small ones cost descriptors
@@ -88,7 +88,7 @@ class RegionPool:
         budget = f"the node agent's budget of {_mb(self.budget_bytes)}"
         limits = [_Limit(self.budget_bytes, others, 0, TooLargeError, budget, "--memory-budget")]
         for prefix, size_bytes in self._policy.quotas(entry.key):
-            shared = [other for other in others if below(other.key, prefix)]
+            shared = [other for other in others if is_below_prefix(other.key, prefix)]
             quota = f"the quota of {_mb(size_bytes)} for {redacted(prefix)}"
             limits.append(_Limit(size_bytes, shared, 0, NodeRefusedError, quota, "--quota"))
         payer = entry.payer
