@@ -38,7 +38,7 @@ from .socket_file import SocketFile
 from .watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from .regions.cluster_sources import Cluster
+    from .regions.cluster_sources import ClusterAccess
 
 logger = logging.getLogger(__name__)
 
@@ -157,13 +157,13 @@ class Agent:
         self._reports.close()
 
 
-def _cluster(settings: NodeSettings) -> Cluster | None:
+def _cluster(settings: NodeSettings) -> ClusterAccess | None:
     access = settings.peer_access()
     if access is None or settings.cluster is None:
         return None
-    from .regions.cluster_sources import Cluster  # imported here once, instead of in each prefetcher
+    from .regions.cluster_sources import ClusterAccess  # imported here once, instead of in each prefetcher
 
-    return Cluster(settings.cluster, access)
+    return ClusterAccess(settings.cluster, access)
 
 
 def _listen(settings: NodeSettings) -> list[SocketFile]:

@@ -6,7 +6,7 @@ import selectors
 import socket
 from collections.abc import Callable
 
-Watched = int | socket.socket
+Watchable = int | socket.socket
 
 
 class EventLoop:
@@ -15,10 +15,10 @@ class EventLoop:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
 
-    def watch(self, channel: Watched, on_readable: Callable[[], None]) -> None:
+    def watch(self, channel: Watchable, on_readable: Callable[[], None]) -> None:
         self._selector.register(channel, selectors.EVENT_READ, on_readable)
 
-    def unwatch(self, channel: Watched) -> None:
+    def unwatch(self, channel: Watchable) -> None:
         self._selector.unregister(channel)
 
     def run_once(self, timeout_s: float) -> None:

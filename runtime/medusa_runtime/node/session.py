@@ -98,7 +98,7 @@ class Session:
             raise NodeError("the node agent holds no such model, and fetches none")
         folder = self._folder(key, message)
         self._release_region()
-        entry = self._services.keeper.want(key, folder=folder, fresh=fresh, caller=self.caller, layers=layers)
+        entry = self._services.keeper.get_or_fetch(key, folder=folder, fresh=fresh, caller=self.caller, layers=layers)
         entry.pinned = entry.pinned or pin
         self.entry = entry
         entry.leases[self.connection.fileno()] = self.caller
@@ -247,7 +247,7 @@ class Session:
             raise NodeRefusedError(f"{key}: expected a model of a store; a local one is read again as its caller")
         if self.entry is not None:
             raise NodeError("expected to be brought a region before one is asked for on this connection")
-        self.entry = self._services.keeper.keep(key, message.descriptors[0], self.caller)
+        self.entry = self._services.keeper.take_back(key, message.descriptors[0], self.caller)
         self.entry.leases[self.connection.fileno()] = self.caller
         self.answer("kept")
 

@@ -23,14 +23,14 @@ _MOST_SOURCES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class ClusterAccess:
     """The control socket of this node's server, and the credentials for peers."""
 
     socket: str
     access: PeerAccess
 
 
-def open_sources(cluster: Cluster, model_url: str, origin: Store, on_change: Callable[[], None]) -> SourcesStore:
+def open_sources(cluster: ClusterAccess, model_url: str, origin: Store, on_change: Callable[[], None]) -> SourcesStore:
     """Return a store that reads from the peers that have the model, and from ``origin``, the model's own store."""
     context = cluster.access.client_context()
     return SourcesStore(
@@ -41,12 +41,12 @@ def open_sources(cluster: Cluster, model_url: str, origin: Store, on_change: Cal
     )
 
 
-def ask_sources(control_socket: str, model_url: str, again: bool) -> list[str]:
+def ask_sources(control_socket: str, model_url: str, include_unplanned: bool) -> list[str]:
     """Return the URLs of the node servers that have a model, best first; none if the control socket does not answer.
 
-    With ``again``, also return those that the plan does not name.
+    With ``include_unplanned``, also return those that the plan does not name.
     """
-    request = {"op": "sources", "url": model_url, "again": again}
+    request = {"op": "sources", "url": model_url, "again": include_unplanned}
     try:
         return _urls(_exchange(control_socket, json.dumps(request).encode() + b"\n"))
     except (OSError, ValueError) as error:
@@ -84,4 +84,4 @@ def _urls(answer: bytes) -> list[str]:
     return urls[:_MOST_SOURCES]
 
 
-__all__ = ["Cluster", "ask_sources", "open_sources"]
+__all__ = ["ClusterAccess", "ask_sources", "open_sources"]

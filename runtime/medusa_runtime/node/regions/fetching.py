@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ...region.writer import RegionWriter
     from ...storage.folder import FolderStore
     from ...storage.sources import SourcesStore
-    from .cluster_sources import Cluster
+    from .cluster_sources import ClusterAccess
 
 # The limit of a prefetcher's own memory, for headers, small files and connections. A hostile server may send a lot.
 _MEMORY_BYTES = 1 << 30
@@ -80,7 +80,7 @@ def start_fetch(
     settings: Settings,
     *,
     policy: Policy,
-    cluster: Cluster | None,
+    cluster: ClusterAccess | None,
     timeline: Timeline,
     reports: ReportPipe,
 ) -> Child:
@@ -93,7 +93,7 @@ def start_fetch(
 
 
 def start_spare(
-    size_bytes: int, *, policy: Policy, cluster: Cluster | None, timeline: Timeline, reports: ReportPipe
+    size_bytes: int, *, policy: Policy, cluster: ClusterAccess | None, timeline: Timeline, reports: ReportPipe
 ) -> Spare:
     """Fork a prefetcher for the next model of a store, with a region for which ``size_bytes`` of pages are allocated.
 
@@ -122,7 +122,7 @@ def open_store_of(key: str, policy: Policy) -> Store:
     return store
 
 
-def give_back(entry: RegionEntry, *, timeline: Timeline, reports: ReportPipe) -> int:
+def close_in_child(entry: RegionEntry, *, timeline: Timeline, reports: ReportPipe) -> int:
     """Close a region, and let a child hold it last. Returns the child's pid. Raises like ``start_child``.
 
     Whichever process holds a region last must wait up to a second while the kernel frees its pages.
@@ -139,7 +139,7 @@ def give_back(entry: RegionEntry, *, timeline: Timeline, reports: ReportPipe) ->
     return child.pid
 
 
-def begin(spare: Spare, entry: RegionEntry, connections: int | None) -> bool:
+def assign_spare(spare: Spare, entry: RegionEntry, connections: int | None) -> bool:
     """Let a spare fill its region, which is now that of ``entry``. Return False if its process has just died."""
     try:
         send(spare.child.channel, "fetch", {"key": entry.key, "connections": connections, "layers": entry.layers})
@@ -155,7 +155,7 @@ def _wait(
     heartbeats: Heartbeats,
     size_bytes: int,
     policy: Policy,
-    cluster: Cluster | None,
+    cluster: ClusterAccess | None,
     reports: ReportPipe,
     channel: socket.socket,
     timeline: Timeline,
@@ -164,9 +164,9 @@ def _wait(
     close_others(channel.fileno(), region.fd, demand_fd, timeline.fd, reports.write_fd)
     end_first()
     writer = region.writer()
-    making = threading.Thread(target=_reserve, args=(writer, size_bytes), daemon=True)
-    making.start()
-    making.join()
+    reserving = threading.Thread(target=_reserve, args=(writer, size_bytes), daemon=True)
+    reserving.start()
+    reserving.join()
     gc.freeze()  # or a collection during the fetch would write to, and so copy, the pages of all objects
     own_pages()
     send(channel, "ready")
@@ -193,7 +193,7 @@ def _run(
     entry: RegionEntry,
     settings: Settings,
     policy: Policy,
-    cluster: Cluster | None,
+    cluster: ClusterAccess | None,
     reports: ReportPipe,
     channel: socket.socket,
     timeline: Timeline,
@@ -208,7 +208,7 @@ def _fill(
     entry: RegionEntry,
     settings: Settings,
     policy: Policy,
-    cluster: Cluster | None,
+    cluster: ClusterAccess | None,
     channel: socket.socket,
     timeline: Timeline,
     writer: RegionWriter,
@@ -227,7 +227,7 @@ def _fetch(
     entry: RegionEntry,
     settings: Settings,
     policy: Policy,
-    cluster: Cluster | None,
+    cluster: ClusterAccess | None,
     channel: socket.socket,
     timeline: Timeline,
     writer: RegionWriter,
@@ -259,7 +259,7 @@ def _fetch(
         report_sources(channel, sources)
 
 
-def _open_sources(cluster: Cluster, key: str, origin: Store, channel: socket.socket) -> SourcesStore:
+def _open_sources(cluster: ClusterAccess, key: str, origin: Store, channel: socket.socket) -> SourcesStore:
     from .cluster_sources import open_sources
 
     sources = open_sources(cluster, key, origin, lambda: report_sources(channel, sources))

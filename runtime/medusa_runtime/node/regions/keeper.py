@@ -25,22 +25,22 @@ from ..child import REAPER, HungChildren, exit_status
 from ..event_loop import EventLoop
 from ..messages import MOST_INTERNAL_DESCRIPTORS, receive, send
 from ..settings import NodeSettings
-from .fetching import begin, fetch_settings, give_back, start_fetch, start_spare
+from .fetching import assign_spare, close_in_child, fetch_settings, start_fetch, start_spare
 from .model_key import open_folder
 from .pool import RegionPool
-from .records import Records
+from .records import RegionRecords
 from .region_entry import RegionEntry
 from .revalidation import Revalidation
 from .spare import Spare, Spares
 
 if TYPE_CHECKING:
-    from .cluster_sources import Cluster
+    from .cluster_sources import ClusterAccess
 
 logger = logging.getLogger(__name__)
 
 _PIN_AGAIN_S = 10.0  # how often to try again to fetch pinned models
 _SPARE_OF_FREE = 4  # pages that are allocated ahead of time may take one in this many free bytes
-_MUCH_BYTES = 32 << 20  # to free less memory than this takes no longer than a fork
+_LARGE_BYTES = 32 << 20  # to free less memory than this takes no longer than a fork
 
 
 class RegionKeeper:
@@ -62,7 +62,7 @@ class RegionKeeper:
         timeline: Timeline,
         reports: ReportPipe,
         out_of_memory: OutOfMemory,
-        cluster: Cluster | None = None,
+        cluster: ClusterAccess | None = None,
     ) -> None:
         self._settings = settings
         self._cluster = cluster
@@ -75,10 +75,10 @@ class RegionKeeper:
         self._out_of_memory = out_of_memory
         self._pins = set(pins)
         self._pin_at = 0.0
-        self._records = Records(settings.path + ".regions")
+        self._records = RegionRecords(settings.path + ".regions")
         self._revalidation = Revalidation(
             settings.look_every_s,
-            self._changed,
+            self._on_change,
             policy=policy,
             timeline=timeline,
             reports=reports,
@@ -90,7 +90,7 @@ class RegionKeeper:
         self._spares = Spares(start if settings.ready_bytes else None, self._has_room_for_spare, loop)
         self._hung = HungChildren()
         self._stopping = False
-        self.regions = RegionPool(settings.memory_budget_bytes, policy, accounts, self._dropped)
+        self.regions = RegionPool(settings.memory_budget_bytes, policy, accounts, self._on_drop)
         self.replaced: Counter[str] = Counter()  # how many processes hung, by their kind
 
     def tick(self) -> None:
@@ -101,7 +101,7 @@ class RegionKeeper:
         self._revalidation.tick(self.regions)
         REAPER.reap()
 
-    def want(
+    def get_or_fetch(
         self,
         key: str,
         *,
@@ -118,7 +118,7 @@ class RegionKeeper:
         for the fetch; None is the agent itself. ``layers`` (START:STOP) come first if the fetch begins now.
         """
         if folder is None and not scheme_of(key):
-            folder = _own_folder(key)
+            folder = _open_own_folder(key)
         slot = key if folder is None else folder.slot(key)
         entry = self.regions.get(slot)
         pinned = False
@@ -158,7 +158,7 @@ class RegionKeeper:
 
     def _start_fetch(self, entry: RegionEntry, spare: Spare | None) -> None:
         try:
-            if spare is not None and begin(spare, entry, self._settings.connections):
+            if spare is not None and assign_spare(spare, entry, self._settings.connections):
                 entry.fetch = spare.child
             else:
                 entry.fetch = start_fetch(
@@ -218,7 +218,7 @@ class RegionKeeper:
         if caller is not None:
             self._accounts.refund(caller, "fetches")
 
-    def keep(self, key: str, descriptor: int, caller: Caller) -> RegionEntry:
+    def take_back(self, key: str, descriptor: int, caller: Caller) -> RegionEntry:
         """Take back a region that an earlier agent made. Raises NodeError for any other region."""
         self._records.check(key, descriptor)
         self._check_models(key, caller)
@@ -228,7 +228,7 @@ class RegionKeeper:
         entry = RegionEntry(key, descriptor)
         try:
             entry.sealed = entry.complete
-            _check_whole(entry)
+            _check_intact(entry)
             entry.leases[-1] = caller  # so that the caller is charged; its real lease comes later
             self.regions.admit(entry, os.fstat(descriptor).st_blocks * 512)
         except BaseException:
@@ -250,10 +250,10 @@ class RegionKeeper:
         try:
             message = receive(entry.fetch.channel, MOST_INTERNAL_DESCRIPTORS)
         except (NodeError, OSError) as error:  # usually because there is no room for the files of the shards
-            self._ended(entry, NodeError(str(error)))
+            self._on_fetch_end(entry, NodeError(str(error)))
             return
         if message is None:
-            self._ended(entry)
+            self._on_fetch_end(entry)
         elif message.kind == "room":
             answer: tuple[str, dict[str, str]] = "room", {}
             wanted_bytes = int(message.body["bytes"])
@@ -274,7 +274,7 @@ class RegionKeeper:
         elif message.kind == "sources":
             entry.sources = message.body
 
-    def _ended(self, entry: RegionEntry, error: MedusaError | None = None) -> None:
+    def _on_fetch_end(self, entry: RegionEntry, error: MedusaError | None = None) -> None:
         """Handle the end of a prefetcher, whether it succeeded or not. With ``error``, end it for that reason."""
         assert entry.fetch is not None
         status = None if error else exit_status(entry.fetch)
@@ -301,19 +301,19 @@ class RegionKeeper:
         entry.fetch = None
         self._uncharge_fetch(entry)
 
-    def _dropped(self, entry: RegionEntry) -> None:
+    def _on_drop(self, entry: RegionEntry) -> None:
         if entry.fetch is not None:
             self._end_fetch(entry)
             error = NodeError("the node agent has given this fetch up")
             entry.answer_waiting(error)
             self._on_lost(entry, error)
-        self._give_back(entry)
+        self._close_entry(entry)
         self._record()
 
-    def _give_back(self, entry: RegionEntry) -> None:
-        if entry.size_bytes >= _MUCH_BYTES and not self._stopping:
+    def _close_entry(self, entry: RegionEntry) -> None:
+        if entry.size_bytes >= _LARGE_BYTES and not self._stopping:
             try:
-                pid = give_back(entry, timeline=self._timeline, reports=self._reports)
+                pid = close_in_child(entry, timeline=self._timeline, reports=self._reports)
             except MedusaError as error:
                 logger.debug("%s", error)
             else:
@@ -322,7 +322,7 @@ class RegionKeeper:
                 return
         entry.close()
 
-    def _changed(self, entry: RegionEntry) -> None:
+    def _on_change(self, entry: RegionEntry) -> None:
         """Drop a region whose objects were replaced. A pinned model is fetched again at once, another on request."""
         if self.regions.get(entry.key) is not entry:
             return
@@ -330,7 +330,7 @@ class RegionKeeper:
             self.regions.drop(entry)
             return
         try:
-            self.want(entry.key, fresh=True)
+            self.get_or_fetch(entry.key, fresh=True)
         except MedusaError as error:
             logger.warning("%s", error)
 
@@ -341,7 +341,7 @@ class RegionKeeper:
         self._pin_at = time.monotonic() + _PIN_AGAIN_S
         for key in self._pins:
             try:
-                self.want(key)
+                self.get_or_fetch(key)
             except MedusaError as error:
                 logger.warning("--pin: %s", error)
 
@@ -369,12 +369,12 @@ class RegionKeeper:
         REAPER.wait()
 
 
-def _check_whole(entry: RegionEntry) -> None:
+def _check_intact(entry: RegionEntry) -> None:
     if not entry.complete or not entry.is_current():
         raise NodeError(f"the region of {redacted(entry.key)} is not complete, or its files have changed")
 
 
-def _own_folder(key: str) -> Folder:
+def _open_own_folder(key: str) -> Folder:
     fd = open_folder(key)
     if fd is None:
         raise NodeError(f"{key}: expected a folder, or a file in one, that user {os.geteuid()} may read")

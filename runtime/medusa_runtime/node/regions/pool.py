@@ -23,7 +23,7 @@ class _Limit(NamedTuple):
 
     limit_bytes: int
     others: list[RegionEntry]
-    besides_bytes: int  # memory that is charged to the same caller, but is not for regions
+    other_bytes: int  # memory that is charged to the same caller, but is not for regions
     refusal: type[MedusaError]
     whose: str  # for a message: whose limit it is, and how much
     flag: str  # the flag that raises the limit
@@ -66,7 +66,7 @@ class RegionPool:
         """Make room for a region of this size. Raises TooLargeError or NodeRefusedError if a limit forbids it."""
         limits = self._limits(entry)
         for limit in limits:  # check all of them before anything is dropped
-            fixed = limit.besides_bytes + sum(other.size_bytes for other in limit.others if other.in_use)
+            fixed = limit.other_bytes + sum(other.size_bytes for other in limit.others if other.in_use)
             if size_bytes + fixed > limit.limit_bytes:
                 used = f", of which {_mb(fixed)} are in use" if fixed >= 500_000 else ""
                 raise limit.refusal(
@@ -95,13 +95,13 @@ class RegionPool:
         if payer is not None and not payer.trusted:
             account, most = payer.account, self._accounts.memory_bytes
             shared = [other for other in others if other.payer is not None and other.payer.account == account]
-            besides = self._accounts.charged(account, "memory_bytes")
+            other_bytes = self._accounts.charged(account, "memory_bytes")
             share = f"what {account} may have, {_mb(most)}"
-            limits.append(_Limit(most, shared, besides, NodeRefusedError, share, "--per-caller memory=…"))
+            limits.append(_Limit(most, shared, other_bytes, NodeRefusedError, share, "--per-caller memory=…"))
         return limits
 
     def _make_room(self, limit: _Limit, size_bytes: int) -> None:
-        used = limit.besides_bytes + sum(other.size_bytes for other in limit.others)
+        used = limit.other_bytes + sum(other.size_bytes for other in limit.others)
         for other in sorted((other for other in limit.others if not other.in_use), key=lambda other: other.used_at):
             if used + size_bytes <= limit.limit_bytes:
                 return

@@ -19,13 +19,13 @@ from ...storage.base import redacted
 logger = logging.getLogger(__name__)
 
 
-class Records:
+class RegionRecords:
     """The list, in a small file beside the socket, to which only the agent's user may write."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._frozen = False
-        self._before = self._read()
+        self._previous = self._read()
 
     def _read(self) -> dict[str, list[int]]:
         try:
@@ -41,7 +41,7 @@ class Records:
 
     def check(self, key: str, descriptor: int) -> None:
         """Raise NodeRefusedError unless the last agent made this region for this checkpoint, and it is sealed."""
-        recorded = self._before.get(key)
+        recorded = self._previous.get(key)
         if recorded is None or recorded != _identity(descriptor):
             raise NodeRefusedError(f"this region of {redacted(key)} is none that the node agent made")
 
@@ -52,7 +52,7 @@ class Records:
         """
         if self._frozen:
             return
-        known = {**self._before, **{key: found for key, fd in regions.items() if (found := _identity(fd))}}
+        known = {**self._previous, **{key: found for key, fd in regions.items() if (found := _identity(fd))}}
         # Write a new file and rename it, so that a killed agent leaves the old list or the new one. If other users can
         # write to the folder, a file of that name may be their link, so it must not be written to.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

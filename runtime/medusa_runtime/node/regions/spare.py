@@ -64,7 +64,7 @@ class Spares:
                 self._next_at = now + _AGAIN_S
             else:
                 self._ready = False
-                self._loop.watch(self._spare.child.channel, self._heard)
+                self._loop.watch(self._spare.child.channel, self._on_message)
 
     @property
     def ready_bytes(self) -> int:
@@ -73,16 +73,16 @@ class Spares:
 
     def take(self) -> Spare | None:
         """Hand out the spare; None if none is ready."""
-        return self._leave() if self._ready else None
+        return self._detach() if self._ready else None
 
-    def _leave(self) -> Spare | None:
+    def _detach(self) -> Spare | None:
         spare, self._spare, self._ready = self._spare, None, False
         if spare is not None:
             self._loop.unwatch(spare.child.channel)
             self._next_at = time.monotonic() + _QUIET_S
         return spare
 
-    def _heard(self) -> None:
+    def _on_message(self) -> None:
         assert self._spare is not None
         if receive(self._spare.child.channel) is not None:
             self._ready = True
@@ -92,7 +92,7 @@ class Spares:
 
     def drop(self) -> None:
         """End the spare, and free its memory."""
-        if (spare := self._leave()) is not None:
+        if (spare := self._detach()) is not None:
             REAPER.kill(spare.child)
             spare.region.close()
             os.close(spare.demand_fd)
