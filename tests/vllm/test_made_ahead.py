@@ -18,7 +18,7 @@ from medusa_runtime.errors import EngineError
 from medusa_runtime.region.reader import Region
 from medusa_vllm.serving import ahead, mounting
 from medusa_vllm.serving.arguments import server_arguments
-from medusa_vllm.serving.replacement import instead
+from medusa_vllm.serving.replacement import patch_function
 from medusa_vllm.structured import TokenizerFolder
 
 pytestmark = [
@@ -92,7 +92,7 @@ def test_a_method_is_computed_once_in_the_context() -> None:
             return {"calls": self.calls}
 
     config = Config()
-    with mounting.computed_once(config, "values"):
+    with mounting.cache_method(config, "values"):
         config.values()["calls"] = 9
         assert config.values() == {"calls": 1}
     assert config.values() == {"calls": 2}
@@ -149,7 +149,7 @@ def test_a_mount_reads_no_configuration_and_copies_a_tokenizer_once(core_configu
     places = registry.get_config, config.get_config, hf.maybe_make_thread_pool
     own = {"trust_remote_code": False, "config_format": made.model_config.config_format}
     expected = made.model_config.try_get_generation_config()
-    with mounting.known_configuration(made), mounting.one_copy():
+    with mounting.reuse_configuration(made), mounting.single_tokenizer_copy():
         assert registry.get_config(EXAMPLE, config_format="hf") is made.model_config.hf_config
         assert config.get_config(EXAMPLE, **own) is made.model_config.hf_config
         assert made.model_config.try_get_generation_config() == expected
@@ -168,7 +168,7 @@ def test_a_tokenizer_is_taken_as_it_was_read() -> None:
 
     read = Tokenizer.from_file(f"{EXAMPLE}/tokenizer.json")
     plain = AutoTokenizer.from_pretrained(EXAMPLE)
-    with mounting.taken_as_read():
+    with mounting.share_read_tokenizer():
         assert tokenization_utils_tokenizers.copy.deepcopy(read) is read
         others = [read]
         assert tokenization_utils_tokenizers.copy.deepcopy(others) is not others
@@ -184,7 +184,7 @@ def test_the_core_is_told_of_each_socket_of_its_client(tmp_path: Path) -> None:
 
     told: list[bool] = []
     before, context = core_client.make_zmq_socket, zmq.Context()
-    with mounting.told_of_sockets(lambda: told.append((tmp_path / "in").exists())):
+    with mounting.notify_on_socket(lambda: told.append((tmp_path / "in").exists())):
         made = core_client.make_zmq_socket(context, f"ipc://{tmp_path}/in", zmq.ROUTER, bind=True)
     assert told == [True]
     assert core_client.make_zmq_socket is before
@@ -198,7 +198,7 @@ def test_a_hash_describes_a_configuration_once(core_configuration: Any, monkeypa
     monkeypatch.setattr(kind, "to_json_string", lambda self, **given: described.append(self) or theirs(self, **given))
     plain = core_configuration.compute_hash()
     twice = len(described)
-    with mounting.described_once():
+    with mounting.cache_config_description():
         assert core_configuration.compute_hash() == plain
     assert (twice, len(described)) == (2, 3)
 
@@ -211,7 +211,7 @@ def test_the_heap_is_frozen_without_a_collection() -> None:
     def note(phase: str, info: dict[str, int]) -> None:
         collections.append(phase)
 
-    with mounting.frozen_as_it_is():
+    with mounting.freeze_without_collection():
         gc.callbacks.append(note)
         try:
             server_utils.freeze_gc_heap()
@@ -225,7 +225,7 @@ def test_the_heap_is_frozen_without_a_collection() -> None:
 
 def test_what_another_version_does_not_have_is_not_replaced() -> None:
     for place, name in (("vllm.not_there", "name"), ("vllm.renderers.hf", "not_there")):
-        with instead(place, name, lambda before: None):
+        with patch_function(place, name, lambda before: None):
             assert importlib.util.find_spec("vllm.not_there") is None
     from vllm.renderers import hf
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from .arguments import server_arguments
-from .replacement import instead
+from .replacement import patch_function
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def known_plugins() -> AbstractContextManager[None]:
     Each of its searches reads the metadata of every installed package.
     """
     found: Any = importlib.metadata.entry_points() if _entry_points is None else _entry_points
-    return instead("importlib.metadata", "entry_points", lambda before, **chosen: found.select(**chosen))
+    return patch_function("importlib.metadata", "entry_points", lambda before, **chosen: found.select(**chosen))
 
 
 def quiet_uvicorn() -> None:

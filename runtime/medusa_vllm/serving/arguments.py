@@ -12,7 +12,7 @@ from typing import Any
 from medusa_runtime.errors import ConfigError, MedusaError, MissingPackageError
 
 from ..flags import refuse_medusas_own
-from .replacement import instead
+from .replacement import patch_function
 
 
 def engine_arguments(words: list[str]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _muted_once() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
-        with instead("vllm.engine.arg_utils", "suppress_logging", lambda theirs, *_: nullcontext()):
+        with patch_function("vllm.engine.arg_utils", "suppress_logging", lambda theirs, *_: nullcontext()):
             yield
     finally:
         logging.disable(before)

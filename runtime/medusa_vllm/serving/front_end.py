@@ -26,17 +26,17 @@ from ..lean_imports import functions_as_they_are, import_for_real
 from .ahead import app_for, arguments_for, give_back, known_plugins, quiet_uvicorn
 from .lean_server import lean_server
 from .mounting import (
-    computed_once,
-    described_once,
+    cache_config_description,
+    cache_method,
+    cache_template_probe,
+    declare_no_processor,
+    freeze_without_collection,
     front_configuration,
-    frozen_as_it_is,
-    known_configuration,
     load_processors,
-    one_copy,
-    probed_once,
-    taken_as_read,
-    told_of_sockets,
-    without_processor,
+    notify_on_socket,
+    reuse_configuration,
+    share_read_tokenizer,
+    single_tokenizer_copy,
 )
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class FrontEnd:
         )  # fmt: skip
         server = uvicorn.Server(settings)
         serving = asyncio.create_task(server.serve(sockets=[]))
-        with frozen_as_it_is():
+        with freeze_without_collection():
             pauses = chain(repeat(0.0, _START_LOOKS), repeat(_START_LOOK_S))
             while not server.started:
                 if serving.done():
@@ -188,10 +188,10 @@ async def _make(served: Served, mounted: AsyncExitStack) -> tuple[Any, Any]:
     addresses = {name: f"ipc://{folder}/{name.removesuffix('_address')}" for name in _ADDRESSES}
     listens = served.core.attach_front_end(addresses["input_address"], addresses["output_address"])
     mounted.callback(served.core.detach_front_end)
-    without_processor(config, folder)
-    generation = computed_once(config.model_config, "try_get_generation_config")
-    with generation, known_plugins(), known_configuration(config), one_copy(), taken_as_read():
-        with told_of_sockets(listens):
+    declare_no_processor(config, folder)
+    generation = cache_method(config.model_config, "try_get_generation_config")
+    with generation, known_plugins(), reuse_configuration(config), single_tokenizer_copy(), share_read_tokenizer():
+        with notify_on_socket(listens):
             client = AsyncLLM(
                 config,
                 served.executor_class,
@@ -204,7 +204,7 @@ async def _make(served: Served, mounted: AsyncExitStack) -> tuple[Any, Any]:
         app = app_for(arguments, tasks, client.model_config)
         load_processors(config.model_config)
         app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
-        with computed_once(config, "compute_hash"), described_once(), probed_once():
+        with cache_method(config, "compute_hash"), cache_config_description(), cache_template_probe():
             await init_app_state(client, app.state, arguments, tasks)
     return app, arguments
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .replacement import instead
+from .replacement import patch_function
 
 _PROBE = "_detect_merge_inline_system"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -41,7 +41,7 @@ def front_configuration(
 
 
 @contextmanager
-def known_configuration(config: Any) -> Iterator[None]:
+def reuse_configuration(config: Any) -> Iterator[None]:
     """A context in which vLLM takes the model's configuration from the core's, instead of reading config.json again.
 
     Its tokenizers ask for it, and the settings of sampling of a checkpoint without generation_config.json.
@@ -55,21 +55,23 @@ def known_configuration(config: Any) -> Iterator[None]:
         return before(asked, *arguments, **options)
 
     with (
-        instead("vllm.tokenizers.registry", "get_config", known),
-        instead("vllm.transformers_utils.config", "get_config", known),
+        patch_function("vllm.tokenizers.registry", "get_config", known),
+        patch_function("vllm.transformers_utils.config", "get_config", known),
     ):
         yield
 
 
-def one_copy() -> AbstractContextManager[None]:
+def single_tokenizer_copy() -> AbstractContextManager[None]:
     """A context in which vLLM's renderer begins with one copy of its tokenizer, and makes others when it needs them.
 
     It would begin with two. Copying a tokenizer means reading it again: a fifth of a second for 128k tokens.
     """
-    return instead("vllm.renderers.hf", "maybe_make_thread_pool", lambda before, tokenizer, *_: before(tokenizer, 1))
+    return patch_function(
+        "vllm.renderers.hf", "maybe_make_thread_pool", lambda before, tokenizer, *_: before(tokenizer, 1)
+    )
 
 
-def told_of_sockets(listens: Callable[[], None]) -> AbstractContextManager[None]:
+def notify_on_socket(listens: Callable[[], None]) -> AbstractContextManager[None]:
     """A context in which ``listens`` is called after each ZMQ socket that a client of vLLM's core makes."""
 
     def make(before: Any, *arguments: Any, **options: Any) -> Any:
@@ -77,11 +79,11 @@ def told_of_sockets(listens: Callable[[], None]) -> AbstractContextManager[None]
         listens()
         return made
 
-    return instead("vllm.v1.engine.core_client", "make_zmq_socket", make)
+    return patch_function("vllm.v1.engine.core_client", "make_zmq_socket", make)
 
 
 @contextmanager
-def taken_as_read() -> Iterator[None]:
+def share_read_tokenizer() -> Iterator[None]:
     """A context in which transformers keeps the tokenizer that it has read from its file, instead of a copy.
 
     Nothing else uses that one, and copying it means reading it again.
@@ -107,7 +109,7 @@ def taken_as_read() -> Iterator[None]:
 
 
 @contextmanager
-def computed_once(target: Any, method: str) -> Iterator[None]:
+def cache_method(target: Any, method: str) -> Iterator[None]:
     """A context in which a method of ``target`` without arguments runs once, and each caller gets a copy of its result.
 
     vLLM's classes of routes each compute the same hash of the configuration, and read the same file, again.
@@ -127,7 +129,7 @@ def computed_once(target: Any, method: str) -> Iterator[None]:
 
 
 @contextmanager
-def probed_once() -> Iterator[None]:
+def cache_template_probe() -> Iterator[None]:
     """A context in which vLLM's Anthropic routes try a chat template once. They would compile it four times."""
     try:
         from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as Messages
@@ -145,7 +147,7 @@ def probed_once() -> Iterator[None]:
         setattr(Messages, _PROBE, found)
 
 
-def described_once() -> AbstractContextManager[None]:
+def cache_config_description() -> AbstractContextManager[None]:
     """A context in which vLLM's hash of a configuration describes a model's own one once, though it has two names."""
     found: dict[int, tuple[Any, Any]] = {}  # each with the object, so that no other one gets its id
 
@@ -156,15 +158,15 @@ def described_once() -> AbstractContextManager[None]:
             found[id(value)] = value, before(value)
         return found[id(value)][1]
 
-    return instead("vllm.config.utils", "normalize_value", once)
+    return patch_function("vllm.config.utils", "normalize_value", once)
 
 
-def frozen_as_it_is() -> AbstractContextManager[None]:
+def freeze_without_collection() -> AbstractContextManager[None]:
     """A context in which vLLM's server freezes the heap without three collections before it.
 
     They take 0.15 s in a cold process and free 8 KB, because the heap was imported and stays.
     """
-    return instead("vllm.entrypoints.launchers.utils.server_utils", "freeze_gc_heap", lambda before: gc.freeze())
+    return patch_function("vllm.entrypoints.launchers.utils.server_utils", "freeze_gc_heap", lambda before: gc.freeze())
 
 
 def load_processors(model_config: Any) -> None:
@@ -176,7 +178,7 @@ def load_processors(model_config: Any) -> None:
         load(None if named is None else tuple(named))
 
 
-def without_processor(config: Any, folder: Path) -> None:
+def declare_no_processor(config: Any, folder: Path) -> None:
     """Tell vLLM that a model without a processor's files has no processor. It would look for the processor's template.
 
     Its search loads the configuration and the tokenizer once more.
@@ -192,7 +194,15 @@ def without_processor(config: Any, folder: Path) -> None:
 
 
 __all__ = [
-    "computed_once", "described_once", "front_configuration", "frozen_as_it_is", "known_configuration",
-    "load_processors", "one_copy", "probed_once", "taken_as_read", "told_of_sockets",
-    "without_processor",
+    "cache_config_description",
+    "cache_method",
+    "cache_template_probe",
+    "declare_no_processor",
+    "freeze_without_collection",
+    "front_configuration",
+    "load_processors",
+    "notify_on_socket",
+    "reuse_configuration",
+    "share_read_tokenizer",
+    "single_tokenizer_copy",
 ]  # fmt: skip

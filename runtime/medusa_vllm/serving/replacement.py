@@ -10,7 +10,7 @@ from typing import Any
 
 
 @contextmanager
-def instead(place: str, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def patch_function(place: str, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """A context in which ``name`` of the module ``place`` is ``function``. Its first argument is the replaced one.
 
     A name that does not exist is not added, because this may be another version of vLLM.
@@ -28,4 +28,4 @@ def instead(place: str, name: str, function: Callable[..., Any]) -> Iterator[Non
         setattr(module, name, before)
 
 
-__all__ = ["instead"]
+__all__ = ["patch_function"]
