@@ -116,9 +116,9 @@ def _import_server() -> None:
             importlib.import_module(module)
         import uvicorn
 
-        from .serving.ahead import fill_caches, make_ahead, quiet_uvicorn
+        from .serving.prebuilt import fill_caches, prebuild_app, quiet_uvicorn
 
-        app = make_ahead(("generate",))
+        app = prebuild_app(("generate",))
         quiet_uvicorn()
         uvicorn.Config(app, log_config=None, ws="none").load()
         fill_caches()

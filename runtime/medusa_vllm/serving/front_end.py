@@ -23,7 +23,6 @@ from medusa_runtime.timeline import Timeline
 
 from ..imports import logging_as_it_is, no_cache_folder, server_is_imported
 from ..lean_imports import functions_as_they_are, import_for_real
-from .ahead import app_for, arguments_for, give_back, known_plugins, quiet_uvicorn
 from .lean_server import lean_server
 from .mounting import (
     cache_config_description,
@@ -38,6 +37,7 @@ from .mounting import (
     share_read_tokenizer,
     single_tokenizer_copy,
 )
+from .prebuilt import arguments_for, cached_entry_points, quiet_uvicorn, return_app, take_app
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class FrontEnd:
             with nullcontext() if server_is_imported() else lean_server():
                 app, arguments = await _make(served, mounted)
             await self._listen(app, arguments)
-        give_back(app)
+        return_app(app)
 
     async def _listen(self, app: Any, arguments: Any) -> None:
         """Run the server until ``close``."""
@@ -190,7 +190,13 @@ async def _make(served: Served, mounted: AsyncExitStack) -> tuple[Any, Any]:
     mounted.callback(served.core.detach_front_end)
     declare_no_processor(config, folder)
     generation = cache_method(config.model_config, "try_get_generation_config")
-    with generation, known_plugins(), reuse_configuration(config), single_tokenizer_copy(), share_read_tokenizer():
+    with (
+        generation,
+        cached_entry_points(),
+        reuse_configuration(config),
+        single_tokenizer_copy(),
+        share_read_tokenizer(),
+    ):
         with notify_on_socket(listens):
             client = AsyncLLM(
                 config,
@@ -201,7 +207,7 @@ async def _make(served: Served, mounted: AsyncExitStack) -> tuple[Any, Any]:
             )
         mounted.push_async_callback(_end, client, served.core)
         tasks = await client.get_supported_tasks()
-        app = app_for(arguments, tasks, client.model_config)
+        app = take_app(arguments, tasks, client.model_config)
         load_processors(config.model_config)
         app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
         with cache_method(config, "compute_hash"), cache_config_description(), cache_template_probe():

@@ -1,4 +1,4 @@
-"""The parts of vLLM's server that do not depend on the model, made in advance by idle processes, and used once."""
+"""The parts of vLLM's server that do not depend on the model, built in advance by idle processes, and used once."""
 
 from __future__ import annotations
 
@@ -28,59 +28,59 @@ _TEMPLATE = """{%- for message in messages %}{% set role = message['role'] | tri
 {%- if add_generation_prompt %}{{ 1 }}{% endif %}"""
 
 
-class _Made(NamedTuple):
+class _Prebuilt(NamedTuple):
     arguments: argparse.Namespace
     key: Any
     app: Any
 
 
-_made: _Made | None = None
-_in_use: _Made | None = None
+_prebuilt: _Prebuilt | None = None
+_in_use: _Prebuilt | None = None
 _entry_points: Any = None
 
 
-def make_ahead(tasks: tuple[str, ...]) -> Any:
+def prebuild_app(tasks: tuple[str, ...]) -> Any:
     """Make an app for the front end of any model that is served without flags and has these tasks, and return it."""
-    global _made, _entry_points
+    global _prebuilt, _entry_points
     from vllm.entrypoints.launchers.app import build_app
 
     arguments = server_arguments([], "model")
     _entry_points = importlib.metadata.entry_points()
     app = build_app(arguments, tasks)
-    _made = _Made(copy.deepcopy(arguments), _key(arguments, tasks), app)
+    _prebuilt = _Prebuilt(copy.deepcopy(arguments), _key(arguments, tasks), app)
     return app
 
 
 def arguments_for(words: list[str], model: str) -> argparse.Namespace:
     """Return the same as ``server_arguments``, but without flags do not make vLLM's parser again."""
-    if words or _made is None:
+    if words or _prebuilt is None:
         return server_arguments(words, model)
-    arguments = copy.copy(_made.arguments)
+    arguments = copy.copy(_prebuilt.arguments)
     arguments.model = arguments.model_tag = model
     return arguments
 
 
-def app_for(arguments: argparse.Namespace, tasks: tuple[str, ...], model_config: Any) -> Any:
-    """Return the app that was made ahead, if it fits these flags, tasks and environment; else a new one."""
-    global _made, _in_use
+def take_app(arguments: argparse.Namespace, tasks: tuple[str, ...], model_config: Any) -> Any:
+    """Return the app that was prebuilt, if it fits these flags, tasks and environment; else a new one."""
+    global _prebuilt, _in_use
     from vllm.entrypoints.launchers.app import build_app
 
-    made, _made = _made, None  # from now on it belongs to one model
-    if made is None or made.key != _key(arguments, tasks):
+    prebuilt, _prebuilt = _prebuilt, None  # from now on it belongs to one model
+    if prebuilt is None or prebuilt.key != _key(arguments, tasks):
         return build_app(arguments, tasks, model_config)
-    _in_use = made
-    made.app.state.args = arguments
-    return made.app
+    _in_use = prebuilt
+    prebuilt.app.state.args = arguments
+    return prebuilt.app
 
 
-def give_back(app: Any) -> None:
-    """Keep for the next front end an app that was made ahead. The front end that used it has deleted its state."""
-    global _made, _in_use
+def return_app(app: Any) -> None:
+    """Keep for the next front end an app that was prebuilt. The front end that used it has deleted its state."""
+    global _prebuilt, _in_use
     from starlette.datastructures import State
 
     if _in_use is not None and _in_use.app is app:
         app.state = State()
-        _made, _in_use = _in_use, None
+        _prebuilt, _in_use = _in_use, None
 
 
 def _key(arguments: argparse.Namespace, tasks: tuple[str, ...]) -> Any:
@@ -97,7 +97,7 @@ def _key(arguments: argparse.Namespace, tasks: tuple[str, ...]) -> Any:
     return repr(sorted(values.items())), sorted(tasks), environment
 
 
-def known_plugins() -> AbstractContextManager[None]:
+def cached_entry_points() -> AbstractContextManager[None]:
     """Let vLLM look for plugins in what this process, or the one that it was forked from, has read already.
 
     Each of its searches reads the metadata of every installed package.
@@ -149,4 +149,12 @@ def _complete_answers() -> None:
             kind.model_rebuild()
 
 
-__all__ = ["app_for", "arguments_for", "fill_caches", "give_back", "known_plugins", "make_ahead", "quiet_uvicorn"]
+__all__ = [
+    "arguments_for",
+    "cached_entry_points",
+    "fill_caches",
+    "prebuild_app",
+    "quiet_uvicorn",
+    "return_app",
+    "take_app",
+]

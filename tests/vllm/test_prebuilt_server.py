@@ -16,7 +16,7 @@ import pytest
 from medusa_runtime.checkpoint.index import Shard, WeightIndex
 from medusa_runtime.errors import EngineError
 from medusa_runtime.region.reader import Region
-from medusa_vllm.serving import ahead, mounting
+from medusa_vllm.serving import mounting, prebuilt
 from medusa_vllm.serving.arguments import server_arguments
 from medusa_vllm.serving.replacement import patch_function
 from medusa_vllm.structured import TokenizerFolder
@@ -32,21 +32,21 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples/pydoc-lm")
 
 def test_an_app_is_used_once_and_only_for_what_it_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = ("generate",)
-    made = ahead.make_ahead(tasks)
-    arguments = ahead.arguments_for([], "a/model")
+    made = prebuilt.prebuild_app(tasks)
+    arguments = prebuilt.arguments_for([], "a/model")
     assert vars(arguments).keys() == vars(server_arguments([], "a/model")).keys()
     assert arguments.model == "a/model"
     arguments.served_model_name = ["name"]
-    assert ahead.app_for(arguments, tasks, None) is made
+    assert prebuilt.take_app(arguments, tasks, None) is made
     assert made.state.args is arguments
-    assert ahead.app_for(arguments, tasks, None) is not made
+    assert prebuilt.take_app(arguments, tasks, None) is not made
 
     for flags, names in ((["--api-key", "secret"], {}), ([], {"VLLM_API_KEY": "secret"})):
-        made = ahead.make_ahead(tasks)
+        made = prebuilt.prebuild_app(tasks)
         with monkeypatch.context() as changed:
             for name, value in names.items():
                 changed.setenv(name, value)
-            assert ahead.app_for(ahead.arguments_for(flags, "a/model"), tasks, None) is not made
+            assert prebuilt.take_app(prebuilt.arguments_for(flags, "a/model"), tasks, None) is not made
 
 
 _WARM_UP = """
@@ -54,15 +54,16 @@ import sys, threading
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.warmup import warm_up
 from medusa_runtime.zygote import load_engine_class
-from medusa_vllm.serving import ahead, front_end, rehearsal
+from medusa_vllm.serving import prebuilt, front_end, rehearsal
 settings = Settings(engine="vllm", device="cpu")
 engine_class = load_engine_class(settings)
-app, opened, before = ahead._made.app, [], front_end.FrontEnd.open
+app, opened, before = prebuilt._prebuilt.app, [], front_end.FrontEnd.open
 front_end.FrontEnd.open = lambda self, served: opened.append(served) or before(self, served)
 statuses, ask = [], rehearsal.ask_for_answers
 rehearsal.ask_for_answers = lambda *known: statuses.extend(ask(*known))
 warm_up(engine_class, settings)
-print(len(opened) > 1, statuses, ahead._made.app is app, vars(app.state), [one.name for one in threading.enumerate()])
+print(len(opened) > 1, statuses, prebuilt._prebuilt.app is app, vars(app.state), [one.name for one in
+threading.enumerate()])
 """
 
 
@@ -74,10 +75,10 @@ def test_a_warm_up_mounts_the_server_and_leaves_nothing_of_it() -> None:
 
 
 def test_plugins_are_looked_up_in_what_was_read() -> None:
-    ahead.make_ahead(("generate",))
+    prebuilt.prebuild_app(("generate",))
     found = importlib.metadata.entry_points(group="vllm.general_plugins")
     before = importlib.metadata.entry_points
-    with ahead.known_plugins():
+    with prebuilt.cached_entry_points():
         assert importlib.metadata.entry_points(group="vllm.general_plugins") == found
         assert importlib.metadata.entry_points is not before
     assert importlib.metadata.entry_points is before
@@ -101,8 +102,8 @@ def test_a_method_is_computed_once_in_the_context() -> None:
 def test_what_the_first_request_would_make_is_made(caplog: pytest.LogCaptureFixture) -> None:
     from vllm.entrypoints.openai.responses.serving import ResponseOutputMessage
 
-    with caplog.at_level(logging.DEBUG, ahead.__name__):
-        ahead.fill_caches()
+    with caplog.at_level(logging.DEBUG, prebuilt.__name__):
+        prebuilt.fill_caches()
     assert not caplog.records  # each of the places is there in this version
     assert ResponseOutputMessage.__pydantic_complete__
 
