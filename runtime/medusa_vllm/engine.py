@@ -156,12 +156,12 @@ class VllmEngine:
         )  # fmt: skip
         return self._front_end.open(served)
 
-    def rehearse(self) -> None:
+    def warm_up_server(self) -> None:
         """Mount vLLM's own HTTP server, send it requests and end it, so that what is done once per process is done."""
         if server_is_imported() and hasattr(self._core, "attach_front_end"):
-            from .serving.rehearsal import ask_for_answers
+            from .serving.warmup import send_warmup_requests
 
-            ask_for_answers(self.open_http(), served_name(self._settings, self._region.file))
+            send_warmup_requests(self.open_http(), served_name(self._settings, self._region.file))
             self._front_end.close()
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -54,13 +54,13 @@ import sys, threading
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.warmup import warm_up
 from medusa_runtime.zygote import load_engine_class
-from medusa_vllm.serving import prebuilt, front_end, rehearsal
+from medusa_vllm.serving import prebuilt, front_end, warmup
 settings = Settings(engine="vllm", device="cpu")
 engine_class = load_engine_class(settings)
 app, opened, before = prebuilt._prebuilt.app, [], front_end.FrontEnd.open
 front_end.FrontEnd.open = lambda self, served: opened.append(served) or before(self, served)
-statuses, ask = [], rehearsal.ask_for_answers
-rehearsal.ask_for_answers = lambda *known: statuses.extend(ask(*known))
+statuses, ask = [], warmup.send_warmup_requests
+warmup.send_warmup_requests = lambda *known: statuses.extend(ask(*known))
 warm_up(engine_class, settings)
 print(len(opened) > 1, statuses, prebuilt._prebuilt.app is app, vars(app.state), [one.name for one in
 threading.enumerate()])
@@ -245,7 +245,7 @@ def test_logging_is_muted_while_flags_are_made_and_no_longer() -> None:
 def test_an_engine_has_one_folder_and_a_late_mount_gets_none() -> None:
     region = Region.create()
     try:
-        shard = Shard("model.safetensors", 64, 64, "rehearsal", None, 0)
+        shard = Shard("model.safetensors", 64, 64, "warm-up", None, 0)
         small = {"config.json": b'{"dtype": "float32"}', "tokenizer.json": b"{}"}
         region.writer().lay_out(WeightIndex([shard], {}), small)
         files = TokenizerFolder(region)

@@ -69,7 +69,7 @@ def warm_up(open_engine: Callable[[Region, Settings, Timeline], Engine], setting
     """Open an engine for each dtype in turn, and generate two tokens. Raises what such an engine raises."""
     for dtype in _BYTES:
         region = _region(dtype)
-        timeline = Timeline.create("rehearsal")
+        timeline = Timeline.create("warm-up")
         try:
             engine = open_engine(
                 region, Settings(engine=settings.engine, device=settings.device, kv_cache_mb=16), timeline
@@ -93,14 +93,14 @@ def _generate(engine: Engine) -> None:
     def end() -> None:
         last.append(ended.get())
         try:
-            if hasattr(engine, "rehearse"):
-                engine.rehearse()
+            if hasattr(engine, "warm_up_server"):
+                engine.warm_up_server()
         finally:
             stop.set()
 
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    engine.add(GenerateRequest("rehearsal", "abc" * 8, params), sink)
-    ending = threading.Thread(target=end, name="rehearsal")
+    engine.add(GenerateRequest("warm-up", "abc" * 8, params), sink)
+    ending = threading.Thread(target=end, name="warm-up")
     ending.start()
     engine.run(stop)
     ending.join()
@@ -117,7 +117,7 @@ def _region(dtype: str) -> Region:
             size *= extent
         entries[name] = TensorEntry(0, at, at + size, dtype, shape)
         at += size
-    index = WeightIndex([Shard("model.safetensors", at + 64, 64, "rehearsal", None, 0)], entries)
+    index = WeightIndex([Shard("model.safetensors", at + 64, 64, "warm-up", None, 0)], entries)
     region = Region.create()
     writer = region.writer()
     names = {"BF16": "bfloat16", "F32": "float32"}

@@ -1,4 +1,4 @@
-"""Requests to a server that is mounted as a rehearsal: work that only first requests cause is then done."""
+"""Requests that warm up vLLM's server: they do the work that only the first requests cause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REQUESTS = (
 )
 
 
-def ask_for_answers(take: Callable[[socket.socket], None], model: str) -> list[int]:
+def send_warmup_requests(take: Callable[[socket.socket], None], model: str) -> list[int]:
     """Send a request of each kind to a server, and return the statuses, 0 for none. ``take`` takes a connection."""
     return [_ask(take, path, {"model": model, **body}) for path, body in _REQUESTS]
 
@@ -44,9 +44,9 @@ def _ask(take: Callable[[socket.socket], None], path: str, body: dict[str, objec
             for _ in answer.pieces():
                 pass
         except (OSError, FieldError) as error:  # the first request of an instance then takes longer, but is answered
-            logger.debug("%s of a rehearsal: %s", path, error)
+            logger.debug("the warm-up request to %s failed: %s", path, error)
             return 0
     return answer.status
 
 
-__all__ = ["ask_for_answers"]
+__all__ = ["send_warmup_requests"]
