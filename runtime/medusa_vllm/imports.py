@@ -16,9 +16,9 @@ from typing import Any
 from medusa_runtime.config import Settings
 from medusa_runtime.region.reader import Region
 
-from .cpu.amx import ask_for_tiles
+from .cpu.amx import request_amx_tiles
 from .flags import MEDIA_ENVIRONMENT
-from .lean_imports import functions_as_they_are, lean_imports
+from .lean_imports import lean_imports, without_torch_compile
 from .version import TESTED, check_version
 
 logger = logging.getLogger(__name__)
@@ -75,12 +75,12 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
         logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns about settings that we choose on purpose
     # A process that waits for its model has time to import everything.
     lean = region is not None and settings.compile != "always" and version.startswith(TESTED)
-    with lean_imports() if lean else nullcontext(), functions_as_they_are(), no_cache_folder(), logging_as_it_is():
+    with lean_imports() if lean else nullcontext(), without_torch_compile(), avoid_cache_folder(), keep_log_levels():
         _import_all()
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        ask_for_tiles()
+        request_amx_tiles()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it touches every name of every module, deprecated ones included
         if register_kernels := getattr(current_platform, "register_triton_kernel_overrides", None):  # from 0.31 on
@@ -93,7 +93,7 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
 
         import_compiled()  # a process that waits also has time to import what a compiled model needs
     if region is None:
-        with logging_as_it_is():
+        with keep_log_levels():
             _import_server()
     if region is not None and region.progress().state != "empty":
         for architecture in _architectures(region):
@@ -132,7 +132,7 @@ def server_is_imported() -> bool:
 
 
 @contextmanager
-def logging_as_it_is() -> Iterator[None]:
+def keep_log_levels() -> Iterator[None]:
     """Keep the levels of the root logger and of its handlers over the imports in this context.
 
     vLLM brings model_hosting_container_standards, whose import sets them to ERROR: our own lines would be lost.
@@ -148,7 +148,7 @@ def logging_as_it_is() -> Iterator[None]:
 
 
 @contextmanager
-def no_cache_folder() -> Iterator[None]:
+def avoid_cache_folder() -> Iterator[None]:
     """Name an existing folder as torch's cache of compiled code in this context.
 
     Importing torch's compiler, or letting it wrap a function, would make one.

@@ -44,7 +44,7 @@ def lean_imports() -> Iterator[None]:
 
 
 @contextmanager
-def functions_as_they_are() -> Iterator[None]:
+def without_torch_compile() -> Iterator[None]:
     """Make ``@torch.compile`` leave functions as they are in this context. Models can still be compiled later.
 
     vLLM decorates small functions with it, which would be compiled at their first use, even in an eager engine. The
@@ -61,7 +61,7 @@ def functions_as_they_are() -> Iterator[None]:
             os.environ[_NO_DYNAMO] = disabled
 
 
-def import_for_real() -> None:
+def import_real_modules() -> None:
     """Replace the empty classes by vLLM's own, for vLLM's HTTP server, which needs them."""
     placeholders: dict[str, ModuleType] = {
         name: module
@@ -101,4 +101,4 @@ class _Placeholders(MetaPathFinder, Loader):
             setattr(module, name, type(name, (), {"__module__": module.__name__}))
 
 
-__all__ = ["functions_as_they_are", "import_for_real", "lean_imports"]
+__all__ = ["import_real_modules", "lean_imports", "without_torch_compile"]

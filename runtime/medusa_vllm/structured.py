@@ -16,8 +16,8 @@ from medusa_runtime.engine.structured.grammar import COMPILED
 from medusa_runtime.errors import EngineError, MedusaError, RequestError
 from medusa_runtime.region.reader import Region
 
-from .imports import no_cache_folder
-from .lean_imports import functions_as_they_are
+from .imports import avoid_cache_folder
+from .lean_imports import without_torch_compile
 from .weights.checkpoint_folder import CheckpointFolder
 
 _BACKEND = "guidance"  # nothing to compile, so that a request does not wait for its grammar
@@ -115,7 +115,7 @@ class StructuredCore:
         """Make the manager, once. Raises RequestError without a tokenizer."""
         with self._lock:
             if not self._made:
-                with functions_as_they_are(), no_cache_folder():
+                with without_torch_compile(), avoid_cache_folder():
                     self._make(core)
                 self._made = True
 
@@ -140,7 +140,7 @@ class StructuredCore:
         """Make the manager of another core, which does not run yet, if this one's has been made."""
         with self._lock:
             if self._made:
-                with functions_as_they_are(), no_cache_folder():
+                with without_torch_compile(), avoid_cache_folder():
                     _give(core, self._manager(core))
 
     def _manager(self, core: Any) -> Any:

@@ -27,8 +27,8 @@ from medusa_vllm.cpu import kv_budget as budgets
 from medusa_vllm.cpu.lazy_zeros import LazyZeros
 from medusa_vllm.flags import adapters, light_routes_suffice
 from medusa_vllm.gpu.arguments import warn_of_flags_without_use
-from medusa_vllm.imports import no_cache_folder
-from medusa_vllm.lean_imports import functions_as_they_are, lean_imports
+from medusa_vllm.imports import avoid_cache_folder
+from medusa_vllm.lean_imports import lean_imports, without_torch_compile
 from medusa_vllm.scratch import scratch_folder
 from medusa_vllm.version import PARTS, UnknownPartsError, check_version, missing_parts
 
@@ -225,7 +225,7 @@ def test_what_only_a_server_needs_is_left_out_only_in_the_context() -> None:
 
 def test_a_function_is_not_compiled_where_it_is_decorated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    with functions_as_they_are():
+    with without_torch_compile():
         assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
     assert "TORCHDYNAMO_DISABLE" not in os.environ
 
@@ -233,7 +233,7 @@ def test_a_function_is_not_compiled_where_it_is_decorated(monkeypatch: pytest.Mo
 def test_an_import_that_fails_leaves_the_compilers_cache_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compatible mode, which begins then, starts vLLM's server with this environment."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    with pytest.raises(ImportError), no_cache_folder():
+    with pytest.raises(ImportError), avoid_cache_folder():
         raise ImportError
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 

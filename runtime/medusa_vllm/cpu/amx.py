@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def ask_for_tiles() -> None:
+def request_amx_tiles() -> None:
     """Request tile registers if the CPU has them. Processes that are forked from this one inherit the permission.
 
     vLLM's bf16 attention uses them without a request, for which the kernel ends the process with SIGILL. oneDNN

@@ -21,8 +21,8 @@ from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.imports.uncollected import uncollected
 from medusa_runtime.timeline import Timeline
 
-from ..imports import logging_as_it_is, no_cache_folder, server_is_imported
-from ..lean_imports import functions_as_they_are, import_for_real
+from ..imports import avoid_cache_folder, keep_log_levels, server_is_imported
+from ..lean_imports import import_real_modules, without_torch_compile
 from .lean_server import lean_server
 from .mounting import (
     cache_config_description,
@@ -167,8 +167,8 @@ async def _make(served: Served, mounted: AsyncExitStack) -> tuple[Any, Any]:
 
     What it attaches to the core is undone when ``mounted`` is closed.
     """
-    with functions_as_they_are(), no_cache_folder(), logging_as_it_is():
-        import_for_real()
+    with without_torch_compile(), avoid_cache_folder(), keep_log_levels():
+        import_real_modules()
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.v1.engine.async_llm import AsyncLLM
 

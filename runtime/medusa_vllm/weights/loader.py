@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 from ..cpu.linear import use_stored_weights
-from ..imports import no_cache_folder
+from ..imports import avoid_cache_folder
 from .attached import Attached, layers_of
 from .sharing import share
 
@@ -37,7 +37,7 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
         self._attached.region.wait_index()
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
-        with self._attached.timeline.stage("skeleton"), no_cache_folder():
+        with self._attached.timeline.stage("skeleton"), avoid_cache_folder():
             model: nn.Module = super().create_model(vllm_config, model_config, prefix)
         self._model = model_config.model
         return model
