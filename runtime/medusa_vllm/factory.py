@@ -28,7 +28,7 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     Raises MissingPackageError without vLLM, and errors that do not come from its version.
     """
     if settings.vllm_mode == "compatible":
-        _note("--vllm-mode compatible was given")
+        _require_compatible("--vllm-mode compatible was given")
         return
     try:
         from .imports import preimport as import_parts
@@ -37,7 +37,7 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     except UNKNOWN_PARTS as error:
         if is_tested():
             raise
-        _note(_said(error))
+        _require_compatible(_describe(error))
 
 
 def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
@@ -47,15 +47,15 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
             from .engine import VllmEngine
 
             engine = VllmEngine(region, settings, timeline)
-            return engine if is_tested() else _Watched(engine)
+            return engine if is_tested() else _UntestedEngine(engine)
         except UNKNOWN_PARTS as error:
             if is_tested():
                 raise
-            _note(_said(error))
+            _require_compatible(_describe(error))
         except MedusaError as error:
             if is_tested() or not isinstance(error.__cause__, UNKNOWN_PARTS):
                 raise
-            _note(_said(error.__cause__))
+            _require_compatible(_describe(error.__cause__))
     from .compatible.engine import CompatibleEngine
 
     logger.warning(
@@ -79,7 +79,7 @@ def is_tested() -> bool:
     return installed_version().startswith(TESTED)
 
 
-class _Watched:
+class _UntestedEngine:
     """The engine. If its load misses a part of vLLM, the process ends, and the next one uses the compatible mode."""
 
     def __init__(self, engine: Any) -> None:
@@ -102,15 +102,15 @@ class _Watched:
         except MedusaError as error:
             if self._engine.loaded or not isinstance(error.__cause__, UNKNOWN_PARTS):
                 raise
-            _note(_said(error.__cause__))
+            _require_compatible(_describe(error.__cause__))
             os._exit(RESTART)
 
 
-def _note(reason: str) -> None:
+def _require_compatible(reason: str) -> None:
     data = reason.encode()[: mmap.PAGESIZE - 1]
     _shared[:] = b"\1" + data.ljust(mmap.PAGESIZE - 1, b"\0")
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, UNKNOWN_PARTS[0]) else f"{type(error).__name__}: {text}"
