@@ -145,9 +145,9 @@ class VllmEngine:
         """Wait until vLLM's own HTTP server is there, and return a function that takes a connection."""
         self.wait_ready()
         if not hasattr(self._core, "attach_front_end"):
-            from .serving.core import missing_seam
+            from .serving.core import missing_part
 
-            raise RequestError(f"this version of vLLM has no {missing_seam()}, so only medusa's own routes answer")
+            raise RequestError(f"this version of vLLM has no {missing_part()}, so only medusa's own routes answer")
         name = served_name(self._settings, self._region.file)
         config = self.config.model_config
         served = Served(

@@ -14,7 +14,7 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.zygote import RESTART
 
-from .version import TESTED, UNKNOWN_PARTS, installed_version
+from .version import MISSING_PART_ERRORS, TESTED, installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
         from .imports import preimport as import_parts
 
         import_parts(settings, region)
-    except UNKNOWN_PARTS as error:
+    except MISSING_PART_ERRORS as error:
         if is_tested():
             raise
         _require_compatible(_describe(error))
@@ -48,12 +48,12 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
 
             engine = VllmEngine(region, settings, timeline)
             return engine if is_tested() else _UntestedEngine(engine)
-        except UNKNOWN_PARTS as error:
+        except MISSING_PART_ERRORS as error:
             if is_tested():
                 raise
             _require_compatible(_describe(error))
         except MedusaError as error:
-            if is_tested() or not isinstance(error.__cause__, UNKNOWN_PARTS):
+            if is_tested() or not isinstance(error.__cause__, MISSING_PART_ERRORS):
                 raise
             _require_compatible(_describe(error.__cause__))
     from .compatible.engine import CompatibleEngine
@@ -92,7 +92,7 @@ class _UntestedEngine:
         try:
             self._engine.wait_ready()
         except MedusaError as error:
-            if isinstance(error.__cause__, UNKNOWN_PARTS):
+            if isinstance(error.__cause__, MISSING_PART_ERRORS):
                 threading.Event().wait()  # this process is about to end
             raise
 
@@ -100,7 +100,7 @@ class _UntestedEngine:
         try:
             self._engine.run(stop)
         except MedusaError as error:
-            if self._engine.loaded or not isinstance(error.__cause__, UNKNOWN_PARTS):
+            if self._engine.loaded or not isinstance(error.__cause__, MISSING_PART_ERRORS):
                 raise
             _require_compatible(_describe(error.__cause__))
             os._exit(RESTART)
@@ -113,4 +113,4 @@ def _require_compatible(reason: str) -> None:
 
 def _describe(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return text if isinstance(error, UNKNOWN_PARTS[0]) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, MISSING_PART_ERRORS[0]) else f"{type(error).__name__}: {text}"

@@ -13,7 +13,7 @@ import torch
 from medusa_runtime.engine.serving.sequence import Sequence
 
 from .core_request import core_request
-from .version import UnknownPartsError
+from .version import MissingPartError
 
 _DRAWN_BELOW = 1 << 31
 
@@ -43,9 +43,9 @@ def _runner(core: Any) -> Any:
         runner = core.model_executor.driver_worker.worker.model_runner
         known = isinstance(runner.requests, dict) and not core.vllm_config.use_v2_model_runner
     except AttributeError as error:
-        raise UnknownPartsError(f"a core's requests are not where they are expected ({error})") from error
+        raise MissingPartError(f"a core's requests are not where they are expected ({error})") from error
     if not known:
-        raise UnknownPartsError("this version's model runner keeps requests otherwise")
+        raise MissingPartError("this version's model runner keeps requests otherwise")
     return runner
 
 

@@ -47,12 +47,12 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class UnknownPartsError(Exception):
+class MissingPartError(Exception):
     """This version of vLLM does not have a part that our engine uses from within."""
 
 
 # Errors that Python raises if this version of vLLM has another name, or another argument.
-UNKNOWN_PARTS = (UnknownPartsError, ImportError, AttributeError, TypeError)
+MISSING_PART_ERRORS = (MissingPartError, ImportError, AttributeError, TypeError)
 
 
 def check_version() -> str:
@@ -64,7 +64,7 @@ def check_version() -> str:
     package, version = _package(), installed_version()
     if not version.startswith(_TESTED_PARTS) and not _for_cpus(package):
         if lacking := missing_parts(package):
-            raise UnknownPartsError(f"vLLM {version or 'of an unknown version'} has no {lacking[0]}")
+            raise MissingPartError(f"vLLM {version or 'of an unknown version'} has no {lacking[0]}")
         logger.warning("vLLM %s was not tested with this engine on GPUs, but has all parts that it uses", version)
     return version
 

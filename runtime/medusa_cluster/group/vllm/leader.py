@@ -26,7 +26,7 @@ from medusa_runtime.state.kv_plan import KvPlan
 from medusa_runtime.timeline import Timeline
 from medusa_vllm.engine import VllmEngine
 from medusa_vllm.resumption import resume
-from medusa_vllm.version import UNKNOWN_PARTS
+from medusa_vllm.version import MISSING_PART_ERRORS
 
 from ..forming import form
 from ..pace import Pace
@@ -94,7 +94,7 @@ class Leader(VllmEngine):
         """Return a core over the group, or if no group is formed, an instance's core."""
         try:
             core = self._form()
-        except (MedusaError, *UNKNOWN_PARTS) as error:
+        except (MedusaError, *MISSING_PART_ERRORS) as error:
             self._dissolve(1)
             self._go_alone(f"no group was formed: {error}")
             self._alone.set()
@@ -250,7 +250,7 @@ class Leader(VllmEngine):
                 continue
             try:
                 resume(core, sequence, vocab_size=self._vocab_size)
-            except (ValueError, *UNKNOWN_PARTS) as error:
+            except (ValueError, *MISSING_PART_ERRORS) as error:
                 lost = EngineError(f"this request could not be taken over from the group: {error}; try again")
                 self._requests.end(sequence, "error", lost)
         self._alone.set()

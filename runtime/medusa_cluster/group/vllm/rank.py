@@ -17,7 +17,7 @@ from typing import Any
 from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.timeline import Timeline
 from medusa_vllm.executor import PreparedWorker, join_group_of_one
-from medusa_vllm.version import UNKNOWN_PARTS
+from medusa_vllm.version import MISSING_PART_ERRORS
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -86,7 +86,7 @@ class Rank:
             if self._become is None:
                 raise
             return self._become  # the group was dissolved during a step, whose hidden states will never come
-        except UNKNOWN_PARTS as error:
+        except MISSING_PART_ERRORS as error:
             raise EngineError(f"this version of vLLM cannot be a worker of a group: {error}") from error
         except MedusaError as error:
             if self._leader is not None:
