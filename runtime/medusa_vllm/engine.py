@@ -41,7 +41,7 @@ from .eos import eos_token_ids
 from .flags import words
 from .imports import server_is_imported
 from .serving.front_end import FrontEnd, Served
-from .structured import StructuredCore, TokenizerFolder
+from .structured import StructuredOutputManagers, TokenizerFolder
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class VllmEngine:
         )
         self._core: Any = None
         self._inbox = Inbox()
-        self._structured = StructuredCore(
+        self._structured = StructuredOutputManagers(
             region, self._inbox, self._files, vocab_size=self._vocab_size, eos_token_ids=self.info.eos_token_ids
         )
         self._front_end = FrontEnd(timeline)
@@ -152,7 +152,7 @@ class VllmEngine:
         config = self.config.model_config
         served = Served(
             self._core, self._files.path, self._arguments["distributed_executor_backend"], config.max_model_len, name,
-            words(self._settings), self._structured.limit,
+            words(self._settings), self._structured.limit_grammars,
         )  # fmt: skip
         return self._front_end.open(served)
 
@@ -263,7 +263,7 @@ class VllmEngine:
         """Make the core's masks in the thread of the front end's first request that needs them."""
         params = request.sampling_params
         if request.client_index != CLIENT and params is not None and params.structured_outputs is not None:
-            self._structured.make(self._core)
+            self._structured.install(self._core)
 
     def _take(self, sequence: Sequence, output: Any) -> None:
         for position, token in enumerate(output.new_token_ids):

@@ -21,7 +21,7 @@ _DRAWN_BELOW = 1 << 31
 def resume(core: Any, sequence: Sequence, *, vocab_size: int) -> None:
     """Add a request with its tokens so far to a core in this process, before its next step.
 
-    Raises UnknownPartsError in a version of vLLM that keeps requests in another form, and ValueError and TypeError, as
+    Raises MissingPartError in a version of vLLM that keeps requests in another form, and ValueError and TypeError, as
     adding a request does.
     """
     so_far = sequence.tokens[sequence.prompt_length :]

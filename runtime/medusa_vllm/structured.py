@@ -11,7 +11,7 @@ from typing import Any
 from medusa_runtime.checkpoint.reader import SMALL_FILES
 from medusa_runtime.engine.base import StructuredOutputs
 from medusa_runtime.engine.serving.inbox import Inbox
-from medusa_runtime.engine.structured.constraints import Constraints
+from medusa_runtime.engine.structured.constraints import PARAM, Constraints
 from medusa_runtime.engine.structured.grammar import COMPILED
 from medusa_runtime.errors import EngineError, MedusaError, RequestError
 from medusa_runtime.region.reader import Region
@@ -21,7 +21,6 @@ from .lean_imports import without_torch_compile
 from .weights.checkpoint_folder import CheckpointFolder
 
 _BACKEND = "guidance"  # nothing to compile, so that a request does not wait for its grammar
-PARAM = "structured_outputs"
 
 
 def vllm_params(form: StructuredOutputs) -> Any:
@@ -41,7 +40,7 @@ class TokenizerFolder:
         self.folder = CheckpointFolder(region)
         self._region = region
         self._lock = threading.Lock()
-        self._whole = False
+        self._has_tokenizer = False
         self._closed = False
 
     def path(self) -> Path:
@@ -49,11 +48,11 @@ class TokenizerFolder:
         with self._lock:
             if self._closed:
                 raise EngineError("the engine is stopping; try again")
-            if not self._whole:
+            if not self._has_tokenizer:
                 for name in SMALL_FILES:
                     if name != "config.json" and (data := self._region.file(name)) is not None:
                         (self.folder.path / name).write_bytes(data)
-                self._whole = True
+                self._has_tokenizer = True
             return self.folder.path
 
     def close(self) -> None:
@@ -63,7 +62,7 @@ class TokenizerFolder:
                 self.folder.close()
 
 
-class StructuredCore:
+class StructuredOutputManagers:
     """The manager of a running core's masks, made when it is needed. Any thread but the engine's calls ``prepare``."""
 
     def __init__(
@@ -73,12 +72,12 @@ class StructuredCore:
         self._inbox = inbox
         self._files = files
         self._lock = threading.Lock()
-        self._made = False
+        self._installed = False
         self._trials = Constraints(
             lambda: region.file("tokenizer.json"), vocab_size=vocab_size, eos_token_ids=eos_token_ids, rows=1
         )
 
-    def limit(self) -> None:
+    def limit_grammars(self) -> None:
         """Have every grammar, also of vLLM's own routes, tried within limits before vLLM takes it.
 
         vLLM compiles callers' grammars in this process, and a few hundred bytes can keep it busy for minutes.
@@ -111,17 +110,17 @@ class StructuredCore:
     def close(self) -> None:
         self._trials.close()
 
-    def make(self, core: Any) -> None:
+    def install(self, core: Any) -> None:
         """Make the manager, once. Raises RequestError without a tokenizer."""
         with self._lock:
-            if not self._made:
+            if not self._installed:
                 with without_torch_compile(), avoid_cache_folder():
-                    self._make(core)
-                self._made = True
+                    self._install(core)
+                self._installed = True
 
     def prepare(self, core: Any, form: StructuredOutputs) -> None:
         """Make the manager once, and check a form. Raises RequestError for one that cannot be enforced."""
-        self.make(core)
+        self.install(core)
         from vllm.sampling_params import SamplingParams
 
         try:
@@ -132,16 +131,16 @@ class StructuredCore:
             reason = " ".join(str(error).split())
             raise RequestError(f"{PARAM}: this {form.kind} cannot be used: {reason}", PARAM) from error
 
-    def _make(self, core: Any) -> None:
+    def _install(self, core: Any) -> None:
         manager = self._manager(core)
-        self._inbox.call(lambda: _give(core, manager))
+        self._inbox.call(lambda: _set_manager(core, manager))
 
-    def make_for(self, core: Any) -> None:
+    def install_in(self, core: Any) -> None:
         """Make the manager of another core, which does not run yet, if this one's has been made."""
         with self._lock:
-            if self._made:
+            if self._installed:
                 with without_torch_compile(), avoid_cache_folder():
-                    _give(core, self._manager(core))
+                    _set_manager(core, self._manager(core))
 
     def _manager(self, core: Any) -> Any:
         """Return a new manager. Reads the tokenizer, and imports the code that applies masks."""
@@ -169,6 +168,6 @@ class StructuredCore:
             raise RequestError(f"{PARAM}: vLLM cannot use this checkpoint's tokenizer: {reason}", PARAM) from error
 
 
-def _give(core: Any, manager: Any) -> None:
+def _set_manager(core: Any, manager: Any) -> None:
     core.structured_output_manager = manager
     core.scheduler.structured_output_manager = manager

@@ -59,7 +59,7 @@ def check_version() -> str:
     """Return the installed version, without importing vLLM. Raises MissingPackageError without vLLM.
 
     No version is refused. Missing inner parts show when they are used; on a GPU, vLLM's files are searched for them
-    here, which may raise UnknownPartsError.
+    here, which may raise MissingPartError.
     """
     package, version = _package(), installed_version()
     if not version.startswith(_TESTED_PARTS) and not _for_cpus(package):

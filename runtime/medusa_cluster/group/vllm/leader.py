@@ -221,7 +221,7 @@ class Leader(VllmEngine):
     def _make_core(self) -> None:
         try:
             self._made = super()._open_core()
-            self._structured.make_for(self._made)
+            self._structured.install_in(self._made)
         except Exception as error:  # noqa: BLE001 - the thread of ``run`` raises it
             self._made = error
 
