@@ -16,7 +16,7 @@ from .gpu.arguments import bundle_arguments, gpu_arguments, warn_of_flags_withou
 from .imports import import_model
 from .plugin import LOAD_FORMAT
 from .structured import TokenizerFolder
-from .weights.attached import settings_for
+from .weights.attached import loader_config
 
 _CPU_WORKER = "medusa_vllm.cpu.worker.CpuWorker"
 _PLACEHOLDER_BYTES = 1 << 30
@@ -78,7 +78,7 @@ def _arguments(
         "skip_tokenizer_init": text_only,  # text is tokenized here, by tokenizer.json
         "generation_config": "vllm",  # without the checkpoint's sampling defaults; eos.py reads which tokens end a text
         "load_format": LOAD_FORMAT,
-        "model_loader_extra_config": settings_for(region, timeline, settings)
+        "model_loader_extra_config": loader_config(region, timeline, settings)
         | bundle_arguments(settings)
         | compiled.extra,
         "kv_cache_memory_bytes": _PLACEHOLDER_BYTES,

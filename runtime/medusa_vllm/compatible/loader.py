@@ -13,7 +13,7 @@ from medusa_runtime.load.views import Views
 from torch import Tensor, nn
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from ..weights.attached import Attached
+from ..weights.attached import AttachedRegion
 
 
 class TensorLoader(BaseModelLoader):  # type: ignore[misc]
@@ -21,7 +21,7 @@ class TensorLoader(BaseModelLoader):  # type: ignore[misc]
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
-        self._attached = Attached.of(load_config)
+        self._attached = AttachedRegion.of(load_config)
 
     def download_model(self, model_config: Any) -> None:
         self._attached.region.wait_index()

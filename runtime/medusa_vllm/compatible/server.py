@@ -22,7 +22,7 @@ from medusa_runtime.timeline import Timeline
 
 from ..flags import MEDIA_DOMAINS, MEDIA_ENVIRONMENT, names_media_domains, words
 from ..plugin import ANY_VERSION_FORMAT
-from ..weights.attached import settings_for
+from ..weights.attached import loader_config
 
 _LOOK_S = 0.1
 _END_S = 10.0
@@ -68,7 +68,7 @@ class VllmServer:
 
     def __init__(self, folder: Path, region: Region, settings: Settings, timeline: Timeline, name: str) -> None:
         self._socket = folder / "vllm.sock"
-        extra = json.dumps(settings_for(region, timeline, settings))
+        extra = json.dumps(loader_config(region, timeline, settings))
         command = [sys.executable, "-c", _MAIN, "serve", str(folder), "--uds", str(self._socket)]
         command += ["--load-format", ANY_VERSION_FORMAT, "--model-loader-extra-config", extra]
         command += ["--served-model-name", name, "--max-num-seqs", str(settings.max_concurrency)]

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ..compiled.settings import WorkerCompilation
-from ..weights.attached import Attached
+from ..weights.attached import AttachedRegion
 from .lazy_zeros import LazyZeros
 
 
@@ -67,7 +67,7 @@ class CpuWorker(CPUWorker):  # type: ignore[misc]
 
     @property
     def _timeline(self) -> Any:
-        return Attached.of(self.load_config).timeline
+        return AttachedRegion.of(self.load_config).timeline
 
     @cached_property
     def _compilation(self) -> WorkerCompilation:

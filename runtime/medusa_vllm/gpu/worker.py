@@ -22,7 +22,7 @@ from medusa_runtime.state.graphs import Blueprints, CudaDriver
 from medusa_runtime.timeline import Timeline
 from vllm.v1.worker.gpu_worker import Worker
 
-from ..weights.attached import Attached
+from ..weights.attached import AttachedRegion
 from .graph_state import KV_BYTES, VllmGraphState
 from .graphs import GraphManager, NoTimeline, Restored, context_is_lost
 from .recording import Recording, RecordingManager
@@ -139,7 +139,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
     @cached_property
     def _bundled(self) -> BundledGraphs | None:
         try:
-            attached = Attached.of(self.load_config)
+            attached = AttachedRegion.of(self.load_config)
         except ConfigError:
             return None
         extra = self.load_config.model_loader_extra_config
@@ -166,7 +166,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
     @property
     def _timeline(self) -> Timeline | NoTimeline:
         try:
-            timeline: Timeline = Attached.of(self.load_config).timeline
+            timeline: Timeline = AttachedRegion.of(self.load_config).timeline
         except ConfigError:  # vLLM was started with this worker, but not by us
             return NoTimeline()
         return timeline

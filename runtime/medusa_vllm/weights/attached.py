@@ -19,14 +19,14 @@ _REGION, _TIMELINE, _KERNELS = "medusa_region", "medusa_timeline", "medusa_kerne
 _SHARED, _LAYERS = "medusa_shared", "medusa_layers"
 
 
-def settings_for(region: Region, timeline: Timeline, settings: Settings) -> dict[str, str]:
+def loader_config(region: Region, timeline: Timeline, settings: Settings) -> dict[str, str]:
     """Return the ``model_loader_extra_config`` for processes that load from this region."""
     own = f"/proc/{os.getpid()}/fd"
     paths = {_REGION: f"{own}/{region.fd}", _TIMELINE: f"{own}/{timeline.fd}", _KERNELS: settings.kernels}
     return paths | ({_SHARED: "1"} if region.shared else {})
 
 
-def only_layers(start: int, stop: int) -> dict[str, str]:
+def layers_config(start: int, stop: int) -> dict[str, str]:
     """Return a setting to add for a process that loads only these layers, and what belongs to the first or the last."""
     return {_LAYERS: f"{start}:{stop}"}
 
@@ -40,7 +40,7 @@ def layers_of(load_config: Any) -> tuple[int, int] | None:
     return int(start), int(stop)
 
 
-class Attached:
+class AttachedRegion:
     """A region and a timeline, opened from their paths. ``kernels`` is the setting of that name."""
 
     def __init__(self, region: str, timeline: str, kernels: str, shared: bool) -> None:
@@ -49,7 +49,7 @@ class Attached:
         self.kernels = kernels
 
     @classmethod
-    def of(cls, load_config: Any) -> Attached:
+    def of(cls, load_config: Any) -> AttachedRegion:
         """Open the region and timeline of a load configuration. Raises ConfigError if we did not start this vLLM."""
         extra = load_config.model_loader_extra_config
         if not isinstance(extra, dict) or _REGION not in extra:
@@ -57,7 +57,7 @@ class Attached:
                 "--load-format medusa: expected to be started by `medusa serve --engine vllm`, found no region to "
                 "load from"
             )
-        return _attach(extra[_REGION], extra[_TIMELINE], extra[_KERNELS], _SHARED in extra)
+        return _attached_region(extra[_REGION], extra[_TIMELINE], extra[_KERNELS], _SHARED in extra)
 
     @cached_property
     def region(self) -> Region:
@@ -70,8 +70,8 @@ class Attached:
 
 
 @lru_cache(maxsize=1)
-def _attach(region: str, timeline: str, kernels: str, shared: bool) -> Attached:
-    return Attached(region, timeline, kernels, shared)
+def _attached_region(region: str, timeline: str, kernels: str, shared: bool) -> AttachedRegion:
+    return AttachedRegion(region, timeline, kernels, shared)
 
 
-__all__ = ["Attached", "layers_of", "only_layers", "settings_for"]
+__all__ = ["AttachedRegion", "layers_config", "layers_of", "loader_config"]

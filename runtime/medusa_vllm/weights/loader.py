@@ -16,8 +16,8 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 from ..cpu.linear import use_stored_weights
 from ..imports import avoid_cache_folder
-from .attached import Attached, layers_of
-from .sharing import share
+from .attached import AttachedRegion, layers_of
+from .sharing import share_weights
 
 
 class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
@@ -31,7 +31,7 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
         # vLLM's class refuses settings that it does not know.
         super().__init__(replace(load_config, model_loader_extra_config={}))
         self.load_config = load_config
-        self._attached = Attached.of(load_config)
+        self._attached = AttachedRegion.of(load_config)
 
     def download_model(self, model_config: Any) -> None:
         self._attached.region.wait_index()
@@ -43,7 +43,7 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
         return model
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        with self._attached.timeline.stage("apply") as detail, share(model):
+        with self._attached.timeline.stage("apply") as detail, share_weights(model):
             if (
                 model_config.enforce_eager and self._attached.kernels == "auto"
             ):  # torch.compile cannot trace our kernels

@@ -13,7 +13,7 @@ _LEAST_BYTES = 64 << 10
 
 
 @contextmanager
-def share(model: nn.Module) -> Iterator[None]:
+def share_weights(model: nn.Module) -> Iterator[None]:
     """Let parameters on the CPU take the tensor itself in this context, if their loader only copies.
 
     A linear layer's weights are repacked after loading, so a copy would be thrown away. This applies only to loaders
@@ -26,7 +26,7 @@ def share(model: nn.Module) -> Iterator[None]:
         large = parameter.numel() * parameter.element_size() >= _LEAST_BYTES
         if large and parameter.device.type == "cpu" and callable(loader) and getattr(loader, "__func__", None) in known:
             wrapped.append((parameter, loader))
-            parameter.weight_loader = _sharing(loader)  # type: ignore[attr-defined]
+            parameter.weight_loader = _sharing_loader(loader)  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -43,7 +43,7 @@ def _copying_loaders() -> frozenset[Callable[..., Any]]:
     return frozenset(function for kind in kinds for name in names if (function := vars(kind).get(name)))
 
 
-def _sharing(loader: Callable[..., Any]) -> Callable[..., Any]:
+def _sharing_loader(loader: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(loader)
     def load(parameter: nn.Parameter, loaded: Tensor, *args: Any, **kwargs: Any) -> Any:
         same = loaded.shape == parameter.shape and loaded.dtype == parameter.dtype and loaded.is_contiguous()

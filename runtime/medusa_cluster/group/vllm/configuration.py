@@ -19,7 +19,7 @@ from medusa_runtime.state.kv_plan import KvPlan
 from medusa_runtime.timeline import Timeline
 from medusa_vllm.configuration import create
 from medusa_vllm.version import installed_version
-from medusa_vllm.weights.attached import only_layers, settings_for
+from medusa_vllm.weights.attached import layers_config, loader_config
 
 from ..identity import model_digest
 from ..plan import GroupPlan
@@ -63,7 +63,7 @@ def share(
 
     if whole.parallel_config.tensor_parallel_size > 1:
         raise ConfigError("a group of vLLM's workers takes no --tensor-parallel; expected one process for each worker")
-    extra = settings_for(region, timeline, settings) | only_layers(layers.start, layers.stop)
+    extra = loader_config(region, timeline, settings) | layers_config(layers.start, layers.stop)
     model = whole.model_config
     with partition(layers, plan):
         config = create(
