@@ -40,7 +40,7 @@ from .core_request import CLIENT, core_request
 from .eos import eos_token_ids
 from .flags import words
 from .imports import server_is_imported
-from .serving.front_end import FrontEnd, Served
+from .serving.front_end import FrontEnd, ServedModel
 from .structured import StructuredOutputManagers, TokenizerFolder
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class VllmEngine:
                 if self._core.has_work():
                     self._step()
                 else:
-                    self._core.complete_idle()
+                    self._core.notify_idle()
                     if self._requests.generated_tokens or self._pools or server_is_imported():
                         self._mount_when_idle()
                     self._inbox.wait(_IDLE_S)
@@ -150,7 +150,7 @@ class VllmEngine:
             raise RequestError(f"this version of vLLM has no {missing_part()}, so only medusa's own routes answer")
         name = served_name(self._settings, self._region.file)
         config = self.config.model_config
-        served = Served(
+        served = ServedModel(
             self._core, self._files.path, self._arguments["distributed_executor_backend"], config.max_model_len, name,
             words(self._settings), self._structured.limit_grammars,
         )  # fmt: skip
@@ -203,7 +203,7 @@ class VllmEngine:
 
         with self._timeline.stage("core"):
             core = core_class()(self.config, Executor.get_class(self.config), self._inbox, self._handle)
-            core.before_adding = self._before_adding
+            core.on_add = self._on_add
         return core
 
     def _load(self) -> None:
@@ -257,15 +257,15 @@ class VllmEngine:
         for output in outputs.outputs:
             sequence = self._requests.get(output.request_id)
             if sequence is not None and not sequence.cancelled:
-                self._take(sequence, output)
+                self._deliver(sequence, output)
 
-    def _before_adding(self, request: Any) -> None:
+    def _on_add(self, request: Any) -> None:
         """Make the core's masks in the thread of the front end's first request that needs them."""
         params = request.sampling_params
         if request.client_index != CLIENT and params is not None and params.structured_outputs is not None:
             self._structured.install(self._core)
 
-    def _take(self, sequence: Sequence, output: Any) -> None:
+    def _deliver(self, sequence: Sequence, output: Any) -> None:
         for position, token in enumerate(output.new_token_ids):
             delta = self._requests.add_token(sequence, _sampled(output, position, token))
             if delta.finish_reason is not None:

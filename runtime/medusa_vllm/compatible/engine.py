@@ -35,7 +35,7 @@ from .server import Exchange, VllmServer
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.2
+_CHECK_EVERY_S = 0.2
 _PIECE_BYTES = 1 << 16
 
 
@@ -85,7 +85,7 @@ class CompatibleEngine:
     def run(self, stop: threading.Event) -> None:
         end: MedusaError = EngineError("the engine is stopping; try again")
         try:
-            while not stop.wait(_LOOK_S):
+            while not stop.wait(_CHECK_EVERY_S):
                 self._server.check()
         except MedusaError as error:
             end = error
@@ -99,7 +99,7 @@ class CompatibleEngine:
 
     def open_http(self) -> Callable[[socket.socket], None]:
         """Return a function that takes a connection and passes its bytes to vLLM's server and back."""
-        return self._pass_on
+        return self._relay
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens)
@@ -118,7 +118,7 @@ class CompatibleEngine:
     def _run(self, sequence: Sequence) -> None:
         try:
             for choice in self._choices(sequence):
-                if sequence.cancelled or not self._take(sequence, choice):
+                if sequence.cancelled or not self._deliver(sequence, choice):
                     break
             error = None
         except MedusaError as found:
@@ -130,7 +130,7 @@ class CompatibleEngine:
             self._requests.end(sequence, reason, None if sequence.cancelled else error)
 
     def _choices(self, sequence: Sequence) -> Iterator[dict[str, Any]]:
-        with self._server.ask("POST", "/v1/completions", self._body(sequence)) as exchange:
+        with self._server.request("POST", "/v1/completions", self._body(sequence)) as exchange:
             self._exchanges[sequence.id], answer = exchange, exchange.response
             if answer.status != OK:
                 raise _failure(answer.status, answer.read())
@@ -147,7 +147,7 @@ class CompatibleEngine:
         if (exchange := self._exchanges.pop(request_id, None)) is not None:
             exchange.hang_up()
 
-    def _take(self, sequence: Sequence, choice: dict[str, Any]) -> bool:
+    def _deliver(self, sequence: Sequence, choice: dict[str, Any]) -> bool:
         for position, token in enumerate(choice.get("token_ids") or ()):
             with self._delivery:
                 if self._requests.get(sequence.id) is not sequence:
@@ -166,7 +166,7 @@ class CompatibleEngine:
             "stream": True,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
-            **{name: getattr(params, name) for name in _SAME},
+            **{name: getattr(params, name) for name in _COMMON_PARAMS},
             "top_k": max(params.top_k, 0),
             "stop_token_ids": sorted(sequence.end_token_ids),
         }
@@ -177,10 +177,10 @@ class CompatibleEngine:
     def _release(self, sequence: Sequence) -> None:
         self._hang_up(sequence.id)
 
-    def _pass_on(self, connection: socket.socket) -> None:
-        threading.Thread(target=self._join, args=(connection,), name="vllm-connection", daemon=True).start()
+    def _relay(self, connection: socket.socket) -> None:
+        threading.Thread(target=self._relay_both_ways, args=(connection,), name="vllm-connection", daemon=True).start()
 
-    def _join(self, connection: socket.socket) -> None:
+    def _relay_both_ways(self, connection: socket.socket) -> None:
         with connection:
             try:
                 server = self._server.connect()
@@ -193,7 +193,7 @@ class CompatibleEngine:
                 back.join()
 
 
-_SAME = (
+_COMMON_PARAMS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
     "ignore_eos", "min_tokens", "logprobs", "logit_bias",
 )  # fmt: skip

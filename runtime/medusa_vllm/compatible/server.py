@@ -24,7 +24,7 @@ from ..flags import MEDIA_DOMAINS, MEDIA_ENVIRONMENT, names_media_domains, words
 from ..plugin import ANY_VERSION_FORMAT
 from ..weights.attached import loader_config
 
-_LOOK_S = 0.1
+_RETRY_S = 0.1
 _END_S = 10.0
 _GIB = 1024
 # `vllm serve`. vLLM's own main needs a distribution named vllm, but builds for CPUs have another name.
@@ -104,7 +104,7 @@ class VllmServer:
                 if self.get("/health")[0] == http.client.OK:
                     return
             except OSError:
-                time.sleep(_LOOK_S)
+                time.sleep(_RETRY_S)
 
     def check(self) -> None:
         """Raise EngineError if the process has ended, and say how."""
@@ -125,10 +125,10 @@ class VllmServer:
 
     def get(self, path: str) -> tuple[int, bytes]:
         """Return the status and the body of a GET. Raises OSError."""
-        with self.ask("GET", path, None) as exchange:
+        with self.request("GET", path, None) as exchange:
             return exchange.response.status, exchange.response.read()
 
-    def ask(self, method: str, path: str, body: Any) -> Exchange:
+    def request(self, method: str, path: str, body: Any) -> Exchange:
         """Send a request, and return once the answer's head has come. Raises OSError."""
         http_connection = http.client.HTTPConnection("engine")
         http_connection.sock = connection = self.connect()

@@ -43,9 +43,9 @@ def estimated_activation_bytes(config: Any, region: Region, settings: Settings) 
     )
 
 
-def cache_bytes(found: KvPlan, config: Any) -> int:
+def cache_bytes(plan: KvPlan, config: Any) -> int:
     """Return the size that vLLM needs for each rank. One of the blocks is padding, which no sequence gets."""
-    return (found.cache_bytes + found.block_bytes) // _ranks(config)
+    return (plan.cache_bytes + plan.block_bytes) // _ranks(config)
 
 
 def _ranks(config: Any) -> int:

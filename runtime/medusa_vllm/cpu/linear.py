@@ -52,29 +52,29 @@ class StoredLinear(UnquantizedLinearMethod):  # type: ignore[misc]
         super().__init__()
         self.weights: tuple[Tensor, ...] = ()
         self._rows: list[int] = []
-        self._given: dict[Hashable, Tensor] = {}
+        self._parts: dict[Hashable, Tensor] = {}
         self._ids = _part_ids(layer)
         if self._ids:
             self._load: _Loader = layer.weight.weight_loader
-            layer.weight.weight_loader = self._take
+            layer.weight.weight_loader = self._load_part
 
-    def _take(self, parameter: nn.Parameter, loaded: Tensor, shard_id: Hashable = None) -> None:
+    def _load_part(self, parameter: nn.Parameter, loaded: Tensor, shard_id: Hashable = None) -> None:
         """The weight loader of a fused layer: it keeps whole parts, and lets vLLM copy others."""
         rows = self._ids.get(shard_id)
         whole = rows is not None and loaded.shape == (rows, parameter.shape[1]) and loaded.is_contiguous()
         if whole and loaded.dtype == parameter.dtype:
-            self._given[shard_id] = loaded
+            self._parts[shard_id] = loaded
         else:
             self._load(parameter, loaded, *(() if shard_id is None else (shard_id,)))
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if self._ids and len(self._given) == len(self._ids):
-            self.weights = tuple(self._given[shard_id] for shard_id in self._ids)
+        if self._ids and len(self._parts) == len(self._ids):
+            self.weights = tuple(self._parts[shard_id] for shard_id in self._ids)
         else:
-            for shard_id, part in self._given.items():
+            for shard_id, part in self._parts.items():
                 self._load(layer.weight, part, shard_id)
             self.weights = (layer.weight.data,)
-        self._given = {}
+        self._parts = {}
         self._rows = [weight.shape[0] for weight in self.weights]
         # vLLM does the same after packing a weight. A fused layer's weight was never written, so it took no memory.
         layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)

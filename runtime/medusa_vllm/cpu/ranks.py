@@ -29,7 +29,7 @@ from vllm.v1.executor import multiproc_executor
 from ..executor import PreparedWorker
 from ..scratch import scratch_folder
 
-_PLACES = (
+_AFFINITY_VARIABLES = (
     "GOMP_CPU_AFFINITY",
     "OMP_PLACES",
     "KMP_AFFINITY",
@@ -77,15 +77,15 @@ def share_cpus(settings: Settings) -> None:
 def become_rank() -> None:
     """Make this process a rank: it ends with the engine, drops the engine's connections, and takes its CPUs."""
     die_with_parent(os.getppid())
-    leave_sockets()
+    drop_sockets()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    cpus = {int(number) for name in _PLACES for number in re.findall(r"\d+", os.environ.get(name, ""))}
+    cpus = {int(number) for name in _AFFINITY_VARIABLES for number in re.findall(r"\d+", os.environ.get(name, ""))}
     if cpus:  # libgomp has read its environment long ago
         os.sched_setaffinity(0, cpus)
         torch.set_num_threads(len(cpus))
 
 
-def leave_sockets() -> None:
+def drop_sockets() -> None:
     """Drop the engine's connections: clients only see the engine's end once no rank holds one open."""
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -97,4 +97,4 @@ def leave_sockets() -> None:
     os.close(nothing)
 
 
-__all__ = ["RanksExecutor", "become_rank", "leave_sockets", "share_cpus"]
+__all__ = ["RanksExecutor", "become_rank", "drop_sockets", "share_cpus"]

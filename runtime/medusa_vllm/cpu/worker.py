@@ -15,7 +15,7 @@ from .lazy_zeros import LazyZeros
 
 
 @contextmanager
-def _unfinished_prompts_draw_nothing(runner: Any) -> Iterator[None]:
+def _no_draws_for_unfinished_prompts(runner: Any) -> Iterator[None]:
     """Keep requests with a seed from drawing random numbers in this context before their prompts are computed.
 
     vLLM samples for them, too, drops the token, and rewinds the generator, which a CPU's generator cannot do.
@@ -62,7 +62,7 @@ class CpuWorker(CPUWorker):  # type: ignore[misc]
             super().initialize_from_config(kv_cache_config)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        with _unfinished_prompts_draw_nothing(self.model_runner):
+        with _no_draws_for_unfinished_prompts(self.model_runner):
             return super().sample_tokens(grammar_output)
 
     @property

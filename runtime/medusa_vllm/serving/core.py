@@ -31,7 +31,7 @@ _METHODS = (
     "_perform_handshakes", "process_input_sockets", "process_output_sockets", "_handle_client_request", "has_work",
     "preprocess_add_request",
 )  # fmt: skip
-_LOOK_S = 0.01
+_RETRY_S = 0.01
 _DETACHED = object()
 
 Outputs = Callable[[Any], None]
@@ -40,8 +40,8 @@ Outputs = Callable[[Any], None]
 class PlainCore(vllm_core.EngineCore):  # type: ignore[misc]
     """The core without a place for a front end, for versions of vLLM in which ``missing_part`` finds none."""
 
-    def __init__(self, config: Any, executor_class: Any, inbox: Inbox, ours: Outputs) -> None:
-        self._ours = ours
+    def __init__(self, config: Any, executor_class: Any, inbox: Inbox, on_outputs: Outputs) -> None:
+        self._on_outputs = on_outputs
         super().__init__(config, executor_class, log_stats=False)
 
     def has_work(self) -> bool:
@@ -52,10 +52,10 @@ class PlainCore(vllm_core.EngineCore):  # type: ignore[misc]
         outputs, executed = self.step_fn()
         self.post_step(executed)
         if outputs and CLIENT in outputs:
-            self._ours(outputs[CLIENT])
+            self._on_outputs(outputs[CLIENT])
         return bool(executed)
 
-    def complete_idle(self) -> None: ...
+    def notify_idle(self) -> None: ...
 
 
 def core_class() -> Any:
@@ -63,7 +63,7 @@ def core_class() -> Any:
     if (missing := missing_part()) is not None:
         logger.warning("vLLM's own routes are not available: this version of vLLM has no %s", missing)
         return PlainCore
-    return fronted_core()
+    return make_fronted_core()
 
 
 def missing_part() -> str | None:
@@ -78,16 +78,16 @@ def missing_part() -> str | None:
     return min(missing, default=None)
 
 
-def fronted_core() -> Any:
+def make_fronted_core() -> Any:
     """Return the class. It is not made at import, because another version of vLLM may lack its base class."""
 
     class FrontedCore(vllm_core.EngineCoreProc):  # type: ignore[misc]
         """The core with a place for a front end."""
 
-        def __init__(self, config: Any, executor_class: Any, inbox: Inbox, ours: Outputs) -> None:
+        def __init__(self, config: Any, executor_class: Any, inbox: Inbox, on_outputs: Outputs) -> None:
             self._inputs = _Inputs(inbox, self)
-            self._outputs = _Outputs(ours)
-            self.before_adding: Callable[[Any], None] = lambda request: None
+            self._outputs = _Outputs(on_outputs)
+            self.on_add: Callable[[Any], None] = lambda request: None
             super().__init__(
                 vllm_config=config,
                 local_client=True,
@@ -111,7 +111,7 @@ def fronted_core() -> Any:
         def process_output_sockets(self, *_: Any) -> None: ...
 
         def preprocess_add_request(self, request: Any) -> Any:
-            self.before_adding(request)
+            self.on_add(request)
             return super().preprocess_add_request(request)
 
         def run_step(self) -> bool:
@@ -124,7 +124,7 @@ def fronted_core() -> Any:
                 time.sleep(0.001)  # as in vLLM's loop, since the work waits for other threads
             return bool(executed)
 
-        def complete_idle(self) -> None:
+        def notify_idle(self) -> None:
             """Complete operations that wait for an idle engine, such as a pause."""
             if notify := getattr(self, "_notify_idle_state_callbacks", None):
                 notify()
@@ -145,7 +145,7 @@ def fronted_core() -> Any:
                     while not os.path.exists(address.removeprefix("ipc://")):
                         if not self._inputs.attached:
                             return
-                        listens.wait(_LOOK_S)  # a connection to nothing is only retried after 100 ms
+                        listens.wait(_RETRY_S)  # a connection to nothing is only retried after 100 ms
                         listens.clear()
                 threading.Thread(target=outputs, name="vllm-outputs", daemon=True).start()
                 inputs()
@@ -179,9 +179,9 @@ class _Inputs(queue.Queue[Any]):
 class _Outputs(queue.Queue[Any]):
     """The core's outputs: ours are handed on at once by the stepping thread, the front end's by vLLM's thread."""
 
-    def __init__(self, ours: Outputs) -> None:
+    def __init__(self, on_outputs: Outputs) -> None:
         super().__init__()
-        self._ours = ours
+        self._on_outputs = on_outputs
         self.attached = False
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
@@ -191,7 +191,7 @@ class _Outputs(queue.Queue[Any]):
             stats, outputs.scheduler_stats = outputs.scheduler_stats, None
             if stats is not None and self.attached:
                 super().put((_FRONT_END, vllm_core.EngineCoreOutputs(scheduler_stats=stats)))
-            self._ours(outputs)
+            self._on_outputs(outputs)
         elif self.attached:
             super().put(item)
 

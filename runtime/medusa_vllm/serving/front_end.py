@@ -45,7 +45,7 @@ _START_LOOKS, _START_LOOK_S = 50, 0.002  # in as many rounds of the loop it is t
 _KEEP_ALIVE_S = 75
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     """The model that a front end serves, and how.
 
     core: the engine's core, of ``serving.core``.
@@ -78,7 +78,7 @@ class FrontEnd:
         self._thread: threading.Thread | None = None
         self._end: Callable[[], Any] | None = None
 
-    def open(self, served: Served) -> Callable[[socket.socket], None]:
+    def open(self, served: ServedModel) -> Callable[[socket.socket], None]:
         """Mount the server, once, and return a function that takes a connection. Raises EngineError and ConfigError."""
         with self._lock:
             if not self._up.is_set() and self._error is None:
@@ -88,7 +88,7 @@ class FrontEnd:
                     self._up.wait()
         if self._error is not None:
             raise self._error
-        return self._take
+        return self._accept_connection
 
     def close(self) -> None:
         """End a server that is no longer used, and everything that was started for it."""
@@ -96,13 +96,13 @@ class FrontEnd:
             self._loop.call_soon_threadsafe(self._end)
             self._thread.join()
 
-    def _take(self, connection: socket.socket) -> None:
+    def _accept_connection(self, connection: socket.socket) -> None:
         assert self._loop is not None
         assert self._accept is not None
         connection.setblocking(False)
         asyncio.run_coroutine_threadsafe(self._accept(connection), self._loop)
 
-    def _run(self, served: Served) -> None:
+    def _run(self, served: ServedModel) -> None:
         try:
             asyncio.run(self._serve(served))
         except MedusaError as error:
@@ -115,10 +115,10 @@ class FrontEnd:
                 self._error = EngineError("vLLM's HTTP server has ended; try again")
             self._up.set()
 
-    async def _serve(self, served: Served) -> None:
+    async def _serve(self, served: ServedModel) -> None:
         async with AsyncExitStack() as mounted:
             with nullcontext() if server_is_imported() else lean_server():
-                app, arguments = await _make(served, mounted)
+                app, arguments = await _build(served, mounted)
             await self._listen(app, arguments)
         return_app(app)
 
@@ -162,7 +162,7 @@ async def _end(client: Any, core: Any) -> None:
     client.shutdown()
 
 
-async def _make(served: Served, mounted: AsyncExitStack) -> tuple[Any, Any]:
+async def _build(served: ServedModel, mounted: AsyncExitStack) -> tuple[Any, Any]:
     """Import vLLM's server, and make its client of the core and its app for this model; with the flags' values.
 
     What it attaches to the core is undone when ``mounted`` is closed.
@@ -234,4 +234,4 @@ def _import_plugins(arguments: Any) -> None:
         check(arguments)
 
 
-__all__ = ["FrontEnd", "Served"]
+__all__ = ["FrontEnd", "ServedModel"]

@@ -9,7 +9,7 @@ import time
 
 from medusa_runtime.process import die_with_parent, name_process
 from medusa_runtime.timeline import Timeline
-from medusa_vllm.cpu.ranks import leave_sockets
+from medusa_vllm.cpu.ranks import drop_sockets
 
 from ..plan import GroupPlan
 from ..wire.link import Link
@@ -37,7 +37,7 @@ def fork_first(share: Share, plan: GroupPlan, link: Link | None, timeline: Timel
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
-        leave_sockets()
+        drop_sockets()
         _serve(share, plan, link, timeline.named("rank 0"))
         status = 0
     except Exception:

@@ -115,7 +115,7 @@ class Leader(VllmEngine):
             self._calls = Calls(workers, self.plan, self._timeline, served=self._served)
         with self._timeline.stage("core", workers=self.plan.size):
             core = PlainCore(self._share.config, partial(GroupExecutor, calls=self._calls), self._inbox, self._handle)
-            core.before_adding = self._before_adding
+            core.on_add = self._on_add
         return core
 
     def _start_first(self) -> None:
