@@ -12,7 +12,7 @@ from medusa_runtime.timeline import Timeline
 
 from .compiled.settings import CompiledStart
 from .cpu.kv_budget import cache_bytes, kv_budget
-from .gpu.arguments import bundle_arguments, gpu_arguments, warn_of_flags_without_use
+from .gpu.arguments import bundle_arguments, gpu_arguments, warn_of_unused_flags
 from .imports import import_model
 from .plugin import LOAD_FORMAT
 from .structured import TokenizerFolder
@@ -89,7 +89,7 @@ def _arguments(
     if current_platform.is_cpu():
         arguments["worker_cls"] = _CPU_WORKER
     elif current_platform.is_cuda():
-        warn_of_flags_without_use(given)
+        warn_of_unused_flags(given)
         arguments |= gpu_arguments(settings, compiled=compiled.wanted)
     elif current_platform.is_unspecified():
         raise DeviceError(

@@ -83,7 +83,7 @@ def manager(parts: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def restored(parts: Any, *sizes: int) -> Any:
     keys = [parts.graphs.key_of(describe(parts, size)) for size in sizes]
-    return parts.graphs.Restored({key: FakeGraph() for key in keys}, parts.torch.arange(8.0).view(4, 2))
+    return parts.graphs.RestoredDecodeGraphs({key: FakeGraph() for key in keys}, parts.torch.arange(8.0).view(4, 2))
 
 
 def adopt(parts: Any, manager: Any, restore: Any) -> Any:

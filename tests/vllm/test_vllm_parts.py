@@ -26,7 +26,7 @@ from medusa_vllm.configuration import _refusal
 from medusa_vllm.cpu import kv_budget as budgets
 from medusa_vllm.cpu.lazy_zeros import LazyZeros
 from medusa_vllm.flags import adapters, light_routes_suffice
-from medusa_vllm.gpu.arguments import warn_of_flags_without_use
+from medusa_vllm.gpu.arguments import warn_of_unused_flags
 from medusa_vllm.imports import avoid_cache_folder
 from medusa_vllm.lean_imports import lean_imports, without_torch_compile
 from medusa_vllm.scratch import scratch_folder
@@ -318,9 +318,9 @@ def test_our_routes_answer_where_no_flag_changes_answers(given: str | None, suff
 
 
 def test_flags_that_a_gpu_has_no_use_for_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    warn_of_flags_without_use({"enforce_eager": False, "seed": 3})
+    warn_of_unused_flags({"enforce_eager": False, "seed": 3})
     assert not caplog.records
-    warn_of_flags_without_use({"enforce_eager": True, "compilation_config": {"mode": 3}})
+    warn_of_unused_flags({"enforce_eager": True, "compilation_config": {"mode": 3}})
     assert "--enforce-eager, --compilation-config of vllm serve: not used on a GPU" in caplog.text
 
 

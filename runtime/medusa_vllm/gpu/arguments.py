@@ -25,7 +25,7 @@ def gpu_arguments(settings: Settings, *, compiled: bool) -> dict[str, Any]:
     return {"worker_cls": WORKER, "enforce_eager": False, "compilation_config": compilation}
 
 
-def warn_of_flags_without_use(given: dict[str, Any]) -> None:
+def warn_of_unused_flags(given: dict[str, Any]) -> None:
     """Log which of the user's flags of ``vllm serve`` the arguments for a GPU replace."""
     unused = [flag for name, flag in _REPLACED.items() if given.get(name)]
     if unused:
@@ -40,4 +40,4 @@ def bundle_arguments(settings: Settings) -> dict[str, str | None]:
     return {"medusa_model": settings.model, "medusa_state": settings.state, "medusa_graphs": settings.graphs}
 
 
-__all__ = ["WORKER", "bundle_arguments", "gpu_arguments", "warn_of_flags_without_use"]
+__all__ = ["WORKER", "bundle_arguments", "gpu_arguments", "warn_of_unused_flags"]

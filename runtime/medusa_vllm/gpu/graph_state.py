@@ -44,9 +44,19 @@ from vllm import __version__
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-from .graphs import Restored, key_of
+from .graphs import RestoredDecodeGraphs, key_of
 from .memory import named_ranges
-from .piecewise import Results, batch_of, entry_of, functions, is_last, made_of, piece_key, put, results_of
+from .piecewise import (
+    Results,
+    batch_of,
+    compiled_functions,
+    encode_results,
+    entry_of,
+    is_last,
+    piece_key,
+    put_entry,
+    rebuild_results,
+)
 from .recording import HIDDEN, Recording, is_input
 
 logger = logging.getLogger(__name__)
@@ -142,7 +152,7 @@ class VllmGraphState:
         results, refused = {}, {}
         for key, (one, wrapper, entry) in self._pieces().items():
             try:
-                results[key] = results_of(entry.output, dump.ranges)
+                results[key] = encode_results(entry.output, dump.ranges)
             except GraphMismatch as mismatch:
                 refused[key] = str(mismatch)
                 continue
@@ -168,7 +178,7 @@ class VllmGraphState:
 
     def restore(
         self, data: Blueprints | bytes, *, trigger: Trigger | None = None, validate: str = "ends"
-    ) -> Restored | None:
+    ) -> RestoredDecodeGraphs | None:
         """Restore the full graphs that fit, and log once why others do not.
 
         Raises DeviceError if the context is broken.
@@ -213,7 +223,7 @@ class VllmGraphState:
             self._driver.write(memory_range.address, contents)
         self._kept.append(restored)
         self._restored = blueprints, placement, stream
-        return Restored(restored.graphs, hidden) if restored.graphs else None
+        return RestoredDecodeGraphs(restored.graphs, hidden) if restored.graphs else None
 
     def restore_pieces(self, create_forward: Callable[..., Any]) -> list[BatchExecutionDescriptor]:
         """Restore piecewise graphs, and return the batches whose graphs are all there.
@@ -224,7 +234,7 @@ class VllmGraphState:
         if self._restored is None:
             return []
         blueprints, placement, stream = self._restored
-        wrappers, device = functions(), self._runner.device
+        wrappers, device = compiled_functions(), self._runner.device
         batches = self._manager._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
         restored = restore_graphs(
             self._driver,
@@ -242,14 +252,14 @@ class VllmGraphState:
             for one in whole:
                 for name, wrapper in wrappers.items():
                     results = blueprints.results[piece_key(one, name)]
-                    output = made_of(results, blueprints.ranges, placement.addresses, device)
-                    put(wrapper, one, restored.graphs[piece_key(one, name)], output)
+                    output = rebuild_results(results, blueprints.ranges, placement.addresses, device)
+                    put_entry(wrapper, one, restored.graphs[piece_key(one, name)], output)
             for one in dict.fromkeys((*whole[:1], *whole[-1:])):
                 self._check(one, create_forward(one, warmup=True))
         except BaseException:
             for one in whole:
                 for wrapper in wrappers.values():
-                    put(wrapper, one, None)
+                    put_entry(wrapper, one, None)
             raise
         return whole
 
@@ -281,7 +291,7 @@ class VllmGraphState:
     def _pieces(self) -> dict[str, tuple[BatchExecutionDescriptor, Any, Any]]:
         """Return, by key, each piece's batch, wrapper and entry. Empty if functions cannot be told apart."""
         try:
-            wrappers = functions()
+            wrappers = compiled_functions()
         except GraphMismatch as mismatch:
             logger.warning("piecewise CUDA graphs are captured each time: %s", mismatch)
             return {}

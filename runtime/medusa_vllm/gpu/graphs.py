@@ -29,7 +29,7 @@ class Replayable(Protocol):
     def replay(self) -> None: ...
 
 
-class Restored(NamedTuple):
+class RestoredDecodeGraphs(NamedTuple):
     """Graphs by key (see ``key_of``), and the tensor that they write their hidden states to."""
 
     graphs: Mapping[str, Replayable]
@@ -45,8 +45,10 @@ class NoTimeline:
     def record(self, name: str, start_ns: int, end_ns: int, **detail: Any) -> None: ...
 
 
-Pieces = Callable[[Any], Sequence[Any]]  # from vLLM's create_forward_fn to the batches whose pieces were restored
-Restore = Callable[[Any], Restored | None]  # from the manager to the restored graphs; None if nothing fits
+RestorePieces = Callable[
+    [Any], Sequence[Any]
+]  # from vLLM's create_forward_fn to the batches whose pieces were restored
+Restore = Callable[[Any], RestoredDecodeGraphs | None]  # from the manager to the restored graphs; None if nothing fits
 
 
 def key_of(description: BatchExecutionDescriptor) -> str:
@@ -75,7 +77,7 @@ def context_is_lost(error: Exception) -> bool:
 Manager = TypeVar("Manager", bound=ModelCudaGraphManager)
 
 
-def remade(kind: type[Manager], manager: ModelCudaGraphManager) -> Manager:
+def convert_manager(kind: type[Manager], manager: ModelCudaGraphManager) -> Manager:
     """Turn vLLM's own manager, which has captured nothing yet, into a manager of another class."""
     assert not manager.graphs
     made: Manager = object.__new__(kind)
@@ -83,7 +85,7 @@ def remade(kind: type[Manager], manager: ModelCudaGraphManager) -> Manager:
     return made
 
 
-def keeping_nodes() -> AbstractContextManager[Any]:
+def keep_graph_nodes() -> AbstractContextManager[Any]:
     """Keep the nodes of graphs captured in this context readable. Such graphs are not instantiated."""
     return patch.object(torch.cuda, "CUDAGraph", partial(torch.cuda.CUDAGraph, keep_graph=True))
 
@@ -105,7 +107,7 @@ def _one_layer(model: Any) -> Iterator[None]:
         stack.end_layer = end
 
 
-class _Pieces(CudaGraphManager):  # type: ignore[misc]
+class _PiecewiseManager(CudaGraphManager):  # type: ignore[misc]
     """The part of a manager that vLLM calls to capture. It restores piecewise graphs if it can."""
 
     def capture(self, create_forward_fn: Any, *arguments: Any, **options: Any) -> None:
@@ -135,7 +137,7 @@ class _Pieces(CudaGraphManager):  # type: ignore[misc]
             return []
 
 
-class GraphManager(ModelCudaGraphManager, _Pieces):  # type: ignore[misc]
+class GraphManager(ModelCudaGraphManager, _PiecewiseManager):  # type: ignore[misc]
     """vLLM's own manager, turned into this one right after vLLM made it, before it captures anything."""
 
     @classmethod
@@ -144,9 +146,9 @@ class GraphManager(ModelCudaGraphManager, _Pieces):  # type: ignore[misc]
         manager: ModelCudaGraphManager,
         restore: Restore,
         timeline: Timeline | NoTimeline,
-        pieces: Pieces | None = None,
+        pieces: RestorePieces | None = None,
     ) -> GraphManager:
-        made = remade(cls, manager)
+        made = convert_manager(cls, manager)
         made._restore = restore
         made._pieces = pieces
         made._timeline = timeline
@@ -158,10 +160,10 @@ class GraphManager(ModelCudaGraphManager, _Pieces):  # type: ignore[misc]
         (one,) = [one for one in self._capture_descs[CUDAGraphMode.FULL] if key_of(one) == key]
         # In a pool of its own, because this graph is never run.
         own = {"_capture_descs": {CUDAGraphMode.FULL: [one]}, "graphs": {}, "hidden_states": None}
-        scratch = remade(ModelCudaGraphManager, self)
+        scratch = convert_manager(ModelCudaGraphManager, self)
         scratch.__dict__.update(own, pool=torch.cuda.graph_pool_handle())
         arguments, options = self._arguments
-        with keeping_nodes(), _one_layer(arguments[0]):
+        with keep_graph_nodes(), _one_layer(arguments[0]):
             scratch.capture(*arguments, **options)
         self._triggered.append(scratch)
         return int(scratch.graphs[one].raw_cuda_graph())
@@ -182,11 +184,11 @@ class GraphManager(ModelCudaGraphManager, _Pieces):  # type: ignore[misc]
             super().capture(*arguments, **options)
         self._timeline.record("capture", start_ns, time.monotonic_ns(), graphs=len(self.graphs) - adopted)
 
-    def _restored(self) -> Restored | None:
+    def _restored(self) -> RestoredDecodeGraphs | None:
         if self._capture_mem_samples is not None:  # vLLM measures captures in a pool that it throws away
             return None
         try:
-            restored: Restored | None = self._restore(self)
+            restored: RestoredDecodeGraphs | None = self._restore(self)
             self._triggered.clear()  # their kernels have been found
         except Exception as error:
             if context_is_lost(error):
@@ -195,7 +197,7 @@ class GraphManager(ModelCudaGraphManager, _Pieces):  # type: ignore[misc]
             return None
         return restored
 
-    def _adopt(self, restored: Restored) -> None:
+    def _adopt(self, restored: RestoredDecodeGraphs) -> None:
         full = self._capture_descs.get(CUDAGraphMode.FULL, [])
         found = {one: restored.graphs[key_of(one)] for one in full if key_of(one) in restored.graphs}
         if not found:
@@ -240,9 +242,9 @@ __all__ = [
     "NoTimeline",
     "Replayable",
     "Restore",
-    "Restored",
+    "RestoredDecodeGraphs",
     "context_is_lost",
-    "keeping_nodes",
+    "convert_manager",
+    "keep_graph_nodes",
     "key_of",
-    "remade",
 ]

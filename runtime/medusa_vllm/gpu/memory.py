@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 _OURS = ("vllm", "medusa_vllm")  # whose objects are searched for tensors
 _PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
-_UNSAID = ("_modules", "_parameters", "_buffers")
+_UNNAMED_ATTRIBUTES = ("_modules", "_parameters", "_buffers")
 
 
 def named_ranges(root: object, wanted: Callable[[Tensor], bool]) -> list[MemoryRange]:
@@ -28,10 +28,10 @@ def named_ranges(root: object, wanted: Callable[[Tensor], bool]) -> list[MemoryR
             address, size = storage.data_ptr(), storage.nbytes()
             if size and address not in found:
                 found[address] = MemoryRange(name, RangeKind.NAMED, address, size)
-    return apart(found.values())
+    return drop_nested(found.values())
 
 
-def apart(ranges: Iterable[MemoryRange]) -> list[MemoryRange]:
+def drop_nested(ranges: Iterable[MemoryRange]) -> list[MemoryRange]:
     """Drop ranges that begin inside another one: views that were made from an address."""
     kept: list[MemoryRange] = []
     for memory_range in sorted(ranges, key=lambda memory_range: (memory_range.address, -memory_range.size)):
@@ -56,7 +56,7 @@ def _tensors(root: object) -> Iterator[tuple[str, Tensor]]:
             if isinstance(child, _PLAIN) or id(child) in seen:
                 continue
             seen[id(child)] = child
-            waiting.append((path if key in _UNSAID else f"{path}.{key}".lstrip("."), child))
+            waiting.append((path if key in _UNNAMED_ATTRIBUTES else f"{path}.{key}".lstrip("."), child))
 
 
 def _children(thing: object) -> Iterable[tuple[object, object]]:
@@ -70,4 +70,4 @@ def _children(thing: object) -> Iterable[tuple[object, object]]:
     return ()
 
 
-__all__ = ["apart", "named_ranges"]
+__all__ = ["drop_nested", "named_ranges"]

@@ -34,7 +34,7 @@ def batch_of(key: str) -> str:
     return key.partition(_MARK)[0]
 
 
-def functions() -> dict[str, CUDAGraphWrapper]:
+def compiled_functions() -> dict[str, CUDAGraphWrapper]:
     """Return each compiled function's wrapper by the function's name, which is the same in every process.
 
     The first forward makes the wrappers. Raises GraphMismatch if they cannot be told apart.
@@ -65,7 +65,7 @@ def entry_of(wrapper: CUDAGraphWrapper, description: BatchExecutionDescriptor) -
     return found if found is not None and found.cudagraph is not None else None
 
 
-def put(
+def put_entry(
     wrapper: CUDAGraphWrapper, description: BatchExecutionDescriptor, graph: Replayable | None, output: Any = None
 ) -> None:
     """Put a graph where vLLM would put a captured one. Without a graph, vLLM captures it."""
@@ -80,7 +80,7 @@ def _descriptor(description: BatchExecutionDescriptor) -> BatchDescriptor:
     return BatchDescriptor(num_tokens=description.num_tokens, num_active_loras=description.num_active_loras)
 
 
-def results_of(output: Any, ranges: Sequence[MemoryRange]) -> Results:
+def encode_results(output: Any, ranges: Sequence[MemoryRange]) -> Results:
     """Return a function's return value as JSON, with places for tensors. Raises GraphMismatch for other values."""
     places = RangeMap(ranges)
 
@@ -100,7 +100,9 @@ def results_of(output: Any, ranges: Sequence[MemoryRange]) -> Results:
     return encoded(output)
 
 
-def made_of(results: Results, ranges: Sequence[MemoryRange], addresses: Mapping[str, int], device: torch.device) -> Any:
+def rebuild_results(
+    results: Results, ranges: Sequence[MemoryRange], addresses: Mapping[str, int], device: torch.device
+) -> Any:
     """Rebuild a function's return value from JSON, with tensors at the ranges' present addresses."""
     kinds: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "list": list}
 
@@ -125,4 +127,14 @@ def made_of(results: Results, ranges: Sequence[MemoryRange], addresses: Mapping[
         raise GraphMismatch(Reason.CORRUPT, f"results of a compiled function: {error}") from error
 
 
-__all__ = ["Results", "batch_of", "entry_of", "functions", "is_last", "made_of", "piece_key", "put", "results_of"]
+__all__ = [
+    "Results",
+    "batch_of",
+    "compiled_functions",
+    "encode_results",
+    "entry_of",
+    "is_last",
+    "piece_key",
+    "put_entry",
+    "rebuild_results",
+]

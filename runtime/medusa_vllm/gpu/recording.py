@@ -14,7 +14,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager, ModelCudaGraphManager
 
-from .graphs import keeping_nodes, remade
+from .graphs import convert_manager, keep_graph_nodes
 
 HIDDEN = "cudagraph_manager.hidden_states"  # all graphs write their results there
 _KINDS = 16  # how many different rows a reference has, each in a block of its own
@@ -23,7 +23,7 @@ _LARGEST_INPUT_BYTES = 16 << 20
 Snapshot = tuple[tuple[MemoryRange, bytes], ...]
 
 
-class _Kept(CudaGraphManager):  # type: ignore[misc]
+class _RecordingCapture(CudaGraphManager):  # type: ignore[misc]
     """The part of a manager that vLLM calls to capture. It keeps the graphs' nodes, and the inputs of a replay."""
 
     def capture(self, create_forward_fn: Any, *arguments: Any, **options: Any) -> None:
@@ -33,24 +33,24 @@ class _Kept(CudaGraphManager):  # type: ignore[misc]
             forward = create_forward_fn(description, warmup=warmup)
             # For piecewise graphs vLLM uses one forward to warm up and to capture; it can be run again.
             if warmup == (description.cg_mode == CUDAGraphMode.PIECEWISE):
-                self.recording.prepared(description)
+                self.recording.record_inputs(description)
                 self.recording.forwards[description] = forward
             return forward
 
-        with keeping_nodes():
+        with keep_graph_nodes():
             super().capture(create, *arguments, **options)
         for graph in self.graphs.values():
             graph.instantiate()
 
 
-class RecordingManager(ModelCudaGraphManager, _Kept):  # type: ignore[misc]
+class RecordingManager(ModelCudaGraphManager, _RecordingCapture):  # type: ignore[misc]
     """vLLM's own manager, turned into one that reports to ``recording`` each batch whose inputs are laid out."""
 
     recording: Recording
 
     @classmethod
     def of(cls, manager: ModelCudaGraphManager, recording: Recording) -> RecordingManager:
-        made = remade(cls, manager)
+        made = convert_manager(cls, manager)
         made.recording = recording
         recording.manager = made
         return made
@@ -78,7 +78,7 @@ class Recording:
         self._make_state: Callable[[Any, Any], Any] | None = None
         self._small: list[MemoryRange] = []
         self._shifts = list(shifts)
-        self._held: list[Tensor] = []
+        self._shift_tensors: list[Tensor] = []
 
     def open_pool(self, driver: CudaDriver) -> None:
         """Let vLLM capture all graphs in one pool at the chosen address. Call before it makes what captures."""
@@ -99,9 +99,9 @@ class Recording:
 
     def shift(self, device: torch.device) -> None:
         if self._shifts:
-            self._held.append(torch.empty(self._shifts.pop(), dtype=torch.uint8, device=device))
+            self._shift_tensors.append(torch.empty(self._shifts.pop(), dtype=torch.uint8, device=device))
 
-    def prepared(self, description: BatchExecutionDescriptor) -> None:
+    def record_inputs(self, description: BatchExecutionDescriptor) -> None:
         """Keep the contents of all small memory that has a name and is not a weight. A graph may read any of it."""
         runner = self.runner
         if self.state is None:
@@ -110,7 +110,9 @@ class Recording:
         if description.num_reqs == description.num_tokens:
             blocks = runner.kv_cache_config.num_blocks
             vocab = runner.model_config.get_vocab_size()
-            lay_out(runner.input_buffers, runner.block_tables, description.num_tokens, blocks=blocks, vocab=vocab)
+            fill_reference_inputs(
+                runner.input_buffers, runner.block_tables, description.num_tokens, blocks=blocks, vocab=vocab
+            )
         elif description.num_reqs is None:  # the graph is for any number of requests; vLLM's layout for attention stays
             ids = runner.input_buffers.input_ids[: description.num_tokens]
             ids.copy_(torch.arange(len(ids), device=ids.device) * 37 % runner.model_config.get_vocab_size())
@@ -126,7 +128,7 @@ def is_input(memory_range: MemoryRange) -> bool:
     return memory_range.size <= _LARGEST_INPUT_BYTES
 
 
-def lay_out(buffers: Any, tables: Any, rows: int, *, blocks: int, vocab: int) -> None:
+def fill_reference_inputs(buffers: Any, tables: Any, rows: int, *, blocks: int, vocab: int) -> None:
     """Fill rows of one token each, of several kinds.
 
     The batches that vLLM captures have no slots, so they attend to nothing.
@@ -142,4 +144,4 @@ def lay_out(buffers: Any, tables: Any, rows: int, *, blocks: int, vocab: int) ->
         tables.slot_mappings[group, :rows] = (kind + 1) * size
 
 
-__all__ = ["HIDDEN", "Recording", "RecordingManager", "Snapshot", "is_input", "lay_out"]
+__all__ = ["HIDDEN", "Recording", "RecordingManager", "Snapshot", "fill_reference_inputs", "is_input"]

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from ..weights.attached import AttachedRegion
 from .graph_state import KV_BYTES, VllmGraphState
-from .graphs import GraphManager, NoTimeline, Restored, context_is_lost
+from .graphs import GraphManager, NoTimeline, RestoredDecodeGraphs, context_is_lost
 from .recording import Recording, RecordingManager
 
 logger = logging.getLogger(__name__)
@@ -96,24 +96,24 @@ class GpuWorker(Worker):  # type: ignore[misc]
         with self._timeline.stage("warm_up"):
             return super().compile_or_warm_up_model()
 
-    def restore_graphs(self, manager: GraphManager) -> Restored | None:
+    def restore_graphs(self, manager: GraphManager) -> RestoredDecodeGraphs | None:
         """Restore the graphs that the state bundle has for this model and GPU; None if it has none."""
         blueprints = self._blueprints
         if blueprints is None:
             return None
         self._graph_state = VllmGraphState(CudaDriver(), self.model_runner, manager)  # owns the graphs
-        with self._quarantining():
+        with self._quarantine_on_loss():
             return self._graph_state.restore(blueprints, trigger=manager.first_layer)
 
     def restore_pieces(self, create_forward: Any) -> Sequence[Any]:
         """Restore the bundle's piecewise graphs, once the compiled functions are there."""
         if self._graph_state is None:
             return []
-        with self._quarantining():
+        with self._quarantine_on_loss():
             return self._graph_state.restore_pieces(create_forward)
 
     @contextmanager
-    def _quarantining(self) -> Iterator[None]:
+    def _quarantine_on_loss(self) -> Iterator[None]:
         try:
             yield
         except DeviceError as error:
