@@ -22,7 +22,7 @@ _CPU_WORKER = "medusa_vllm.cpu.worker.CpuWorker"
 _PLACEHOLDER_BYTES = 1 << 30
 
 
-class Configured(NamedTuple):
+class Configuration(NamedTuple):
     """A VllmConfig with the KV cache's size, its KV plan, and the arguments of vLLM's EngineArgs behind it."""
 
     config: Any
@@ -32,7 +32,7 @@ class Configured(NamedTuple):
 
 def configure(
     files: TokenizerFolder, region: Region, settings: Settings, timeline: Timeline, compiled: CompiledStart
-) -> Configured:
+) -> Configuration:
     """Return vLLM's configuration. Raises ModelError or ConfigError if vLLM cannot serve the model so."""
     architectures = files.folder.config["architectures"]  # checked by models/backend.py
     with timeline.stage("config"):
@@ -46,7 +46,7 @@ def configure(
             config = create(arguments | {"max_model_len": budget.max_model_len})
         config.cache_config.kv_cache_memory_bytes = cache_bytes(budget, config)
         detail |= {"tokens": budget.tokens, "source": budget.source}
-    return Configured(config, budget, arguments)
+    return Configuration(config, budget, arguments)
 
 
 def _arguments(
@@ -69,8 +69,8 @@ def _arguments(
     }
     if settings.max_model_len is not None:
         arguments["max_model_len"] = settings.max_model_len
-    given = engine_arguments(words(settings))
-    arguments |= given
+    flags = engine_arguments(words(settings))
+    arguments |= flags
     text_only = bool(arguments["language_model_only"])
     arguments |= {
         # For pictures, the core needs a processor, which reads its own files and the tokenizer's.
@@ -89,7 +89,7 @@ def _arguments(
     if current_platform.is_cpu():
         arguments["worker_cls"] = _CPU_WORKER
     elif current_platform.is_cuda():
-        warn_of_unused_flags(given)
+        warn_of_unused_flags(flags)
         arguments |= gpu_arguments(settings, compiled=compiled.wanted)
     elif current_platform.is_unspecified():
         raise DeviceError(
@@ -108,7 +108,7 @@ def create(arguments: dict[str, Any]) -> Any:
     except MedusaError:
         raise
     except (ValueError, TypeError, NotImplementedError, OSError, KeyError, AttributeError) as error:
-        raise _refusal(error) from error
+        raise _as_medusa_error(error) from error
 
 
 def _executor(settings: Settings) -> Any:
@@ -134,7 +134,7 @@ def _dtype(config: dict[str, Any], settings: Settings) -> str:
     return "float32" if named == "float32" else "auto"
 
 
-def _refusal(error: Exception) -> MedusaError:
+def _as_medusa_error(error: Exception) -> MedusaError:
     """Return vLLM's reason, without the text that pydantic puts around it."""
     lines = [line.strip() for line in str(error).splitlines()]
     reason = next((line for line in lines if line.startswith(("Value error, ", "Assertion failed, "))), None)
@@ -143,4 +143,4 @@ def _refusal(error: Exception) -> MedusaError:
     return kind(f"vLLM cannot serve this model: {text}")
 
 
-__all__ = ["Configured", "configure", "create"]
+__all__ = ["Configuration", "configure", "create"]

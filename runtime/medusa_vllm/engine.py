@@ -66,17 +66,17 @@ class VllmEngine:
         self._files = TokenizerFolder(region)
         try:
             self.config, budget, self._arguments = configure(self._files, region, settings, timeline, self._compiled)
-            if not self._compiled.suits(self.config):
+            if not self._compiled.matches(self.config):
                 self.config, budget, self._arguments = configure(
                     self._files, region, settings, timeline, self._compiled
                 )
-            self._configured(budget)
+            self._on_configured(budget)
         except BaseException:
             self._files.close()
             raise
         model = self.config.model_config
         self._vocab_size = model.get_vocab_size()
-        self._pools = model.runner_type == "pooling"  # it embeds, classifies or scores, only through vLLM's routes
+        self._is_pooling = model.runner_type == "pooling"  # it embeds, classifies or scores, only through vLLM's routes
         self.info = EngineInfo(
             "vllm",
             str(model.architecture),
@@ -98,7 +98,7 @@ class VllmEngine:
         self._steps = 0
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
-        if self._pools:
+        if self._is_pooling:
             raise RequestError(
                 f"{self.info.architecture} continues no text in vLLM; expected a request to a route for what it does: "
                 "/v1/embeddings, /pooling, /classify, /score or /rerank"
@@ -126,7 +126,7 @@ class VllmEngine:
                     self._step()
                 else:
                     self._core.notify_idle()
-                    if self._requests.generated_tokens or self._pools or server_is_imported():
+                    if self._requests.generated_tokens or self._is_pooling or server_is_imported():
                         self._mount_when_idle()
                     self._inbox.wait(_IDLE_S)
 
@@ -190,7 +190,7 @@ class VllmEngine:
         core.model_executor.shutdown()
         core.scheduler.shutdown()
 
-    def _configured(self, plan: KvPlan) -> None:
+    def _on_configured(self, plan: KvPlan) -> None:
         """Do nothing: a hook for subclasses, called once the configuration is made."""
 
     # The methods from here on run in the thread of ``run``.

@@ -23,8 +23,15 @@ from medusa_runtime.state.offline import run_module
 _CAPTURE = "medusa_vllm.compiled.capture"
 _MODEL = "model-1"  # the folder in the archive; another number is another format
 # Errors that zipfile raises for bytes that are not an archive, and for a damaged archive.
-_DAMAGE: tuple[type[Exception], ...] = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, OverflowError)
-_DAMAGE += (KeyError, ValueError, RuntimeError)
+_DAMAGE_ERRORS: tuple[type[Exception], ...] = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    OSError,
+    EOFError,
+    OverflowError,
+)
+_DAMAGE_ERRORS += (KeyError, ValueError, RuntimeError)
 
 
 def capture(model: str, settings: Settings, folder: Path) -> Path:
@@ -53,7 +60,7 @@ def restore(blob: bytes, folder: Path) -> Path:
 
     Raises StateError if the file is damaged or of another format. The engine then starts without it.
     """
-    with _opened(blob) as archive:
+    with _open_archive(blob) as archive:
         for name in archive.namelist():
             _write(folder, name, archive.read(name))  # checks its CRC
     return folder / _MODEL
@@ -61,16 +68,16 @@ def restore(blob: bytes, folder: Path) -> Path:
 
 def read_file(blob: bytes, name: str) -> bytes:
     """Read one of the packed files. Raises StateError."""
-    with _opened(blob) as archive:
+    with _open_archive(blob) as archive:
         return archive.read(f"{_MODEL}/{name}")
 
 
 @contextmanager
-def _opened(blob: bytes) -> Iterator[zipfile.ZipFile]:
+def _open_archive(blob: bytes) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(io.BytesIO(blob)) as archive:
             yield archive
-    except _DAMAGE as error:
+    except _DAMAGE_ERRORS as error:
         raise StateError(f"the compile cache cannot be read ({error}); materialize it again") from error
 
 

@@ -51,7 +51,7 @@ class CompiledKernels:
 
             return load
 
-        with _in_place_of_inductors(substitute):
+        with _patch_inductor(substitute):
             yield
 
     @contextmanager
@@ -67,7 +67,7 @@ class CompiledKernels:
 
             return load
 
-        with _in_place_of_inductors(substitute):
+        with _patch_inductor(substitute):
             yield
 
     def _keep(self, name: str, kernel: Kernel) -> None:
@@ -109,7 +109,7 @@ def digest(argtypes: Sequence[str], source: str) -> str:
 
 
 @contextmanager
-def _in_place_of_inductors(substitute: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def _patch_inductor(substitute: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     from unittest.mock import patch
 
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings

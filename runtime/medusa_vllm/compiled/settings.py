@@ -46,7 +46,7 @@ class CompiledStart:
     def wanted(self) -> bool:
         return self._always or self._blob is not None
 
-    def suits(self, config: Any) -> bool:
+    def matches(self, config: Any) -> bool:
         """Return whether the code was compiled for this VllmConfig.
 
         After it has returned False, the configuration must be made again, for a start without the cache.
@@ -88,24 +88,24 @@ class WorkerCompilation:
         self._always = _ALWAYS in extra
         self._timeline = timeline
         self._recording = ExitStack()
-        self.warms_up = True
+        self.should_warm_up = True
 
-    def model_loaded(self, model: Any, config: Any) -> None:
+    def on_model_loaded(self, model: Any, config: Any) -> None:
         if self._captured is not None:
             self._recording.enter_context(CompiledModel(Path(self._captured)).record(model, config))
         elif self._restored is not None:
-            self.warms_up = False  # there is nothing to compile
+            self.should_warm_up = False  # there is nothing to compile
             with self._timeline.stage("compiled_attach") as detail:
                 try:
                     detail["functions"] = _attach(Path(self._restored), model, config)
                 except (StateError, OSError) as error:
                     logger.warning("%s is not used: %s", COMPILE_CACHE.name, error)
                     detail["left_out"] = str(error)[:300]
-                    self.warms_up = self._always
+                    self.should_warm_up = self._always
                     if not self._always:
                         _run_eagerly(model)
 
-    def warmed_up(self) -> None:
+    def on_warmed_up(self) -> None:
         self._recording.close()
 
 

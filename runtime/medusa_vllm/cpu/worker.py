@@ -47,14 +47,14 @@ class CpuWorker(CPUWorker):  # type: ignore[misc]
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         with self._timeline.stage("load"):
             super().load_model(load_dummy_weights=load_dummy_weights)
-        self._compilation.model_loaded(self.model_runner.get_model(), self.vllm_config)
+        self._compilation.on_model_loaded(self.model_runner.get_model(), self.vllm_config)
 
     def _should_warm_up_model(self) -> bool:
-        return self._compilation.warms_up and bool(super()._should_warm_up_model())
+        return self._compilation.should_warm_up and bool(super()._should_warm_up_model())
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
-        self._compilation.warmed_up()
+        self._compilation.on_warmed_up()
         return times
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:

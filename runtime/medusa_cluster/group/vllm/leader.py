@@ -79,7 +79,7 @@ class Leader(VllmEngine):
             self._making.join()
         super().close()
 
-    def _configured(self, plan: KvPlan) -> None:
+    def _on_configured(self, plan: KvPlan) -> None:
         self._share = share(
             self.config, self._arguments, self._layers, self.plan, plan, self._region, self._settings, self._timeline
         )

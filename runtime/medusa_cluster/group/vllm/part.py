@@ -62,7 +62,7 @@ class Part(VllmEngine):
         elif not self.plan.exit:
             stop.wait()
 
-    def _configured(self, plan: KvPlan) -> None:
+    def _on_configured(self, plan: KvPlan) -> None:
         self._share = share(
             self.config, self._arguments, self._layers, self.plan, plan, self._region, self._settings, self._timeline
         )
