@@ -19,14 +19,14 @@ import pytest
 from medusa_cluster.json_lines import call
 from medusa_cluster.lab.cluster import LabCluster
 from medusa_cluster.lab.laboratory import ORIGIN, SWITCH, Laboratory
-from medusa_cluster.lab.link import Link
+from medusa_cluster.lab.link_speed import LinkSpeed
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "pydoc-lm"
 NODE = Path(__file__).with_name("node_without_ray.py")
 HELD_ORIGIN = Path(__file__).with_name("held_origin.py")
 PATIENCE_S = 240.0
 SETTINGS = {"threads": "1", "device": "cpu", "kv_cache_mb": "64"}
-GROUP_LINK = Link(0.6e6)  # 10 s for the example
+GROUP_LINK = LinkSpeed(0.6e6)  # 10 s for the example
 GROUP_SLO_S = 6.0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from medusa_cluster.lab.cluster import LabCluster
 from medusa_cluster.lab.laboratory import Laboratory
-from medusa_cluster.lab.link import Link
+from medusa_cluster.lab.link_speed import LinkSpeed
 from medusa_runtime.errors import LabError
 
 from benchmarks.cluster.asking import ask
@@ -64,7 +64,7 @@ class _Burst:
 @contextmanager
 def _cluster(options: Options) -> Iterator[LabCluster]:
     """Start a cluster with a gateway and one instance. It stops when the context ends."""
-    link = Link(options.link_bytes_per_s)
+    link = LinkSpeed(options.link_bytes_per_s)
     with Laboratory(options.nodes, link, cpus=options.cpus, origin={_NAME: options.model}) as lab:
         cluster = LabCluster(lab)
         cluster.start()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_cluster.lab.laboratory import Laboratory
-from medusa_cluster.lab.link import Link
+from medusa_cluster.lab.link_speed import LinkSpeed
 from medusa_runtime.errors import LabError
 from medusa_runtime.limits import memory_available_bytes
 from medusa_runtime.region.pages import address_of, populate_write
@@ -28,7 +28,7 @@ _SETTLE_S = 1.0  # time for processes to end that a fetch or a drop leaves behin
 def rows(options: Options) -> list[dict[str, Any]]:
     """Measure copies between nodes that do nothing else. Times count from the order to fetch."""
     models = {"model": options.model} | ({"large": options.large_model} if options.large_model else {})
-    link = Link(options.link_bytes_per_s)
+    link = LinkSpeed(options.link_bytes_per_s)
     largest = max(sum(file.stat().st_size for file in folder.iterdir()) for folder in models.values())
     touch_memory(options.nodes * largest)
     found = []

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from medusa_adapters.bench.result import Row
 from medusa_cluster.lab.laboratory import Laboratory
-from medusa_cluster.lab.link import Link
+from medusa_cluster.lab.link_speed import LinkSpeed
 from medusa_runtime.errors import LabError
 
 from benchmarks.cluster.chain import cpu_seconds_of, fetch
@@ -139,7 +139,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
 
 def _measure(options: Options, own: set[int]) -> list[dict[str, _Slice]]:
     """Measure all rounds, and return the slices of each, by their ways."""
-    link = Link(options.link_bytes_per_s)
+    link = LinkSpeed(options.link_bytes_per_s)
     rounds: list[dict[str, _Slice]] = [{} for _ in range(options.runs * _ROUNDS)]
     with (
         Laboratory(4, link, cpus=options.cpus, cores={"n1": own}, origin={"model": options.model}) as lab,

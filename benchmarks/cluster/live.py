@@ -8,7 +8,7 @@ from typing import Any
 
 from medusa_cluster.lab.cluster import LabCluster
 from medusa_cluster.lab.laboratory import Laboratory
-from medusa_cluster.lab.link import Link
+from medusa_cluster.lab.link_speed import LinkSpeed
 from medusa_runtime.limits import cpu_count
 
 from benchmarks.cluster.asking import ask
@@ -41,7 +41,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
 def _throughput(options: Options, *, live: bool) -> float:
     size = sum(path.stat().st_size for path in options.model.glob("*.safetensors"))
     cpus = options.cpus or _CORES * cpu_count()
-    with Laboratory(2, Link(size / _LOAD_S), cpus=cpus, origin={_NAME: options.model}) as lab:
+    with Laboratory(2, LinkSpeed(size / _LOAD_S), cpus=cpus, origin={_NAME: options.model}) as lab:
         cluster = LabCluster(lab)
         cluster.start()
         settings = {"max_concurrency": str(_PLACES), "threads": "1"}

@@ -24,7 +24,7 @@ from medusa_runtime.node.client import NodeClient
 from medusa_runtime.region.checksummed import ChecksummedRegion
 from medusa_runtime.storage.peer_access import PeerAccess
 
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _FETCHED_LOOK_S = 0.1  # may be coarse, because the region records when it was complete
 _DROPPED_WITHIN_S = 10.0
 _READY_WITHIN_S = 10.0
@@ -92,7 +92,7 @@ class PeerNode:
         client = NodeClient(self._agent)
         try:
             while not client.status()["ready_bytes"] and time.monotonic() < deadline:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         finally:
             client.close()
 
@@ -110,7 +110,7 @@ class PeerNode:
                     return
                 finally:
                     client.close()
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
 
 async def serve(agent: str, control: str, listen: str, access: PeerAccess) -> None:

@@ -23,7 +23,7 @@ from medusa_adapters.bench.served_instance import stages_from_json
 from medusa_cluster.json_lines import call
 from medusa_cluster.lab.cluster import DATA_PORT, LabCluster
 from medusa_cluster.lab.laboratory import SWITCH, Laboratory
-from medusa_cluster.lab.link import Link
+from medusa_cluster.lab.link_speed import LinkSpeed
 from medusa_runtime.errors import LabError
 from medusa_runtime.timeline import Stage
 
@@ -40,7 +40,7 @@ _QUIET_S = 1.0  # how long to wait before a sample once an engine is warm
 
 def rows(options: Options) -> list[dict[str, Any]]:
     """Measure both in turn on one node that does nothing else. Raises LabError if their answers differ."""
-    link = Link(options.link_bytes_per_s)
+    link = LinkSpeed(options.link_bytes_per_s)
     with Laboratory(1, link, cpus=options.cpus, origin={_NAME: options.model}) as lab:
         cluster = LabCluster(lab, ["--prewarm", "torch=1"])
         try:

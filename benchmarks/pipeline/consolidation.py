@@ -20,7 +20,7 @@ from benchmarks.pipeline.workers import Site, Stream, Workers, follow
 SIZE = 4
 _LINK_BYTES_PER_S = 20e6
 _LONG = 4  # a stream is several times as long as the measured part, so that the switch happens in the middle
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _PARAMS: tuple[Mapping[str, Any], ...] = ({}, {"temperature": 1.0, "seed": 11})  # greedy and seeded
 
 
@@ -78,7 +78,7 @@ def _streams(
         if formed and whole:
             break
         formed |= not whole
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     beside, so_far = Stream(time.monotonic()), tuple(found.tokens)
     if len(so_far) < count:
         follow(beside, one.begin(prompt=prompt, count=count - len(so_far), so_far=so_far, **params))

@@ -32,7 +32,7 @@ _LOAD, _BATCHES = 6, 8
 BATCH_TOKENS = 1024  # so many that computing a batch takes much longer than a layer's fetch computes
 _WARM_S, _MEASURED_S = 2.0, 12.0
 _HALF_S = 4.0  # the time in which the target gets half of the layers
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _SERVER = Path(__file__).parents[1] / "ranged_server.py"
 
 
@@ -188,7 +188,7 @@ def _throughput_half(site: Site) -> tuple[float, float, float]:
     half = len(site.bytes.layers) // 2
     with pair(site, "zigzag", sum(site.bytes.layers) / 2 / _HALF_S) as (workers, store):
         while workers.stats(1).get("layers_loaded", 0) < half:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         store.stop()
         with closing(Load(workers, OUTSTANDING)) as load:
             rate, (source_s, target_s) = load.measure(2)
@@ -199,7 +199,7 @@ def burst(site: Site, schedule: str, rate: float) -> list[float]:
     """Send a burst as soon as the target has its first layer. Return the times to the first tokens, sorted."""
     with pair(site, schedule, rate) as (workers, _):
         while workers.stats(1).get("layers_loaded", 0) < 1:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         streams, threads = [], []
         began = time.monotonic()
         for number in range(_BATCHES):

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from medusa_cluster.group.ranges import ModelBytes, layer_settings, split
 from medusa_cluster.lab.laboratory import Laboratory
-from medusa_cluster.lab.link import Link
+from medusa_cluster.lab.link_speed import LinkSpeed
 from medusa_runtime.checkpoint.reader import open_checkpoint
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.engine.client import EngineClient, TokenStream
@@ -61,10 +61,10 @@ class Site:
         self._stack = ExitStack()
         self.laboratory = Laboratory(
             nodes,
-            Link(self.link_bytes_per_s),
+            LinkSpeed(self.link_bytes_per_s),
             cpus=options.cpus or _CORES * cpu_count() / max(nodes, 3),
             origin={"model": options.model},
-            origin_link=Link(max(nodes, 4) * 4 * self.link_bytes_per_s),
+            origin_link=LinkSpeed(max(nodes, 4) * 4 * self.link_bytes_per_s),
         )
         checkpoint = open_checkpoint(str(options.model))
         self.bytes = ModelBytes.of(checkpoint.index)

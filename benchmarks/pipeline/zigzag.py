@@ -57,7 +57,7 @@ def schedule(scaling: Scaling, *, take_untouched: bool = False) -> Schedule:
     target_free, source_free, now = 0, 0, 0
     while queue.waiting or running is not None:
         if running is not None and target_free <= now:
-            queue.ran(running)
+            queue.layer_done(running)
             running = None
         while source_free <= now:
             taken = queue.pull(busy=running, untouched=take_untouched)

@@ -13,7 +13,7 @@ from pathlib import Path
 from medusa_adapters.bench.openai_client import Completion, stream
 from medusa_cluster.lab.cluster import LabCluster
 from medusa_cluster.lab.laboratory import SWITCH, Laboratory
-from medusa_cluster.lab.link import Link
+from medusa_cluster.lab.link_speed import LinkSpeed
 from medusa_cluster.policy.decide import Options
 from medusa_cluster.simulation.fleet import Machine, Model
 from medusa_cluster.simulation.profiles import Profile
@@ -112,7 +112,7 @@ class LabSystem:
 @contextmanager
 def cluster_of(folder: Path, nodes: int) -> Iterator[LabSystem]:
     """Start a laboratory with a cluster, and stop it at the end of the context. Needs root. Raises LabError."""
-    with Laboratory(nodes, Link(_BYTES_PER_S), origin={_NAME: folder}) as lab:
+    with Laboratory(nodes, LinkSpeed(_BYTES_PER_S), origin={_NAME: folder}) as lab:
         cluster = LabCluster(lab)
         try:
             cluster.start()

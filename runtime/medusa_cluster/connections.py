@@ -19,7 +19,7 @@ from medusa_runtime.resource_limits import LEAST_FILES, most_files
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _LATE = {"message": "the head came too slowly", "type": "invalid_request_error", "param": None}
 _MOST_WAITING = 8192  # connections without a request; one more closes the oldest
 
@@ -42,7 +42,7 @@ class Connections:
     async def run(self) -> None:
         """Close connections whose head is overdue, until cancelled."""
         while True:
-            await asyncio.sleep(min(_LOOK_S, self._read_timeout_s / 4))
+            await asyncio.sleep(min(_POLL_S, self._read_timeout_s / 4))
             begun_before = time.monotonic() - self._read_timeout_s
             for connection in list(self._waiting):
                 if connection.since is not None and connection.since < begun_before:

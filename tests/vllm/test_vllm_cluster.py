@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from lab_cluster import EXAMPLE, GROUP_LINK, SETTINGS, ClusterWithoutRay, completion, until
 from medusa_cluster.lab.laboratory import Laboratory
-from medusa_cluster.lab.link import Link
+from medusa_cluster.lab.link_speed import LinkSpeed
 
 pytestmark = [
     pytest.mark.vllm,
@@ -29,7 +29,7 @@ def received(cluster: ClusterWithoutRay, node: str) -> dict[str, int]:
 
 
 def test_a_second_instance_gets_its_weights_from_a_peer() -> None:
-    with Laboratory(2, Link(50e6), origin={"m": EXAMPLE}) as lab:
+    with Laboratory(2, LinkSpeed(50e6), origin={"m": EXAMPLE}) as lab:
         cluster = ClusterWithoutRay(lab, prewarm="vllm=1")
         cluster.start()
         until(lambda: all(node["memory_bytes"] for node in cluster.status()["nodes"]))
@@ -58,7 +58,7 @@ def test_a_second_instance_gets_its_weights_from_a_peer() -> None:
 
 
 def test_a_group_of_vllm_workers_answers_and_becomes_an_instance() -> None:
-    with Laboratory(2, GROUP_LINK, origin_link=Link(50e6)) as lab:
+    with Laboratory(2, GROUP_LINK, origin_link=LinkSpeed(50e6)) as lab:
         cluster = ClusterWithoutRay(lab, prewarm="vllm=1")
         cluster.start()
         for node in lab.nodes:

@@ -74,7 +74,7 @@ def test_each_worker_fetches_its_own_layers_alone(tmp_path: Path) -> None:
 def test_a_message_brings_data_and_nothing_that_runs() -> None:
     import numpy
     import torch
-    from medusa_cluster.group.vllm.calls import read, written
+    from medusa_cluster.group.vllm.calls import deserialize, serialize
     from vllm import sampling_params
     from vllm.config import ModelConfig
     from vllm.sampling_params import SamplingParams
@@ -86,20 +86,20 @@ def test_a_message_brings_data_and_nothing_that_runs() -> None:
     step, params = SchedulerOutput.make_empty(), SamplingParams(seed=3, stop_token_ids=[1], logit_bias={4: 1.0})
     output = ModelRunnerOutput(["a"], {"a": 0}, [[5]])
     value = ("execute_model", (step, params, spec, output), {"kept": {1, 2}})
-    assert read(written(value)) == value
+    assert deserialize(serialize(value)) == value
     array = numpy.arange(6, dtype=numpy.int32).reshape(2, 3)
-    assert (read(written(array)) == array).all()
+    assert (deserialize(serialize(array)) == array).all()
     for wrong in (subprocess.run, pickle.loads, Path, torch.load, importlib.import_module, ModelConfig):
         with pytest.raises(EngineError, match="expected only data"):
-            read(pickle.dumps(wrong))
+            deserialize(pickle.dumps(wrong))
     # Through a module that may be named, by what it imported.
     assert isinstance(sampling_params.ModelConfig, type)
     for name in ("ModelConfig", "json_mod.JSONDecoder"):
         with pytest.raises(EngineError, match="expected only data"):
-            read(b"\x80\x04\x8c\x14vllm.sampling_params\x8c" + bytes((len(name),)) + name.encode() + b"\x93.")
+            deserialize(b"\x80\x04\x8c\x14vllm.sampling_params\x8c" + bytes((len(name),)) + name.encode() + b"\x93.")
     for wrong in (b"", b"\x80\x05.", b"junk"):
         with pytest.raises(EngineError):
-            read(wrong)
+            deserialize(wrong)
 
 
 def test_hidden_states_travel_as_they_are() -> None:

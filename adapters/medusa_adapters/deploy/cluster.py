@@ -109,14 +109,14 @@ def _cluster(arguments: argparse.Namespace) -> RayCluster:
 
 def _flags(arguments: argparse.Namespace) -> list[str]:
     """Return the flags of `medusa cluster start`, checked as the node will check them."""
-    from medusa_cluster.lab.link import Link
+    from medusa_cluster.lab.link_speed import LinkSpeed
     from medusa_runtime.node.settings import node_settings
 
     given = {"memory_budget_bytes": arguments.memory_budget, "prewarm": arguments.prewarm}
     given["allow"] = ",".join(arguments.allow)
     node_settings({}, {name: value for name, value in given.items() if value})
     if arguments.link:
-        Link.parse(arguments.link)
+        LinkSpeed.parse(arguments.link)
     names = ("memory_budget", "prewarm", "link")
     flags = {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in names}
     return [f"{flag}={value}" for flag, value in flags.items() if value]

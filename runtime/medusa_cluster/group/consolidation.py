@@ -19,7 +19,7 @@ from .gathering import Gathering
 _MOST_ROUNDS = 8
 
 
-class _Held(NamedTuple):
+class _Gathered(NamedTuple):
     """The first ``length`` blocks of a table have been gathered. A sequence that lost its blocks has another table."""
 
     table: list[int]
@@ -35,27 +35,27 @@ class Consolidation:
         self.draining = False
         self._drained_ns = self._early_bytes = 0
         self._gathering = gathering
-        self._held: dict[Sequence, _Held] = {}
-        self._round: dict[Sequence, _Held] = {}
+        self._gathered: dict[Sequence, _Gathered] = {}
+        self._round: dict[Sequence, _Gathered] = {}
         self._rounds = 0
         self._last = False
 
-    def begin(self, running: Iterable[Sequence], settled: Callable[[Sequence], int]) -> None:
+    def begin(self, running: Iterable[Sequence], computed_by_all: Callable[[Sequence], int]) -> None:
         """Begin the first round, with the blocks that are full.
 
-        ``settled`` returns how many tokens of a sequence every worker has computed.
+        ``computed_by_all`` returns how many tokens of a sequence every worker has computed.
         """
-        self._fetch({one: settled(one) // BLOCK_TOKENS for one in running})
+        self._fetch({one: computed_by_all(one) // BLOCK_TOKENS for one in running})
 
-    def ended(self, running: Iterable[Sequence], settled: Callable[[Sequence], int]) -> bool:
+    def ended(self, running: Iterable[Sequence], computed_by_all: Callable[[Sequence], int]) -> bool:
         """Note that a round has ended, and begin the next one unless it is the last. Return whether it was the last."""
-        for sequence, held in self._round.items():
-            if sequence.blocks is held.table:
-                self._held[sequence] = held
+        for sequence, gathered in self._round.items():
+            if sequence.blocks is gathered.table:
+                self._gathered[sequence] = gathered
         self._round = {}
         if self._last:
             return True
-        counts = {one: settled(one) // BLOCK_TOKENS for one in running}
+        counts = {one: computed_by_all(one) // BLOCK_TOKENS for one in running}
         new = sum(count - self._count(one) for one, count in counts.items())
         if new <= len(counts) or self._rounds >= _MOST_ROUNDS:
             self.draining = True
@@ -71,7 +71,7 @@ class Consolidation:
             self._last = True
             self._fetch({one: blocks_for(one.computed) for one in running})
 
-    def held_tokens(self, sequence: Sequence) -> int:
+    def gathered_tokens(self, sequence: Sequence) -> int:
         """Return how many of a sequence's tokens have all their keys and values in the leader."""
         return self._count(sequence) * BLOCK_TOKENS
 
@@ -90,8 +90,8 @@ class Consolidation:
         self._gathering.close()
 
     def _count(self, sequence: Sequence) -> int:
-        held = self._held.get(sequence)
-        return held.length if held is not None and held.table is sequence.blocks else 0
+        gathered = self._gathered.get(sequence)
+        return gathered.length if gathered is not None and gathered.table is sequence.blocks else 0
 
     def _fetch(self, counts: dict[Sequence, int]) -> None:
         self._rounds += 1
@@ -100,7 +100,7 @@ class Consolidation:
             have = self._count(sequence)
             if count > have:
                 blocks += sequence.blocks[have:count]
-                self._round[sequence] = _Held(sequence.blocks, count)
+                self._round[sequence] = _Gathered(sequence.blocks, count)
         self._gathering.fetch(blocks)
 
 

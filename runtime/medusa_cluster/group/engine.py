@@ -11,10 +11,10 @@ from medusa_runtime.models.backend import backend
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
+from .follower import Follower
 from .leader import Leader
-from .live.source import Source
-from .live.target import Target
-from .part import Part
+from .live.source import SourceEngine
+from .live.target import TargetEngine
 from .plan import GroupPlan
 
 
@@ -35,8 +35,8 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Engin
     if plan.mode != "pipeline":
         if settings.layers is not None:
             raise ConfigError(f"the instances of a {plan.mode} group come to hold all layers; expected no --layers")
-        return (Target if plan.rank else Source)(region, settings, timeline, plan)
-    return (Part if plan.rank else Leader)(region, settings, timeline, plan)
+        return (TargetEngine if plan.rank else SourceEngine)(region, settings, timeline, plan)
+    return (Follower if plan.rank else Leader)(region, settings, timeline, plan)
 
 
 __all__ = ["open_engine"]

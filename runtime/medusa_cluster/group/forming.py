@@ -15,36 +15,36 @@ from medusa_runtime.models.layer_range import LayerRange
 from .identity import disagreement
 from .plan import GroupPlan
 from .wire.channel import Greeting, Listener, TcpChannel, close_with, connect
-from .wire.link import Link
-from .wire.message import Kind, packed
+from .wire.emulated_link import EmulatedLink
+from .wire.message import Kind, json_message
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 @dataclass(slots=True)
 class Worker:
     """A worker as its leader sees it.
 
-    ``place`` is ``HOST:PORT`` where it listens, and ``blocks`` how many KV blocks it has. ``offset_ns`` is added to the
-    worker's clock to get the leader's.
+    ``address`` is ``HOST:PORT`` where it listens, and ``blocks`` how many KV blocks it has. ``offset_ns`` is added to
+    the worker's clock to get the leader's.
     """
 
     rank: int
     layers: LayerRange
-    place: str
+    address: str
     blocks: int
     channel: TcpChannel
-    gathered: TcpChannel | None = None  # for keys and values
-    hidden: TcpChannel | None = None  # for hidden states, to the first of the workers
+    cache_channel: TcpChannel | None = None  # for keys and values
+    hidden_channel: TcpChannel | None = None  # for hidden states, to the first of the workers
     loaded: bool = False
     full: bool = False
     offset_ns: int = 0
     trip_ns: int = field(default=1 << 62)  # the round trip of the sample that gave the offset; the shortest counts
 
-    def note_beat(self, values: dict[str, Any]) -> None:
-        """Note a worker's state from its sign of life, and estimate the offset of its clock."""
+    def note_heartbeat(self, values: dict[str, Any]) -> None:
+        """Note a worker's state from its heartbeat, and estimate the offset of its clock."""
         now = time.monotonic_ns()
         echo = values.get("echo")
         if echo is not None:
@@ -58,7 +58,7 @@ class Worker:
         self.loaded = self.loaded or bool(values.get("loaded"))
 
     def close(self) -> None:
-        for channel in (self.channel, self.gathered, self.hidden):
+        for channel in (self.channel, self.cache_channel, self.hidden_channel):
             if channel is not None:
                 channel.close()
 
@@ -67,7 +67,7 @@ def form(
     plan: GroupPlan,
     own: LayerRange | None,
     identity: Callable[[], dict[str, Any]],
-    link: Link | None,
+    link: EmulatedLink | None,
     stopped: Callable[[], bool],
 ) -> list[Worker]:
     """Wait for all workers, and connect them. Raises EngineError if they do not come in time or do not fit together.
@@ -82,9 +82,9 @@ def form(
         else:
             _check_ranges([own, *ranges])
             _connect(workers, plan, link, stopped)
-        places = [*(worker.place for worker in workers[1:]), None]
-        for worker, place in zip(workers, places, strict=True):
-            worker.channel.send(packed(Kind.FORM, plan.number, {"next": place}))
+        addresses = [*(worker.address for worker in workers[1:]), None]
+        for worker, address in zip(workers, addresses, strict=True):
+            worker.channel.send(json_message(Kind.FORM, plan.number, {"next": address}))
     except BaseException:
         for worker in workers:
             worker.close()
@@ -96,19 +96,19 @@ def _gather(
     plan: GroupPlan,
     ranks: range,
     identity: Callable[[], dict[str, Any]],
-    link: Link | None,
+    link: EmulatedLink | None,
     stopped: Callable[[], bool],
 ) -> list[Worker]:
     """Wait for the workers of these ranks. Raises EngineError if they do not come in time, or if one does not fit."""
     greetings: queue.SimpleQueue[Greeting] = queue.SimpleQueue()
-    host, port = plan.leader_place
+    host, port = plan.leader_address
     listener = Listener(host, port, group=plan.number, access=plan.access, accept=greetings.put, link=link)
     found: dict[int, Worker] = {}
     deadline = time.monotonic() + plan.form_s
     try:
         while len(found) < len(ranks):
             try:
-                greeting = greetings.get(timeout=_LOOK_S)
+                greeting = greetings.get(timeout=_POLL_S)
             except queue.Empty:
                 if stopped() or time.monotonic() > deadline:
                     came = f"{len(found)} of {len(ranks)}"
@@ -145,11 +145,11 @@ def _admit(greeting: Greeting, plan: GroupPlan, ranks: range, ours: dict[str, An
         raise error
     try:
         start, stop = map(int, values["layers"])
-        blocks, place = int(values["blocks"]), str(values["place"])
+        blocks, address = int(values["blocks"]), str(values["place"])
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         channel.close()
         raise EngineError(f"worker {greeting.rank} sent a greeting that could not be read: {error!r}") from None
-    return Worker(greeting.rank, LayerRange(start, stop, int(ours["total"])), place, blocks, channel)
+    return Worker(greeting.rank, LayerRange(start, stop, int(ours["total"])), address, blocks, channel)
 
 
 def _check_ranges(ranges: Sequence[LayerRange]) -> None:
@@ -160,19 +160,19 @@ def _check_ranges(ranges: Sequence[LayerRange]) -> None:
         raise EngineError(f"expected workers whose layers follow one another up to {total}, found {listed}")
 
 
-def _connect(workers: list[Worker], plan: GroupPlan, link: Link | None, stopped: Callable[[], bool]) -> None:
+def _connect(workers: list[Worker], plan: GroupPlan, link: EmulatedLink | None, stopped: Callable[[], bool]) -> None:
     """Open the leader's connections for keys and values, to all workers, and for hidden states, to the first."""
     deadline = time.monotonic() + plan.silent_s
 
     def channel(worker: Worker, purpose: str) -> TcpChannel:
         return connect(
-            worker.place, group=plan.number, access=plan.access, rank=0, purpose=purpose, deadline=deadline, link=link,
-            stopped=stopped,
+            worker.address, group=plan.number, access=plan.access, rank=0, purpose=purpose, deadline=deadline,
+            link=link, stopped=stopped,
         )  # fmt: skip
 
     for worker in workers:
-        worker.gathered = channel(worker, "blocks")
-    workers[0].hidden = channel(workers[0], "hidden")
+        worker.cache_channel = channel(worker, "blocks")
+    workers[0].hidden_channel = channel(workers[0], "hidden")
 
 
 __all__ = ["Worker", "form"]

@@ -18,10 +18,10 @@ from medusa_runtime.models.layer_range import LayerRange
 from torch import Tensor
 
 from .wire.channel import Channel
-from .wire.message import Kind, Message, buffer_of, packed
+from .wire.message import Kind, Message, buffer_of, json_message
 
 
-class Source(NamedTuple):
+class BlockSource(NamedTuple):
     """A worker whose blocks are gathered: its layers, and the connection for its blocks."""
 
     layers: LayerRange
@@ -35,7 +35,7 @@ class Gathering:
     """
 
     def __init__(
-        self, cache: KvCache, sources: list[Source], group: int, done: Callable[[MedusaError | None], None]
+        self, cache: KvCache, sources: list[BlockSource], group: int, done: Callable[[MedusaError | None], None]
     ) -> None:
         self._cache = cache
         self._group = group
@@ -60,7 +60,7 @@ class Gathering:
         for rounds in self._rounds:
             rounds.put(None)
 
-    def _receive(self, source: Source, rounds: queue.SimpleQueue[list[int] | None]) -> None:
+    def _receive(self, source: BlockSource, rounds: queue.SimpleQueue[list[int] | None]) -> None:
         with torch.inference_mode():
             while (blocks := rounds.get()) is not None:
                 try:
@@ -71,10 +71,10 @@ class Gathering:
                     return
                 self._end(None)
 
-    def _round(self, source: Source, blocks: list[int]) -> None:
+    def _round(self, source: BlockSource, blocks: list[int]) -> None:
         start, stop, _ = source.layers
         pool = self._cache.pool[start - self._cache.first_layer : stop - self._cache.first_layer]
-        source.channel.send(packed(Kind.FETCH, self._group, {"blocks": blocks}))
+        source.channel.send(json_message(Kind.FETCH, self._group, {"blocks": blocks}))
         shape = (stop - start, *pool.shape[1:2], *pool.shape[3:])
         for number in blocks:
             message = source.channel.receive()
@@ -105,8 +105,8 @@ def send_blocks(cache: KvCache, layers: LayerRange, channel: Channel, group: int
                 if type(number) is not int or not 0 <= number < pool.shape[2]:
                     raise EngineError(f"expected the number of a block below {pool.shape[2]}, found {number!r}")
                 block = pool[:, :, number].contiguous()
-                channel.wait_room()  # a leader that stands still takes none
-                channel.send(Message(Kind.BLOCK, group, stage=rank, rows=number, body=buffer_of(block)))
+                channel.drain()  # a leader that stands still takes none
+                channel.send(Message(Kind.BLOCK, group, rank=rank, rows=number, body=buffer_of(block)))
     except (MedusaError, TypeError):
         channel.close()
 
@@ -118,4 +118,4 @@ def _bytes(shape: tuple[int, ...], pool: Tensor) -> int:
     return size
 
 
-__all__ = ["Gathering", "Source", "send_blocks"]
+__all__ = ["BlockSource", "Gathering", "send_blocks"]

@@ -1,4 +1,4 @@
-"""The identity of workers, which must agree before they share a model, and the signs of life that they exchange."""
+"""The identity of workers, which must agree before they share a model, and the heartbeats that they exchange."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from medusa_runtime.errors import EngineError
 from medusa_runtime.models import ModelConfig
 from medusa_runtime.region.reader import Region
 
-from .wire.message import Kind, Message, packed
+from .wire.message import Kind, Message, json_message
 
-BEAT_S = 0.25
+HEARTBEAT_S = 0.25
 # What must be equal in all workers of a group → how an error calls it.
 _EQUAL = {
     "model": "one version of the model",
@@ -61,10 +61,10 @@ def model_digest(index: WeightIndex) -> str:
     return digest.hexdigest()
 
 
-class Beats:
+class Heartbeats:
     """Signs of life, sent to other workers by a thread. Each carries the sender's clock, as nodes' clocks differ.
 
-    ``values`` returns what else a sign of life says.
+    ``values`` returns what else a heartbeat says.
     """
 
     def __init__(
@@ -73,19 +73,19 @@ class Beats:
         self._group, self._rank = group, rank
         self._send, self._values = send, values
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="group-beat", daemon=True).start()
+        threading.Thread(target=self._run, name="group-heartbeat", daemon=True).start()
 
     def _run(self) -> None:
         while not self._ended.is_set():
             values = {"sent": time.monotonic_ns(), **self._values()}
             try:
-                self._send(packed(Kind.BEAT, self._group, values, stage=self._rank))
+                self._send(json_message(Kind.HEARTBEAT, self._group, values, rank=self._rank))
             except EngineError:
                 pass  # the channel's reader reports a broken connection
-            self._ended.wait(BEAT_S)
+            self._ended.wait(HEARTBEAT_S)
 
     def close(self) -> None:
         self._ended.set()
 
 
-__all__ = ["Beats", "disagreement", "identity_of", "model_digest"]
+__all__ = ["Heartbeats", "disagreement", "identity_of", "model_digest"]

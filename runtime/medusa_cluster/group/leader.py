@@ -25,20 +25,20 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
 from .consolidation import Consolidation
-from .crew import Crew
 from .forming import Worker, form
-from .gathering import Gathering, Source
-from .member import Member
+from .gathering import BlockSource, Gathering
 from .plan import GroupPlan, PlanFile
-from .steps import StepWriter, has_prompts, packed_bits, sampled_of, take_back
-from .wire.message import Kind, Message, hidden_states, packed
+from .steps import StepWriter, has_prompts, packed_bits, read_tokens, undo_draw
+from .wire.message import Kind, Message, hidden_states, json_message
+from .worker_connections import WorkerConnections
+from .worker_engine import WorkerEngine
 
 logger = logging.getLogger(__name__)
 
 _PLAN_S = 0.25  # between two readings of the group's file
 
 
-class Flight(NamedTuple):
+class InFlightStep(NamedTuple):
     """A step whose tokens have not arrived yet. ``ends`` are the sequences that get a token in it."""
 
     spans: list[Span]
@@ -46,23 +46,23 @@ class Flight(NamedTuple):
     began_ns: int
 
 
-class Leader(Member):
+class Leader(WorkerEngine):
     """The engine of rank 0; see the module. Unless said otherwise, methods run in the thread of ``run``."""
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
-        self._crew: Crew | None = None  # None: this engine is alone
-        self._flights: dict[int, Flight] = {}
+        self._connections: WorkerConnections | None = None  # None: this engine is alone
+        self._in_flight: dict[int, InFlightStep] = {}
         self._busy: set[Sequence] = set()
         self._next_step = 1
         self._writer = StepWriter()
-        self._move: Consolidation | None = None
-        self._served = threading.Event()  # set once every layer is loaded in some worker
+        self._consolidation: Consolidation | None = None
+        self._all_loaded = threading.Event()  # set once every layer is loaded in some worker
         super().__init__(region, settings, timeline, plan)
 
     def wait_ready(self) -> None:
         """Wait until every layer is loaded, in one of the workers."""
         super().wait_ready()
-        self._served.wait()
+        self._all_loaded.wait()
         self._check_loaded()
 
     def run(self, stop: threading.Event) -> None:
@@ -70,12 +70,12 @@ class Leader(Member):
         try:
             super().run(stop)
         finally:
-            if self._crew is not None:
+            if self._connections is not None:
                 self._release(1)
 
     def stats(self) -> dict[str, Any]:
-        workers = 1 if self._crew is None else self.plan.size
-        return super().stats() | {"workers": workers, "steps_under_way": len(self._flights)}
+        workers = 1 if self._connections is None else self.plan.size
+        return super().stats() | {"workers": workers, "steps_under_way": len(self._in_flight)}
 
     def consolidate(self, then: str = "down") -> None:
         """Begin to gather all requests in this worker, which then goes on alone. Can be called in any thread.
@@ -85,12 +85,12 @@ class Leader(Member):
         self._inbox.post(lambda: self._consolidate(then))
 
     def close(self) -> None:
-        self._served.set()
+        self._all_loaded.set()
         super().close()
 
     @property
     def _needs_rest(self) -> bool:
-        return self._crew is None
+        return self._connections is None
 
     # Forming and losing the group.
 
@@ -101,93 +101,98 @@ class Leader(Member):
                 workers = form(self.plan, self.layers, self.identity, self.link, stop.is_set)
         except MedusaError as error:
             if not stop.is_set():
-                self._alone(f"no group was formed: {error}")
+                self._go_alone(f"no group was formed: {error}")
             return
         least = min([self._cache.blocks.blocks, *(worker.blocks for worker in workers)])
         if least * BLOCK_TOKENS < self.info.max_model_len:
             for worker in workers:
                 worker.close()
             room = f"{least * BLOCK_TOKENS} tokens of keys and values"
-            self._alone(f"a worker has room for {room}, and one sequence may need {self.info.max_model_len}")
+            self._go_alone(f"a worker has room for {room}, and one sequence may need {self.info.max_model_len}")
             return
         self._cache.blocks.limit(least)
 
-        def lose(worker: Worker, error: MedusaError) -> None:
+        def on_lost(worker: Worker, error: MedusaError) -> None:
             self._inbox.post(lambda: self._lose(worker, error))
 
-        self._crew = Crew(
-            workers, self.plan, self._timeline, take=self._take_message, lose=lose, served=self._look_served
+        self._connections = WorkerConnections(
+            workers,
+            self.plan,
+            self._timeline,
+            on_message=self._on_message,
+            on_lost=on_lost,
+            all_loaded=self._check_all_loaded,
         )
 
-    def _take_message(self, _: Worker, message: Message) -> None:
-        """Take a worker's message. Called in a thread of the crew."""
+    def _on_message(self, _: Worker, message: Message) -> None:
+        """Take a worker's message. Called in a thread of the connections."""
         if message.kind is Kind.TOKENS:
-            self._inbox.post(lambda: self._land(message))
+            self._inbox.post(lambda: self._end_step(message))
 
-    def _look_served(self) -> bool:
+    def _check_all_loaded(self) -> bool:
         """Return whether every worker of the group has its layers. Can be called in any thread.
 
-        Also sets ``_served``, if each layer is loaded somewhere.
+        Also sets ``_all_loaded``, if each layer is loaded somewhere.
         """
-        crew = self._crew
-        if crew is None:
-            served = self.full.is_set() or self._rest_error is not None
+        connections = self._connections
+        if connections is None:
+            all_loaded = self.full.is_set() or self._rest_error is not None
         else:
-            self._pace.group_loaded |= self.loaded and crew.loaded
-            served = self._pace.group_loaded
-        if served:
-            self._served.set()
-        return self._pace.group_loaded
+            self._throttle.group_loaded |= self.loaded and connections.loaded
+            all_loaded = self._throttle.group_loaded
+        if all_loaded:
+            self._all_loaded.set()
+        return self._throttle.group_loaded
 
     def _lose(self, worker: Worker, error: MedusaError) -> None:
-        if self._crew is not None and worker in self._crew.workers:
+        if self._connections is not None and worker in self._connections.workers:
             self._fall_back(f"worker {worker.rank} is lost: {error}")
 
     def _fall_back(self, reason: str) -> None:
         """Go on alone with all requests. Keys and values that were not gathered are computed again from the tokens."""
-        move = self._move
-        for flight in self._flights.values():
-            for sequence in flight.ends:
-                take_back(sequence)
-        self._flights.clear()
+        consolidation = self._consolidation
+        for in_flight in self._in_flight.values():
+            for sequence in in_flight.ends:
+                undo_draw(sequence)
+        self._in_flight.clear()
         self._busy.clear()
         for sequence in list(self._scheduler.running):
-            self._scheduler.restart(sequence, 0 if move is None else move.held_tokens(sequence))
+            self._scheduler.restart(sequence, 0 if consolidation is None else consolidation.gathered_tokens(sequence))
         self._release(self.plan.size if self.plan.then == "up" else 1)
-        self._alone(reason)
+        self._go_alone(reason)
 
-    def _alone(self, reason: str) -> None:
+    def _go_alone(self, reason: str) -> None:
         logger.warning("%s; going on alone with all layers", reason)
         self._timeline.mark("alone", reason=reason)
-        self._pace.alone()
+        self._throttle.release()
         self.load_rest_now()
-        self._look_served()
+        self._check_all_loaded()
 
     def _release(self, keep: int) -> None:
         """Dissolve the group: the first ``keep`` workers become instances, this one among them, and the others end."""
-        crew, self._crew = self._crew, None
-        assert crew is not None
-        self._pace.alone()
-        if self._move is not None:
-            self._move.close()
-            self._move = None
-        crew.release(keep)
+        connections, self._connections = self._connections, None
+        assert connections is not None
+        self._throttle.release()
+        if self._consolidation is not None:
+            self._consolidation.close()
+            self._consolidation = None
+        connections.release(keep)
 
     # Steps.
 
     def _run_next_step(self) -> bool:
-        if self._crew is None:
+        if self._connections is None:
             return super()._run_next_step()
-        if self._move is not None and self._move.draining:
-            if not self._flights:
-                self._move.gather_last(self._scheduler.running)
+        if self._consolidation is not None and self._consolidation.draining:
+            if not self._in_flight:
+                self._consolidation.gather_last(self._scheduler.running)
             return False
-        if len(self._flights) >= self.plan.size:
+        if len(self._in_flight) >= self.plan.size:
             return False
         share = -(-len(self._scheduler.running) // self.plan.size)
         spans = self._scheduler.schedule(self._busy, max(share, 1))
         if spans:
-            self._launch(spans)
+            self._begin_step(spans)
         return bool(spans)
 
     def _allowed(self, spans: list[Span]) -> dict[Sequence, bytes]:
@@ -209,28 +214,28 @@ class Leader(Member):
             self._requests.end(ended.sequence, "error" if ended.error else "stop", ended.error)
         return {sequence: packed_bits(row == 0) for sequence, row in zip(following, rows, strict=True)}
 
-    def _launch(self, spans: list[Span]) -> None:
+    def _begin_step(self, spans: list[Span]) -> None:
         """Begin a step: describe it to all workers, run the first layers, and send on the hidden states."""
-        crew, step, number = self._crew, self._next_step, self.plan.number
-        assert crew is not None
-        hidden_channel = crew.workers[0].hidden
+        connections, step, number = self._connections, self._next_step, self.plan.number
+        assert connections is not None
+        hidden_channel = connections.workers[0].hidden_channel
         assert hidden_channel is not None
         allowed = self._allowed(spans)
         spans = [span for span in spans if not span.sequence.cancelled]
         if not spans:
             return
         self._next_step += 1
-        self._pace.used(prompts=has_prompts(spans))
+        self._throttle.note_step(prompts=has_prompts(spans))
         ends = [sequence for sequence, _, stop in spans if stop == len(sequence.tokens)]
-        self._flights[step] = Flight(spans, ends, time.monotonic_ns())
+        self._in_flight[step] = InFlightStep(spans, ends, time.monotonic_ns())
         self._busy.update(span.sequence for span in spans)
-        message = packed(Kind.STEP, number, self._writer.describe(spans, allowed), step=step)
+        message = json_message(Kind.STEP, number, self._writer.describe(spans, allowed), step=step)
         try:
-            crew.send(message)
+            connections.send(message)
             attention = PagedAttention(self._cache, spans)
-            places = positions_of(spans)
-            hidden = self._model.embed(tokens_of(spans), places)
-            hidden = self._model.run_layers(hidden, places, attention, self.layers.start, self.layers.stop)
+            positions = positions_of(spans)
+            hidden = self._model.embed(tokens_of(spans), positions)
+            hidden = self._model.run_layers(hidden, positions, attention, self.layers.start, self.layers.stop)
             for span in spans:
                 span.sequence.computed = span.stop
             hidden_channel.send(hidden_states(number, step, 0, hidden))
@@ -241,25 +246,25 @@ class Leader(Member):
             logger.exception("a step of the group failed")
             self._fall_back(f"step {step} failed: {type(error).__name__}: {error}")
 
-    def _land(self, message: Message) -> None:
+    def _end_step(self, message: Message) -> None:
         """Take the tokens of a step from the last worker."""
-        flight = self._flights.pop(message.step, None)
-        if flight is None:
+        in_flight = self._in_flight.pop(message.step, None)
+        if in_flight is None:
             return
         try:
-            sampled = sampled_of(message.values(), len(flight.ends), self.info.vocab_size)
+            sampled = read_tokens(message.values(), len(in_flight.ends), self.info.vocab_size)
         except MedusaError as error:
-            self._flights[message.step] = flight
+            self._in_flight[message.step] = in_flight
             self._fall_back(str(error))
             return
-        self._busy.difference_update(span.sequence for span in flight.spans)
+        self._busy.difference_update(span.sequence for span in in_flight.spans)
         present = [
             (sequence, token)
-            for sequence, token in zip(flight.ends, sampled, strict=True)
+            for sequence, token in zip(in_flight.ends, sampled, strict=True)
             if self._requests.get(sequence.id) is sequence
         ]
         self._deliver(
-            flight.spans, [sequence for sequence, _ in present], [token for _, token in present], flight.began_ns
+            in_flight.spans, [sequence for sequence, _ in present], [token for _, token in present], in_flight.began_ns
         )
 
     def _release_sequence(self, sequence: Sequence) -> None:
@@ -269,50 +274,54 @@ class Leader(Member):
     # The end of the group in good order (ParaServe §6).
 
     def on_full(self) -> None:
-        self._look_served()
+        self._check_all_loaded()
         threading.Thread(target=self._follow_plan, name="group-plan", daemon=True).start()
 
     def _follow_plan(self) -> None:
         """Read the group's file until it says what the workers become. Runs in a thread of its own."""
         assert self._settings.group is not None
         file = PlanFile(self._settings.group, self.plan)
-        while self._crew is not None and not self._closing.is_set():
-            plan = file.look()
+        while self._connections is not None and not self._closing.is_set():
+            plan = file.reload()
             if plan.then != "stay":
                 self._inbox.post(lambda plan=plan: self._consolidate(plan.then, plan.keep))  # type: ignore[misc]
                 return
             self._closing.wait(_PLAN_S)
 
     def _consolidate(self, then: str, keep: int = 0) -> None:
-        if self._crew is None or self._move is not None or not self.full.is_set():
+        if self._connections is None or self._consolidation is not None or not self.full.is_set():
             return
-        sources = [Source(worker.layers, worker.gathered) for worker in self._crew.workers if worker.gathered]
+        sources = [
+            BlockSource(worker.layers, worker.cache_channel)
+            for worker in self._connections.workers
+            if worker.cache_channel
+        ]
 
         def done(error: MedusaError | None) -> None:
             self._inbox.post(lambda: self._gathered(error))
 
         gathering = Gathering(self._cache, sources, self.plan.number, done)
-        self._move = Consolidation(gathering, (keep or self.plan.size) if then == "up" else 1)
-        self._move.begin(self._scheduler.running, self._settled)
+        self._consolidation = Consolidation(gathering, (keep or self.plan.size) if then == "up" else 1)
+        self._consolidation.begin(self._scheduler.running, self._computed_by_all)
 
-    def _settled(self, sequence: Sequence) -> int:
+    def _computed_by_all(self, sequence: Sequence) -> int:
         """Return how many tokens of a sequence have keys and values in every worker."""
-        for flight in self._flights.values():
-            for span in flight.spans:
+        for in_flight in self._in_flight.values():
+            for span in in_flight.spans:
                 if span.sequence is sequence:
                     return min(span.start, sequence.computed)
         return sequence.computed
 
     def _gathered(self, error: MedusaError | None) -> None:
-        move = self._move
-        if move is None or self._crew is None:
+        consolidation = self._consolidation
+        if consolidation is None or self._connections is None:
             return
         if error is not None:
             self._fall_back(str(error))
-        elif move.ended(self._scheduler.running, self._settled):
-            self._timeline.record("gather", move.began_ns, time.monotonic_ns(), **move.detail())
-            self._timeline.mark("consolidated", kept=move.keep)
-            self._release(move.keep)
+        elif consolidation.ended(self._scheduler.running, self._computed_by_all):
+            self._timeline.record("gather", consolidation.began_ns, time.monotonic_ns(), **consolidation.detail())
+            self._timeline.mark("consolidated", kept=consolidation.keep)
+            self._release(consolidation.keep)
 
 
-__all__ = ["Flight", "Leader"]
+__all__ = ["InFlightStep", "Leader"]

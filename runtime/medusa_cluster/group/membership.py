@@ -14,10 +14,10 @@ from .plan import GroupPlan
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
-class LostError(EngineError):
+class GroupLostError(EngineError):
     """The group was lost without having been dissolved."""
 
 
@@ -29,7 +29,7 @@ class Session(Protocol):
     def run(self, deadline: float) -> str:
         """Serve until the group is dissolved, and return what this worker becomes: ``end`` or ``instance``.
 
-        ``deadline``: when the worker must have joined, in seconds of the monotonic clock. Raises LostError.
+        ``deadline``: when the worker must have joined, in seconds of the monotonic clock. Raises GroupLostError.
         """
 
     def close(self) -> None: ...
@@ -39,14 +39,14 @@ def serve_group(begin: Callable[[], Session], plan: GroupPlan, stop: threading.E
     """Serve until the group is dissolved, and return what this worker becomes: ``end`` or ``instance``.
 
     ``begin`` makes a new session for each attempt to join. When the group is lost for good, a worker with room for all
-    layers becomes an instance, and other workers raise LostError.
+    layers becomes an instance, and other workers raise GroupLostError.
     """
     deadline = time.monotonic() + plan.form_s
     while True:
         session = begin()
         try:
             return session.run(deadline)
-        except LostError as error:
+        except GroupLostError as error:
             if not session.joined and time.monotonic() > deadline:
                 if not plan.full:
                     raise
@@ -59,7 +59,7 @@ def serve_group(begin: Callable[[], Session], plan: GroupPlan, stop: threading.E
             return "end"
         if session.joined:
             deadline = time.monotonic() + plan.form_s
-        stop.wait(_LOOK_S)
+        stop.wait(_POLL_S)
 
 
-__all__ = ["LostError", "Session", "serve_group"]
+__all__ = ["GroupLostError", "Session", "serve_group"]

@@ -107,20 +107,20 @@ class GroupPlan:
         return int.from_bytes(blake2b(self.group.encode(), digest_size=8).digest(), "little")
 
     @property
-    def leader_place(self) -> tuple[str, int]:
+    def leader_address(self) -> tuple[str, int]:
         host, _, port = self.leader.rpartition(":")
         return host.strip("[]"), int(port)
 
 
 class PlanFile:
-    """The group's file, which may change. ``plan`` is its content before the first look."""
+    """The group's file, which may change. ``plan`` is its content before the first ``reload``."""
 
     def __init__(self, path: str, plan: GroupPlan) -> None:
         self._path = path
         self._plan = plan
         self._readable = True
 
-    def look(self) -> GroupPlan:
+    def reload(self) -> GroupPlan:
         """Read the file and return the plan. If it cannot be read, log that once, and return the last plan."""
         try:
             self._plan = GroupPlan.read(self._path)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class _Known:
+class _SentState:
     """The workers' knowledge of a sequence: its number, its block table, and how many blocks of it they have."""
 
     number: int
@@ -38,7 +38,7 @@ class StepWriter:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._known: dict[Sequence, _Known] = {}
+        self._known: dict[Sequence, _SentState] = {}
         self._gone: list[int] = []
 
     def describe(self, spans: list[Span], allowed: Mapping[Sequence, bytes] = MappingProxyType({})) -> dict[str, Any]:
@@ -47,29 +47,29 @@ class StepWriter:
         ``allowed`` has, for each sequence that follows a grammar, the bits of ``packed_bits`` for its next token.
         """
         described = [self._span(span) for span in spans]
-        for said, span in zip(described, spans, strict=True):
+        for description, span in zip(described, spans, strict=True):
             if span.sequence in allowed:
-                said["allowed"] = base64.b64encode(allowed[span.sequence]).decode()
+                description["allowed"] = base64.b64encode(allowed[span.sequence]).decode()
         gone, self._gone = self._gone, []
         return {"spans": described, "gone": gone}
 
     def _span(self, span: Span) -> dict[str, Any]:
         sequence, start, stop = span
-        said: dict[str, Any] = {"start": start, "stop": stop, "tokens": sequence.tokens[start:stop]}
+        description: dict[str, Any] = {"start": start, "stop": stop, "tokens": sequence.tokens[start:stop]}
         known = self._known.get(sequence)
         if known is None:
-            known = self._known[sequence] = _Known(next(self._numbers), sequence.blocks)
-            said["request"] = frames.request_to_frame(GenerateRequest(sequence.id, (), sequence.params))
-            said["prompt"] = sequence.prompt_length
+            known = self._known[sequence] = _SentState(next(self._numbers), sequence.blocks)
+            description["request"] = frames.request_to_frame(GenerateRequest(sequence.id, (), sequence.params))
+            description["prompt"] = sequence.prompt_length
         elif known.blocks is not sequence.blocks:
             known.blocks, known.count = sequence.blocks, 0
-        said |= {"number": known.number, "keep": known.count, "blocks": sequence.blocks[known.count :]}
+        description |= {"number": known.number, "keep": known.count, "blocks": sequence.blocks[known.count :]}
         known.count = len(sequence.blocks)
         if stop == len(sequence.tokens):
-            said["ends"] = True
+            description["ends"] = True
             if sequence.params.temperature >= GREEDY_BELOW:
-                said["roll"] = sequence.random_stream.draw()
-        return said
+                description["roll"] = sequence.random_stream.draw()
+        return description
 
     def forget(self, sequence: Sequence) -> None:
         """Make the workers forget a sequence that has ended, with the next step."""
@@ -78,7 +78,7 @@ class StepWriter:
             self._gone.append(known.number)
 
 
-class _Dealt:
+class _DrawnNumber:
     """A random number that the leader has drawn, in the form of a sequence's ``RandomStream``."""
 
     def __init__(self, value: float) -> None:
@@ -103,34 +103,34 @@ class StepReader:
         try:
             for number in values["gone"]:
                 self._sequences.pop(number, None)
-            return [self._span(said) for said in values["spans"]]
+            return [self._span(description) for description in values["spans"]]
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise EngineError(f"a step of the group could not be read: {error!r}") from None
 
-    def _span(self, said: dict[str, Any]) -> Span:
-        sequence = self._sequences.get(said["number"])
+    def _span(self, description: dict[str, Any]) -> Span:
+        sequence = self._sequences.get(description["number"])
         if sequence is None:
-            sequence = self._sequences[said["number"]] = self._begin(said)
-        start, stop = int(said["start"]), int(said["stop"])
+            sequence = self._sequences[description["number"]] = self._begin(description)
+        start, stop = int(description["start"]), int(description["stop"])
         del sequence.tokens[start:]
         if len(sequence.tokens) != start:
             raise ValueError(f"{len(sequence.tokens)} tokens are known, and {start} are expected")
-        sequence.tokens += map(int, said["tokens"])
-        sequence.blocks = [*sequence.blocks[: said["keep"]], *map(int, said["blocks"])]
-        if "roll" in said:
-            sequence.random_stream = _Dealt(float(said["roll"]))  # type: ignore[assignment]
+        sequence.tokens += map(int, description["tokens"])
+        sequence.blocks = [*sequence.blocks[: description["keep"]], *map(int, description["blocks"])]
+        if "roll" in description:
+            sequence.random_stream = _DrawnNumber(float(description["roll"]))  # type: ignore[assignment]
         return Span(sequence, start, stop)
 
-    def _begin(self, said: dict[str, Any]) -> Sequence:
+    def _begin(self, description: dict[str, Any]) -> Sequence:
         sequence = Sequence(
-            frames.request_from_frame(said["request"]),
+            frames.request_from_frame(description["request"]),
             [],
             lambda _: None,
             limit=0,
             eos_token_ids=self._eos_token_ids,
             transcript=Transcript(None, (), include_stop=False),
         )
-        sequence.prompt_length = int(said["prompt"])
+        sequence.prompt_length = int(description["prompt"])
         return sequence
 
 
@@ -139,7 +139,7 @@ def has_prompts(spans: list[Span]) -> bool:
     return any(span.stop - span.start > 1 for span in spans)
 
 
-def ending(values: dict[str, Any], spans: list[Span]) -> list[int]:
+def ending_spans(values: dict[str, Any], spans: list[Span]) -> list[int]:
     """Return which of the spans get a token in this step."""
     return [place for place in range(len(spans)) if values["spans"][place].get("ends")]
 
@@ -153,8 +153,8 @@ def packed_bits(allowed: Tensor) -> bytes:
 def forbid(logits: Tensor, values: dict[str, Any], ends: list[int]) -> None:
     """Set logits to -inf, in place, for tokens that a sequence's grammar does not allow next.
 
-    ``logits`` are [len(ends), vocab_size], ``values`` a step message's body, and ``ends`` the result of ``ending``.
-    Raises EngineError if the bits cannot be read.
+    ``logits`` are [len(ends), vocab_size], ``values`` a step message's body, and ``ends`` the result of
+    ``ending_spans``. Raises EngineError if the bits cannot be read.
     """
     for row, place in enumerate(ends):
         given = values["spans"][place].get("allowed")
@@ -168,12 +168,12 @@ def forbid(logits: Tensor, values: dict[str, Any], ends: list[int]) -> None:
         logits[row].masked_fill_(~allowed, float("-inf"))
 
 
-def sampled_values(sampled: list[SampledToken]) -> dict[str, Any]:
+def tokens_body(sampled: list[SampledToken]) -> dict[str, Any]:
     """Return the body of a tokens message."""
     return {"tokens": [[one.token, one.logprob, list(one.top)] for one in sampled]}
 
 
-def sampled_of(values: dict[str, Any], count: int, vocab_size: int) -> list[SampledToken]:
+def read_tokens(values: dict[str, Any], count: int, vocab_size: int) -> list[SampledToken]:
     """Read the body of a tokens message for ``count`` sequences. Raises EngineError if it cannot be right."""
     try:
         found = [
@@ -192,7 +192,7 @@ def sampled_of(values: dict[str, Any], count: int, vocab_size: int) -> list[Samp
     return found
 
 
-def take_back(sequence: Sequence) -> None:
+def undo_draw(sequence: Sequence) -> None:
     """Undo the random draw of a step whose token will never come."""
     if sequence.params.temperature >= GREEDY_BELOW:
         sequence.random_stream = RandomStream(sequence.random_stream.seed, sequence.random_stream.draws - 1)
@@ -201,11 +201,11 @@ def take_back(sequence: Sequence) -> None:
 __all__ = [
     "StepReader",
     "StepWriter",
-    "ending",
+    "ending_spans",
     "forbid",
     "has_prompts",
     "packed_bits",
-    "sampled_of",
-    "sampled_values",
-    "take_back",
+    "read_tokens",
+    "tokens_body",
+    "undo_draw",
 ]

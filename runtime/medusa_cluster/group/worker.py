@@ -33,7 +33,7 @@ from ..deployment import GROUP_ENGINES
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,7 +122,7 @@ def _supervise(fetching: int, serving: int, reports: ReportPipe) -> int:
     left = {fetching, serving}
     try:
         while True:
-            poll.poll(_LOOK_S * 1e3)
+            poll.poll(_POLL_S * 1e3)
             ended: dict[int, int] = {}
             for pid in tuple(left):
                 found, status = os.waitpid(pid, os.WNOHANG)

@@ -21,7 +21,7 @@ from .laboratory import SWITCH, Laboratory
 DATA_PORT = 8114
 _START_S = 180.0
 _END_S = 45.0
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _SHOWN_LINES = 5
 
 
@@ -169,4 +169,4 @@ class LabCluster:
                 ended = f"ended with {process.returncode}" if process.poll() is not None else "is not up yet"
                 said = " | ".join(log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
                 raise LabError(f"{log.stem} {ended}: {said or 'it printed nothing'}")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)

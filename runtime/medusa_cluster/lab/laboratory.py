@@ -17,7 +17,7 @@ from typing import Any, Self
 from medusa_runtime.errors import ConfigError, LabError
 
 from . import kernel
-from .link import Link
+from .link_speed import LinkSpeed
 from .network import Network, find_tools
 from .quota import make_groups
 
@@ -50,20 +50,20 @@ class Laboratory:
     def __init__(
         self,
         nodes: int,
-        link: str | Link | None = None,
+        link: str | LinkSpeed | None = None,
         *,
         cpus: float | None = None,
         cores: Mapping[str, Collection[int]] | None = None,
         origin: Mapping[str, Path] | None = None,
-        origin_link: str | Link | None = None,
+        origin_link: str | LinkSpeed | None = None,
     ) -> None:
         if not 1 <= nodes <= MOST_NODES:
             raise ConfigError(f"--nodes: expected a number from 1 to {MOST_NODES}, found {nodes}")
         if cpus is not None and not 0.01 <= cpus <= 1024:
             raise ConfigError(f"--cpus: expected a number of cores from 0.01 to 1024, found {cpus:g}")
         self.nodes = tuple(f"n{number}" for number in range(1, nodes + 1))
-        self.link = Link.parse(link) if isinstance(link, str) else link
-        self.origin_link = Link.parse(origin_link) if isinstance(origin_link, str) else origin_link or self.link
+        self.link = LinkSpeed.parse(link) if isinstance(link, str) else link
+        self.origin_link = LinkSpeed.parse(origin_link) if isinstance(origin_link, str) else origin_link or self.link
         self.cpus = cpus
         self.cores = dict(cores or {})
         self.quotas = "no processor quotas were asked for"

@@ -10,7 +10,7 @@ from contextlib import suppress
 from medusa_runtime.errors import LabError, MissingPackageError
 
 from . import kernel
-from .link import Link
+from .link_speed import LinkSpeed
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
 _PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
@@ -47,7 +47,7 @@ class Network:
             finally:
                 kernel.enter_namespace(here.fileno())
 
-    def plug(self, name: str, pid: int, address: str, link: Link | None) -> None:
+    def plug(self, name: str, pid: int, address: str, link: LinkSpeed | None) -> None:
         """Give a node, whose first process is ``pid``, the interface eth0, with a shaper in each direction."""
         port = _port(name)
         self._ip(

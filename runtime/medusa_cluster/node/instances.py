@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _LISTENING = re.compile(r"listening on http://[^\s]+:(\d+)$")
 _LISTENS_WITHIN_S = 60.0
 _KILLED_AFTER_S = 10.0  # how long an instance without requests may take to end
-_LOOK_S = 0.05  # between two checks of an instance that drains
+_POLL_S = 0.05  # between two checks of an instance that drains
 _KEPT_ENDS_S = 60.0  # how long the status shows an instance that ended by itself
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -210,14 +210,14 @@ class Instances:
             instance.enter("draining")
             deadline = asyncio.get_running_loop().time() + drain_s
             while instance.running and asyncio.get_running_loop().time() < deadline and instance.child.status is None:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
                 if instance.state != "draining":
                     return False
             instance.ending = True
             await instance.child.end(0.0 if instance.running else _KILLED_AFTER_S)
         else:
             while instance.child.status is None:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
                 if instance.state != "draining":
                     return False
         self._instances.pop(instance_id, None)

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_S = 30.0
 _RAY_GRACE_S = 8.0
-_LOOK_S = 0.25
+_POLL_S = 0.25
 _HUNG_S = 1.5  # enough, since the controller and the node actor do nothing slow in their event loops
 _LAUNCH_PAUSE_S = 1.0
 _TOLD = ("alive", "draining", "drained")  # states of a node that takes the controller's orders
@@ -166,7 +166,7 @@ class NodeServer:
                 nodes = (await self._line.call("status", {}))["nodes"]
                 if any(node["name"] == self._settings.name and node["state"] in _TOLD for node in nodes):
                     break
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         self._show("ready")
 
     async def _keep_controller(self) -> None:
@@ -189,7 +189,7 @@ class NodeServer:
                 await asyncio.sleep(_LAUNCH_PAUSE_S)
                 continue
             while self._ray_started.is_set():
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
 
     async def _watch_processes(self) -> None:
         stopped = StoppedProcesses()
@@ -202,7 +202,7 @@ class NodeServer:
                 self._stop.set()
             if OUT_OF_MEMORY.look():
                 logger.error("%s: the kernel has killed a process of this node", OUT_OF_MEMORY.words())
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     def _own_pids(self) -> set[int]:
         """Return the processes whose exit status their ``Child`` collects."""

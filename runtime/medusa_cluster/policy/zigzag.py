@@ -22,7 +22,7 @@ class PullQueue:
         """Return the batch whose next layer the target runs, or None."""
         return next((batch for batch in self.waiting if self.done[batch] < min(loaded, self._layers)), None)
 
-    def ran(self, batch: int) -> None:
+    def layer_done(self, batch: int) -> None:
         self.done[batch] += 1
 
     def pull(self, busy: int | None, *, untouched: bool = False) -> int | None:

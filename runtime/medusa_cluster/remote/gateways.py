@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _CONNECT_S = 5.0
 _SILENT_S = 60.0  # a gateway sends a comment into a silent stream every ten seconds
 # The head of an answer may take minutes, as for a cold model. A silent gateway is asked meanwhile whether it lives.
-_LOOK_S = 2.0
+_POLL_S = 2.0
 _PROBE_S = 2.0
 _MOST_FAILURES = 3  # probes in a row
 # Probes of the kernel notice a gateway whose machine is gone; a silent stream alone says nothing.
@@ -137,7 +137,7 @@ class _Pulse:
     def beats(self) -> bool:
         """Probe it, unless that has just been done. False after several failures in a row."""
         with self._lock:
-            if time.monotonic() - self._probed_at > _LOOK_S / 2:
+            if time.monotonic() - self._probed_at > _POLL_S / 2:
                 self._failures = 0 if self._answers() else self._failures + 1
                 self._probed_at = time.monotonic()
             return self._failures < _MOST_FAILURES
@@ -159,7 +159,7 @@ class Exchange:
     def __init__(self, connection: http.client.HTTPConnection, check: Callable[[], None]) -> None:
         self._connection = connection
         self._socket = connection.sock
-        self._socket.settimeout(_LOOK_S)
+        self._socket.settimeout(_POLL_S)
         self._reader = _Reader(self._socket, check)
 
     def begin(self) -> http.client.HTTPResponse:

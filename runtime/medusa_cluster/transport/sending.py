@@ -28,7 +28,7 @@ _MOST_RUN = 64  # chunks that are sent before another answer to the same reader 
 _LEAST_BYTES_PER_S = 64 << 10  # a slower reader is given up
 _PATIENCE_S = 10.0  # then a peer that takes nothing is given up
 _QUIET_S = 60.0  # then a region that receives nothing is given up
-_LOOK_S = 0.5  # between two checks that the region still has a prefetcher
+_POLL_S = 0.5  # between two checks that the region still has a prefetcher
 _STOP_S = 0.1  # between two checks that the peer is still there
 _ENCRYPTED_BYTES = 128 << 10
 _NEXT_S = 0.05  # how long an answer waits for its next chunk before another answer to the same reader goes first
@@ -219,7 +219,7 @@ class Sending:
                 raise ConnectionResetError("the peer has gone")
             self._turn.pause(self, partial(region.wait_for_more, seen_bytes))
             now, seen_bytes = time.monotonic(), region.fetched_bytes
-            if now - looked < _LOOK_S:
+            if now - looked < _POLL_S:
                 continue
             looked = now
             # In a chain, chunks come in the order of the requests. Otherwise this chunk may be far down the schedule.

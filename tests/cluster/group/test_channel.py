@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from medusa_cluster.group.wire.channel import Greeting, Listener, TcpChannel, connect
-from medusa_cluster.group.wire.link import Link
-from medusa_cluster.group.wire.message import HEADER_BYTES, Kind, Message, hidden_states, packed, parse_header
+from medusa_cluster.group.wire.emulated_link import EmulatedLink
+from medusa_cluster.group.wire.message import HEADER_BYTES, Kind, Message, hidden_states, json_message, parse_header
 from medusa_runtime.errors import EngineError
 from medusa_runtime.storage.peer_access import PeerAccess
 
@@ -49,7 +49,7 @@ def test_hidden_states_arrive_bit_by_bit(pair: Any, dtype: torch.dtype) -> None:
     sent = torch.randn(513, 65).to(dtype)
     ours.send(hidden_states(GROUP, 9, 1, sent[::3]))
     found = theirs.receive()
-    assert (found.kind, found.group, found.step, found.stage) == (Kind.HIDDEN, GROUP, 9, 1)
+    assert (found.kind, found.group, found.step, found.rank) == (Kind.HIDDEN, GROUP, 9, 1)
     assert torch.equal(found.tensor(), sent[::3])
 
 
@@ -58,7 +58,7 @@ def test_both_ends_may_send_much_before_they_read(pair: Any) -> None:
     body = bytes(range(256)) * 65536
     for channel in (ours, theirs):
         channel.send(Message(Kind.BLOCK, GROUP, body=body))
-        channel.send(packed(Kind.BEAT, GROUP, {"n": 1}))
+        channel.send(json_message(Kind.HEARTBEAT, GROUP, {"n": 1}))
     for channel in (ours, theirs):
         assert bytes(channel.receive().body) == body
         assert channel.receive().values() == {"n": 1}
@@ -134,7 +134,7 @@ def test_nobody_is_there() -> None:
 def test_an_emulated_link_slows_what_is_sent() -> None:
     accepted: queue.SimpleQueue[Greeting] = queue.SimpleQueue()
     listener = Listener("127.0.0.1", 0, group=GROUP, access=PeerAccess("secret"), accept=accepted.put, link=None)
-    ours = connected(listener, PeerAccess("secret"), link=Link(10e6))
+    ours = connected(listener, PeerAccess("secret"), link=EmulatedLink(10e6))
     theirs = accepted.get(timeout=240).channel
     began = time.monotonic()
     ours.send(Message(Kind.BLOCK, GROUP, body=bytes(2_000_000)))

@@ -14,7 +14,7 @@ import pytest
 from group_fixtures import FILES, Group, until
 from medusa_cluster.group.plan import GroupPlan
 from medusa_cluster.group.wire.channel import Greeting, Listener, TcpChannel, connect
-from medusa_cluster.group.wire.message import Kind, Message, packed
+from medusa_cluster.group.wire.message import Kind, Message, json_message
 from medusa_cluster.node.group_worker import GroupWorker
 from medusa_cluster.node.settings import TlsFiles
 from medusa_runtime.errors import ConfigError, EngineError
@@ -167,7 +167,7 @@ def test_half_a_handshake_holds_nobody_up(door: Door, certificates: tuple[str, s
         stranger.sendall(b"\x16\x03\x01\x40\x00"[: 1 + number % 5])
     ours = door.enter(*certificates)
     theirs = door.let_in.get(timeout=60).channel
-    ours.send(packed(Kind.BEAT, GROUP, {"n": 1}))
+    ours.send(json_message(Kind.HEARTBEAT, GROUP, {"n": 1}))
     assert theirs.receive().values() == {"n": 1}  # type: ignore[union-attr]
     for connection in (ours, theirs, *strangers):
         connection.close()
@@ -180,7 +180,7 @@ def test_a_connection_that_is_damaged_on_the_way_ends(door: Door, certificates: 
     assert theirs.receive() is None
     assert "bad record mac" in str(theirs.refusal)
     with pytest.raises(EngineError, match="connection to another worker of the group"):
-        theirs.send(packed(Kind.BEAT, GROUP, {"n": 1}))
+        theirs.send(json_message(Kind.HEARTBEAT, GROUP, {"n": 1}))
     ours.close()
     theirs.close()
 

@@ -56,7 +56,9 @@ def test_a_worker_that_ends_while_its_blocks_are_gathered(group: Callable[..., G
     for _ in range(3):
         answer.next()
     made.leader.engine.consolidate("down")
-    until(lambda: made.leader.engine._move is not None and made.leader.engine._move._gathering.bytes > 0)
+    until(
+        lambda: made.leader.engine._consolidation is not None and made.leader.engine._consolidation._gathering.bytes > 0
+    )
     made.workers[1].stop.set()
     assert answer.tokens == expected
     assert made.leader.engine.stats()["workers"] == 1

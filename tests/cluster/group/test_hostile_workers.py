@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from medusa_cluster.group.gathering import send_blocks
 from medusa_cluster.group.identity import disagreement
 from medusa_cluster.group.live.handover import HandoverReader, prompts_of
-from medusa_cluster.group.steps import StepReader, ending, forbid, sampled_of
+from medusa_cluster.group.steps import StepReader, ending_spans, forbid, read_tokens
 from medusa_cluster.group.wire.channel import Greeting, Listener, connect
-from medusa_cluster.group.wire.handshake import challenge, greeting, is_answer, read_greeting
-from medusa_cluster.group.wire.message import HEADER_BYTES, Kind, Message, hidden_states, packed, parse_header
+from medusa_cluster.group.wire.handshake import is_answer, make_challenge, make_greeting, read_greeting
+from medusa_cluster.group.wire.message import HEADER_BYTES, Kind, Message, hidden_states, json_message, parse_header
 from medusa_runtime.engine import frames
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.engine.torch.kv_cache import KvCache, KvShape
@@ -117,7 +117,7 @@ def test_who_listens_in_the_place_of_a_worker_does_not_learn_the_token() -> None
         def listen() -> None:
             connection, _ = taken.accept()
             with connection:
-                asked = challenge(GROUP)
+                asked = make_challenge(GROUP)
                 connection.sendall(asked.header() + asked.body)
                 heard.append(connection.recv(4096))
                 wrong = asked._replace(body=bytes(32))
@@ -136,11 +136,11 @@ def test_who_listens_in_the_place_of_a_worker_does_not_learn_the_token() -> None
 
 
 def test_a_greeting_that_was_recorded_or_changed_opens_nothing(door: Door) -> None:
-    asked = challenge(GROUP)
-    recorded = greeting(TOKEN, asked, GROUP, 1, {"purpose": "steps"})
+    asked = make_challenge(GROUP)
+    recorded = make_greeting(TOKEN, asked, GROUP, 1, {"purpose": "steps"})
     assert read_greeting(TOKEN, asked, recorded) == {"purpose": "steps"}
     for changed in (
-        recorded._replace(stage=2),
+        recorded._replace(rank=2),
         recorded._replace(group=8),
         recorded._replace(body=recorded.body.replace(b"steps", b"block")),
     ):
@@ -160,7 +160,7 @@ def test_a_partner_fills_no_memory_by_what_it_was_not_offered() -> None:
     with pytest.raises(MedusaError, match="expected a batch that was offered, found number 8"):
         reader.take(block._replace(step=8), cache)
     with pytest.raises(MedusaError, match="expected a batch that was offered, found number 8"):
-        reader.take(packed(Kind.HANDOVER, GROUP, {"parts": [1], "lengths": [3]}, step=8), cache)
+        reader.take(json_message(Kind.HANDOVER, GROUP, {"parts": [1], "lengths": [3]}, step=8), cache)
     for _ in range(4):  # two layers of two prompts
         assert reader.take(block, cache) is None
     with pytest.raises(MedusaError, match="expected the keys and values of 5 tokens in a batch, found more"):
@@ -180,7 +180,7 @@ def test_a_peer_that_takes_no_blocks_is_made_no_further_ones(door: Door) -> None
     cache = KvCache(KvShape(4, 8, 512, torch.float32), 4)
     sending = threading.Thread(target=send_blocks, args=(cache, LayerRange(0, 4, 4), channel, GROUP, 0), daemon=True)
     sending.start()
-    member.send(packed(Kind.FETCH, GROUP, {"blocks": [0] * 10_000}))
+    member.send(json_message(Kind.FETCH, GROUP, {"blocks": [0] * 10_000}))
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline:
         assert channel.sent_bytes < 64 << 20
@@ -196,14 +196,14 @@ def test_fuzzed_messages_end_in_one_error() -> None:
     request = frames.request_to_frame(GenerateRequest("a", (), SamplingParams()))
     spans = [{"number": 1, "start": 0, "stop": 2, "tokens": [1, 2], "keep": 0, "blocks": [0], "prompt": 2,
               "ends": True, "roll": 0.5, "allowed": "/w==", "request": request}]  # fmt: skip
-    asked = challenge(GROUP)
+    asked = make_challenge(GROUP)
     seeds = [
-        greeting(TOKEN, asked, GROUP, 1, {"purpose": "steps"}),
-        packed(Kind.STEP, GROUP, {"spans": spans, "gone": [3]}, step=1),
-        packed(Kind.TOKENS, GROUP, {"tokens": [[3, -0.5, [[4, -1.0]]]]}, step=1),
-        packed(Kind.BEAT, GROUP, {"sent": 1, "echo": [1, 2], "loaded": True}),
-        packed(Kind.OFFER, GROUP, {"prompts": [[1, 2], [3]]}, step=1),
-        packed(Kind.HANDOVER, GROUP, {"parts": [1], "lengths": [2]}, step=1),
+        make_greeting(TOKEN, asked, GROUP, 1, {"purpose": "steps"}),
+        json_message(Kind.STEP, GROUP, {"spans": spans, "gone": [3]}, step=1),
+        json_message(Kind.TOKENS, GROUP, {"tokens": [[3, -0.5, [[4, -1.0]]]]}, step=1),
+        json_message(Kind.HEARTBEAT, GROUP, {"sent": 1, "echo": [1, 2], "loaded": True}),
+        json_message(Kind.OFFER, GROUP, {"prompts": [[1, 2], [3]]}, step=1),
+        json_message(Kind.HANDOVER, GROUP, {"parts": [1], "lengths": [2]}, step=1),
         Message(Kind.BLOCK, GROUP, 1, 1, 1, 4, 4, bytearray(64)),
         hidden_states(GROUP, 1, 0, torch.zeros(2, 4)),
     ]
@@ -228,10 +228,10 @@ def test_fuzzed_messages_end_in_one_error() -> None:
     def _step(message: Message) -> None:
         values = message.values()
         found = StepReader((0,)).read(values)
-        forbid(torch.zeros(len(found), 8), values, ending(values, found))
+        forbid(torch.zeros(len(found), 8), values, ending_spans(values, found))
 
     def _tokens(message: Message) -> None:
-        for one in sampled_of(message.values(), 1, 8):
+        for one in read_tokens(message.values(), 1, 8):
             assert 0 <= one.token < 8
 
     def _handover(message: Message) -> None:

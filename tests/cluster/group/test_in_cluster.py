@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from lab_cluster import EXAMPLE, GROUP_LINK, GROUP_SLO_S, SETTINGS, ClusterWithoutRay, ClusterWithRay, completion, until
 from medusa_cluster.lab.laboratory import Laboratory
-from medusa_cluster.lab.link import Link
+from medusa_cluster.lab.link_speed import LinkSpeed
 
 pytestmark = [
     pytest.mark.cluster,
@@ -30,7 +30,7 @@ _CLIENTS = 12
 
 @pytest.mark.parametrize("kind", [ClusterWithoutRay, ClusterWithRay])
 def test_a_group_answers_and_becomes_an_instance(kind: type[ClusterWithRay]) -> None:
-    with Laboratory(3, GROUP_LINK, origin_link=Link(50e6)) as lab:
+    with Laboratory(3, GROUP_LINK, origin_link=LinkSpeed(50e6)) as lab:
         cluster = kind(lab)
         url = _started(cluster)
         (asked,) = cluster.ask_for_a_group(url, "torch")

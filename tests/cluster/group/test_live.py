@@ -197,7 +197,7 @@ def test_the_queues_decide_as_the_schedules_do(layers: int, load: int, batches: 
             loaded = scaling.loaded(now)
             running = made.next(loaded)
             if running is not None:
-                made.ran(running)
+                made.layer_done(running)
             now += 1
             if source_free <= now and (taken := made.pull(loaded)) is not None:
                 source_free = max(now, source_free) + layers - made.done(taken)
@@ -292,7 +292,7 @@ def test_partners_that_come_at_once_are_no_more_than_there_are_places(group: Cal
     greeted.set()
     for channel in channels:
         channel.close()
-    assert sorted(first) == sorted([Kind.BEAT, Kind.ERROR, Kind.ERROR])
+    assert sorted(first) == sorted([Kind.HEARTBEAT, Kind.ERROR, Kind.ERROR])
 
 
 @pytest.mark.parametrize("wrong", ["columns", "type", "keys"])

@@ -85,7 +85,7 @@ def test_the_queue_gives_the_head_only_and_never_one_that_runs() -> None:
     queue = PullQueue((1, 1), layers=3)
     assert queue.next(loaded=1) == 0
     assert queue.pull(busy=None) is None  # nothing is done of it yet
-    queue.ran(0)
+    queue.layer_done(0)
     assert queue.next(loaded=1) == 1  # the head waits for its second layer
     assert queue.pull(busy=0) is None
     assert queue.pull(busy=1) == 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from medusa_cluster.lab.laboratory import ORIGIN, Laboratory
-from medusa_cluster.lab.link import Link
+from medusa_cluster.lab.link_speed import LinkSpeed
 
 from benchmarks.cluster.weight_nodes import WeightNode, weight_nodes
 
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 _SIZE = 16_000_000
-_LINK = Link(4e6)  # four seconds for the model
+_LINK = LinkSpeed(4e6)  # four seconds for the model
 
 
 @pytest.fixture(scope="module")

@@ -172,14 +172,14 @@ def _least_nodes(arguments: argparse.Namespace) -> int | None:
 
 
 def _link(arguments: argparse.Namespace, host: str) -> float:
-    from medusa_cluster.lab.link import Link
+    from medusa_cluster.lab.link_speed import LinkSpeed
 
     if arguments.link_bytes_per_s is not None:
         if not arguments.link_bytes_per_s > 0:
             raise ConfigError(f"--link-bytes-per-s: expected a number above 0, found {arguments.link_bytes_per_s}")
         return float(arguments.link_bytes_per_s)
     if arguments.link is not None:
-        return Link.parse(arguments.link).bytes_per_s
+        return LinkSpeed.parse(arguments.link).bytes_per_s
     return _device_rate(host) or 1.25e9
 
 

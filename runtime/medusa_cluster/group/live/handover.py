@@ -19,7 +19,7 @@ from medusa_runtime.errors import EngineError
 from torch import Tensor
 
 from ..wire.channel import Channel
-from ..wire.message import DTYPES, Kind, Message, buffer_of, hidden_states, packed
+from ..wire.message import DTYPES, Kind, Message, buffer_of, hidden_states, json_message
 
 BATCH_TOKENS = 256  # a batch is full with so many tokens, so that one pull does not take too much
 
@@ -63,7 +63,7 @@ def grouped(spans: list[Span], tokens: int = BATCH_TOKENS) -> list[list[Span]]:
 def offer(group: int, batch: Batch) -> Message:
     """Return the message that offers a batch's prompts."""
     prompts = [span.sequence.tokens[: span.stop] for span in batch.spans]
-    return packed(Kind.OFFER, group, {"prompts": prompts}, step=batch.number)
+    return json_message(Kind.OFFER, group, {"prompts": prompts}, step=batch.number)
 
 
 def prompts_of(message: Message) -> list[list[int]]:
@@ -92,7 +92,7 @@ def send_handover(
     ``parts``: the keys and values came in parts of so many layers, each for every prompt. ``lengths``: the prompts'
     lengths in tokens.
     """
-    channel.send(packed(Kind.HANDOVER, group, {"parts": parts, "lengths": lengths}, step=number))
+    channel.send(json_message(Kind.HANDOVER, group, {"parts": parts, "lengths": lengths}, step=number))
     if hidden is not None:
         channel.send(hidden_states(group, number, 1, hidden))
 

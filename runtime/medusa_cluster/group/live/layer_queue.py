@@ -17,7 +17,7 @@ class LayerQueue(Protocol):
     def next(self, loaded: int) -> int | None:
         """Return the batch whose next layer should run, if ``loaded`` layers are there. None: nothing can run."""
 
-    def ran(self, batch: int) -> None:
+    def layer_done(self, batch: int) -> None:
         """Note that a layer of the batch has run."""
 
     def pull(self, loaded: int) -> int | None:
@@ -41,8 +41,8 @@ class ZigZag:
     def next(self, loaded: int) -> int | None:
         return self._queue.next(loaded)
 
-    def ran(self, batch: int) -> None:
-        self._queue.ran(batch)
+    def layer_done(self, batch: int) -> None:
+        self._queue.layer_done(batch)
 
     def pull(self, loaded: int) -> int | None:
         # Between two layers the head is not being worked on. An idle source takes it even if no layer has run.
@@ -64,7 +64,7 @@ class _InOrder:
         self._done.append(0)
         return len(self._done) - 1
 
-    def ran(self, batch: int) -> None:
+    def layer_done(self, batch: int) -> None:
         self._done[batch] += 1
 
     def done(self, batch: int) -> int:
@@ -102,7 +102,7 @@ class BestEffort(_InOrder):
         return head
 
 
-class Whole(_InOrder):
+class WholePrompts(_InOrder):
     """A prefill instance's queue: each batch through all layers, in order, and then handed over (BlitzScale §5.4)."""
 
     def next(self, loaded: int) -> int | None:
@@ -119,8 +119,8 @@ class Whole(_InOrder):
 
 
 def layer_queue(schedule: str, layers: int) -> LayerQueue:
-    kinds: dict[str, Callable[[int], LayerQueue]] = {"best-effort": BestEffort, "whole": Whole, "zigzag": ZigZag}
+    kinds: dict[str, Callable[[int], LayerQueue]] = {"best-effort": BestEffort, "whole": WholePrompts, "zigzag": ZigZag}
     return kinds[schedule](layers)
 
 
-__all__ = ["BestEffort", "LayerQueue", "Whole", "ZigZag", "layer_queue"]
+__all__ = ["BestEffort", "LayerQueue", "WholePrompts", "ZigZag", "layer_queue"]

@@ -18,11 +18,11 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from torch import Tensor
 
-from ..identity import Beats, disagreement, identity_of
+from ..identity import Heartbeats, disagreement, identity_of
 from ..plan import GroupPlan, PlanFile
 from ..wire.channel import Greeting, Listener, TcpChannel, close_with, error_of
-from ..wire.link import Link
-from ..wire.message import Kind, Message, packed
+from ..wire.emulated_link import EmulatedLink
+from ..wire.message import Kind, Message, json_message
 from .handover import Batch, Handover, HandoverReader, grouped, offer, read_in
 
 logger = logging.getLogger(__name__)
@@ -33,9 +33,9 @@ _PLAN_S = 0.25  # between two readings of the group's file
 class _Pair:
     """A target that helps, and the batches that it was offered."""
 
-    def __init__(self, channel: TcpChannel, beats: Beats) -> None:
+    def __init__(self, channel: TcpChannel, heartbeats: Heartbeats) -> None:
         self.channel = channel
-        self.beats = beats
+        self.heartbeats = heartbeats
         self.offered: dict[int, Batch] = {}
         self.arrived: deque[Handover] = deque()
         self.pulled = False  # a pull has not been answered yet, or its answer is still in our inbox
@@ -53,19 +53,19 @@ class _Pair:
         return None if batch is None else [span.stop for span in batch.spans]
 
 
-class Source(TorchEngine):
+class SourceEngine(TorchEngine):
     """The source's engine, which listens for new instances. Alone it is a torch engine like any other."""
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
         self.plan = plan
         self._pairs: list[_Pair] = []
-        self._places = threading.BoundedSemaphore(plan.size - 1)  # for accepted partners
+        self._free_slots = threading.BoundedSemaphore(plan.size - 1)  # for accepted partners
         self._closing = threading.Event()
         self._next_batch = 1
-        self.helped = 0  # layers of batches that targets have run
+        self.layers_helped = 0  # layers of batches that targets have run
         super().__init__(region, settings, timeline)
-        host, port = plan.leader_place
-        link = Link(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
+        host, port = plan.leader_address
+        link = EmulatedLink(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
         self._pair_listener = Listener(
             host, port, group=plan.number, access=plan.access, accept=self._accept, link=link
         )
@@ -75,7 +75,7 @@ class Source(TorchEngine):
     def stats(self) -> dict[str, Any]:
         pairs = list(self._pairs)
         offered = sum(len(pair.offered) for pair in pairs)
-        return super().stats() | {"paired": len(pairs), "offered": offered, "layers_helped": self.helped}
+        return super().stats() | {"paired": len(pairs), "offered": offered, "layers_helped": self.layers_helped}
 
     def release(self) -> None:
         """Let all partners become instances, once they have handed over their batches. Can be called in any thread."""
@@ -87,7 +87,7 @@ class Source(TorchEngine):
         self._pair_listener.close()
         for pair in list(self._pairs):
             pair.channel.close()
-            pair.beats.close()
+            pair.heartbeats.close()
         super().close()
 
     def _follow_plan(self) -> None:
@@ -95,21 +95,21 @@ class Source(TorchEngine):
         assert self._settings.group is not None
         file = PlanFile(self._settings.group, self.plan)
         while not self._closing.wait(_PLAN_S):
-            if file.look().then == "up":
+            if file.reload().then == "up":
                 self.release()
 
     def _accept(self, greeting: Greeting) -> None:
         """Take a new instance as a partner, or refuse it. Called in the listener's thread."""
         ours = identity_of(self._region, self._model.config, self._dtype, size=self.plan.size)
         reason = disagreement(ours, greeting.values)
-        if reason is None and (greeting.purpose != "live" or not self._places.acquire(blocking=False)):
+        if reason is None and (greeting.purpose != "live" or not self._free_slots.acquire(blocking=False)):
             reason = "this instance has its partners already"
         if reason is not None:
             error = EngineError(f"live scaling was refused: {reason}")
             logger.warning("%s", error)
             close_with(greeting.channel, self.plan.number, error)
             return
-        pair = _Pair(greeting.channel, Beats(self.plan.number, 0, greeting.channel.send, dict))
+        pair = _Pair(greeting.channel, Heartbeats(self.plan.number, 0, greeting.channel.send, dict))
         self._inbox.post(lambda: self._begin_pair(pair))
 
     def _begin_pair(self, pair: _Pair) -> None:
@@ -122,7 +122,7 @@ class Source(TorchEngine):
         reader = HandoverReader(pair.lengths)
         try:
             while (message := pair.channel.receive()) is not None:
-                if message.kind is Kind.BEAT:
+                if message.kind is Kind.HEARTBEAT:
                     pair.leaving |= self.plan.mode == "live" and bool(message.values().get("full"))
                 elif message.kind is Kind.ERROR:
                     raise error_of(message)
@@ -144,7 +144,7 @@ class Source(TorchEngine):
             return super()._run_next_step()
         worked = False
         for pair in list(self._pairs):
-            if time.monotonic() - pair.channel.heard > self.plan.silent_s:
+            if time.monotonic() - pair.channel.last_received_at > self.plan.silent_s:
                 self._lose(pair, EngineError(f"it has been silent for {self.plan.silent_s:g} s"))
             elif pair.arrived:
                 self._finish(pair, pair.arrived.popleft())
@@ -159,16 +159,16 @@ class Source(TorchEngine):
         if ours:
             self._step(ours)
         for pair in list(self._pairs):
-            self._look_at(pair)
+            self._pull_or_release(pair)
         return worked or bool(spans)
 
-    def _look_at(self, pair: _Pair) -> None:
+    def _pull_or_release(self, pair: _Pair) -> None:
         """Pull the partner's next batch, or part with it."""
         if pair.offered and not pair.pulled and not pair.arrived:
             pair.pulled = pair.due = True
             self._send(pair, Message(Kind.PULL, self.plan.number))
         elif pair.leaving and not pair.offered:
-            self._part_with(pair)
+            self._release_pair(pair)
 
     def _send(self, pair: _Pair, message: Message) -> None:
         try:
@@ -204,26 +204,26 @@ class Source(TorchEngine):
             return
         rows: list[int] = []
         row = 0
-        for place, (sequence, _, stop) in enumerate(batch.spans):
-            if sequence.blocks is batch.tables[place]:
+        for index, (sequence, _, stop) in enumerate(batch.spans):
+            if sequence.blocks is batch.tables[index]:
                 rows += range(row, row + stop)
                 if handover.caches:
-                    read_in(self._cache, sequence, handover.caches[place])
+                    read_in(self._cache, sequence, handover.caches[index])
             row += stop
-        attention, places = PagedAttention(self._cache, alive), positions_of(alive)
+        attention, positions = PagedAttention(self._cache, alive), positions_of(alive)
         if handover.hidden is None:
-            hidden = self._model.embed(tokens_of(alive), places)
+            hidden = self._model.embed(tokens_of(alive), positions)
         else:
             hidden = handover.hidden if len(rows) == row else handover.hidden[rows]
         last = max(self.layers.total - 1, handover.done)
-        hidden = self._model.run_layers(hidden, places, attention, handover.done, last)
-        self._look_at(pair)  # the next batch arrives while the last layer runs
-        hidden = self._model.run_layers(hidden, places, attention, last)
+        hidden = self._model.run_layers(hidden, positions, attention, handover.done, last)
+        self._pull_or_release(pair)  # the next batch arrives while the last layer runs
+        hidden = self._model.run_layers(hidden, positions, attention, last)
         for sequence, _, stop in alive:
             sequence.computed = stop
-        self.helped += handover.done
-        ends = [place for place, span in enumerate(alive) if span.stop == len(span.sequence.tokens)]
-        sequences = [alive[place].sequence for place in ends]
+        self.layers_helped += handover.done
+        ends = [index for index, span in enumerate(alive) if span.stop == len(span.sequence.tokens)]
+        sequences = [alive[index].sequence for index in ends]
         self._constraints.request_masks(alive)
         sampled = self._sample(self._model.logits(select_rows(hidden, alive, ends)), sequences) if ends else []
         self._deliver(alive, sequences, sampled, batch.began_ns)
@@ -236,22 +236,22 @@ class Source(TorchEngine):
         if pair in self._pairs:
             logger.warning("a partner is lost: %s; going on without it", error)
             self._timeline.mark("unpaired", reason=str(error))
-            self._end_pair(pair)
+            self._remove_pair(pair)
 
-    def _part_with(self, pair: _Pair) -> None:
+    def _release_pair(self, pair: _Pair) -> None:
         """Release a partner that has handed over everything. From here on both are instances."""
         try:
-            pair.channel.send(packed(Kind.RELEASE, self.plan.number, {"as": "instance"}))
+            pair.channel.send(json_message(Kind.RELEASE, self.plan.number, {"as": "instance"}))
             pair.channel.flush(1.0)
         except MedusaError:
             pass
         self._timeline.mark("unpaired", reason="both are instances")
-        self._end_pair(pair)
+        self._remove_pair(pair)
 
-    def _end_pair(self, pair: _Pair) -> None:
+    def _remove_pair(self, pair: _Pair) -> None:
         self._pairs.remove(pair)
-        self._places.release()
-        pair.beats.close()
+        self._free_slots.release()
+        pair.heartbeats.close()
         pair.channel.close()
 
 
@@ -260,4 +260,4 @@ def _is_whole_prompt(span: Span) -> bool:
     return span.start == 0 and span.stop == len(sequence.tokens) and span.stop > 1
 
 
-__all__ = ["Source"]
+__all__ = ["SourceEngine"]

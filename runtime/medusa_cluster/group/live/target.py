@@ -23,10 +23,10 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from torch import Tensor
 
-from ..identity import Beats, identity_of
+from ..identity import Heartbeats, identity_of
 from ..plan import GroupPlan
 from ..wire.channel import TcpChannel, connect, error_of
-from ..wire.link import Link
+from ..wire.emulated_link import EmulatedLink
 from ..wire.message import Kind, Message
 from .handover import prompts_of, read_out, send_cache, send_handover
 from .layer_queue import layer_queue
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _ARRIVAL_S = 0.005  # between two checks of an idle target for a newly arrived layer
 
 
-class Target(TorchEngine):
+class TargetEngine(TorchEngine):
     """The target's engine. It helps its source until the source releases it, and is an instance after that."""
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
@@ -78,14 +78,14 @@ class Target(TorchEngine):
         return next((number for number in range(total) if not self._loader.is_loaded(f"layers.{number}")), total)
 
 
-class _Work:
+class _Prefill:
     """A batch under way: its prompts, in the target's own blocks, and its hidden states after the layers so far."""
 
     def __init__(self, number: int, prompts: list[list[int]]) -> None:
         self.number = number  # the source's number of the batch
         self.spans = [Span(_sequence(prompt), 0, len(prompt)) for prompt in prompts]
         self.hidden: Tensor | None = None
-        self.places: Tensor | None = None
+        self.positions: Tensor | None = None
         self.attention: PagedAttention | None = None
         self.parts: list[int] = []  # for each sending of keys and values, the number of layers
 
@@ -93,27 +93,27 @@ class _Work:
 class _Helper:
     """The target's work for its source."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: TargetEngine) -> None:
         self._target = target
         self._plan = target.plan
         self._queue = layer_queue(target.plan.queue, target.layers.total)
-        self._works: dict[int, _Work] = {}  # by the queue's number of the batch
+        self._prefills: dict[int, _Prefill] = {}  # by the queue's number of the batch
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._pull = False
         self._channel: TcpChannel | None = None
-        self._beats: Beats | None = None
+        self._heartbeats: Heartbeats | None = None
 
     def run(self, stop: threading.Event) -> None:
         """Work until the source releases this target. Raises EngineError if the source is lost."""
         target, plan = self._target, self._plan
-        link = Link(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
+        link = EmulatedLink(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
         identity = identity_of(target._region, target._model.config, target._dtype, size=plan.size)
         channel = self._channel = connect(
             plan.leader, group=plan.number, access=plan.access, rank=plan.rank, purpose="live",
             deadline=time.monotonic() + plan.form_s, stopped=stop.is_set, link=link, **identity,
         )  # fmt: skip
         threading.Thread(target=self._read, args=(channel,), name="live-source", daemon=True).start()
-        self._beats = Beats(plan.number, plan.rank, channel.send, lambda: {"full": target._loader.applied})
+        self._heartbeats = Heartbeats(plan.number, plan.rank, channel.send, lambda: {"full": target._loader.applied})
         idle = True
         while not stop.is_set() and self._handle(channel, idle=idle):
             target._check_loaded()
@@ -130,14 +130,14 @@ class _Helper:
             try:
                 message = self._messages.get(timeout=wait_s) if wait_s else self._messages.get_nowait()
             except queue.Empty:
-                if time.monotonic() - channel.heard > self._plan.silent_s:
+                if time.monotonic() - channel.last_received_at > self._plan.silent_s:
                     raise EngineError(f"the source has been silent for {self._plan.silent_s:g} s") from None
                 return True
             wait_s = 0.0
             if message is None:
                 raise EngineError("the connection to the source broke")
             if message.kind is Kind.OFFER:
-                self._works[self._queue.add()] = _Work(message.step, prompts_of(message))
+                self._prefills[self._queue.add()] = _Prefill(message.step, prompts_of(message))
             elif message.kind is Kind.PULL:
                 self._pull = True
             elif message.kind is Kind.ERROR:
@@ -147,63 +147,68 @@ class _Helper:
 
     def _run_layer(self, batch: int) -> bool:
         """Run the next layer of a batch. Return False if there is no room for its keys and values."""
-        target, work = self._target, self._works[batch]
-        if work.attention is None:
-            needed = [blocks_for(span.stop) for span in work.spans]
+        target, prefill = self._target, self._prefills[batch]
+        if prefill.attention is None:
+            needed = [blocks_for(span.stop) for span in prefill.spans]
             blocks = target._cache.blocks.allocate(sum(needed))
             if blocks is None:
                 return False
-            for span, count in zip(work.spans, needed, strict=True):
+            for span, count in zip(prefill.spans, needed, strict=True):
                 span.sequence.blocks, blocks = blocks[:count], blocks[count:]
-            work.attention, work.places = PagedAttention(target._cache, work.spans), positions_of(work.spans)
-            work.hidden = target._model.embed(tokens_of(work.spans), work.places)
-        assert work.hidden is not None
-        assert work.places is not None
+            prefill.attention, prefill.positions = (
+                PagedAttention(target._cache, prefill.spans),
+                positions_of(prefill.spans),
+            )
+            prefill.hidden = target._model.embed(tokens_of(prefill.spans), prefill.positions)
+        assert prefill.hidden is not None
+        assert prefill.positions is not None
         done = self._queue.done(batch)
-        work.hidden = target._model.run_layers(work.hidden, work.places, work.attention, done, done + 1)
-        self._queue.ran(batch)
-        self._send_layers(work, done, done + 1)  # the source needs them, and they travel while the next layer runs
+        prefill.hidden = target._model.run_layers(prefill.hidden, prefill.positions, prefill.attention, done, done + 1)
+        self._queue.layer_done(batch)
+        self._send_layers(prefill, done, done + 1)  # the source needs them, and they travel while the next layer runs
         return True
 
-    def _send_layers(self, work: _Work, start: int, stop: int) -> None:
+    def _send_layers(self, prefill: _Prefill, start: int, stop: int) -> None:
         assert self._channel is not None
-        for span in work.spans:
+        for span in prefill.spans:
             cache = read_out(self._target._cache, span.sequence.blocks, span.stop, start, stop)
-            send_cache(self._channel, self._plan.number, work.number, cache)
-        work.parts.append(stop - start)
+            send_cache(self._channel, self._plan.number, prefill.number, cache)
+        prefill.parts.append(stop - start)
 
     def _hand_over(self, channel: TcpChannel, loaded: int) -> None:
         batch = self._queue.pull(loaded)
         if batch is None:
             return
         self._pull = False
-        work, done = self._works.pop(batch), self._queue.done(batch)
-        lengths = [span.stop for span in work.spans]
-        send_handover(channel, self._plan.number, work.number, work.parts, lengths, work.hidden if done else None)
-        self._free(work)
+        prefill, done = self._prefills.pop(batch), self._queue.done(batch)
+        lengths = [span.stop for span in prefill.spans]
+        send_handover(
+            channel, self._plan.number, prefill.number, prefill.parts, lengths, prefill.hidden if done else None
+        )
+        self._free(prefill)
 
-    def _free(self, work: _Work) -> None:
-        for span in work.spans:
+    def _free(self, prefill: _Prefill) -> None:
+        for span in prefill.spans:
             self._target._cache.blocks.release(span.sequence.blocks)
             span.sequence.blocks = []
 
     def _read(self, channel: TcpChannel) -> None:
         try:
             while (message := channel.receive()) is not None:
-                if message.kind is not Kind.BEAT:
+                if message.kind is not Kind.HEARTBEAT:
                     self._messages.put(message)
         except MedusaError as error:
             logger.warning("the source sent something that is no message: %s", error)
         self._messages.put(None)
 
     def close(self) -> None:
-        if self._beats is not None:
-            self._beats.close()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
         if self._channel is not None:
             self._channel.close()
-        for work in self._works.values():
-            self._free(work)
-        self._works.clear()
+        for prefill in self._prefills.values():
+            self._free(prefill)
+        self._prefills.clear()
 
 
 def _sequence(prompt: list[int]) -> Sequence:
@@ -218,4 +223,4 @@ def _sequence(prompt: list[int]) -> Sequence:
     )
 
 
-__all__ = ["Target"]
+__all__ = ["TargetEngine"]

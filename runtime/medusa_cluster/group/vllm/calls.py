@@ -46,13 +46,13 @@ _VLLM_MODULES = frozenset(
 _VLLM_OTHERS = frozenset((("vllm.v1.worker.worker_base", "CompilationTimes"),))
 
 
-def written(value: Any) -> bytes:
+def serialize(value: Any) -> bytes:
     """Return an object of vLLM as bytes."""
     return pickle.dumps(value, protocol=5)
 
 
-def read(data: Any) -> Any:
-    """Return the object that ``written`` was given. Raises EngineError for anything but data."""
+def deserialize(data: Any) -> Any:
+    """Return the object that ``serialize`` was given. Raises EngineError for anything but data."""
     try:
         return _Reader(io.BytesIO(data)).load()
     except EngineError:
@@ -83,4 +83,4 @@ def _holds_data(kind: type) -> bool:
     return any(base.__module__.startswith("msgspec") for base in kind.__mro__)
 
 
-__all__ = ["read", "written"]
+__all__ = ["deserialize", "serialize"]

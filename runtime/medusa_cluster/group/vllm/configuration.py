@@ -28,7 +28,7 @@ _PARTITION = "VLLM_PP_LAYER_PARTITION"
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankConfig:
     """One worker's part of a pipeline: its configuration of vLLM, its layers, and its identity for the greeting."""
 
     config: Any
@@ -44,7 +44,7 @@ def layers_of(region: Region, settings: Settings) -> LayerRange:
     return LayerRange.parse(settings.layers, count)
 
 
-def share(
+def rank_config(
     whole: Any,
     arguments: dict[str, Any],
     layers: LayerRange,
@@ -53,7 +53,7 @@ def share(
     region: Region,
     settings: Settings,
     timeline: Timeline,
-) -> Share:
+) -> RankConfig:
     """Return this worker's part of a pipeline.
 
     ``whole`` is vLLM's configuration for an instance, made of ``arguments``. ``budget`` is the memory for the KV cache.
@@ -95,7 +95,7 @@ def share(
         "layers": [layers.start, layers.stop],
         "blocks": blocks,
     }
-    return Share(config, layers, identity)
+    return RankConfig(config, layers, identity)
 
 
 @contextmanager
@@ -123,4 +123,4 @@ def _kernels(settings: Settings) -> str:
     return ", ".join(f"{name}: {value}" for name, value in sorted(found.items()))
 
 
-__all__ = ["Share", "layers_of", "partition", "share"]
+__all__ = ["RankConfig", "layers_of", "partition", "rank_config"]

@@ -13,11 +13,11 @@ from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.timeline import Timeline
 from vllm.v1.executor.abstract import Executor
 
-from ..crew import Crew
 from ..forming import Worker
 from ..plan import GroupPlan
 from ..wire.message import Kind, Message
-from .calls import read, written
+from ..worker_connections import WorkerConnections
+from .calls import deserialize, serialize
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +32,18 @@ class Calls:
     """Calls of the workers' methods, and their results."""
 
     def __init__(
-        self, workers: list[Worker], plan: GroupPlan, timeline: Timeline, *, served: Callable[[], bool]
+        self, workers: list[Worker], plan: GroupPlan, timeline: Timeline, *, all_loaded: Callable[[], bool]
     ) -> None:
-        """Make a crew of the workers. ``served`` is passed on to it."""
+        """Listen to the workers. ``all_loaded`` is that of ``WorkerConnections``."""
         self.broken: BrokenGroupError | None = None
         self._group = plan.number
         self._numbers = itertools.count(1)
         self._pending: dict[tuple[int, int], Future[Any]] = {}  # (rank, number of the call) → its result
         self._lock = threading.Lock()
         self._released = False
-        self.crew = Crew(workers, plan, timeline, take=self._take, lose=self._lose, served=served)
+        self.connections = WorkerConnections(
+            workers, plan, timeline, on_message=self._on_message, on_lost=self._on_lost, all_loaded=all_loaded
+        )
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: range) -> list[Future[Any]]:
         """Call a method of vLLM's worker in every worker, and return the results of ``ranks``, as futures.
@@ -55,16 +57,16 @@ class Calls:
                 raise self.broken
             self._pending.update({(rank, number): one for rank, one in zip(ranks, futures, strict=True)})
         try:
-            self.crew.send(Message(Kind.CALL, self._group, step=number, body=written((method, args, kwargs))))
+            self.connections.send(Message(Kind.CALL, self._group, step=number, body=serialize((method, args, kwargs))))
         except MedusaError as error:
             self._fail(str(error))
             raise BrokenGroupError(str(error)) from error
         return futures
 
     def release(self, keep: int) -> None:
-        """Dissolve the group, like ``Crew.release``. Waiting calls end with an error."""
+        """Dissolve the group, like ``WorkerConnections.release``. Waiting calls end with an error."""
         self._released = True
-        self.crew.release(keep)
+        self.connections.release(keep)
         self._fail("the group was dissolved")
 
     def _fail(self, reason: str) -> None:
@@ -77,14 +79,14 @@ class Calls:
         for one in waiting:
             one.set_exception(error)
 
-    def _take(self, worker: Worker, message: Message) -> None:
+    def _on_message(self, worker: Worker, message: Message) -> None:
         if message.kind is Kind.RESULT:
             with self._lock:
                 waiting = self._pending.pop((worker.rank, message.step), None)
             if waiting is not None:
-                waiting.set_result(read(message.body))
+                waiting.set_result(deserialize(message.body))
 
-    def _lose(self, worker: Worker, error: MedusaError) -> None:
+    def _on_lost(self, worker: Worker, error: MedusaError) -> None:
         self._fail(f"worker {worker.rank} is lost: {error}")
 
 
@@ -96,7 +98,7 @@ class GroupExecutor(Executor):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, calls: Calls) -> None:
         logging.getLogger(_DUMPS).setLevel(logging.CRITICAL)  # vLLM logs pages about a step whose worker was lost
         self._calls = calls
-        size = len(calls.crew.workers)
+        size = len(calls.connections.workers)
         self._all, self._last = range(size), range(size - 1, size)
         super().__init__(vllm_config)
 
@@ -131,7 +133,7 @@ class GroupExecutor(Executor):  # type: ignore[misc]
             raise self._calls.broken
 
     def shutdown(self) -> None:
-        """Do nothing: the crew outlives the core, and the leader releases it."""
+        """Do nothing: the connections outlive the core, and the leader releases them."""
 
 
 __all__ = ["BrokenGroupError", "Calls", "GroupExecutor"]

@@ -28,37 +28,37 @@ from medusa_vllm.engine import VllmEngine
 from medusa_vllm.resumption import resume
 from medusa_vllm.version import MISSING_PART_ERRORS
 
+from ..fetch_throttle import FetchThrottle
 from ..forming import form
-from ..pace import Pace
 from ..plan import GroupPlan, PlanFile
-from ..wire.link import Link
-from .configuration import Share, layers_of, share
+from ..wire.emulated_link import EmulatedLink
+from .configuration import RankConfig, layers_of, rank_config
 
 if TYPE_CHECKING:
     from .executor import Calls
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.25  # between two checks of the region and the group's file
+_POLL_S = 0.25  # between two checks of the region and the group's file
 
 
-class Leader(VllmEngine):
+class VllmLeader(VllmEngine):
     """The engine of the leader; see the module."""
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
         self.plan = plan
-        self.link = Link(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
+        self.link = EmulatedLink(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
         self._layers = layers_of(region, settings)
-        self._share: Share | None = None
+        self._rank_config: RankConfig | None = None
         self._calls: Calls | None = None  # None: this engine is alone
-        self._first = 0  # the process of rank 0
+        self._rank_zero_pid = 0  # the process of rank 0
         self._alone = threading.Event()
         self._closing = threading.Event()
         self._began_ns = 0  # when the first forward began; 0 once its tokens have come
-        self._making: threading.Thread | None = None
-        self._made: Any = None  # the second core, or the error that making it ended with
+        self._core_thread: threading.Thread | None = None
+        self._second_core: Any = None  # the second core, or the error that making it ended with
         super().__init__(region, settings, timeline)
-        self._pace = Pace(region, self._first_loaded, full=True)
+        self._throttle = FetchThrottle(region, self._rank_zero_loaded, full=True)
 
     def stats(self) -> dict[str, Any]:
         return super().stats() | {"workers": 1 if self._calls is None else self.plan.size}
@@ -66,27 +66,27 @@ class Leader(VllmEngine):
     def open_http(self) -> Callable[[socket.socket], None]:
         """Open vLLM's own server. It needs the core that stays, so this waits until the engine is alone."""
         self.wait_ready()
-        while not self._alone.wait(_LOOK_S):
+        while not self._alone.wait(_POLL_S):
             if self._closing.is_set():
                 raise RequestError("the engine is stopping")
         return super().open_http()
 
     def close(self) -> None:
         self._closing.set()
-        self._pace.alone()
+        self._throttle.release()
         self._dissolve(1)
-        if self._making is not None:
-            self._making.join()
+        if self._core_thread is not None:
+            self._core_thread.join()
         super().close()
 
     def _on_configured(self, plan: KvPlan) -> None:
-        self._share = share(
+        self._rank_config = rank_config(
             self.config, self._arguments, self._layers, self.plan, plan, self._region, self._settings, self._timeline
         )
 
-    def _first_loaded(self) -> bool:
+    def _rank_zero_loaded(self) -> bool:
         calls = self._calls
-        return calls is not None and calls.crew.workers[0].loaded
+        return calls is not None and calls.connections.workers[0].loaded
 
     # The methods from here on run in the thread of ``run``, unless they say otherwise.
 
@@ -107,27 +107,29 @@ class Leader(VllmEngine):
 
         from .executor import Calls, GroupExecutor
 
-        assert self._share is not None
-        identity = self._share.identity
-        self._start_first()
+        assert self._rank_config is not None
+        identity = self._rank_config.identity
+        self._start_rank_zero()
         with self._timeline.stage("form", size=self.plan.size):
             workers = form(self.plan, None, lambda: identity, self.link, self._closing.is_set)
-            self._calls = Calls(workers, self.plan, self._timeline, served=self._served)
+            self._calls = Calls(workers, self.plan, self._timeline, all_loaded=self._all_loaded)
         with self._timeline.stage("core", workers=self.plan.size):
-            core = PlainCore(self._share.config, partial(GroupExecutor, calls=self._calls), self._inbox, self._handle)
+            core = PlainCore(
+                self._rank_config.config, partial(GroupExecutor, calls=self._calls), self._inbox, self._handle
+            )
             core.on_add = self._on_add
         return core
 
-    def _start_first(self) -> None:
+    def _start_rank_zero(self) -> None:
         """Fork rank 0 in a new thread, because a thread that has computed with OpenMP cannot fork."""
-        from .first import fork_first
+        from .rank_zero import fork_rank_zero
 
         started = threading.Event()
-        share, plan, link, timeline = self._share, self.plan, self.link, self._timeline
-        assert share is not None
+        rank_config, plan, link, timeline = self._rank_config, self.plan, self.link, self._timeline
+        assert rank_config is not None
 
         def run() -> None:  # the thread stays while the child lives, which would end with it
-            pid = self._first = fork_first(share, plan, link, timeline)
+            pid = self._rank_zero_pid = fork_rank_zero(rank_config, plan, link, timeline)
             started.set()
             os.waitpid(pid, 0)
 
@@ -152,7 +154,7 @@ class Leader(VllmEngine):
             return
         from .executor import BrokenGroupError
 
-        self._pace.used()
+        self._throttle.note_step()
         try:
             super()._step()
         except BrokenGroupError as error:
@@ -161,7 +163,7 @@ class Leader(VllmEngine):
             broken = self._calls.broken
             self._fall_back(str(broken or f"a step failed: {type(error).__name__}: {error}"))
 
-    def _look(self) -> None:
+    def _check_broken(self) -> None:
         """Fall back if the group has broken while it had nothing to do."""
         if self._calls is not None and self._calls.broken is not None:
             self._fall_back(str(self._calls.broken))
@@ -170,28 +172,28 @@ class Leader(VllmEngine):
         """Go on alone with all requests, from their prompts and tokens so far."""
         self._dissolve(self.plan.size if self.plan.then == "up" else 1)
         self._go_alone(reason)
-        if self._making is None:
-            self._make_core()
+        if self._core_thread is None:
+            self._make_second_core()
         else:
-            self._making.join()
+            self._core_thread.join()
         self._take_over()
 
     def _go_alone(self, reason: str) -> None:
         logger.warning("%s; going on alone with all layers", reason)
         self._timeline.mark("alone", reason=reason)
-        self._pace.alone()
+        self._throttle.release()
 
     def _dissolve(self, keep: int) -> None:
         """Dissolve the group. Can be called in any thread."""
         calls, self._calls = self._calls, None
         if calls is not None:
             calls.release(keep)
-        if self._first:
+        if self._rank_zero_pid:
             try:
-                os.kill(self._first, signal.SIGKILL)
+                os.kill(self._rank_zero_pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-            self._first = 0
+            self._rank_zero_pid = 0
 
     # From the group to one instance.
 
@@ -199,31 +201,33 @@ class Leader(VllmEngine):
         """Once this node has the whole model, do what the group's file says. Runs in a thread of its own."""
         assert self._settings.group is not None
         file, marked = PlanFile(self._settings.group, self.plan), False
-        while not self._closing.wait(_LOOK_S) and self._calls is not None:
-            self._inbox.post(self._look)
+        while not self._closing.wait(_POLL_S) and self._calls is not None:
+            self._inbox.post(self._check_broken)
             if self._region.progress().state != "done":
                 continue
             if not marked:
                 marked = True
                 self._timeline.mark("full")
-            plan = file.look()
-            if plan.then != "stay" and self._making is None:
+            plan = file.reload()
+            if plan.then != "stay" and self._core_thread is None:
                 keep = (plan.keep or plan.size) if plan.then == "up" else 1
-                self._making = threading.Thread(target=self._make_and_tell, args=(keep,), name="group-second")
-                self._making.start()
+                self._core_thread = threading.Thread(
+                    target=self._prepare_second_core, args=(keep,), name="group-second"
+                )
+                self._core_thread.start()
 
-    def _make_and_tell(self, keep: int) -> None:
+    def _prepare_second_core(self, keep: int) -> None:
         """Make the second core while the group serves. Runs in a thread of its own."""
         began_ns = time.monotonic_ns()
-        self._make_core()
+        self._make_second_core()
         self._inbox.post(lambda: self._consolidate(keep, began_ns))
 
-    def _make_core(self) -> None:
+    def _make_second_core(self) -> None:
         try:
-            self._made = super()._open_core()
-            self._structured.install_in(self._made)
+            self._second_core = super()._open_core()
+            self._structured.install_in(self._second_core)
         except Exception as error:  # noqa: BLE001 - the thread of ``run`` raises it
-            self._made = error
+            self._second_core = error
 
     def _consolidate(self, keep: int, began_ns: int) -> None:
         """Let the second core, which is ready, take over the requests between two steps."""
@@ -234,12 +238,12 @@ class Leader(VllmEngine):
         self._timeline.record("gather", began_ns, now_ns, tokens=tokens, bytes=0)
         self._timeline.mark("consolidated", kept=keep)
         self._dissolve(keep)
-        self._pace.alone()
+        self._throttle.release()
         self._take_over()
 
     def _take_over(self) -> None:
         """Give the second core all requests with their tokens so far. The first core's steps under way are dropped."""
-        core, self._made = self._made, None
+        core, self._second_core = self._second_core, None
         if isinstance(core, Exception):
             raise core
         first, self._core = self._core, core
@@ -255,12 +259,12 @@ class Leader(VllmEngine):
                 self._requests.end(sequence, "error", lost)
         self._alone.set()
 
-    def _served(self) -> bool:
-        """Return whether all of the group's layers are loaded. Called in a thread of the crew."""
+    def _all_loaded(self) -> bool:
+        """Return whether all of the group's layers are loaded. Called in a thread of the connections."""
         calls = self._calls
-        if calls is not None and calls.crew.loaded:
-            self._pace.group_loaded = True
-        return self._pace.group_loaded
+        if calls is not None and calls.connections.loaded:
+            self._throttle.group_loaded = True
+        return self._throttle.group_loaded
 
 
-__all__ = ["Leader"]
+__all__ = ["VllmLeader"]

@@ -23,7 +23,7 @@ from ..wire.channel import TcpChannel
 from ..wire.message import Kind, Message, buffer_of
 
 _ALIGNED = 64
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -44,8 +44,8 @@ class Pipe(parallel_state.GroupCoordinator):  # type: ignore[misc]
         self.device_communicator = self.mq_broadcaster = None
         self.unique_name = f"medusa-pipe-{rank}"
         self._incoming = incoming
-        self.following: TcpChannel | None = None
-        self.formed = threading.Event()  # set once ``following`` is known; the last rank has none
+        self.next_channel: TcpChannel | None = None
+        self.formed = threading.Event()  # set once ``next_channel`` is known; the last rank has none
         self._group = group
         self._check = check
 
@@ -61,17 +61,17 @@ class Pipe(parallel_state.GroupCoordinator):  # type: ignore[misc]
 
     def isend_tensor_dict(self, tensor_dict: dict[str, Any], *_: Any, **__: Any) -> list[Any]:
         """Send a copy of the hidden states to the next rank."""
-        while not self.formed.wait(_LOOK_S):
+        while not self.formed.wait(_POLL_S):
             self._check()
-        assert self.following is not None
-        self.following.send(tensors_message(self._group, self.rank, tensor_dict))
+        assert self.next_channel is not None
+        self.next_channel.send(tensors_message(self._group, self.rank, tensor_dict))
         return []
 
     def irecv_tensor_dict(self, *_: Any, **__: Any) -> tuple[dict[str, Tensor], list[Any], list[Any]]:
         """Wait for the hidden states of the previous rank."""
         while True:
             try:
-                message = self._incoming.get(timeout=_LOOK_S)
+                message = self._incoming.get(timeout=_POLL_S)
             except queue.Empty:
                 self._check()
                 continue
@@ -85,7 +85,7 @@ def tensors_message(group: int, rank: int, tensors: dict[str, Tensor]) -> Messag
     for tensor in tensors.values():
         body += bytes(-len(body) % _ALIGNED)
         body += buffer_of(tensor)
-    return Message(Kind.TENSORS, group, stage=rank, body=body)
+    return Message(Kind.TENSORS, group, rank=rank, body=body)
 
 
 def tensors_of(message: Message) -> dict[str, Tensor]:

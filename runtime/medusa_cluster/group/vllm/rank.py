@@ -22,51 +22,51 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from ..identity import Beats
-from ..membership import LostError
-from ..pace import Pace
+from ..fetch_throttle import FetchThrottle
+from ..identity import Heartbeats
+from ..membership import GroupLostError
 from ..plan import GroupPlan
 from ..wire.channel import Greeting, Listener, TcpChannel, close_with, connect, error_of
-from ..wire.link import Link
-from ..wire.message import Kind, Message, packed
-from .calls import read, written
-from .configuration import Share, partition
+from ..wire.emulated_link import EmulatedLink
+from ..wire.message import Kind, Message, json_message
+from .calls import deserialize, serialize
+from .configuration import RankConfig, partition
 from .pipe import Pipe
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _ANSWERED_BY_THE_LAST = ("execute_model", "sample_tokens")
 
 
 class Rank:
     """One membership in a group, from the greeting to the end. Call ``run`` in one thread.
 
-    ``pace`` learns of each step, and whether all of the group's layers are loaded.
+    ``throttle`` learns of each step, and whether all of the group's layers are loaded.
     """
 
     def __init__(
         self,
-        share: Share,
+        rank_config: RankConfig,
         plan: GroupPlan,
-        link: Link | None,
+        link: EmulatedLink | None,
         timeline: Timeline,
         stopped: Callable[[], bool],
-        pace: Pace | None = None,
+        throttle: FetchThrottle | None = None,
     ) -> None:
-        self._share, self._plan, self._link = share, plan, link
-        self._timeline, self._stopped, self._pace = timeline, stopped, pace
+        self._rank_config, self._plan, self._link = rank_config, plan, link
+        self._timeline, self._stopped, self._throttle = timeline, stopped, throttle
         self._number = plan.number
         self._messages: queue.SimpleQueue[Message | MedusaError] = queue.SimpleQueue()
         self._channels: list[TcpChannel] = []
         self._leader: TcpChannel | None = None
-        self._beats: Beats | None = None
+        self._heartbeats: Heartbeats | None = None
         self._echo: tuple[int, int] | None = None
         self._lost: str | None = None
-        self._become: str | None = None  # ``end`` or ``instance``, once the leader has dissolved the group
-        self._told = 0
+        self._outcome: str | None = None  # ``end`` or ``instance``, once the leader has dissolved the group
+        self._stages_sent = 0
         self._incoming: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._made: Future[Pipe] = Future()
+        self._pipe_made: Future[Pipe] = Future()
         self._worker: Any = None
         self.loaded = False
         self.joined = False
@@ -75,17 +75,17 @@ class Rank:
     def run(self, deadline: float) -> str:
         """Serve until the group is dissolved, and return what this worker becomes: ``end`` or ``instance``.
 
-        ``deadline`` is when it must have joined (time.monotonic). Raises LostError if the group is lost, and
+        ``deadline`` is when it must have joined (time.monotonic). Raises GroupLostError if the group is lost, and
         EngineError if this rank cannot take part.
         """
         threading.Thread(target=self._join, args=(deadline,), name="group-join", daemon=True).start()
         try:
-            with partition(self._share.layers, self._plan):
+            with partition(self._rank_config.layers, self._plan):
                 return self._serve()
-        except LostError:
-            if self._become is None:
+        except GroupLostError:
+            if self._outcome is None:
                 raise
-            return self._become  # the group was dissolved during a step, whose hidden states will never come
+            return self._outcome  # the group was dissolved during a step, whose hidden states will never come
         except MISSING_PART_ERRORS as error:
             raise EngineError(f"this version of vLLM cannot be a worker of a group: {error}") from error
         except MedusaError as error:
@@ -97,7 +97,7 @@ class Rank:
         pipe = self._load()
         while not self._stopped():
             try:
-                message = self._messages.get(timeout=_LOOK_S)
+                message = self._messages.get(timeout=_POLL_S)
             except queue.Empty:
                 self._check()
                 continue
@@ -105,15 +105,15 @@ class Rank:
                 raise message
             if message.kind is Kind.CALL:
                 self._call(message, pipe)
-            elif message.kind is Kind.RELEASE and self._become is not None:
-                self._tell_timeline()
-                return self._become
+            elif message.kind is Kind.RELEASE and self._outcome is not None:
+                self._send_timeline()
+                return self._outcome
         return "end"
 
     def _load(self) -> Pipe:
         """Make vLLM's worker, and load this rank's layers as their bytes arrive."""
         config, plan = (
-            copy.deepcopy(self._share.config),
+            copy.deepcopy(self._rank_config.config),
             self._plan,
         )  # a copy, because vLLM notes a model's layers in it
         worker = self._worker = PreparedWorker(rpc_rank=0, global_rank=plan.rank)
@@ -122,7 +122,7 @@ class Rank:
         join_group_of_one(config)
         pipe = Pipe(plan.rank, plan.size, self._number, self._incoming, self._check)
         pipe.install()
-        self._made.set_result(pipe)
+        self._pipe_made.set_result(pipe)
         worker.init_device()
         worker.load_model()
         current_platform.update_block_size_for_backend(config)
@@ -138,55 +138,55 @@ class Rank:
     def _call(self, message: Message, pipe: Pipe) -> None:
         """Run a method of vLLM's worker, and send the result."""
         assert self._leader is not None
-        method, args, kwargs = read(message.body)
+        method, args, kwargs = deserialize(message.body)
         if not isinstance(method, str) or method.startswith("_"):
             raise EngineError(f"expected the name of a worker's method from the leader, found {method!r}")
-        if method == "execute_model" and self._pace is not None:
-            self._pace.used(prompts=args[0].total_num_scheduled_tokens > len(args[0].num_scheduled_tokens))
+        if method == "execute_model" and self._throttle is not None:
+            self._throttle.note_step(prompts=args[0].total_num_scheduled_tokens > len(args[0].num_scheduled_tokens))
         began = time.monotonic_ns()
         result = getattr(self._worker, method)(*args, **kwargs)
         if isinstance(result, AsyncModelRunnerOutput):
             result = result.get_output()
         if method not in _ANSWERED_BY_THE_LAST or pipe.is_last_rank:
-            answer = Message(Kind.RESULT, self._number, message.step, self._plan.rank, body=written(result))
+            answer = Message(Kind.RESULT, self._number, message.step, self._plan.rank, body=serialize(result))
             self._leader.send(answer)
-        if method == "execute_model" and not self._told:
+        if method == "execute_model" and not self._stages_sent:
             self._timeline.record("first_forward", began, time.monotonic_ns())
-            self._tell_timeline()
+            self._send_timeline()
 
     def _check(self) -> None:
-        """Raise LostError if the group is lost or dissolved."""
-        if self._become is not None or self._stopped():
-            raise LostError("the group was dissolved during a step")
+        """Raise GroupLostError if the group is lost or dissolved."""
+        if self._outcome is not None or self._stopped():
+            raise GroupLostError("the group was dissolved during a step")
         if self._lost is not None:
-            raise LostError(self._lost)
+            raise GroupLostError(self._lost)
         leader = self._leader
-        if leader is not None and time.monotonic() - leader.heard > self._plan.silent_s:
-            raise LostError(f"the leader of the group has been silent for {self._plan.silent_s:g} s")
+        if leader is not None and time.monotonic() - leader.last_received_at > self._plan.silent_s:
+            raise GroupLostError(f"the leader of the group has been silent for {self._plan.silent_s:g} s")
 
     # The threads of the connections.
 
     def _join(self, deadline: float) -> None:
         plan = self._plan
-        place = f"{plan.bind}:{self._listener.port}"
+        address = f"{plan.bind}:{self._listener.port}"
         try:
             leader = connect(
                 plan.leader, group=self._number, access=plan.access, rank=plan.rank, purpose="steps", deadline=deadline,
-                stopped=self._stopped, link=self._link, place=place, **self._share.identity,
+                stopped=self._stopped, link=self._link, place=address, **self._rank_config.identity,
             )  # fmt: skip
         except EngineError as error:
             self._lost = str(error)
             return
         self._channels.append(leader)
         self._leader = leader
-        self._beats = Beats(self._number, plan.rank, leader.send, self._state)
+        self._heartbeats = Heartbeats(self._number, plan.rank, leader.send, self._state)
         try:
             while (message := leader.receive()) is not None:
-                if message.kind is Kind.BEAT:
+                if message.kind is Kind.HEARTBEAT:
                     values = message.values()
                     self._echo = int(values.get("sent", 0)), time.monotonic_ns()
-                    if self._pace is not None:
-                        self._pace.group_loaded = bool(values.get("served"))
+                    if self._throttle is not None:
+                        self._throttle.group_loaded = bool(values.get("served"))
                 elif message.kind is Kind.FORM:
                     self._form(message)
                 elif message.kind is Kind.ERROR:
@@ -194,7 +194,7 @@ class Rank:
                 else:
                     if message.kind is Kind.RELEASE:
                         kept = message.values().get("as") == "instance" and self._plan.full
-                        self._become = "instance" if kept else "end"
+                        self._outcome = "instance" if kept else "end"
                     self._messages.put(message)
         except (MedusaError, TypeError, ValueError) as error:
             logger.warning("the leader sent something that is no message: %s", error)
@@ -203,15 +203,15 @@ class Rank:
     def _form(self, message: Message) -> None:
         values, plan = message.values(), self._plan
         self.joined = True
-        pipe = self._made.result()
+        pipe = self._pipe_made.result()
         if values.get("next") is not None:
-            following = connect(
+            next_channel = connect(
                 str(values["next"]), group=self._number, access=plan.access, rank=plan.rank, purpose="hidden",
                 deadline=time.monotonic() + plan.silent_s, stopped=self._stopped, link=self._link,
             )  # fmt: skip
-            self._channels.append(following)
-            pipe.following = following
-            threading.Thread(target=self._watch, args=(following,), name="group-next", daemon=True).start()
+            self._channels.append(next_channel)
+            pipe.next_channel = next_channel
+            threading.Thread(target=self._watch, args=(next_channel,), name="group-next", daemon=True).start()
         pipe.formed.set()
 
     def _accept(self, greeting: Greeting) -> None:
@@ -229,31 +229,31 @@ class Rank:
                     self._incoming.put(message)
         except MedusaError as error:
             logger.warning("a neighbour in the group sent something that is no message: %s", error)
-        time.sleep(_LOOK_S)  # the leader's message may come a moment later
+        time.sleep(_POLL_S)  # the leader's message may come a moment later
         self._lost = self._lost or "the connection to a neighbour in the group broke"
 
     def _state(self) -> dict[str, Any]:
         return {"loaded": self.loaded, "echo": self._echo}
 
-    def _tell_timeline(self) -> None:
+    def _send_timeline(self) -> None:
         """Send the leader the stages of this process that it does not have yet. Rank 0 shares the leader's timeline."""
         if self._plan.rank == 0 or self._leader is None:
-            self._told = 1
+            self._stages_sent = 1
             return
         stages = self._timeline.stages()
-        new, self._told = stages[self._told :], len(stages)
-        self._leader.send(packed(Kind.STAGES, self._number, {"stages": new}, stage=self._plan.rank))
+        new, self._stages_sent = stages[self._stages_sent :], len(stages)
+        self._leader.send(json_message(Kind.STAGES, self._number, {"stages": new}, rank=self._plan.rank))
         self._leader.flush(1.0)
 
     def close(self) -> None:
         """Leave the group, and free the worker's memory."""
-        if self._beats is not None:
-            self._beats.close()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
         self._listener.close()
         for channel in self._channels:
             channel.close()
-        if self._made.done():
-            self._made.result().remove()
+        if self._pipe_made.done():
+            self._pipe_made.result().remove()
         self._worker = None
 
 

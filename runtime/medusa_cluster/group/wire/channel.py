@@ -19,9 +19,9 @@ from medusa_runtime.errors import EngineError, MedusaError, from_code
 from medusa_runtime.process import hang_up
 from medusa_runtime.storage.peer_access import PeerAccess
 
-from .handshake import answer, challenge, greeting, is_answer, read_greeting
-from .link import Link
-from .message import HEADER_BYTES, LARGEST_BYTES, LARGEST_GREETING_BYTES, Kind, Message, packed, parse_header
+from .emulated_link import EmulatedLink
+from .handshake import is_answer, make_answer, make_challenge, make_greeting, read_greeting
+from .message import HEADER_BYTES, LARGEST_BYTES, LARGEST_GREETING_BYTES, Kind, Message, json_message, parse_header
 
 if TYPE_CHECKING:
     import ssl
@@ -46,7 +46,7 @@ _UNLIMITED = (1 << 32) - 1
 class Channel(Protocol):
     """A connection to one peer. Messages arrive in order, both ways."""
 
-    heard: float  # when something last arrived (time.monotonic)
+    last_received_at: float  # when something last arrived (time.monotonic)
 
     def send(self, message: Message) -> None:
         """Queue a message, without waiting for the network. Raises EngineError if the channel is broken."""
@@ -54,7 +54,7 @@ class Channel(Protocol):
     def receive(self) -> Message | None:
         """Wait for the next message. Return None if the peer has closed the channel, or if it is broken."""
 
-    def wait_room(self) -> None:
+    def drain(self) -> None:
         """Wait while much of what was sent has not left. EngineError when the channel is broken."""
 
     def pace(self, bytes_per_s: float | None) -> None:
@@ -76,7 +76,7 @@ class TcpChannel:
         connection: socket.socket,
         *,
         urgent: bool,
-        link: Link | None = None,
+        link: EmulatedLink | None = None,
         encryption: Encryption | None = None,
     ) -> None:
         connection.settimeout(None)
@@ -97,7 +97,7 @@ class TcpChannel:
         self._writer: threading.Thread | None = None
         self._broken = self._closed = False
         self._deadline: float | None = None  # for the present message of a handshake
-        self.heard = time.monotonic()
+        self.last_received_at = time.monotonic()
         self.sent_bytes = 0
 
     def send(self, message: Message) -> None:
@@ -166,13 +166,13 @@ class TcpChannel:
         """The reason that the peer gave for ending the encrypted connection, or None."""
         return None if self._encryption is None else self._encryption.refusal
 
-    def greet(self, message: Message) -> None:
+    def send_handshake(self, message: Message) -> None:
         """Send a message of the handshake, and wait until it is sent."""
         data = memoryview(message.header() + bytes(message.body))
         for piece in [data] if self._encryption is None else self._encryption.seal(data):
             self._socket.sendall(piece)
 
-    def greeted(self, deadline: float) -> Message | None:
+    def receive_handshake(self, deadline: float) -> Message | None:
         """Receive a message of the handshake, which must be small, because the peer is not trusted yet."""
         self._deadline = deadline
         message = self._receive(LARGEST_GREETING_BYTES)
@@ -181,18 +181,18 @@ class TcpChannel:
         return message
 
     def _receive(self, most_bytes: int) -> Message | None:
-        head = self._take(HEADER_BYTES)
+        head = self._read_exactly(HEADER_BYTES)
         if head is None:
             return None
         message, size_bytes = parse_header(head, most_bytes)
         if not size_bytes:
             return message
-        body = self._take(size_bytes)
+        body = self._read_exactly(size_bytes)
         return None if body is None else message._replace(body=body)
 
-    def _take(self, count: int) -> bytearray | None:
-        taken = bytearray(count)
-        view = memoryview(taken)
+    def _read_exactly(self, count: int) -> bytearray | None:
+        data = bytearray(count)
+        view = memoryview(data)
         while view:
             try:
                 if self._deadline is not None:
@@ -202,11 +202,11 @@ class TcpChannel:
                 return None
             if not received:
                 return None
-            self.heard = time.monotonic()
+            self.last_received_at = time.monotonic()
             view = view[received:]
-        return taken
+        return data
 
-    def wait_room(self) -> None:
+    def drain(self) -> None:
         with self._changed:
             while sum(map(len, self._waiting)) > _MOST_WAITING_BYTES and not self._broken and not self._closed:
                 self._changed.wait()
@@ -256,7 +256,7 @@ class Listener:
         group: int,
         access: PeerAccess,
         accept: Callable[[Greeting], None],
-        link: Link | None,
+        link: EmulatedLink | None,
     ) -> None:
         self._group = group
         self._token = access.token
@@ -297,21 +297,21 @@ class Listener:
             if self._context is not None:
                 encryption = _accept_encryption(connection, self._context, self._group, deadline)
             channel = TcpChannel(connection, urgent=True, link=self._link, encryption=encryption)
-            asked = challenge(self._group)
-            channel.greet(asked)
-            message = channel.greeted(deadline)
-            values = None if message is None else read_greeting(self._token, asked, message)
+            challenge = make_challenge(self._group)
+            channel.send_handshake(challenge)
+            message = channel.receive_handshake(deadline)
+            values = None if message is None else read_greeting(self._token, challenge, message)
             if message is None or values is None:
                 self._refuse("it does not belong to this group")
                 channel.close()
                 return
-            channel.greet(answer(self._token, asked, message))
+            channel.send_handshake(make_answer(self._token, challenge, message))
             with self._lock:
                 known = self._strangers.pop(connection, self) is None
                 if self._closed or not known:
                     channel.close()
                 else:
-                    self._accept(Greeting(message.stage, str(values.get("purpose")), values, channel))
+                    self._accept(Greeting(message.rank, str(values.get("purpose")), values, channel))
         except (MedusaError, OSError) as error:
             self._refuse(str(error))
             connection.close()
@@ -344,7 +344,7 @@ def connect(
     purpose: str,
     deadline: float,
     stopped: Callable[[], bool] = lambda: False,
-    link: Link | None = None,
+    link: EmulatedLink | None = None,
     **values: Any,
 ) -> TcpChannel:
     """Connect to a worker's listener at ``HOST:PORT``, which may not be there yet.
@@ -354,7 +354,7 @@ def connect(
     host, _, port = address.rpartition(":")
     values = {"purpose": purpose, **values}
     context = access.client_context()
-    said: object = None  # the reason why the last attempt failed
+    refusal: object = None  # the reason why the last attempt failed
     while True:
         connection: socket.socket | None = None
         try:
@@ -367,9 +367,9 @@ def connect(
             if connection is not None:
                 connection.close()
             if isinstance(error, EngineError):
-                said = error
+                refusal = error
             if time.monotonic() > deadline or stopped():
-                reason = said or (error.strerror if isinstance(error, OSError) else None) or error
+                reason = refusal or (error.strerror if isinstance(error, OSError) else None) or error
                 raise EngineError(
                     f"a worker of the group could not be reached at {address} in time: {reason}"
                 ) from None
@@ -392,16 +392,16 @@ def _accept_encryption(connection: socket.socket, context: ssl.SSLContext, group
 def _shake_hands(channel: TcpChannel, token: str, group: int, rank: int, values: dict[str, Any]) -> None:
     """Carry out the handshake. Raises OSError or EngineError unless both sides know the token."""
     within = time.monotonic() + _GREETING_S
-    asked = channel.greeted(within)
-    if asked is None:
+    challenge = channel.receive_handshake(within)
+    if challenge is None:
         if channel.refusal is not None:
             raise EngineError(channel.refusal)
         raise ConnectionResetError("it has closed the connection")
-    if asked.kind is Kind.ERROR:  # do not show its text, which is from a stranger
+    if challenge.kind is Kind.ERROR:  # do not show its text, which is from a stranger
         raise EngineError("it expects TLS: start this node with --tls-cert, --tls-key and --tls-ca, too")
-    said = greeting(token, asked, group, rank, values)
-    channel.greet(said)
-    if not is_answer(token, asked, said, channel.greeted(within)):
+    greeting = make_greeting(token, challenge, group, rank, values)
+    channel.send_handshake(greeting)
+    if not is_answer(token, challenge, greeting, channel.receive_handshake(within)):
         raise EngineError("it is of another group, or takes no connections any more")
 
 
@@ -414,7 +414,7 @@ def error_of(message: Message) -> MedusaError:
 def close_with(channel: TcpChannel, group: int, error: MedusaError) -> None:
     """Close a channel, after sending the peer the reason."""
     try:
-        channel.send(packed(Kind.ERROR, group, {"code": error.code, "message": str(error)}))
+        channel.send(json_message(Kind.ERROR, group, {"code": error.code, "message": str(error)}))
         channel.flush(1.0)
     except MedusaError:
         pass

@@ -21,46 +21,48 @@ _NUMBER_BYTES = _PROOF_BYTES = 32
 _GREETING, _ANSWER = b"medusa group greeting", b"medusa group answer"
 
 
-def challenge(group: int) -> Message:
+def make_challenge(group: int) -> Message:
     """Return the listener's first message."""
     return Message(Kind.CHALLENGE, group, body=os.urandom(_NUMBER_BYTES))
 
 
-def greeting(token: str, asked: Message, group: int, rank: int, values: dict[str, Any]) -> Message:
-    """Return the answer to a challenge. Raises EngineError if ``asked`` is no challenge."""
-    if asked.kind is not Kind.CHALLENGE or len(asked.body) != _NUMBER_BYTES:
+def make_greeting(token: str, challenge: Message, group: int, rank: int, values: dict[str, Any]) -> Message:
+    """Return the answer to a challenge. Raises EngineError if ``challenge`` is no challenge."""
+    if challenge.kind is not Kind.CHALLENGE or len(challenge.body) != _NUMBER_BYTES:
         raise EngineError("expected the challenge of a group's worker, found something else")
     body = os.urandom(_NUMBER_BYTES) + json.dumps(values, separators=(",", ":")).encode()
-    plain = Message(Kind.GREETING, group, stage=rank, body=body)
-    return plain._replace(body=_proof(token, _GREETING, asked, plain) + body)
+    plain = Message(Kind.GREETING, group, rank=rank, body=body)
+    return plain._replace(body=_proof(token, _GREETING, challenge, plain) + body)
 
 
-def read_greeting(token: str, asked: Message, found: Message) -> dict[str, Any] | None:
-    """Return a greeting's values, or None unless it proves, in answer to ``asked``, that its sender knows the token.
+def read_greeting(token: str, challenge: Message, greeting: Message) -> dict[str, Any] | None:
+    """Return a greeting's values, or None unless it answers ``challenge`` with a proof that its sender knows the token.
 
     Raises EngineError if the values are no JSON object.
     """
-    if found.kind is not Kind.GREETING or found.group != asked.group:
+    if greeting.kind is not Kind.GREETING or greeting.group != challenge.group:
         return None
-    body = bytes(found.body)
-    plain = found._replace(body=body[_PROOF_BYTES:])
-    if not hmac.compare_digest(body[:_PROOF_BYTES], _proof(token, _GREETING, asked, plain)):
+    body = bytes(greeting.body)
+    plain = greeting._replace(body=body[_PROOF_BYTES:])
+    if not hmac.compare_digest(body[:_PROOF_BYTES], _proof(token, _GREETING, challenge, plain)):
         return None
-    return found._replace(body=body[_PROOF_BYTES + _NUMBER_BYTES :]).values()
+    return greeting._replace(body=body[_PROOF_BYTES + _NUMBER_BYTES :]).values()
 
 
-def answer(token: str, asked: Message, found: Message) -> Message:
+def make_answer(token: str, challenge: Message, greeting: Message) -> Message:
     """Return the listener's proof, for a greeting that was right."""
-    return asked._replace(body=_proof(token, _ANSWER, asked, found))
+    return challenge._replace(body=_proof(token, _ANSWER, challenge, greeting))
 
 
-def is_answer(token: str, asked: Message, sent: Message, found: Message | None) -> bool:
-    """Return whether ``found`` proves that the listener knows the token, too."""
-    return found is not None and hmac.compare_digest(bytes(found.body), _proof(token, _ANSWER, asked, sent))
+def is_answer(token: str, challenge: Message, greeting: Message, answer: Message | None) -> bool:
+    """Return whether ``answer`` proves that the listener knows the token, too."""
+    return answer is not None and hmac.compare_digest(bytes(answer.body), _proof(token, _ANSWER, challenge, greeting))
 
 
-def _proof(token: str, purpose: bytes, asked: Message, said: Message) -> bytes:
-    return hmac.digest(token.encode(), purpose + bytes(asked.body) + said.header() + bytes(said.body), "sha256")
+def _proof(token: str, purpose: bytes, challenge: Message, greeting: Message) -> bytes:
+    return hmac.digest(
+        token.encode(), purpose + bytes(challenge.body) + greeting.header() + bytes(greeting.body), "sha256"
+    )
 
 
-__all__ = ["answer", "challenge", "greeting", "is_answer", "read_greeting"]
+__all__ = ["is_answer", "make_answer", "make_challenge", "make_greeting", "read_greeting"]

@@ -8,7 +8,7 @@ The body is JSON, except for tensors:
     step       leader → every worker: the spans of one step
     hidden     worker → next worker: hidden states [rows, columns] behind its layers (tensor)
     tokens     last worker → leader: the tokens sampled in a step
-    beat       both ways: a sign of life, with clocks, and whether the sender's layers are loaded
+    heartbeat  both ways: a sign of life, with clocks, and whether the sender's layers are loaded
     fetch      leader → worker: send these blocks of keys and values
     block      worker → leader: one block of all its layers; ``rows`` is the block's number (tensor)
     release    leader → worker: the group is dissolved
@@ -51,7 +51,7 @@ class Kind(IntEnum):
     STEP = 4
     HIDDEN = 5
     TOKENS = 6
-    BEAT = 7
+    HEARTBEAT = 7
     FETCH = 8
     BLOCK = 9
     RELEASE = 10
@@ -66,20 +66,20 @@ class Kind(IntEnum):
 
 
 class Message(NamedTuple):
-    """One message. ``stage`` is the sender's rank; ``dtype``, ``rows`` and ``columns`` describe the body's tensor."""
+    """One message. ``rank`` is the sender's rank; ``dtype``, ``rows`` and ``columns`` describe the body's tensor."""
 
     kind: Kind
     group: int
     step: int = 0
-    stage: int = 0
+    rank: int = 0
     dtype: int = 0
     rows: int = 0
     columns: int = 0
     body: Any = b""  # any object with the buffer protocol
 
     def header(self) -> bytes:
-        kind, group, step, stage, dtype, rows, columns, body = self
-        return _HEADER.pack(_MAGIC, _VERSION, kind, stage, group, step, dtype, rows, columns, memoryview(body).nbytes)
+        kind, group, step, rank, dtype, rows, columns, body = self
+        return _HEADER.pack(_MAGIC, _VERSION, kind, rank, group, step, dtype, rows, columns, memoryview(body).nbytes)
 
     def values(self) -> dict[str, Any]:
         """Return the JSON object in the body. Raises EngineError if it is none."""
@@ -113,7 +113,7 @@ class Head(NamedTuple):
 
 def parse_header(data: bytes | bytearray, most_bytes: int = LARGEST_BYTES) -> Head:
     """Read a header. Raises EngineError if it is none, or announces a body of more than ``most_bytes``."""
-    magic, version, kind, stage, group, step, dtype, rows, columns, body_bytes = _HEADER.unpack(data)
+    magic, version, kind, rank, group, step, dtype, rows, columns, body_bytes = _HEADER.unpack(data)
     if magic != _MAGIC:
         raise EngineError("expected a message of a group of workers, found something else")
     if version != _VERSION:
@@ -124,19 +124,19 @@ def parse_header(data: bytes | bytearray, most_bytes: int = LARGEST_BYTES) -> He
         raise EngineError(f"expected a known kind of message from a worker, found {kind}")
     if body_bytes > most_bytes:
         raise EngineError(f"expected at most {most_bytes} bytes in a group's message, found {body_bytes}")
-    return Head(Message(Kind(kind), group, step, stage, dtype, rows, columns), body_bytes)
+    return Head(Message(Kind(kind), group, step, rank, dtype, rows, columns), body_bytes)
 
 
-def packed(kind: Kind, group: int, values: dict[str, Any], *, step: int = 0, stage: int = 0) -> Message:
+def json_message(kind: Kind, group: int, values: dict[str, Any], *, step: int = 0, rank: int = 0) -> Message:
     """Return a message whose body is JSON."""
-    return Message(kind, group, step, stage, body=json.dumps(values, separators=(",", ":")).encode())
+    return Message(kind, group, step, rank, body=json.dumps(values, separators=(",", ":")).encode())
 
 
-def hidden_states(group: int, step: int, stage: int, hidden: Tensor) -> Message:
+def hidden_states(group: int, step: int, rank: int, hidden: Tensor) -> Message:
     """Return a message with hidden states [rows, columns]."""
     rows, columns = hidden.shape
     dtype = DTYPES.index(str(hidden.dtype).removeprefix("torch."))
-    return Message(Kind.HIDDEN, group, step, stage, dtype, rows, columns, buffer_of(hidden))
+    return Message(Kind.HIDDEN, group, step, rank, dtype, rows, columns, buffer_of(hidden))
 
 
 def buffer_of(tensor: Tensor) -> memoryview:
@@ -156,6 +156,6 @@ __all__ = [
     "Message",
     "buffer_of",
     "hidden_states",
-    "packed",
+    "json_message",
     "parse_header",
 ]

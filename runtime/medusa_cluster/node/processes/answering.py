@@ -18,7 +18,7 @@ from ...json_lines import call
 logger = logging.getLogger(__name__)
 
 _PING_S = 0.5
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _LONGEST_LOOK_S = 0.2  # the most that one look counts: if it took longer, this process was held up itself
 _LONGEST_DISK_S = 10.0  # how long a process may wait for the disk
 
@@ -64,7 +64,7 @@ class AnswerWatch:
         passed_s, disk_s, before = 0.0, 0.0, _cpu_waits_s(pid)
         while passed_s - _longer_s(_cpu_waits_s(pid), before) < self._answers_within_s:
             began = time.monotonic()
-            await asyncio.wait({asking}, timeout=_LOOK_S)
+            await asyncio.wait({asking}, timeout=_POLL_S)
             if asking.done():
                 return True
             look_s = min(time.monotonic() - began, _LONGEST_LOOK_S)

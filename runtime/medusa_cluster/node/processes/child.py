@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _KEPT_LINES = 20
 _LONGEST_LOG_BYTES = 16 << 20
-_LOOK_S = 0.02  # between two checks whether killed processes have ended
+_POLL_S = 0.02  # between two checks whether killed processes have ended
 OUT_OF_MEMORY = OutOfMemory()  # the out-of-memory kills in this process's control group
 
 
@@ -202,4 +202,4 @@ async def end_orphans(ours: set[int], within_s: float = 5.0) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + within_s
     while kill_children(but=ours) and loop.time() < deadline:
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)

@@ -22,7 +22,7 @@ from .stopped import StoppedProcesses
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.25
+_POLL_S = 0.25
 # The pause before a start doubles from the shortest to the longest, and is the shortest again after a stable run.
 _SHORTEST_S, _LONGEST_S, _STABLE_S = 0.2, 10.0, 30.0
 _ASKED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -100,7 +100,7 @@ def _follow(child: int, heartbeats: Heartbeats) -> tuple[int, bool]:
     stopped, asked = StoppedProcesses(lambda: [child]), False
     while True:
         heartbeats.beat(_ROLE)
-        received = signal.sigtimedwait(WAITED_FOR, _LOOK_S)
+        received = signal.sigtimedwait(WAITED_FOR, _POLL_S)
         if received is not None and received.si_signo in _ASKED:
             asked = True
             with suppress(ProcessLookupError):

@@ -13,15 +13,15 @@ from medusa_runtime.load.loader import Loader
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
+from .fetch_throttle import FetchThrottle
 from .identity import identity_of
-from .pace import Pace
 from .plan import GroupPlan
-from .wire.link import Link
+from .wire.emulated_link import EmulatedLink
 
 logger = logging.getLogger(__name__)
 
 
-class Member(TorchEngine):
+class WorkerEngine(TorchEngine):
     """An engine that holds a range of a model's layers. If the plan says ``full``, it later holds all of them.
 
     The engine's thread calls ``on_full`` once all are loaded.
@@ -31,14 +31,14 @@ class Member(TorchEngine):
         if settings.layers is None:
             raise ConfigError("--engine group needs --layers (MEDUSA_LAYERS): the layers that this worker holds first")
         self.plan = plan
-        self.link = Link(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
+        self.link = EmulatedLink(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
         self._rest: Loader | None = None
         self._rest_error: MedusaError | None = None
         self._rest_lock = threading.Lock()
         self._closing = threading.Event()
         self.full = threading.Event()
         super().__init__(region, settings, timeline)
-        self._pace = Pace(region, lambda: self.loaded, full=plan.full)
+        self._throttle = FetchThrottle(region, lambda: self.loaded, full=plan.full)
         if plan.full:
             threading.Thread(target=self._load_rest, name="group-rest", daemon=True).start()
 
@@ -71,7 +71,7 @@ class Member(TorchEngine):
 
     def close(self) -> None:
         self._closing.set()
-        self._pace.alone()
+        self._throttle.release()
         super().close()
         with self._rest_lock:
             if self._rest is not None:
@@ -102,9 +102,9 @@ class Member(TorchEngine):
                 self._rest_error = EngineError(f"the other layers could not be loaded: {error}")
         else:
             self._timeline.mark("full")
-            self._pace.alone()
+            self._throttle.release()
             self.full.set()
             self._inbox.post(self.on_full)
 
 
-__all__ = ["Member"]
+__all__ = ["WorkerEngine"]

@@ -21,21 +21,21 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
 from .gathering import send_blocks
-from .identity import Beats
-from .member import Member
-from .membership import LostError, serve_group
+from .identity import Heartbeats
+from .membership import GroupLostError, serve_group
 from .plan import GroupPlan
-from .steps import StepReader, ending, forbid, has_prompts, sampled_values
+from .steps import StepReader, ending_spans, forbid, has_prompts, tokens_body
 from .wire.channel import Greeting, Listener, TcpChannel, connect, error_of
-from .wire.message import Kind, Message, hidden_states, packed
+from .wire.message import Kind, Message, hidden_states, json_message
+from .worker_engine import WorkerEngine
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _GRACE_S = 1.0  # how long to wait for the leader's message when a neighbour, which may have got it first, has gone
 
 
-class Part(Member):
+class Follower(WorkerEngine):
     """The engine of a rank above 0; see the module. ``run`` serves the group, and later requests as an instance."""
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
@@ -62,7 +62,7 @@ class Part(Member):
     def run(self, stop: threading.Event) -> None:
         self.released = serve_group(lambda: _Session(self, stop.is_set), self.plan, stop)
         if self.released == "instance" and not stop.is_set():
-            self._pace.alone()
+            self._throttle.release()
             self.load_rest_now()
             self._instance.set()
             super().run(stop)
@@ -73,25 +73,25 @@ class Part(Member):
 class _Session:
     """One membership, from the greeting to the end of the connection to the leader."""
 
-    def __init__(self, part: Part, stopped: Callable[[], bool]) -> None:
-        self._part = part
-        self._plan = part.plan
+    def __init__(self, follower: Follower, stopped: Callable[[], bool]) -> None:
+        self._follower = follower
+        self._plan = follower.plan
         self._stopped = stopped
-        self._number = part.plan.number
+        self._number = follower.plan.number
         self._steps: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._hidden: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._reader = StepReader(part.info.eos_token_ids)
+        self._reader = StepReader(follower.info.eos_token_ids)
         self._channels: list[TcpChannel] = []
         self._next: TcpChannel | None = None
         self._leader: TcpChannel | None = None
-        self._beats: Beats | None = None
+        self._heartbeats: Heartbeats | None = None
         self._echo: tuple[int, int] | None = None  # the leader's latest clock, and this worker's when it arrived
         self._released = False  # the leader has dissolved the group; steps under way will have no results
-        self._leader_said = threading.Event()  # set when the leader has dissolved the group, or has gone
-        self._told = 0  # how many stages of the timeline the leader has
+        self._leader_done = threading.Event()  # set when the leader has dissolved the group, or has gone
+        self._stages_sent = 0  # how many stages of the timeline the leader has
         self.joined = False
         self._listener = Listener(
-            self._plan.bind, 0, group=self._number, access=self._plan.access, accept=self._accept, link=part.link
+            self._plan.bind, 0, group=self._number, access=self._plan.access, accept=self._accept, link=follower.link
         )
 
     @torch.inference_mode()
@@ -99,7 +99,7 @@ class _Session:
         leader = self._leader = self._join(deadline)
         self._channels.append(leader)
         threading.Thread(target=self._read_leader, args=(leader,), name="group-steps", daemon=True).start()
-        self._beats = Beats(self._number, self._plan.rank, leader.send, self._state)
+        self._heartbeats = Heartbeats(self._number, self._plan.rank, leader.send, self._state)
         while True:
             message = self._take(self._steps, leader)
             if message is None:
@@ -109,7 +109,7 @@ class _Session:
             elif message.kind is Kind.STEP:
                 self._step(message, leader)
             elif message.kind is Kind.RELEASE:
-                self._tell_timeline(leader)
+                self._send_timeline(leader)
                 leader.flush(1.0)
                 kept = message.values().get("as") == "instance" and self._plan.full
                 return "instance" if kept else "end"
@@ -118,14 +118,14 @@ class _Session:
 
     def _join(self, deadline: float) -> TcpChannel:
         plan = self._plan
-        place = f"{plan.bind}:{self._listener.port}"
+        address = f"{plan.bind}:{self._listener.port}"
         try:
             return connect(
                 plan.leader, group=self._number, access=plan.access, rank=plan.rank, purpose="steps", deadline=deadline,
-                stopped=self._stopped, link=self._part.link, place=place, **self._part.identity(),
+                stopped=self._stopped, link=self._follower.link, place=address, **self._follower.identity(),
             )  # fmt: skip
         except EngineError as error:
-            raise LostError(str(error)) from None
+            raise GroupLostError(str(error)) from None
 
     def _form(self, message: Message) -> None:
         values, plan = message.values(), self._plan
@@ -133,74 +133,78 @@ class _Session:
         if values.get("next") is not None:
             self._next = connect(
                 str(values["next"]), group=self._number, access=plan.access, rank=plan.rank, purpose="hidden",
-                deadline=time.monotonic() + plan.silent_s, stopped=self._stopped, link=self._part.link,
+                deadline=time.monotonic() + plan.silent_s, stopped=self._stopped, link=self._follower.link,
             )  # fmt: skip
             self._channels.append(self._next)
             threading.Thread(target=self._watch_next, args=(self._next,), name="group-next", daemon=True).start()
 
     def _step(self, message: Message, leader: TcpChannel) -> None:
         """Run this worker's layers for a step. Send the hidden states to the next worker, or tokens to the leader."""
-        part, values = self._part, message.values()
+        follower, values = self._follower, message.values()
         spans = self._reader.read(values)
-        part._pace.used(prompts=has_prompts(spans))
-        given = None if self._released else self._take(self._hidden, leader)
-        if given is None:
+        follower._throttle.note_step(prompts=has_prompts(spans))
+        incoming = None if self._released else self._take(self._hidden, leader)
+        if incoming is None:
             return
-        if given.step != message.step:
-            raise EngineError(f"expected the hidden states of step {message.step}, found those of {given.step}")
+        if incoming.step != message.step:
+            raise EngineError(f"expected the hidden states of step {message.step}, found those of {incoming.step}")
         began = time.monotonic_ns()
-        attention = PagedAttention(part._cache, spans)
-        layers = part.layers
-        hidden = part._model.run_layers(given.tensor(), positions_of(spans), attention, layers.start, layers.stop)
-        if not self._told:
-            part._timeline.record("first_forward", began, time.monotonic_ns())
+        attention = PagedAttention(follower._cache, spans)
+        layers = follower.layers
+        hidden = follower._model.run_layers(
+            incoming.tensor(), positions_of(spans), attention, layers.start, layers.stop
+        )
+        if not self._stages_sent:
+            follower._timeline.record("first_forward", began, time.monotonic_ns())
         if not layers.last:
             if self._next is None:
                 raise EngineError("a step came before the group was formed")
             self._next.send(hidden_states(self._number, message.step, self._plan.rank, hidden))
         else:
-            ends = ending(values, spans)
+            ends = ending_spans(values, spans)
             sampled = []
             if ends:
-                logits = part._model.logits(select_rows(hidden, spans, ends))
+                logits = follower._model.logits(select_rows(hidden, spans, ends))
                 forbid(logits, values, ends)
                 sampled = sample(logits, [spans[place].sequence for place in ends])
-            tokens = sampled_values(sampled)
-            leader.send(packed(Kind.TOKENS, self._number, tokens, step=message.step, stage=self._plan.rank))
-        if not self._told:
-            self._tell_timeline(leader)
+            tokens = tokens_body(sampled)
+            leader.send(json_message(Kind.TOKENS, self._number, tokens, step=message.step, rank=self._plan.rank))
+        if not self._stages_sent:
+            self._send_timeline(leader)
 
     def _take(self, messages: queue.SimpleQueue[Message | None], leader: TcpChannel) -> Message | None:
-        """Return the next message, or None if this process has to stop. Raises LostError if the leader is lost."""
+        """Return the next message, or None if this process has to stop. Raises GroupLostError if the leader is lost."""
         while not self._stopped():
             try:
-                message = messages.get(timeout=_LOOK_S)
+                message = messages.get(timeout=_POLL_S)
             except queue.Empty:
-                self._part._check_loaded()
-                if time.monotonic() - leader.heard > self._plan.silent_s:
-                    raise LostError(f"the leader of the group has been silent for {self._plan.silent_s:g} s") from None
+                self._follower._check_loaded()
+                if time.monotonic() - leader.last_received_at > self._plan.silent_s:
+                    raise GroupLostError(
+                        f"the leader of the group has been silent for {self._plan.silent_s:g} s"
+                    ) from None
                 continue
             if message is None and not self._released:
-                raise LostError("the connection to the group broke")
+                raise GroupLostError("the connection to the group broke")
             return message
         return None
 
     def _read_leader(self, leader: TcpChannel) -> None:
         try:
             while (message := leader.receive()) is not None:
-                if message.kind is Kind.BEAT:
+                if message.kind is Kind.HEARTBEAT:
                     values = message.values()
                     self._echo = int(values.get("sent", 0)), time.monotonic_ns()
-                    self._part._pace.group_loaded = bool(values.get("served"))
+                    self._follower._throttle.group_loaded = bool(values.get("served"))
                     continue
                 self._steps.put(message)
                 if message.kind is Kind.RELEASE:
                     self._released = True
-                    self._leader_said.set()
+                    self._leader_done.set()
                     self._hidden.put(None)
         except (MedusaError, OverflowError, TypeError, ValueError) as error:
             logger.warning("the leader sent something that is no message: %s", error)
-        self._leader_said.set()
+        self._leader_done.set()
         self._steps.put(None)
         self._hidden.put(None)
 
@@ -211,8 +215,8 @@ class _Session:
                 target=self._read_hidden, args=(greeting.channel,), name="group-hidden", daemon=True
             ).start()
         elif greeting.purpose == "blocks":
-            part = self._part
-            arguments = (part._cache, part.layers, greeting.channel, self._number, self._plan.rank)
+            follower = self._follower
+            arguments = (follower._cache, follower.layers, greeting.channel, self._number, self._plan.rank)
             threading.Thread(target=send_blocks, args=arguments, name="group-blocks", daemon=True).start()
         else:
             greeting.channel.close()
@@ -223,7 +227,7 @@ class _Session:
                 self._hidden.put(message)
         except MedusaError as error:
             logger.warning("the worker before this one sent something that is no message: %s", error)
-        self._broken()
+        self._on_neighbour_lost()
 
     def _watch_next(self, channel: TcpChannel) -> None:
         """Wait until the connection to the next worker ends. No messages come from there."""
@@ -232,32 +236,32 @@ class _Session:
                 pass
         except MedusaError:
             pass
-        self._broken()
+        self._on_neighbour_lost()
 
-    def _broken(self) -> None:
+    def _on_neighbour_lost(self) -> None:
         """Give up because the connection to a neighbour has ended, so that the leader takes care of the requests.
 
         Waits a moment first: when a group is dissolved, a neighbour may go before the leader's message arrives here.
         """
-        self._leader_said.wait(_GRACE_S)
+        self._leader_done.wait(_GRACE_S)
         self._hidden.put(None)
         self._steps.put(None)
 
     def _state(self) -> dict[str, Any]:
-        return {"loaded": self._part.loaded, "full": self._part.full.is_set(), "echo": self._echo}
+        return {"loaded": self._follower.loaded, "full": self._follower.full.is_set(), "echo": self._echo}
 
-    def _tell_timeline(self, leader: TcpChannel) -> None:
+    def _send_timeline(self, leader: TcpChannel) -> None:
         """Send the leader the stages of this process that it does not have yet."""
-        stages = self._part._timeline.stages()
-        new, self._told = stages[self._told :], len(stages)
-        leader.send(packed(Kind.STAGES, self._number, {"stages": new}, stage=self._plan.rank))
+        stages = self._follower._timeline.stages()
+        new, self._stages_sent = stages[self._stages_sent :], len(stages)
+        leader.send(json_message(Kind.STAGES, self._number, {"stages": new}, rank=self._plan.rank))
 
     def close(self) -> None:
-        if self._beats is not None:
-            self._beats.close()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
         self._listener.close()
         for channel in self._channels:
             channel.close()
 
 
-__all__ = ["Part"]
+__all__ = ["Follower"]

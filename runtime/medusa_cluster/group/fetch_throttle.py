@@ -1,4 +1,4 @@
-"""The pace at which a worker fetches the layers that it does not need yet (ParaServe §4.2, §6.1).
+"""A limit on how fast a worker fetches the layers that it does not need yet (ParaServe §4.2, §6.1).
 
 A worker's own layers come first. The other workers' layers are held back until the whole group has its own, because all
 workers read from the same store. After that, they leave room on the link for hidden states while there are requests.
@@ -21,33 +21,33 @@ _LEASE_S, _RENEW_S = 1.0, 0.25
 _SHORTEST_HOLD_S = 1.0
 
 
-class Pace:
-    """The share of the link for the other workers' layers, which a thread gives the prefetcher until ``alone``.
+class FetchThrottle:
+    """The share of the link for the other workers' layers, which a thread gives the prefetcher until ``release``.
 
     ``loaded`` returns whether this worker has its own layers. Without ``full``, it never needs the other layers. Its
     user sets ``group_loaded`` when every worker has its layers. If that takes more than twice as long as this worker
-    took, the pace stops waiting for it, since the group may never form.
+    took, the throttle stops waiting for it, since the group may never form.
     """
 
     def __init__(self, region: Region, loaded: Callable[[], bool], *, full: bool) -> None:
         self.group_loaded = False
         self._full = full
         self._region, self._loaded = region, loaded
-        self._alone = threading.Event()
+        self._released = threading.Event()
         self._began = time.monotonic()
         self._loaded_at: float | None = None
         self._used_at = self._prompts_at = -_BUSY_S
-        threading.Thread(target=self._run, name="group-pace", daemon=True).start()
+        threading.Thread(target=self._run, name="group-throttle", daemon=True).start()
 
-    def used(self, *, prompts: bool = False) -> None:
+    def note_step(self, *, prompts: bool = False) -> None:
         """Note that a step begins. With ``prompts``, it runs several tokens of one sequence."""
         self._used_at = time.monotonic()
         if prompts:
             self._prompts_at = self._used_at
 
-    def alone(self) -> None:
+    def release(self) -> None:
         """Hold nothing back from now on. Can be called twice."""
-        self._alone.set()
+        self._released.set()
 
     def share(self, now: float) -> float:
         """Return the share of the link for the other workers' layers, from 0 to 1. ``now`` is monotonic seconds."""
@@ -63,10 +63,10 @@ class Pace:
         return BUSY_SHARE if now - max(self._used_at, self._loaded_at) < _BUSY_S else 1.0
 
     def _run(self) -> None:
-        while not self._alone.is_set():
+        while not self._released.is_set():
             self._region.pace(self.share(time.monotonic()), _LEASE_S)
-            self._alone.wait(_RENEW_S)
+            self._released.wait(_RENEW_S)
         self._region.pace(1.0, _LEASE_S)
 
 
-__all__ = ["BUSY_SHARE", "PROMPT_SHARE", "Pace"]
+__all__ = ["BUSY_SHARE", "PROMPT_SHARE", "FetchThrottle"]

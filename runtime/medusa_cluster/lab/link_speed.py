@@ -18,8 +18,8 @@ _QUEUE_MS = 50
 
 
 @dataclass(frozen=True)
-class Link:
-    """A link's speed in each direction, in bytes of payload a second. Headers come on top."""
+class LinkSpeed:
+    """The speed of a link in each direction, in bytes of payload a second. Headers come on top."""
 
     bytes_per_s: float
 

@@ -6,7 +6,7 @@ import threading
 import time
 
 
-class Link:
+class EmulatedLink:
     """A token bucket. ``take`` returns once so many bytes may be on the wire."""
 
     def __init__(self, bytes_per_s: float, *, burst_bytes: int = 64 << 10) -> None:
@@ -24,4 +24,4 @@ class Link:
             time.sleep(wait_s)
 
 
-__all__ = ["Link"]
+__all__ = ["EmulatedLink"]

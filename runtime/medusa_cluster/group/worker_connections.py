@@ -11,21 +11,21 @@ from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.timeline import Timeline
 
 from .forming import Worker
-from .identity import Beats
+from .identity import Heartbeats
 from .plan import GroupPlan
 from .wire.channel import TcpChannel, error_of
-from .wire.message import Kind, Message, packed
+from .wire.message import Kind, Message, json_message
 
 _FLUSH_S = 1.0
 _LAST_STAGES_S = 0.2  # the time for the last stages of the workers' timelines to arrive
 
 
-class Crew:
-    """The connections to all workers. The crew listens to them, and notices when a worker is lost.
+class WorkerConnections:
+    """The connections to all workers. Threads listen to them, and notice when a worker is lost.
 
-    ``take`` gets a worker's messages, except its signs of life and its timeline. ``lose`` gets a worker that is lost,
-    and the reason, perhaps more than once. ``served`` returns whether all of the group's layers are loaded; it is
-    called for each of the leader's own signs of life. All three are called in threads of the crew.
+    ``on_message`` gets a worker's messages, except its heartbeats and its timeline. ``on_lost`` gets a worker that is
+    lost, and the reason, perhaps more than once. ``all_loaded`` returns whether all of the group's layers are loaded;
+    it is called for each of the leader's own heartbeats. All three are called in the threads of the connections.
     """
 
     def __init__(
@@ -34,18 +34,18 @@ class Crew:
         plan: GroupPlan,
         timeline: Timeline,
         *,
-        take: Callable[[Worker, Message], None],
-        lose: Callable[[Worker, MedusaError], None],
-        served: Callable[[], bool],
+        on_message: Callable[[Worker, Message], None],
+        on_lost: Callable[[Worker, MedusaError], None],
+        all_loaded: Callable[[], bool],
     ) -> None:
         self.workers = workers
         self._plan, self._timeline = plan, timeline
-        self._take, self._lose = take, lose
+        self._on_message, self._on_lost = on_message, on_lost
         for worker in workers:
             self._start_listening(worker, worker.channel)
-            if worker.hidden is not None:
-                self._start_listening(worker, worker.hidden)  # to notice when it closes; there are no messages
-        self._beats = Beats(plan.number, 0, self._beat, lambda: {"served": served()})
+            if worker.hidden_channel is not None:
+                self._start_listening(worker, worker.hidden_channel)  # to notice when it closes; there are no messages
+        self._heartbeats = Heartbeats(plan.number, 0, self._send_heartbeat, lambda: {"served": all_loaded()})
 
     @property
     def loaded(self) -> bool:
@@ -59,14 +59,14 @@ class Crew:
 
     def release(self, keep: int) -> None:
         """Dissolve the group: the first ``keep`` workers become instances, the leader among them; the others end."""
-        self._beats.close()
+        self._heartbeats.close()
         for worker in self.workers:
             become = "instance" if 0 < worker.rank < keep else "end"
             with suppress(MedusaError):
-                worker.channel.send(packed(Kind.RELEASE, self._plan.number, {"as": become}))
-        threading.Thread(target=self._part, name="group-release", daemon=True).start()
+                worker.channel.send(json_message(Kind.RELEASE, self._plan.number, {"as": become}))
+        threading.Thread(target=self._close_when_sent, name="group-release", daemon=True).start()
 
-    def _part(self) -> None:
+    def _close_when_sent(self) -> None:
         """Wait until the last messages are sent, then close all connections."""
         for worker in self.workers:
             worker.channel.flush(_FLUSH_S)
@@ -74,10 +74,10 @@ class Crew:
         for worker in self.workers:
             worker.close()
 
-    def _beat(self, message: Message) -> None:
+    def _send_heartbeat(self, message: Message) -> None:
         for worker in self.workers:
-            if time.monotonic() - worker.channel.heard > self._plan.silent_s:
-                self._lose(worker, EngineError(f"it has been silent for {self._plan.silent_s:g} s"))
+            if time.monotonic() - worker.channel.last_received_at > self._plan.silent_s:
+                self._on_lost(worker, EngineError(f"it has been silent for {self._plan.silent_s:g} s"))
             with suppress(MedusaError):  # the channel's reader reports a broken connection
                 worker.channel.send(message)
 
@@ -88,19 +88,19 @@ class Crew:
         error: MedusaError = EngineError("its connection broke")
         try:
             while (message := channel.receive()) is not None:
-                if message.kind is Kind.BEAT:
-                    worker.note_beat(message.values())
+                if message.kind is Kind.HEARTBEAT:
+                    worker.note_heartbeat(message.values())
                 elif message.kind is Kind.STAGES:
                     self._add_stages(worker, message)
                 elif message.kind is Kind.ERROR:
                     raise error_of(message)
                 else:
-                    self._take(worker, message)
+                    self._on_message(worker, message)
         except MedusaError as found:
             error = found
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as found:
             error = EngineError(f"it sent something that could not be read: {found!r}")
-        self._lose(worker, error)
+        self._on_lost(worker, error)
 
     def _add_stages(self, worker: Worker, message: Message) -> None:
         """Add a worker's stages to the leader's timeline, converted to the leader's clock."""
@@ -109,4 +109,4 @@ class Crew:
             timeline.record(str(name), int(start_ns) + shift, int(end_ns) + shift, of=str(process), detail=detail)
 
 
-__all__ = ["Crew"]
+__all__ = ["WorkerConnections"]

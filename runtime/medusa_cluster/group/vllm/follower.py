@@ -15,11 +15,11 @@ from medusa_runtime.state.kv_plan import KvPlan
 from medusa_runtime.timeline import Timeline
 from medusa_vllm.engine import VllmEngine
 
+from ..fetch_throttle import FetchThrottle
 from ..membership import serve_group
-from ..pace import Pace
 from ..plan import GroupPlan
-from ..wire.link import Link
-from .configuration import Share, layers_of, share
+from ..wire.emulated_link import EmulatedLink
+from .configuration import RankConfig, layers_of, rank_config
 
 if TYPE_CHECKING:
     from .rank import Rank
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Part(VllmEngine):
+class VllmFollower(VllmEngine):
     """The engine of a rank above 0; see the module. ``run`` serves the group, and later requests as an instance."""
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
         self.plan = plan
-        self.link = Link(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
+        self.link = EmulatedLink(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
         self.released: str | None = None  # "end" or "instance"
         self._layers = layers_of(region, settings)
-        self._share: Share | None = None
+        self._rank_config: RankConfig | None = None
         self._rank: Rank | None = None
         self._instance = threading.Event()
         super().__init__(region, settings, timeline)
-        self._pace = Pace(region, self._loaded_own, full=plan.full)
+        self._throttle = FetchThrottle(region, self._loaded_own, full=plan.full)
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
         if not self._instance.is_set():
@@ -50,29 +50,29 @@ class Part(VllmEngine):
         return self._rank is not None and self._rank.loaded
 
     def close(self) -> None:
-        self._pace.alone()
+        self._throttle.release()
         super().close()
 
     def run(self, stop: threading.Event) -> None:
         self.released = serve_group(lambda: self._join(stop), self.plan, stop)
         if self.released == "instance" and not stop.is_set():
-            self._pace.alone()
+            self._throttle.release()
             self._instance.set()
             super().run(stop)
         elif not self.plan.exit:
             stop.wait()
 
     def _on_configured(self, plan: KvPlan) -> None:
-        self._share = share(
+        self._rank_config = rank_config(
             self.config, self._arguments, self._layers, self.plan, plan, self._region, self._settings, self._timeline
         )
 
     def _join(self, stop: threading.Event) -> Rank:
         from .rank import Rank
 
-        assert self._share is not None
-        self._rank = Rank(self._share, self.plan, self.link, self._timeline, stop.is_set, self._pace)
+        assert self._rank_config is not None
+        self._rank = Rank(self._rank_config, self.plan, self.link, self._timeline, stop.is_set, self._throttle)
         return self._rank
 
 
-__all__ = ["Part"]
+__all__ = ["VllmFollower"]

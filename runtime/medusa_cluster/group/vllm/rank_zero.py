@@ -12,8 +12,8 @@ from medusa_runtime.timeline import Timeline
 from medusa_vllm.cpu.ranks import drop_sockets
 
 from ..plan import GroupPlan
-from ..wire.link import Link
-from .configuration import Share
+from ..wire.emulated_link import EmulatedLink
+from .configuration import RankConfig
 from .rank import Rank
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def fork_first(share: Share, plan: GroupPlan, link: Link | None, timeline: Timeline) -> int:
+def fork_rank_zero(rank_config: RankConfig, plan: GroupPlan, link: EmulatedLink | None, timeline: Timeline) -> int:
     """Fork rank 0, which serves until the group is dissolved, and return its process id.
 
     The kernel kills it when the calling thread ends.
@@ -38,7 +38,7 @@ def fork_first(share: Share, plan: GroupPlan, link: Link | None, timeline: Timel
             signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         drop_sockets()
-        _serve(share, plan, link, timeline.named("rank 0"))
+        _serve(rank_config, plan, link, timeline.named("rank 0"))
         status = 0
     except Exception:
         logger.exception("rank 0 of the group failed")
@@ -46,9 +46,9 @@ def fork_first(share: Share, plan: GroupPlan, link: Link | None, timeline: Timel
         os._exit(status)  # never run the parent's exit handlers
 
 
-def _serve(share: Share, plan: GroupPlan, link: Link | None, timeline: Timeline) -> None:
-    rank = Rank(share, plan, link, timeline, lambda: False)
+def _serve(rank_config: RankConfig, plan: GroupPlan, link: EmulatedLink | None, timeline: Timeline) -> None:
+    rank = Rank(rank_config, plan, link, timeline, lambda: False)
     rank.run(time.monotonic() + plan.form_s)
 
 
-__all__ = ["fork_first"]
+__all__ = ["fork_rank_zero"]
