@@ -6,13 +6,14 @@ import ctypes
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from .errors import MedusaError
 from .resource_limits import as_limit_error
@@ -28,6 +29,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 _SPINS = 2000  # some 30 µs
 _LONGEST_REPORT_BYTES = 3500  # the kernel writes up to 4096 to a pipe as a whole (pipe(7))
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP)
+
+
+class HasFileno(Protocol):
+    """Anything with a descriptor, such as a socket."""
+
+    def fileno(self) -> int: ...
 
 
 class Report(NamedTuple):
@@ -204,6 +211,16 @@ def terminate(process: subprocess.Popen[Any], within_s: float) -> int:
     except TimeoutExpired:
         process.kill()
         return process.wait()
+
+
+def wait_readable(source: HasFileno | int, timeout_s: float) -> bool:
+    """Wait until a descriptor can be read or has ended, and return True; False after ``timeout_s``.
+
+    This polls, because select(2) takes no descriptor above 1023, and a busy function has such.
+    """
+    poll = select.poll()
+    poll.register(source, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def hang_up(connection: socket.socket) -> None:

@@ -22,7 +22,7 @@ class Lease:
     def fileno(self) -> int:
         return self.socket.fileno()
 
-    def lost(self) -> str | None:
+    def read_loss(self) -> str | None:
         return self.socket.recv(100).decode() or None
 
     def close(self) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import time
 from collections.abc import Callable
 
 from ..errors import EngineError, MedusaError
+from ..process import wait_readable
 from . import frames
 
 _CHECK_EVERY_S = 0.25
@@ -32,10 +32,8 @@ def connect_http(path: str, wait_check: Callable[[], None]) -> socket.socket:
 
 def _wait(connection: socket.socket, wait_check: Callable[[], None]) -> None:
     reader = frames.FrameReader(connection)
-    readable = select.poll()  # select(2) cannot watch descriptors above 1023, which a busy function has
-    readable.register(connection, select.POLLIN)
     while True:
-        while not reader.has_partial_frame and not readable.poll(_CHECK_EVERY_S * 1000):
+        while not reader.has_partial_frame and not wait_readable(connection, _CHECK_EVERY_S):
             wait_check()
         frame = reader.read()
         if frame is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import select
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..checkpoint.adapter import adapter_urls
 from ..config import NODE_SOCKET, Settings
 from ..errors import MedusaError, NodeError, ObjectNotFoundError, TooLargeError
+from ..process import wait_readable
 from ..region.reader import Region
 from ..timeline import Timeline
 from .supervisor import has_agent
@@ -37,7 +37,7 @@ class HeldAdapter(NamedTuple):
     def failed(self) -> bool:
         """Whether the region will never be complete: its fetch has failed, or the agent that fetched it has ended."""
         state = self.region.progress().state
-        if state == "done" or self.lease is None or not _is_readable(self.lease):
+        if state == "done" or self.lease is None or not wait_readable(self.lease, 0):
             return state == "failed"
         return self.lease.read_loss() is not None
 
@@ -132,12 +132,6 @@ class _Keeper:
     def laid_out(self, writer: RegionWriter) -> None:
         writer.seal_early()
         self.sealed.set()
-
-
-def _is_readable(connection: NodeClient) -> bool:
-    poll = select.poll()  # not select(2), which takes no descriptor above 1023
-    poll.register(connection, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _check_size(size_bytes: int, settings: Settings) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import socket
 import stat
 import time
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import NodeAwayError, NodeError, NodeRefusedError, from_code
-from ..process import hang_up
+from ..process import hang_up, wait_readable
 from ..region.reader import Region
 from .callers.peer import Peer
 from .messages import VERSION, Message, close_all, receive, send
@@ -162,9 +161,7 @@ class NodeClient:
         return answer
 
     def _wait_readable(self, waits: int, wait_ms: int) -> bool:
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return any(poll.poll(wait_ms) for _ in range(waits))
+        return any(wait_readable(self._socket, wait_ms / 1000) for _ in range(waits))
 
     def close(self) -> None:
         """End the connection, even if forked children hold it, too."""

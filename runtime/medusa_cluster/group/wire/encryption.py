@@ -6,7 +6,6 @@ here OpenSSL never gets the socket. It turns bytes into records in memory, under
 
 from __future__ import annotations
 
-import select
 import socket
 import ssl
 import threading
@@ -14,6 +13,7 @@ import time
 from contextlib import suppress
 
 from medusa_runtime.errors import EngineError
+from medusa_runtime.process import wait_readable
 
 from .message import Kind, Message
 
@@ -104,9 +104,7 @@ def refuse_plain(connection: socket.socket, group: int) -> None:
 
     A client without TLS waits for our first message. It gets an error message, so that it need not wait in vain.
     """
-    readable = select.poll()
-    readable.register(connection, select.POLLIN)
-    if readable.poll(_HELLO_S * 1000) and connection.recv(1, socket.MSG_PEEK) in (_HANDSHAKE_RECORD, b""):
+    if wait_readable(connection, _HELLO_S) and connection.recv(1, socket.MSG_PEEK) in (_HANDSHAKE_RECORD, b""):
         return
     said = Message(Kind.ERROR, group)
     with suppress(OSError):

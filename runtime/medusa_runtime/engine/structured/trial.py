@@ -12,12 +12,11 @@ from __future__ import annotations
 import json
 import os
 import resource
-import select
 import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ...process import die_with_parent
+from ...process import die_with_parent, wait_readable
 
 CPU_S = 3
 MEMORY_BYTES = 256 << 20
@@ -45,9 +44,7 @@ def try_grammar(make: Callable[[], Any]) -> Trial:
         finally:
             os._exit(0)
     os.close(writing)
-    poll = select.poll()
-    poll.register(reading, select.POLLIN)
-    if not poll.poll(_WAIT_S * 1e3):
+    if not wait_readable(reading, _WAIT_S):
         os.kill(pid, signal.SIGKILL)
     with open(reading, "rb") as pipe:
         said = pipe.read()
