@@ -22,7 +22,7 @@ from medusa_runtime.errors import ConfigError, EngineError, MissingPackageError,
 from medusa_runtime.state.kinds import file_name
 from medusa_runtime.state.kv_plan import KvPlan
 from medusa_vllm.compatible.engine import _failure
-from medusa_vllm.configuration import _refusal
+from medusa_vllm.configuration import _as_medusa_error
 from medusa_vllm.cpu import kv_budget as budgets
 from medusa_vllm.cpu.lazy_zeros import LazyZeros
 from medusa_vllm.flags import adapters, light_routes_suffice
@@ -243,10 +243,10 @@ def test_vllms_reason_is_told_without_pydantics_frame() -> None:
         "1 validation error for ModelConfig\n  Value error, Model architectures ['X'] are not supported for now. "
         "[type=value_error, input_value=ArgsKwargs((), {'model': 'secret'}), input_type=ArgsKwargs]"
     )
-    told = _refusal(error)
+    told = _as_medusa_error(error)
     assert isinstance(told, ModelError)
     assert str(told) == "vLLM cannot serve this model: Model architectures ['X'] are not supported for now."
-    assert isinstance(_refusal(ValueError("max_model_len is too large")), ConfigError)
+    assert isinstance(_as_medusa_error(ValueError("max_model_len is too large")), ConfigError)
 
 
 @pytest.mark.parametrize(

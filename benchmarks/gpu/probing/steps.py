@@ -38,7 +38,7 @@ from medusa_runtime.state.graphs.blueprint import GraphBlueprint
 from medusa_runtime.state.graphs.driver import CudaError
 from medusa_runtime.state.graphs.materialization.dump import kernel_of, node_kind, nodes_of
 from medusa_runtime.state.graphs.restoration.build import construct
-from medusa_runtime.state.graphs.restoration.kernels import KernelFinder, KernelHandle, allow
+from medusa_runtime.state.graphs.restoration.kernels import KernelFinder, KernelHandle, set_function_attributes
 from medusa_runtime.state.graphs.structs import InstantiateParams
 
 from benchmarks.gpu.probing import evidence
@@ -172,7 +172,7 @@ def _handles(driver: CudaDriver, captured: int, dump: Blueprints, graph: GraphBl
         if node_kind(driver, handle) == 0:
             params, _, _ = kernel_of(driver, handle)
             kernels[node.kernel] = KernelHandle(params.func or 0, 0 if params.func else params.kern or 0)
-            allow(driver, kernels[node.kernel], dump.kernels[node.kernel])
+            set_function_attributes(driver, kernels[node.kernel], dump.kernels[node.kernel])
     return kernels
 
 

@@ -18,7 +18,7 @@ def test_an_instance_without_room_for_a_connection_starts_an_engine_of_its_own(m
     def full() -> tuple[socket.socket, socket.socket]:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr("medusa_runtime.node.attachment.pair", full)
+    monkeypatch.setattr("medusa_runtime.node.attachment.channel_pair", full)
     timeline, reports = Timeline.create("test"), ReportPipe()
     attachment = Attachment(cast(Any, object()), "/no/socket", Settings(model="m"), timeline)
     with socket.socket() as listener:
