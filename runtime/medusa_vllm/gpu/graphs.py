@@ -180,7 +180,10 @@ class GraphManager(ModelCudaGraphManager, _PiecewiseManager):  # type: ignore[mi
             return
         start_ns = time.monotonic_ns()
         adopted = len(self.graphs)
-        with _without(self._capture_descs, self.graphs):
+        missing = {
+            mode: [one for one in every if one not in self.graphs] for mode, every in self._capture_descs.items()
+        }
+        with _only(self._capture_descs, missing):
             super().capture(*arguments, **options)
         self._timeline.record("capture", start_ns, time.monotonic_ns(), graphs=len(self.graphs) - adopted)
 
@@ -219,22 +222,6 @@ def _only(descriptions: dict[Any, list[Any]], wanted: dict[Any, list[Any]]) -> I
     finally:
         descriptions.clear()
         descriptions.update(everything)
-
-
-class _without:
-    """A context in which descriptions that have a graph are not captured."""
-
-    def __init__(self, descriptions: dict[Any, list[Any]], graphs: Mapping[Any, Any]) -> None:
-        self._descriptions = descriptions
-        self._graphs = graphs
-        self._all = dict(descriptions)
-
-    def __enter__(self) -> None:
-        for mode, descriptions in self._all.items():
-            self._descriptions[mode] = [one for one in descriptions if one not in self._graphs]
-
-    def __exit__(self, *_: object) -> None:
-        self._descriptions.update(self._all)
 
 
 __all__ = [
