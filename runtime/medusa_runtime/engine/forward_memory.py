@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..config import Settings
+from ..state.kv_plan import logits_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,8 @@ def measure_forward(
     except OSError as error:
         logger.warning("the memory of a forward cannot be measured (%s); it is calculated", error.strerror)
         return None
-    rows = min(settings.max_concurrency, settings.max_batched_tokens)
-    logits = 2 * rows * vocabulary * 4  # in float32, and a sorted copy
-    return max(peak - before - retained_bytes, 0) * -(-settings.max_batched_tokens // tokens) + logits
+    steps = -(-settings.max_batched_tokens // tokens)
+    return max(peak - before - retained_bytes, 0) * steps + logits_bytes(settings, vocabulary)
 
 
 def _status(name: str) -> int:

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 _MARGIN_BYTES = 256 << 20  # for the allocator's slack and the other processes of the instance
 _FORMAT = 1
 _MOST = 1 << 62  # the largest number in a plan
+_PLENTY_BYTES = 1 << 60
 _ALIVE = 3  # how many of the widest intermediate results a layer holds at the same time (gate, up, their product)
 _HIDDEN_ALIVE = 6  # the same for those as wide as the hidden state (residual, normed, q, k, v, attention's output)
 _GRAPH_BYTES = 12 << 20  # a graph's share of the pool, and its executable; vLLM logs 0.5 GiB for 67 of an 8B model
@@ -161,6 +162,20 @@ def plan_kv_cache(
     return _checked(replace(fitting, source=source), settings)
 
 
+def plan_to_record(geometry: Geometry, settings: Settings, *, activation_bytes: int, graph_bytes: int = 0) -> KvPlan:
+    """Plan a cache offline, to be recorded in a bundle.
+
+    The memory that is free here says nothing about later starts, so the plan assumes plenty; each start checks.
+    """
+    return plan_kv_cache(
+        geometry,
+        replace(settings, kv_cache_mb=None),
+        free_bytes=_PLENTY_BYTES,
+        activation_bytes=activation_bytes,
+        graph_bytes=graph_bytes,
+    )
+
+
 def recorded_plan(region: Region) -> KvPlan | None:
     """Return the state bundle's plan for this start; None without one, or if it cannot be read, which is logged."""
     data = region.file(file_name(KV_PLAN.name))
@@ -214,16 +229,19 @@ def _checked(planned: KvPlan, settings: Settings) -> KvPlan:
 def activation_bytes(index: WeightIndex, *, hidden: int, vocabulary: int, item_bytes: int, settings: Settings) -> int:
     """Estimate how many bytes a forward of ``max_batched_tokens`` tokens takes at once, from the weights' shapes.
 
-    A layer's result is as wide as its weight has rows. The logits are float32, with a row for each sequence, and twice,
-    because sampling sorts a copy. The estimate is generous: an engine that runs layer by layer frees most of it
-    earlier.
+    A layer's result is as wide as its weight has rows. The estimate is generous: an engine that runs layer by layer
+    frees most of it earlier.
     """
     widths: Sequence[int] = [
         entry.shape[0] for entry in index.tensors.values() if len(entry.shape) == 2 and entry.shape[0] != vocabulary
     ]
     token = (_ALIVE * max(widths, default=4 * hidden) + _HIDDEN_ALIVE * hidden) * item_bytes
-    rows = min(settings.max_concurrency, settings.max_batched_tokens)
-    return settings.max_batched_tokens * token + 2 * rows * vocabulary * 4
+    return settings.max_batched_tokens * token + logits_bytes(settings, vocabulary)
+
+
+def logits_bytes(settings: Settings, vocabulary: int) -> int:
+    """Return how many bytes the logits of the largest batch take: in float32, and twice, as sampling sorts a copy."""
+    return 2 * min(settings.max_concurrency, settings.max_batched_tokens) * vocabulary * 4
 
 
 def graph_bytes(graphs: int, *, rows: int, blocks: int, vocabulary: int, item_bytes: int) -> int:
@@ -237,4 +255,13 @@ def graph_bytes(graphs: int, *, rows: int, blocks: int, vocabulary: int, item_by
     return graphs * _GRAPH_BYTES + _WORKSPACE_BYTES + rows * (4 * 8 + blocks * 4 + vocabulary * item_bytes)
 
 
-__all__ = ["Geometry", "KvPlan", "activation_bytes", "graph_bytes", "plan_kv_cache", "recorded_plan"]
+__all__ = [
+    "Geometry",
+    "KvPlan",
+    "activation_bytes",
+    "graph_bytes",
+    "logits_bytes",
+    "plan_kv_cache",
+    "plan_to_record",
+    "recorded_plan",
+]

@@ -26,8 +26,6 @@ from ..offline import fetch_and_import
 if TYPE_CHECKING:
     from ..engine import VllmEngine
 
-_PLENTY_BYTES = 1 << 60
-
 
 def capture(model: str, settings: Settings, folder: Path) -> Path | None:
     """Write a file with the plan. Return None for the other engine, and on a GPU, where vLLM's worker measures itself.
@@ -47,7 +45,7 @@ def main() -> int:
     settings = replace(Settings(**json.load(sys.stdin)), model=model, compile="never", state="none", kv_cache_mb=None)
     settings = replace(settings, tensor_parallel=1)
     region, timeline = fetch_and_import(settings)
-    from medusa_runtime.state.kv_plan import plan_kv_cache
+    from medusa_runtime.state.kv_plan import plan_to_record
 
     from ..engine import VllmEngine
     from .kv_budget import estimated_activation_bytes, geometry, token_bytes
@@ -59,8 +57,7 @@ def main() -> int:
     measured = _measured(engine, settings, tokens, retained_bytes)
     if measured is None:
         measured = estimated_activation_bytes(engine.config, region, settings)
-    made = plan_kv_cache(shape, settings, free_bytes=_PLENTY_BYTES, activation_bytes=measured)
-    out.write_bytes(made.to_bytes())
+    out.write_bytes(plan_to_record(shape, settings, activation_bytes=measured).to_bytes())
     return 0
 
 

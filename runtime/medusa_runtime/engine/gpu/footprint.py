@@ -6,19 +6,16 @@ This runs in the process that captures the graphs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
 from ...config import Settings
 from ...models import DecoderModel
-from ...state.kv_plan import KvPlan, plan_kv_cache
+from ...state.kv_plan import KvPlan, logits_bytes, plan_to_record
 from ..torch.kv_cache import BLOCK_TOKENS, KvCache
 from ..torch.kv_size import geometry
 from ..torch.profile import prefill_step
 from ..torch.runner import run_step
 from .attention import GpuAttention
-
-_PLENTY_BYTES = 1 << 60
 
 
 class DeviceMemory(Protocol):
@@ -62,9 +59,8 @@ def measure_forward_bytes(memory: DeviceMemory, model: DecoderModel, cache: KvCa
     room = (cache.blocks.blocks - 1) * BLOCK_TOKENS
     tokens = max(min(settings.max_batched_tokens, model.config.max_positions, room), 1)
     taken = memory.peak(lambda: run_step(model, cache, prefill_step(tokens), GpuAttention))
-    rows = min(settings.max_concurrency, settings.max_batched_tokens)
-    logits = 2 * rows * model.config.vocab_size * 4  # in float32, and a sorted copy
-    return taken * -(-settings.max_batched_tokens // tokens) + logits
+    steps = -(-settings.max_batched_tokens // tokens)
+    return taken * steps + logits_bytes(settings, model.config.vocab_size)
 
 
 def measure_kv_plan(
@@ -73,11 +69,7 @@ def measure_kv_plan(
     """Make the KV plan for starts on this type of GPU. ``graph_bytes``: what the graphs took when captured."""
     shape = geometry(cache.shape, model.config.max_positions)
     taken = measure_forward_bytes(memory, model, cache, settings)
-    # The memory that is free here says nothing about later starts, so the plan assumes plenty; each start checks.
-    asked = replace(settings, kv_cache_mb=None)
-    return plan_kv_cache(
-        shape, asked, free_bytes=_PLENTY_BYTES, activation_bytes=taken, graph_bytes=max(graph_bytes, 0)
-    )
+    return plan_to_record(shape, settings, activation_bytes=taken, graph_bytes=max(graph_bytes, 0))
 
 
 __all__ = ["CudaMemory", "DeviceMemory", "measure_forward_bytes", "measure_kv_plan"]

@@ -18,7 +18,7 @@ from ...models.backend import backend
 from ...models.base import ModelConfig
 from ...models.layers.causal import CausalAttention
 from ...region.reader import Region
-from ...state.kv_plan import KvPlan, plan_kv_cache
+from ...state.kv_plan import KvPlan, plan_to_record
 from ...timeline import Timeline
 from ..base import GenerateRequest, SamplingParams
 from ..checkpoint_files import read_config
@@ -31,7 +31,6 @@ from .kv_size import estimated_activation_bytes, geometry
 from .runner import run_step
 
 _ORDER_TOKENS = 4
-_PLENTY_BYTES = 1 << 60
 
 
 class Profile(NamedTuple):
@@ -60,10 +59,8 @@ def profile(region: Region, settings: Settings) -> Profile:
         loader.close()
     if measured is None:
         measured = estimated_activation_bytes(region, config, settings, dtype)
-    # The memory that is free here says nothing about later starts, so the plan assumes plenty; each start checks.
-    settings = replace(settings, kv_cache_mb=None)
     shape = geometry(KvShape.of(config, dtype), config.max_positions)
-    return Profile(order, plan_kv_cache(shape, settings, free_bytes=_PLENTY_BYTES, activation_bytes=measured))
+    return Profile(order, plan_to_record(shape, settings, activation_bytes=measured))
 
 
 def _encoder_order(region: Region) -> list[str]:
