@@ -23,12 +23,18 @@ from .weights.checkpoint_folder import CheckpointFolder
 _BACKEND = "guidance"  # nothing to compile, so that a request does not wait for its grammar
 
 
+def request_field(form: StructuredOutputs) -> dict[str, Any]:
+    """Return a form as the one field that a request to vLLM has for its kind."""
+    if form.kind == "json_schema":
+        return {"json": form.text}
+    return {form.kind: json.loads(form.text) if form.kind == "choice" else form.text}
+
+
 def vllm_params(form: StructuredOutputs) -> Any:
     """Return vLLM's parameters for a form."""
     from vllm.sampling_params import StructuredOutputsParams
 
-    field = "json" if form.kind == "json_schema" else form.kind
-    params = StructuredOutputsParams(**{field: json.loads(form.text) if form.kind == "choice" else form.text})
+    params = StructuredOutputsParams(**request_field(form))
     params._backend = _BACKEND
     return params
 

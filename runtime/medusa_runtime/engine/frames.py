@@ -29,7 +29,8 @@ Frame = dict[str, Any]
 _LENGTH = struct.Struct("<I")
 _LARGEST_BYTES = 64 << 20
 _MOST_FRAMES = 16  # how many frames with descriptors may wait to be handled
-_UNREADABLE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
+# The errors of code that reads a field of a frame which the other side has left out, or filled with something else.
+UNREADABLE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 
 
 def pack(frame: Frame) -> bytes:
@@ -165,7 +166,7 @@ def request_from_frame(frame: Frame) -> GenerateRequest:
             add_special_tokens=frame["add_special_tokens"],
             adapter=adapter,
         )
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise RequestError(f"a generate frame could not be read: {error}") from None
 
 
@@ -177,7 +178,7 @@ def delta_from_frame(frame: Frame) -> Delta:
     """Read the delta in a frame. Raises EngineError if there is none."""
     try:
         return _delta(frame)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise EngineError(f"a delta frame could not be read: {error}") from None
 
 
@@ -185,7 +186,7 @@ def info_from_frame(frame: Frame) -> EngineInfo:
     """Read the engine's info from a hello frame. Raises EngineError if there is none."""
     try:
         return EngineInfo(**{**frame["info"], "eos_token_ids": tuple(frame["info"]["eos_token_ids"])})
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise EngineError(f"a hello frame could not be read: {error}") from None
 
 
@@ -200,7 +201,7 @@ def answer_from_frame(frame: Frame) -> Any:
         if isinstance(error, RequestError) and isinstance(frame.get("param"), str):
             error.param = frame["param"]
         return error
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise EngineError(f"a {frame['type']} frame could not be read: {error}") from None
 
 

@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 _LONG = 1 << 16  # characters or token ids; handling more takes tens of milliseconds, so it gets a thread of its own
 _METHODS = ("stats", "tokenize", "detokenize", "embed", "wait_adapter", "drop_adapter")
 _SLOW = ("embed", "wait_adapter")  # these wait for forwards or bytes, so they must not hold up the connection
-_UNREADABLE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 _RETRY_S = 0.1  # between attempts to accept a connection while the process has no free descriptor
 _ADAPTER_FILES = 2  # descriptors of an adapter: its region, and its weights' file if that is local
 
@@ -182,7 +181,7 @@ class _Connection:
         except MedusaError as error:
             self._send_error(request_id, error)
         except Exception as error:  # the other requests on this connection go on
-            if not isinstance(error, _UNREADABLE):
+            if not isinstance(error, frames.UNREADABLE):
                 logger.exception("a %r frame could not be handled", kind)
             self._send_error(request_id, RequestError(f"a {kind!r} frame could not be read: {error}"))
 
@@ -227,7 +226,7 @@ class _Connection:
         except MedusaError as error:
             self._send_error(request_id, error)
         except Exception as error:  # without an answer the caller would wait forever
-            if not isinstance(error, _UNREADABLE):
+            if not isinstance(error, frames.UNREADABLE):
                 logger.exception("a call of %s failed", method)
             self._send_error(request_id, RequestError(f"a call of {method} could not be read: {error}"))
 

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.base import EngineInfo, GenerateRequest, SamplingParams, StructuredOutputs
+from medusa_runtime.engine.base import EngineInfo, GenerateRequest, SamplingParams
 from medusa_runtime.engine.serving.model_name import served_name
 from medusa_runtime.engine.serving.requests import Requests, Sink
 from medusa_runtime.engine.serving.sequence import SampledToken, Sequence
@@ -30,7 +30,7 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
 from ..eos import eos_token_ids
-from ..structured import TokenizerFolder
+from ..structured import TokenizerFolder, request_field
 from .server import Exchange, VllmServer
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class CompatibleEngine:
             "stop_token_ids": sorted(sequence.end_token_ids),
         }
         if params.structured_outputs is not None:
-            body["structured_outputs"] = _structured(params.structured_outputs)
+            body["structured_outputs"] = request_field(params.structured_outputs)
         return {name: value for name, value in body.items() if value is not None}
 
     def _release(self, sequence: Sequence) -> None:
@@ -218,11 +218,6 @@ def _failure(status: int, body: bytes) -> MedusaError:
     if HTTPStatus.BAD_REQUEST <= status < HTTPStatus.INTERNAL_SERVER_ERROR:
         return RequestError(f"vLLM refuses the request: {message}")
     return EngineError(f"vLLM's own server failed: {message}")
-
-
-def _structured(form: StructuredOutputs) -> dict[str, Any]:
-    field = "json" if form.kind == "json_schema" else form.kind
-    return {field: json.loads(form.text) if form.kind in ("choice", "json_schema") else form.text}
 
 
 def _sampled(logprobs: dict[str, Any] | None, position: int, token: int) -> SampledToken:

@@ -57,11 +57,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return a text's token ids. Raises RequestError without a tokenizer.json, or if it fails on this text."""
-        if not self.present:
-            raise RequestError(
-                f"prompt: this checkpoint has no tokenizer.json, so text cannot be used; {_HINT}", "prompt"
-            )
-        tokenizer = self._loaded()
+        tokenizer = self._for_text()
         with _panics_as_errors():
             encoding = tokenizer.encode(_without_surrogates(text), add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
@@ -72,11 +68,7 @@ class Tokenizer:
 
         Raises RequestError like ``encode``.
         """
-        if not self.present:
-            raise RequestError(
-                f"prompt: this checkpoint has no tokenizer.json, so text cannot be used; {_HINT}", "prompt"
-            )
-        tokenizer = self._loaded()
+        tokenizer = self._for_text()
         with _panics_as_errors():
             encoding = tokenizer.encode(_without_surrogates(first), _without_surrogates(second))
         return list(encoding.ids), list(encoding.type_ids)
@@ -90,6 +82,14 @@ class Tokenizer:
         with _panics_as_errors():
             text: str = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def _for_text(self) -> Any:
+        """Return the loaded tokenizer. Raises RequestError without a tokenizer.json."""
+        if not self.present:
+            raise RequestError(
+                f"prompt: this checkpoint has no tokenizer.json, so text cannot be used; {_HINT}", "prompt"
+            )
+        return self._loaded()
 
     def _loaded(self) -> Any:
         if self._tokenizer is None:
