@@ -18,7 +18,7 @@ from ..limits import cpu_count
 from ..region.writer import RegionWriter
 from ..resource_limits import as_limit_error
 from ..storage.base import Store
-from ..storage.framing import checksum_function
+from ..storage.framing import import_xxh3_64
 from .arrival import Arrival
 from .in_flight import InFlightRange, OvertakenError, Span
 from .schedule import Schedule
@@ -89,7 +89,7 @@ class Streams:
     ) -> None:
         self._store = store
         self._peers = peers
-        self._checksum = checksum_function() if writer.has_checksums else None
+        self._checksum = import_xxh3_64() if writer.has_checksums else None
         self._index = index
         self._writer = writer
         self._schedule = schedule

@@ -112,10 +112,10 @@ class NodeSettings:
             return None
         if self.cluster_token is None:
             raise ConfigError(f"--cluster {self.cluster}: expected the cluster's token, too (--cluster-token FILE)")
-        from ..storage.framing import checksum_function
+        from ..storage.framing import import_xxh3_64
         from ..storage.peer_access import PeerAccess
 
-        checksum_function()  # so that a missing package is reported at start
+        import_xxh3_64()  # so that a missing package is reported at start
         return PeerAccess.of(self.cluster_token, self.cluster_ca, self.cluster_cert, self.cluster_key)
 
     def budget_bytes(self) -> int:

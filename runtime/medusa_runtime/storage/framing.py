@@ -90,7 +90,7 @@ def parse_index(data: bytes) -> tuple[bytes, dict[str, bytes]]:
     return found.pop(""), found
 
 
-def checksum_function() -> Checksum:
+def import_xxh3_64() -> Checksum:
     """Return xxh3-64, which a core computes faster than it reads memory. MissingPackageError without its package."""
     try:
         found: Checksum = importlib.import_module("xxhash").xxh3_64_intdigest
@@ -120,4 +120,4 @@ def checksum_of_index(index_text: bytes, files: Mapping[str, bytes]) -> int:
     """Return the checksum of an index and the files that are sent to peers with it."""
     parts = [index_text, *(part for name, body in shared_files(files).items() for part in (name.encode(), body))]
     lengths = b"".join(len(part).to_bytes(8, "little") for part in parts)
-    return checksum_function()(lengths + b"".join(parts))
+    return import_xxh3_64()(lengths + b"".join(parts))

@@ -35,9 +35,9 @@ from .framing import (
     READER_HEADER,
     Frame,
     FramingError,
-    checksum_function,
     checksum_of_index,
     entity_tag_of,
+    import_xxh3_64,
     parse_index,
 )
 from .http.pool import ConnectionPool
@@ -135,7 +135,7 @@ class PeerStore:
             READER_HEADER: os.urandom(8).hex(),
         }
         self._context = context
-        self._checksum = checksum_function()
+        self._checksum = import_xxh3_64()
         self._pool = ConnectionPool()
 
     def offer(self, most_bytes: int | None = None) -> Offer | None:

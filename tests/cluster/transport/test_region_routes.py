@@ -27,7 +27,7 @@ from medusa_runtime.errors import ObjectNotFoundError, StorageError
 from medusa_runtime.region.checksummed import ChecksummedRegion
 from medusa_runtime.region.reader import Region
 from medusa_runtime.region.writer import RegionWriter
-from medusa_runtime.storage.framing import PEER_CHUNK_BYTES, checksum_function
+from medusa_runtime.storage.framing import PEER_CHUNK_BYTES, import_xxh3_64
 from medusa_runtime.storage.peer import PeerStore
 from medusa_runtime.storage.peer_access import PeerAccess
 
@@ -81,7 +81,7 @@ class Served:
             piece = memoryview(self.data)[chunk * CHUNK : (chunk + 1) * CHUNK]
             with self.writer.buffer(chunk) as buffer:
                 buffer[:] = piece
-            self.writer.publish(chunk, checksum_function()(piece))
+            self.writer.publish(chunk, import_xxh3_64()(piece))
         self.there += count
 
     @property

@@ -17,9 +17,9 @@ from fuzzing import fuzz
 from hypothesis import strategies as st
 from medusa_runtime.storage import compiled_chunks
 from medusa_runtime.storage.compiled_chunks import DONE, ENDED, SILENT, WRONG, ChunksAt, Landing, SendingChunks
-from medusa_runtime.storage.framing import FRAME_BYTES, Frame, checksum_function
+from medusa_runtime.storage.framing import FRAME_BYTES, Frame, import_xxh3_64
 
-CHECKSUM = checksum_function()
+CHECKSUM = import_xxh3_64()
 CHUNK, LAST, COUNT = 48, 7, 4
 SIZE = CHUNK * (COUNT - 1) + LAST
 

@@ -24,7 +24,7 @@ from medusa_runtime.storage.compiled_chunks import (
     SendingChunks,
     compiled,
 )
-from medusa_runtime.storage.framing import Frame, checksum_function
+from medusa_runtime.storage.framing import Frame, import_xxh3_64
 from medusa_runtime.storage.peer_access import PeerAccess
 from scripted_server import ScriptedServer
 
@@ -64,7 +64,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 def _publish(functions: CompiledChunks, half: Half, data: bytes, chunk: int) -> None:
     piece = data[chunk * CHUNK : (chunk + 1) * CHUNK]
     os.pwrite(half.file, piece, chunk * CHUNK)
-    functions.publish(half.at, chunk, checksum_function()(piece))
+    functions.publish(half.at, chunk, import_xxh3_64()(piece))
 
 
 def test_chunks_are_sent_as_they_come_and_published_once(
@@ -95,7 +95,7 @@ def test_a_wrong_chunk_is_not_published(
     functions: CompiledChunks, pair: tuple[socket.socket, socket.socket], change: str
 ) -> None:
     target, piece = Half(), bytearray(os.urandom(CHUNK))
-    frame = Frame(CHUNK - (change == "size"), checksum_function()(bytes(piece))).pack()
+    frame = Frame(CHUNK - (change == "size"), import_xxh3_64()(bytes(piece))).pack()
     piece[1000] ^= change == "byte"
     threading.Thread(target=pair[1].sendall, args=(frame + piece,), daemon=True).start()
     receiving = Landing(target.at, ctypes.addressof(target.data), populate=False).receiving(0)
@@ -130,7 +130,7 @@ def test_what_a_peer_brought_before_it_was_given_up_is_told(
         monkeypatch.setattr(peer, name, value)
     target, data, told = Half(), os.urandom(SIZE), list[peer.Chunk]()
     pieces = [data[chunk * CHUNK : (chunk + 1) * CHUNK] for chunk in range(COUNT)]
-    frames = [Frame(len(piece), checksum_function()(piece)).pack() + piece for piece in pieces]
+    frames = [Frame(len(piece), import_xxh3_64()(piece)).pack() + piece for piece in pieces]
 
     def answer(_: bytes) -> Iterator[bytes]:
         yield f"HTTP/1.1 200 OK\r\nContent-Length: {sum(map(len, frames))}\r\n\r\n".encode()

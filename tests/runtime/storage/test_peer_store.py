@@ -24,9 +24,9 @@ from medusa_runtime.errors import (
 from medusa_runtime.storage.framing import (
     Frame,
     FramingError,
-    checksum_function,
     checksum_of_index,
     framed_bytes,
+    import_xxh3_64,
     pack_index,
     parse_index,
 )
@@ -42,7 +42,7 @@ ACCESS = PeerAccess("0123456789abcdef")
 
 def frames() -> bytes:
     """The body for all chunks."""
-    checksum = checksum_function()
+    checksum = import_xxh3_64()
     return b"".join(part for chunk in CHUNKS for part in (Frame(len(chunk), checksum(chunk)).pack(), chunk))
 
 
@@ -66,7 +66,7 @@ def test_each_chunk_arrives_with_its_checksum() -> None:
         data, arrived = read(server)
     assert data == DATA
     assert [(chunk.size, chunk.filled) for chunk in arrived] == [(300, 300), (300, 600), (100, 700)]
-    assert [chunk.checksum for chunk in arrived] == list(map(checksum_function(), CHUNKS))
+    assert [chunk.checksum for chunk in arrived] == list(map(import_xxh3_64(), CHUNKS))
     head = server.requests[0].decode()
     assert head.startswith("GET /regions/s3%3A%2F%2Fbucket%2Fmodel/shards/model.safetensors?start=64&stop=764 HTTP/1.1")
     assert "Authorization: Bearer 0123456789abcdef" in head
