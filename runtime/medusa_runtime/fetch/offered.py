@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..checkpoint.index import WeightIndex
 from ..checkpoint.reader import Checkpoint, Known
 from ..errors import CorruptError
-from ..storage.framing import is_bundled, is_shared
+from ..storage.framing import is_bundle_file, is_sent_to_peers
 from ..storage.peer import Offer
 from ..storage.sources import SourcesStore
 
@@ -36,7 +36,7 @@ def open_offered(sources: SourcesStore, known: Known | None) -> Offered | None:
             except CorruptError as error:
                 sources.exclude(offer.node_url, f"it sends wrong bytes ({error})")
                 continue
-            bundle = {name: body for name, body in offer.files.items() if is_bundled(name)}
+            bundle = {name: body for name, body in offer.files.items() if is_bundle_file(name)}
             if known is not None and not begun and not bundle:
                 known.begin(sources)  # meanwhile
                 begun = True
@@ -44,7 +44,7 @@ def open_offered(sources: SourcesStore, known: Known | None) -> Offered | None:
                 if known is not None and not begun:
                     sources.take_bundle(bundle)
                     known.begin(sources)
-                files = {name: body for name, body in offer.files.items() if not is_bundled(name)}
+                files = {name: body for name, body in offer.files.items() if not is_bundle_file(name)}
                 return Offered(Checkpoint(sources, index, files), offer.chunk_bytes)
             sources.exclude(offer.node_url, "it has an older version of the model than the object store")
     return None
@@ -62,7 +62,7 @@ def _checked(offer: Offer) -> WeightIndex:
     )
     if placed.shards != index.shards or not all(map(_is_inside, [*offer.files, *(each.name for each in index.shards)])):
         raise CorruptError("expected an index of a store's shards, one behind the other")
-    if index.total_bytes > _MOST_CHUNKS * offer.chunk_bytes or not all(map(is_shared, offer.files)):
+    if index.total_bytes > _MOST_CHUNKS * offer.chunk_bytes or not all(map(is_sent_to_peers, offer.files)):
         raise CorruptError("expected chunks that fit the checkpoint's size, and only files of the checkpoint")
     return index
 

@@ -12,7 +12,7 @@ import os
 from ..checkpoint.index import Shard, WeightIndex
 from ..errors import StorageError
 from ..storage.compiled_chunks import ChunksAt, SendingChunks
-from ..storage.framing import is_shared, pack_index, shared_files
+from ..storage.framing import files_for_peers, is_sent_to_peers, pack_index
 from .chunks import Chunks
 from .demand import demand
 from .layout import HEADER_BYTES, TABLE_OFFSET, State, Word, reopen
@@ -92,8 +92,8 @@ class ChecksummedRegion:
     @functools.cached_property
     def offer(self) -> bytes:
         """The index and the files that are sent to peers with it, in the format of ``framing.pack_index``."""
-        names = [name for name in self._region.file_names() if is_shared(name)]
-        files = shared_files({name: body for name in names if (body := self._region.file(name, 0.0)) is not None})
+        names = [name for name in self._region.file_names() if is_sent_to_peers(name)]
+        files = files_for_peers({name: body for name in names if (body := self._region.file(name, 0.0)) is not None})
         return pack_index(self.index.to_json(), files)
 
     def shard(self, name: str) -> tuple[int, Shard] | None:

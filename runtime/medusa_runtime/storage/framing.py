@@ -24,7 +24,7 @@ FRAME_BYTES = _FRAME.size
 _MOST_FILES = 256
 _LENGTH_BYTES = 8
 _BUNDLE = ".medusa/"
-_SHARED = (f"{_BUNDLE}manifest.json", f"{_BUNDLE}blobs/")
+_SENT_OF_BUNDLE = (f"{_BUNDLE}manifest.json", f"{_BUNDLE}blobs/")
 
 Checksum = Callable[[bytes | memoryview], int]
 
@@ -101,23 +101,23 @@ def import_xxh3_64() -> Checksum:
     return found
 
 
-def is_bundled(name: str) -> bool:
+def is_bundle_file(name: str) -> bool:
     """Return whether this is a file of the state bundle beside a checkpoint."""
     return name.startswith(_BUNDLE)
 
 
-def is_shared(name: str) -> bool:
+def is_sent_to_peers(name: str) -> bool:
     """Return whether a region's file is sent to peers. An artifact that this machine has restored for itself is not."""
-    return not is_bundled(name) or name.startswith(_SHARED)
+    return not is_bundle_file(name) or name.startswith(_SENT_OF_BUNDLE)
 
 
-def shared_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
+def files_for_peers(files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the files that are sent to peers, sorted by name."""
-    return {name: files[name] for name in sorted(files) if is_shared(name)}
+    return {name: files[name] for name in sorted(files) if is_sent_to_peers(name)}
 
 
 def checksum_of_index(index_text: bytes, files: Mapping[str, bytes]) -> int:
     """Return the checksum of an index and the files that are sent to peers with it."""
-    parts = [index_text, *(part for name, body in shared_files(files).items() for part in (name.encode(), body))]
+    parts = [index_text, *(part for name, body in files_for_peers(files).items() for part in (name.encode(), body))]
     lengths = b"".join(len(part).to_bytes(8, "little") for part in parts)
     return import_xxh3_64()(lengths + b"".join(parts))

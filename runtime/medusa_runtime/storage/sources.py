@@ -26,7 +26,7 @@ from ..errors import (
 )
 from .base import Advance, ObjectInfo, Store
 from .compiled_chunks import Landing
-from .framing import is_bundled
+from .framing import is_bundle_file
 from .peer import Chunk, Offer, PeerStore
 from .retry import doubling_pause_s
 
@@ -257,7 +257,7 @@ class SourcesStore:
         ``start`` must be the start of a chunk, and the buffer must end where a chunk ends. This does not hold for a
         state bundle's files, which have no chunks.
         """
-        if is_bundled(key):
+        if is_bundle_file(key):
             if (body := self._bundle.get(key)) is not None:
                 buffer[:] = body[start : start + len(buffer)]
             else:
