@@ -26,7 +26,7 @@ def size_as_version(size: int) -> str:
     return f"{_SIZE}{size}"
 
 
-def check_versioned(name: str, version: str | None, missing: str) -> None:
+def require_validator(name: str, version: str | None, missing: str) -> None:
     """Raise StorageError if ``version`` is only a size, which would not reveal a replacement of the same size.
 
     Call it before a second range of an object is read. ``missing`` names, for the message, what the store would have

@@ -15,7 +15,7 @@ from ..errors import (
     StorageError,
     UnreachableError,
 )
-from .base import FSSPEC_EXTRAS, Advance, ObjectInfo, check_versioned, redacted, scheme_of, size_as_version
+from .base import FSSPEC_EXTRAS, Advance, ObjectInfo, redacted, require_validator, scheme_of, size_as_version
 from .retry import RetryPolicy, Transient, persist
 
 _VERSION_KEYS = (
@@ -124,7 +124,7 @@ class FsspecStore:
 
     def _check(self, key: str, version: str | None) -> ObjectInfo:
         # fsspec has no conditional reads, so the version is compared before or after each read.
-        check_versioned(self.name(key), version, "an ETag nor a date of change")
+        require_validator(self.name(key), version, "an ETag nor a date of change")
         self._system.invalidate_cache()
         info = self.stat(key)
         if version is not None and info.version != version:
@@ -161,7 +161,7 @@ class FsspecStore:
         length: int | None = None,
     ) -> None:
         """Fill the buffer in pieces of 4 MiB, since fsspec returns the bytes in memory of its own."""
-        check_versioned(self.name(key), version, "an ETag nor a date of change")
+        require_validator(self.name(key), version, "an ETag nor a date of change")
         piece = 4 << 20
         for at in range(0, len(buffer), piece):
             end = min(at + piece, len(buffer))

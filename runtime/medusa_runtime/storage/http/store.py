@@ -19,7 +19,7 @@ from ...errors import (
     StorageError,
     UnreachableError,
 )
-from ..base import Advance, ObjectInfo, check_versioned, redacted, size_as_version
+from ..base import Advance, ObjectInfo, redacted, require_validator, size_as_version
 from ..retry import Patience, RetryPolicy, Transient, persist
 from .endpoint import Endpoint
 from .fields import (
@@ -271,7 +271,7 @@ class HttpStore:
 
         Redirects are followed. Any other answer raises an error.
         """
-        check_versioned(self.name(key), version, "ETag nor Last-Modified")
+        require_validator(self.name(key), version, "ETag nor Last-Modified")
         wanted = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity", "User-Agent": "medusa-runtime"}
         wanted |= _conditions(version)
         self.find_home()
