@@ -16,7 +16,7 @@ from ..errors import (
     UnreachableError,
 )
 from .base import FSSPEC_EXTRAS, Advance, ObjectInfo, redacted, require_validator, scheme_of, size_as_version
-from .retry import RetryPolicy, Transient, persist
+from .retry import RetryPolicy, Transient, with_retries
 
 _VERSION_KEYS = (
     "ETag",
@@ -107,7 +107,7 @@ class FsspecStore:
         return f"expected a network that reaches {host} ({through}; HF_ENDPOINT names another host){self._token_hint()}"
 
     def stat(self, key: str) -> ObjectInfo:
-        return persist(self.retries, lambda: self._stat_once(key))
+        return with_retries(self.retries, lambda: self._stat_once(key))
 
     def _stat_once(self, key: str) -> ObjectInfo:
         try:
@@ -140,7 +140,7 @@ class FsspecStore:
         return data, info
 
     def _range(self, key: str, start: int, stop: int) -> bytes:
-        return persist(self.retries, lambda: self._range_once(key, start, stop))
+        return with_retries(self.retries, lambda: self._range_once(key, start, stop))
 
     def _range_once(self, key: str, start: int, stop: int) -> bytes:
         try:

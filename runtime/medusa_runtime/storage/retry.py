@@ -49,7 +49,7 @@ class Transient(Exception):
         self.retry_after_s = retry_after_s
 
 
-def persist(policy: RetryPolicy, attempt: Callable[[], T]) -> T:
+def with_retries(policy: RetryPolicy, attempt: Callable[[], T]) -> T:
     """Call ``attempt`` until it raises no Transient, and return its result. When the policy ends, raise the error."""
     patience = Patience(policy)
     while True:

@@ -20,7 +20,7 @@ from ...errors import (
     UnreachableError,
 )
 from ..base import Advance, ObjectInfo, redacted, require_validator, size_as_version
-from ..retry import Patience, RetryPolicy, Transient, persist
+from ..retry import Patience, RetryPolicy, Transient, with_retries
 from .endpoint import Endpoint
 from .fields import (
     FieldError,
@@ -115,7 +115,7 @@ class HttpStore:
         return self.read(key, 0, 1)[1]
 
     def read(self, key: str, start: int, stop: int, version: str | None = None) -> tuple[bytes, ObjectInfo]:
-        return persist(self.retries, lambda: self._read_once(key, start, stop, version))
+        return with_retries(self.retries, lambda: self._read_once(key, start, stop, version))
 
     def _read_once(self, key: str, start: int, stop: int, version: str | None) -> tuple[bytes, ObjectInfo]:
         connection, response = self._ask(key, start, stop, version)
