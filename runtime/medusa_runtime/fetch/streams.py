@@ -180,7 +180,7 @@ class Streams:
         return [flight for flight in late if flight.awaited or (flight.first_s is None and flight.began < silent_since)]
 
     def _hedge(self, late: InFlightRange) -> None:
-        if self._store.interrupts and not self._store.refills:  # it will write into the region at once
+        if self._store.interruptible and not self._store.reuses_buffer:  # it will write into the region at once
             try:
                 self._take_over(late)
             except OvertakenError:
@@ -401,7 +401,7 @@ class Streams:
                 self._writer.prepare(span.first)
                 self._store.read_into(shard.name, start + begun, buffer[begun:], shard.version, advance)
             else:
-                own = self._scratch()[:left] if self._store.refills else memoryview(bytearray(left))
+                own = self._scratch()[:left] if self._store.reuses_buffer else memoryview(bytearray(left))
                 self._store.read_into(shard.name, start + begun, own, shard.version, keep, left)
 
     def _is_direct(self, flight: InFlightRange) -> bool:
@@ -409,9 +409,9 @@ class Streams:
 
         It must stop soon if another request takes over.
         """
-        if not self._store.interrupts:
+        if not self._store.interruptible:
             return False
-        return not self._store.refills or (self._writer.direct and not flight.is_hedge)
+        return not self._store.reuses_buffer or (self._writer.direct and not flight.is_hedge)
 
     def _take_over(self, late: InFlightRange | None) -> None:
         """End the first request for a range, so that its hedge can go on. OvertakenError if the fetch is over."""

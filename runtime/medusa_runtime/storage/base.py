@@ -48,8 +48,8 @@ class Store(Protocol):
     """The folder of a checkpoint in an object store. Keys are paths relative to it. All calls are thread-safe."""
 
     url: str
-    refills: bool  # whether ``read_into`` can fill a buffer again and again, see there
-    interrupts: bool  # whether a ``read_into`` ends soon after ``interrupt``, or soon anyway
+    reuses_buffer: bool  # whether ``read_into`` can fill a buffer again and again, see there
+    interruptible: bool  # whether a ``read_into`` ends soon after ``interrupt``, or soon anyway
 
     def stat(self, key: str) -> ObjectInfo:
         """Look an object up. Raises ObjectNotFoundError, ForbiddenError, UnreachableError."""
@@ -73,7 +73,7 @@ class Store(Protocol):
 
         A transfer that breaks off is retried and resumed inside.
 
-        A store that ``refills`` takes a ``length`` that is larger than the buffer: whenever the buffer is full, it is
+        A store that ``reuses_buffer`` takes a ``length`` that is larger than the buffer: whenever the buffer is full, it is
         filled from its start again. ``advance`` is called first, and must be done with the bytes when it returns.
         """
 

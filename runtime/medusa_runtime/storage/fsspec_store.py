@@ -44,8 +44,8 @@ _UNREACHABLE = {"TransportError", "ConnectError", "ClientConnectionError", "Prox
 class FsspecStore:
     """A folder in one of fsspec's file systems."""
 
-    refills = False
-    interrupts = False
+    reuses_buffer = False
+    interruptible = False
 
     def __init__(self, url: str, retries: RetryPolicy | None = None) -> None:
         self.url = url

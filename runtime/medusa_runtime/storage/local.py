@@ -18,8 +18,8 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a model's name on huggingface.
 class LocalStore:
     """A folder, given as a path or a file:// URL."""
 
-    refills = False
-    interrupts = True
+    reuses_buffer = False
+    interruptible = True
 
     def __init__(self, url: str, *, check: bool = True) -> None:
         """Raises ObjectNotFoundError if there is no folder at ``url``, unless ``check`` is False."""

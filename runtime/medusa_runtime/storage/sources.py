@@ -85,8 +85,8 @@ class SourcesStore:
     closes it, too.
     """
 
-    refills = False
-    interrupts = True
+    reuses_buffer = False
+    interruptible = True
 
     def __init__(
         self,

@@ -71,8 +71,8 @@ class HttpStore:
     that they are of one version (RFC 9110 §15.3.7.3). Proxy variables are honoured (``proxy.py``).
     """
 
-    refills = True
-    interrupts = True
+    reuses_buffer = True
+    interruptible = True
 
     def __init__(self, url: str, retries: RetryPolicy | None = None, environ: Mapping[str, str] | None = None) -> None:
         self.url = url
