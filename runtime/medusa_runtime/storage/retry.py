@@ -51,16 +51,16 @@ class Transient(Exception):
 
 def with_retries(policy: RetryPolicy, attempt: Callable[[], T]) -> T:
     """Call ``attempt`` until it raises no Transient, and return its result. When the policy ends, raise the error."""
-    patience = Patience(policy)
+    state = RetryState(policy)
     while True:
         try:
             return attempt()
         except Transient as cause:
-            patience.again(cause)
+            state.back_off(cause)
 
 
-class Patience:
-    """The tries of one operation. Call ``again`` after each failure."""
+class RetryState:
+    """The tries of one operation. Call ``back_off`` after each failure."""
 
     def __init__(self, policy: RetryPolicy, sleep: Callable[[float], None] = time.sleep) -> None:
         self._policy = policy
@@ -79,15 +79,15 @@ class Patience:
             self._reset()
 
     @property
-    def is_over(self) -> bool:
+    def is_too_slow(self) -> bool:
         """Whether bytes have arrived too slowly for too long."""
         return time.monotonic() > self._since + self._policy.patience_s
 
-    def paused(self, seconds: float) -> None:
+    def exclude_pause(self, seconds: float) -> None:
         """Do not count this time, in which the reader itself held up the transfer."""
         self._since += seconds
 
-    def again(self, cause: Transient) -> None:
+    def back_off(self, cause: Transient) -> None:
         """Sleep before the next try, or raise ``cause.error`` if there is to be none.
 
         The pause doubles with each failure. A random part of it is left out, so that many readers do not come back at

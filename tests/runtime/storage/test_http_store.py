@@ -86,7 +86,7 @@ def test_progress_is_told_as_it_arrives(store: HttpStore, origin: Any) -> None:
 def test_retry_after_is_honoured(store: HttpStore, origin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr("medusa_runtime.storage.retry.time.sleep", pauses.append)
-    monkeypatch.setattr("medusa_runtime.storage.retry.Patience.__init__.__defaults__", (pauses.append,))
+    monkeypatch.setattr("medusa_runtime.storage.retry.RetryState.__init__.__defaults__", (pauses.append,))
     origin.retry_after, origin.faults["/m/w"] = "1", ["429"]
     assert fetched(store) == BODY
     assert pauses == [1.0]

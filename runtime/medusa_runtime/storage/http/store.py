@@ -20,7 +20,7 @@ from ...errors import (
     UnreachableError,
 )
 from ..base import Advance, ObjectInfo, redacted, require_validator, size_as_version
-from ..retry import Patience, RetryPolicy, Transient, with_retries
+from ..retry import RetryPolicy, RetryState, Transient, with_retries
 from .endpoint import Endpoint
 from .fields import (
     FieldError,
@@ -180,7 +180,7 @@ class HttpStore:
         advance: Advance | None = None,
         length: int | None = None,
     ) -> None:
-        patience = Patience(self.retries)
+        state = RetryState(self.retries)
         stop = start + (len(buffer) if length is None else length)
         filled = 0
         while start + filled < stop:
@@ -198,20 +198,20 @@ class HttpStore:
                         count = connection.receive(buffer[at : at + step - filled])
                         filled += count
                         at += count
-                    patience.progressed(filled - counted)
+                    state.progressed(filled - counted)
                     counted = filled
-                    if start + filled < stop and patience.is_over:
+                    if start + filled < stop and state.is_too_slow:
                         raise self._too_slow(key)
                     if advance:
                         began = time.monotonic()
                         advance(filled)
-                        patience.paused(time.monotonic() - began)
+                        state.exclude_pause(time.monotonic() - began)
             except WireError as error:
                 self._check_interrupted(key, connection)
-                patience.progressed(filled - counted)
-                patience.again(Transient(StorageError(f"{self.name(key)}: {error}")))
+                state.progressed(filled - counted)
+                state.back_off(Transient(StorageError(f"{self.name(key)}: {error}")))
             except Transient as cause:
-                patience.again(cause)
+                state.back_off(cause)
             finally:
                 if connection:
                     self._pool.give_back(connection)
