@@ -16,7 +16,7 @@ from ..errors import (
     UnreachableError,
 )
 from .base import FSSPEC_EXTRAS, Advance, ObjectInfo, redacted, require_validator, scheme_of, size_as_version
-from .retry import RetryPolicy, Transient, with_retries
+from .retry import RetryPolicy, TransientError, with_retries
 
 _VERSION_KEYS = (
     "ETag",
@@ -73,7 +73,7 @@ class FsspecStore:
     def _path(self, key: str) -> str:
         return f"{self._root.rstrip('/')}/{key}"
 
-    def _translated(self, key: str, error: Exception) -> MedusaError | Transient:
+    def _translated(self, key: str, error: Exception) -> MedusaError | TransientError:
         name = self.name(key)
         if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
             return ObjectNotFoundError(f"{name}: no such object; check the address{self._token_hint()}")
@@ -84,10 +84,10 @@ class FsspecStore:
                 f"{self._token_hint()}"
             )
         if _is_unreachable(error):
-            return Transient(
+            return TransientError(
                 UnreachableError(f"{name}: cannot be reached ({type(error).__name__}); {self._network_hint()}")
             )
-        return Transient(StorageError(f"{name}: {type(error).__name__} while reading"))
+        return TransientError(StorageError(f"{name}: {type(error).__name__} while reading"))
 
     def _token_hint(self) -> str:
         """Return what a model hub needs beside the address; empty for other stores."""
@@ -148,7 +148,7 @@ class FsspecStore:
         except Exception as error:  # noqa: BLE001
             raise self._translated(key, error) from None
         if len(data) != stop - start:
-            raise Transient(StorageError(f"{self.name(key)}: expected {stop - start} bytes, found {len(data)}"))
+            raise TransientError(StorageError(f"{self.name(key)}: expected {stop - start} bytes, found {len(data)}"))
         return data
 
     def read_into(

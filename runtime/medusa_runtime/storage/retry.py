@@ -37,7 +37,7 @@ class RetryPolicy:
     least_bytes_per_s: float = 1024.0
 
 
-class Transient(Exception):
+class TransientError(Exception):
     """A failure that is worth another try.
 
     ``error`` is what the user sees if no further try succeeds. ``retry_after_s`` is how long the server asks to wait.
@@ -50,12 +50,12 @@ class Transient(Exception):
 
 
 def with_retries(policy: RetryPolicy, attempt: Callable[[], T]) -> T:
-    """Call ``attempt`` until it raises no Transient, and return its result. When the policy ends, raise the error."""
+    """Call ``attempt`` until it raises no TransientError, and return its result. When the policy ends, raise the error."""
     state = RetryState(policy)
     while True:
         try:
             return attempt()
-        except Transient as cause:
+        except TransientError as cause:
             state.back_off(cause)
 
 
@@ -87,7 +87,7 @@ class RetryState:
         """Do not count this time, in which the reader itself held up the transfer."""
         self._since += seconds
 
-    def back_off(self, cause: Transient) -> None:
+    def back_off(self, cause: TransientError) -> None:
         """Sleep before the next try, or raise ``cause.error`` if there is to be none.
 
         The pause doubles with each failure. A random part of it is left out, so that many readers do not come back at

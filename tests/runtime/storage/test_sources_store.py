@@ -11,7 +11,7 @@ from medusa_runtime.errors import StorageError, UnreachableError
 from medusa_runtime.storage.local import LocalStore
 from medusa_runtime.storage.peer import PeerStore
 from medusa_runtime.storage.peer_access import PeerAccess
-from medusa_runtime.storage.retry import RetryPolicy, RetryState, Transient
+from medusa_runtime.storage.retry import RetryPolicy, RetryState, TransientError
 from medusa_runtime.storage.sources import SourcesStore
 
 
@@ -51,6 +51,6 @@ def test_an_operation_may_be_tried_more_often_than_a_pause_can_be_doubled() -> N
     pauses: list[float] = []
     state = RetryState(RetryPolicy(attempts=2000, patience_s=1e9), pauses.append)
     for _ in range(1100):
-        state.back_off(Transient(StorageError("the store does not answer")))
+        state.back_off(TransientError(StorageError("the store does not answer")))
     assert 0.05 <= pauses[0] <= 0.1
     assert 2 <= pauses[-1] <= 4

@@ -20,7 +20,7 @@ from ...errors import (
     UnreachableError,
 )
 from ..base import Advance, ObjectInfo, redacted, require_validator, size_as_version
-from ..retry import RetryPolicy, RetryState, Transient, with_retries
+from ..retry import RetryPolicy, RetryState, TransientError, with_retries
 from .endpoint import Endpoint
 from .fields import (
     FieldError,
@@ -140,7 +140,7 @@ class HttpStore:
             return data[start:stop], info
         except WireError as error:
             connection.close()
-            raise Transient(StorageError(f"{self.name(key)}: {error}")) from None
+            raise TransientError(StorageError(f"{self.name(key)}: {error}")) from None
         finally:
             self._pool.give_back(connection)
 
@@ -209,8 +209,8 @@ class HttpStore:
             except WireError as error:
                 self._check_interrupted(key, connection)
                 state.progressed(filled - counted)
-                state.back_off(Transient(StorageError(f"{self.name(key)}: {error}")))
-            except Transient as cause:
+                state.back_off(TransientError(StorageError(f"{self.name(key)}: {error}")))
+            except TransientError as cause:
                 state.back_off(cause)
             finally:
                 if connection:
@@ -248,13 +248,13 @@ class HttpStore:
         info = ObjectInfo(size, _version(response, size))
         self._same(key, version, info)
         if first != start or not start < end <= stop:
-            raise Transient(
+            raise TransientError(
                 StorageError(
                     f"{self.name(key)}: asked for bytes {start}-{stop - 1}, the server sends {first}-{end - 1}"
                 )
             )
         if response.length not in (None, end - first):
-            raise Transient(
+            raise TransientError(
                 StorageError(f"{self.name(key)}: expected {end - first} bytes, the server announces {response.length}")
             )
         return info, first, end
@@ -320,7 +320,7 @@ class HttpStore:
                 self._check_interrupted(key, connection)
                 if used:
                     continue  # does not count as a try: the server may close an idle connection at any time
-                raise Transient(StorageError(f"{self.name(key)}: {error}")) from None
+                raise TransientError(StorageError(f"{self.name(key)}: {error}")) from None
 
     def _connect(self, key: str, endpoint: Endpoint) -> Connection:
         try:
@@ -331,7 +331,7 @@ class HttpStore:
                 proxy=self._proxies.choose(endpoint),
             )
         except WireError as error:
-            raise Transient(
+            raise TransientError(
                 UnreachableError(f"{self.name(key)}: cannot reach {endpoint.host} port {endpoint.port}: {error}")
             ) from None
 
@@ -368,7 +368,7 @@ class HttpStore:
         if status in (401, 403):
             return ForbiddenError(f"{name}: access denied ({status}){self.hint()}")
         if status in _TRANSIENT:
-            return Transient(StorageError(f"{name}: the server answers {status}"), self._retry_after_s(response))
+            return TransientError(StorageError(f"{name}: the server answers {status}"), self._retry_after_s(response))
         return StorageError(f"{name}: expected 206, found {status} {_first_words(body)}".rstrip())
 
     @staticmethod
