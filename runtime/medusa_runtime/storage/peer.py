@@ -91,18 +91,18 @@ class Progress(NamedTuple):
     received_bytes: int
 
 
-class _Patience:
+class _StallDetector:
     """Decides how long to wait for a silent peer: as long as it answers, and receives something itself."""
 
     def __init__(self, store: PeerStore) -> None:
         self._store = store
-        self.heard()
+        self.note_progress()
 
-    def heard(self) -> None:
+    def note_progress(self) -> None:
         """Note that bytes have come."""
         self._bytes, self._at = -1, time.monotonic()
 
-    def ask(self) -> None:
+    def check(self) -> None:
         """Ask for the peer's progress after a silence. Raises StorageError if waiting longer is of no use."""
         state, _, received_bytes = self._store.progress()
         now = time.monotonic()
@@ -227,7 +227,7 @@ class PeerStore:
         arrived: Callable[[Chunk], None],
     ) -> None:
         """Receive the rest of a range in compiled code, which verifies and publishes each chunk. ``done`` have come."""
-        chunks, receiving, patience = compiled(), landing.receiving(done), _Patience(self)
+        chunks, receiving, stall = compiled(), landing.receiving(done), _StallDetector(self)
         assert chunks is not None
         together = max(_TOGETHER_BYTES // receiving.chunks.bytes, 1)
         while receiving.done < receiving.chunks.count:
@@ -242,9 +242,9 @@ class PeerStore:
             if status == WRONG:
                 raise self._wrong(key, start + filled, receiving.frame.size)
             if receiving.wire_bytes != before_wire:
-                patience.heard()
+                stall.note_progress()
             if status == SILENT:
-                patience.ask()
+                stall.check()
             elif status == ENDED:
                 raise WireError("the answer ended early")
             elif status < 0:
@@ -252,12 +252,12 @@ class PeerStore:
 
     def _fill(self, connection: Connection, *buffers: memoryview) -> None:
         """Fill all of the buffers, as long as the peer answers and receives something itself."""
-        left, patience = [*filter(len, buffers)], _Patience(self)
+        left, stall = [*filter(len, buffers)], _StallDetector(self)
         while left:
             try:
                 count = connection.receive_all(left)
             except StalledError:
-                patience.ask()
+                stall.check()
                 continue
             if not count:
                 raise WireError("the answer ended early")
@@ -265,7 +265,7 @@ class PeerStore:
                 count -= len(left.pop(0))
             if count:
                 left[0] = left[0][count:]
-            patience.heard()
+            stall.note_progress()
 
     @contextmanager
     def _request(self, path: str, headers: dict[str, str] | None = None) -> Iterator[tuple[Connection, Response]]:
