@@ -73,8 +73,8 @@ class Store(Protocol):
 
         A transfer that breaks off is retried and resumed inside.
 
-        A store that ``reuses_buffer`` takes a ``length`` that is larger than the buffer: whenever the buffer is full, it is
-        filled from its start again. ``advance`` is called first, and must be done with the bytes when it returns.
+        A store that ``reuses_buffer`` takes a ``length`` that is larger than the buffer: whenever the buffer is full,
+        it is filled from its start again. ``advance`` is called first, and must be done with the bytes when it returns.
         """
 
     def interrupt(self, thread: int) -> None:

@@ -50,7 +50,10 @@ class TransientError(Exception):
 
 
 def with_retries(policy: RetryPolicy, attempt: Callable[[], T]) -> T:
-    """Call ``attempt`` until it raises no TransientError, and return its result. When the policy ends, raise the error."""
+    """Call ``attempt`` until it raises no TransientError, and return its result.
+
+    Raises the error of the last try when the policy allows no further one.
+    """
     state = RetryState(policy)
     while True:
         try:
