@@ -11,7 +11,7 @@ import os
 
 from ..checkpoint.index import Shard, WeightIndex
 from ..errors import StorageError
-from ..storage.compiled_chunks import ChunksAt, SendingChunks
+from ..storage.compiled_chunks import ChunkPointers, SendingChunks
 from ..storage.framing import files_for_peers, is_sent_to_peers, pack_index
 from .chunks import Chunks
 from .demand import demand
@@ -124,7 +124,7 @@ class ChecksummedRegion:
 
     def sending(self, chunks: range) -> SendingChunks:
         """Return the argument of ``CompiledChunks.send`` for neighbouring chunks of one shard."""
-        places = ChunksAt(
+        places = ChunkPointers(
             count=len(chunks),
             bytes=self.chunk_bytes,
             last_bytes=self.chunks.size(chunks.stop - 1),

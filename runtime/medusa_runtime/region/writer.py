@@ -22,7 +22,7 @@ from .seals import seal_for_good, seal_to_others
 from .wake import wake_all
 
 if TYPE_CHECKING:
-    from ..storage.compiled_chunks import ChunksAt, CompiledChunks, Landing
+    from ..storage.compiled_chunks import ChunkPointers, CompiledChunks, Landing
 
 
 class RegionWriter:
@@ -214,7 +214,7 @@ class RegionWriter:
                 return
             if checksum is not None and self._compiled is not None:
                 # Compiled code also publishes in other threads, and only it adds up the bytes atomically.
-                self._compiled.publish(self._chunks_at(range(chunk, chunk + 1)), 0, checksum)
+                self._compiled.publish(self._chunk_pointers(range(chunk, chunk + 1)), 0, checksum)
             else:
                 self._mark(chunk, checksum)
             self._raise_watermark()
@@ -252,13 +252,13 @@ class RegionWriter:
         chunks = self.chunks.covering(shard, start - data_start, stop - data_start)
         at = self._offset(chunks.start)
         populate = at + stop - start > self._memory.reserved_bytes
-        return Landing(self._chunks_at(chunks), self._memory.address + at, populate=populate)
+        return Landing(self._chunk_pointers(chunks), self._memory.address + at, populate=populate)
 
-    def _chunks_at(self, chunks: range) -> ChunksAt:
+    def _chunk_pointers(self, chunks: range) -> ChunkPointers:
         address = self._memory.address
-        from ..storage.compiled_chunks import ChunksAt
+        from ..storage.compiled_chunks import ChunkPointers
 
-        return ChunksAt(
+        return ChunkPointers(
             count=len(chunks),
             bytes=self.chunks.chunk_bytes,
             last_bytes=self.chunks.size(chunks.stop - 1),

@@ -17,7 +17,7 @@ _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 DONE, SILENT, ENDED, WRONG, STOPPED = range(5)  # the statuses of ``receive`` and ``send``; or a negative errno
 
 
-class ChunksAt(ctypes.Structure):
+class ChunkPointers(ctypes.Structure):
     """Neighbouring chunks of one shard, with the addresses of the first one's marks in a region (``struct chunks``)."""
 
     _fields_: ClassVar = [
@@ -34,7 +34,7 @@ class Receiving(ctypes.Structure):
     """What ``receive`` is to do, and how far it is (``struct receiving``). It must be kept while ``receive`` runs."""
 
     _fields_: ClassVar = [
-        ("chunks", ChunksAt),
+        ("chunks", ChunkPointers),
         ("data", _POINTER),
         ("checksum", _POINTER),
         *((name, _LONG) for name in ("stop", "done", "filled")),
@@ -57,7 +57,7 @@ class SendingChunks(ctypes.Structure):
     """What ``send`` is to do, and how far it is (``struct sending``). Another thread may set ``stopped`` to end it."""
 
     _fields_: ClassVar = [
-        ("chunks", ChunksAt),
+        ("chunks", ChunkPointers),
         *((name, _LONG) for name in ("offset", "done", "filled")),
         *((name, _INT) for name in ("connection", "file", "idle_ms", "patience_ms", "stopped")),
         ("frame", _Frame),
@@ -75,7 +75,7 @@ class Landing:
     ``data`` is the address of the first chunk, and ``populate`` says whether the pages still have to be allocated.
     """
 
-    def __init__(self, chunks: ChunksAt, data: int, *, populate: bool) -> None:
+    def __init__(self, chunks: ChunkPointers, data: int, *, populate: bool) -> None:
         self._chunks = chunks
         self._data = data
         self._populate = populate
@@ -106,7 +106,7 @@ class CompiledChunks:
         self._publish: Any = library.medusa_publish_chunk
         self._receive.argtypes = [ctypes.POINTER(Receiving)]
         self._send.argtypes = [ctypes.POINTER(SendingChunks)]
-        self._publish.argtypes, self._publish.restype = [ctypes.POINTER(ChunksAt), _LONG, ctypes.c_uint64], None
+        self._publish.argtypes, self._publish.restype = [ctypes.POINTER(ChunkPointers), _LONG, ctypes.c_uint64], None
 
     def receive(self, receiving: Receiving) -> int:
         """Receive, verify and publish chunks until ``receiving.stop``, and return a status."""
@@ -116,7 +116,7 @@ class CompiledChunks:
         """Send chunks, each as soon as the region has it, and return a status."""
         return int(self._send(sending))
 
-    def publish(self, chunks: ChunksAt, number: int, checksum: int) -> None:
+    def publish(self, chunks: ChunkPointers, number: int, checksum: int) -> None:
         """Publish one chunk to readers. A chunk that is already published stays as it is."""
         self._publish(chunks, number, checksum)
 
@@ -130,7 +130,7 @@ def compiled() -> CompiledChunks | None:
         return None
 
 
-def _bytes_of(chunks: ChunksAt, done: int) -> int:
+def _bytes_of(chunks: ChunkPointers, done: int) -> int:
     return int((done - 1) * chunks.bytes + chunks.last_bytes if done and done == chunks.count else done * chunks.bytes)
 
 
@@ -140,7 +140,7 @@ __all__ = [
     "SILENT",
     "STOPPED",
     "WRONG",
-    "ChunksAt",
+    "ChunkPointers",
     "CompiledChunks",
     "Landing",
     "Receiving",

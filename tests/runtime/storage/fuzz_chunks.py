@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from fuzzing import fuzz
 from hypothesis import strategies as st
 from medusa_runtime.storage import compiled_chunks
-from medusa_runtime.storage.compiled_chunks import DONE, ENDED, SILENT, WRONG, ChunksAt, Landing, SendingChunks
+from medusa_runtime.storage.compiled_chunks import DONE, ENDED, SILENT, WRONG, ChunkPointers, Landing, SendingChunks
 from medusa_runtime.storage.framing import FRAME_BYTES, Frame, import_xxh3_64
 
 CHECKSUM = import_xxh3_64()
@@ -32,7 +32,7 @@ class Half:
         self.words = (ctypes.c_uint64 * 2)()
         self.data = (ctypes.c_uint8 * SIZE)()
         addresses = map(ctypes.addressof, (self.table, self.sums, self.words))
-        self.at = ChunksAt(COUNT, CHUNK, LAST, *addresses, ctypes.addressof(self.words) + 8)
+        self.at = ChunkPointers(COUNT, CHUNK, LAST, *addresses, ctypes.addressof(self.words) + 8)
 
 
 def pieces(data: bytes) -> list[bytes]:

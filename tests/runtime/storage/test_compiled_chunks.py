@@ -18,7 +18,7 @@ from medusa_runtime.storage.compiled_chunks import (
     SILENT,
     STOPPED,
     WRONG,
-    ChunksAt,
+    ChunkPointers,
     CompiledChunks,
     Landing,
     SendingChunks,
@@ -42,7 +42,7 @@ class Half:
         os.ftruncate(self.file, SIZE)
         self.data = (ctypes.c_uint8 * SIZE)()
         addresses = map(ctypes.addressof, (self.table, self.sums, self.words))
-        self.at = ChunksAt(COUNT, CHUNK, LAST, *addresses, ctypes.addressof(self.words) + 8)
+        self.at = ChunkPointers(COUNT, CHUNK, LAST, *addresses, ctypes.addressof(self.words) + 8)
 
 
 @pytest.fixture
