@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 
 from medusa_runtime.errors import NodeError
 from medusa_runtime.region.checksummed import ChecksummedRegion
-from medusa_runtime.storage.compiled_chunks import DONE, SILENT, STOPPED, CompiledChunks, SendingChunks, compiled
+from medusa_runtime.storage.compiled_chunks import DONE, SILENT, STOPPED, CompiledChunks, SendJob, compiled
 from medusa_runtime.storage.framing import Frame
 
 from .pacing import Pacer
@@ -185,7 +185,7 @@ class Sending:
         self._gone = gone
         self._sent = sent
         self._stopped = False
-        self._under_way: SendingChunks | None = None
+        self._under_way: SendJob | None = None
 
     def stop(self) -> None:
         """Make ``run`` end soon. Can be called from any thread."""
@@ -233,7 +233,7 @@ class Sending:
 
     def _send_compiled(self, compiled_chunks: CompiledChunks, chunks: range) -> int:
         """Send the first of these chunks and those that follow soon after it, in compiled code. Return their number."""
-        sending = self._region.sending(chunks)
+        sending = self._region.send_job(chunks)
         sending.connection = self._way.connection.fileno()
         sending.idle_ms = int(_NEXT_S * 1000)
         slowest = min(_LEAST_BYTES_PER_S, self._pacer.bytes_per_s or _LEAST_BYTES_PER_S)

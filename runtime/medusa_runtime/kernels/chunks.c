@@ -42,7 +42,7 @@ struct chunks {
     _Atomic uint64_t *fetched, *first_ns; /* words of the region's header; waits for chunks sleep on `fetched` */
 };
 
-struct receiving {
+struct receive_job {
     struct chunks chunks;
     uint8_t *data;
     uint64_t (*checksum)(const void *, size_t);
@@ -52,7 +52,7 @@ struct receiving {
     struct frame frame;
 };
 
-struct sending {
+struct send_job {
     struct chunks chunks;
     long offset; /* of the first chunk in `file` */
     long done, filled;
@@ -99,7 +99,7 @@ void medusa_publish_chunk(struct chunks *chunks, long number, uint64_t checksum)
 }
 
 /* Have the kernel wake us when this many bytes have arrived, not for each segment. */
-static void wake_at(struct receiving *r, long bytes)
+static void wake_at(struct receive_job *r, long bytes)
 {
     int wanted = least(bytes, WAKE_BYTES);
     if (wanted != r->wake_bytes) {
@@ -108,7 +108,7 @@ static void wake_at(struct receiving *r, long bytes)
     }
 }
 
-static int receive_one(struct receiving *r, uint8_t *data, long size)
+static int receive_one(struct receive_job *r, uint8_t *data, long size)
 {
     const long head = sizeof r->frame;
     while (r->filled < head + size) {
@@ -135,7 +135,7 @@ static int receive_one(struct receiving *r, uint8_t *data, long size)
 }
 
 /* Receive chunks into a region, and publish each one whose checksum is right. */
-int medusa_receive_chunks(struct receiving *r)
+int medusa_receive_chunks(struct receive_job *r)
 {
     uint8_t *data = r->data + r->done * r->chunks.bytes;
     const uintptr_t page_bytes = (uintptr_t)sysconf(_SC_PAGESIZE);
@@ -159,7 +159,7 @@ int medusa_receive_chunks(struct receiving *r)
 }
 
 /* Sleep until a chunk is there. Returns SILENT when it has not come within `idle_ms`. */
-static int await_chunk(struct sending *s)
+static int await_chunk(struct send_job *s)
 {
     int64_t until = now_ns() + s->idle_ms * 1000000LL;
     for (;;) {
@@ -177,7 +177,7 @@ static int await_chunk(struct sending *s)
     }
 }
 
-static int send_one(struct sending *s, long offset, long size)
+static int send_one(struct send_job *s, long offset, long size)
 {
     const long head = sizeof s->frame;
     int64_t until = now_ns() + s->patience_ms * 1000000LL;
@@ -210,7 +210,7 @@ static int send_one(struct sending *s, long offset, long size)
 }
 
 /* Send chunks of a region, each as soon as it is there. The kernel sends the bytes; this process does not copy them. */
-int medusa_send_chunks(struct sending *s)
+int medusa_send_chunks(struct send_job *s)
 {
     long offset = s->offset + s->done * s->chunks.bytes;
     while (s->done < s->chunks.count) {

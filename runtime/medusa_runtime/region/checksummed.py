@@ -11,7 +11,7 @@ import os
 
 from ..checkpoint.index import Shard, WeightIndex
 from ..errors import StorageError
-from ..storage.compiled_chunks import ChunkPointers, SendingChunks
+from ..storage.compiled_chunks import ChunkPointers, SendJob
 from ..storage.framing import files_for_peers, is_sent_to_peers, pack_index
 from .chunks import Chunks
 from .demand import demand
@@ -122,7 +122,7 @@ class ChecksummedRegion:
         """Return the checksum of a chunk that is there."""
         return int(self._sums[chunk])
 
-    def sending(self, chunks: range) -> SendingChunks:
+    def send_job(self, chunks: range) -> SendJob:
         """Return the argument of ``CompiledChunks.send`` for neighbouring chunks of one shard."""
         places = ChunkPointers(
             count=len(chunks),
@@ -132,7 +132,7 @@ class ChecksummedRegion:
             checksums=self._address + self._sums_offset + 8 * chunks.start,
             fetched=self._address + 8 * Word.FETCHED_BYTES,
         )
-        return SendingChunks(chunks=places, offset=self.offset(chunks.start), file=self.file.fileno())
+        return SendJob(chunks=places, offset=self.offset(chunks.start), file=self.file.fileno())
 
     def offset(self, chunk: int) -> int:
         """Return where a chunk begins in the region's file."""

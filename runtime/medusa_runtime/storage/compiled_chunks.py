@@ -30,8 +30,8 @@ class _Frame(ctypes.Structure):
     _fields_: ClassVar = [("size", ctypes.c_uint32), ("nothing", ctypes.c_uint32), ("checksum", ctypes.c_uint64)]
 
 
-class Receiving(ctypes.Structure):
-    """What ``receive`` is to do, and how far it is (``struct receiving``). It must be kept while ``receive`` runs."""
+class ReceiveJob(ctypes.Structure):
+    """What ``receive`` is to do, and how far it is (``struct receive_job``). It must be kept while ``receive`` runs."""
 
     _fields_: ClassVar = [
         ("chunks", ChunkPointers),
@@ -53,8 +53,8 @@ class Receiving(ctypes.Structure):
         return int(self.filled_bytes + self.done * ctypes.sizeof(_Frame) + self.filled)
 
 
-class SendingChunks(ctypes.Structure):
-    """What ``send`` is to do, and how far it is (``struct sending``). Another thread may set ``stopped`` to end it."""
+class SendJob(ctypes.Structure):
+    """What ``send`` is to do, and how far it is (``struct send_job``). Another thread may set ``stopped`` to end it."""
 
     _fields_: ClassVar = [
         ("chunks", ChunkPointers),
@@ -80,11 +80,11 @@ class Landing:
         self._data = data
         self._populate = populate
 
-    def receiving(self, done: int) -> Receiving:
+    def receive_job(self, done: int) -> ReceiveJob:
         """Return the argument of ``receive`` for a range of which ``done`` chunks have already come."""
         found = compiled()
         assert found is not None
-        return Receiving(
+        return ReceiveJob(
             chunks=self._chunks, data=self._data, checksum=found.checksum, done=done, populate=int(self._populate)
         )
 
@@ -104,15 +104,15 @@ class CompiledChunks:
         self._receive: Any = library.medusa_receive_chunks
         self._send: Any = library.medusa_send_chunks
         self._publish: Any = library.medusa_publish_chunk
-        self._receive.argtypes = [ctypes.POINTER(Receiving)]
-        self._send.argtypes = [ctypes.POINTER(SendingChunks)]
+        self._receive.argtypes = [ctypes.POINTER(ReceiveJob)]
+        self._send.argtypes = [ctypes.POINTER(SendJob)]
         self._publish.argtypes, self._publish.restype = [ctypes.POINTER(ChunkPointers), _LONG, ctypes.c_uint64], None
 
-    def receive(self, receiving: Receiving) -> int:
-        """Receive, verify and publish chunks until ``receiving.stop``, and return a status."""
-        return int(self._receive(receiving))
+    def receive(self, job: ReceiveJob) -> int:
+        """Receive, verify and publish chunks until ``job.stop``, and return a status."""
+        return int(self._receive(job))
 
-    def send(self, sending: SendingChunks) -> int:
+    def send(self, sending: SendJob) -> int:
         """Send chunks, each as soon as the region has it, and return a status."""
         return int(self._send(sending))
 
@@ -143,7 +143,7 @@ __all__ = [
     "ChunkPointers",
     "CompiledChunks",
     "Landing",
-    "Receiving",
-    "SendingChunks",
+    "ReceiveJob",
+    "SendJob",
     "compiled",
 ]

@@ -227,21 +227,21 @@ class PeerStore:
         arrived: Callable[[Chunk], None],
     ) -> None:
         """Receive the rest of a range in compiled code, which verifies and publishes each chunk. ``done`` have come."""
-        chunks, receiving, stall = compiled(), landing.receiving(done), _StallDetector(self)
+        chunks, job, stall = compiled(), landing.receive_job(done), _StallDetector(self)
         assert chunks is not None
-        together = max(_TOGETHER_BYTES // receiving.chunks.bytes, 1)
-        while receiving.done < receiving.chunks.count:
-            before, before_wire = receiving.filled_bytes, receiving.wire_bytes
-            receiving.stop = min(receiving.done + together, receiving.chunks.count)
+        together = max(_TOGETHER_BYTES // job.chunks.bytes, 1)
+        while job.done < job.chunks.count:
+            before, before_wire = job.filled_bytes, job.wire_bytes
+            job.stop = min(job.done + together, job.chunks.count)
             try:
-                status = connection.land(chunks, receiving)
+                status = connection.land(chunks, job)
             finally:  # published chunks must not be fetched again, even if the connection is given up
-                filled = receiving.filled_bytes
+                filled = job.filled_bytes
                 if filled != before:
                     arrived(Chunk(filled - before, filled, None))
             if status == WRONG:
-                raise self._wrong(key, start + filled, receiving.frame.size)
-            if receiving.wire_bytes != before_wire:
+                raise self._wrong(key, start + filled, job.frame.size)
+            if job.wire_bytes != before_wire:
                 stall.note_progress()
             if status == SILENT:
                 stall.check()

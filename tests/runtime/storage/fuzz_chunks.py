@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from fuzzing import fuzz
 from hypothesis import strategies as st
 from medusa_runtime.storage import compiled_chunks
-from medusa_runtime.storage.compiled_chunks import DONE, ENDED, SILENT, WRONG, ChunkPointers, Landing, SendingChunks
+from medusa_runtime.storage.compiled_chunks import DONE, ENDED, SILENT, WRONG, ChunkPointers, Landing, SendJob
 from medusa_runtime.storage.framing import FRAME_BYTES, Frame, import_xxh3_64
 
 CHECKSUM = import_xxh3_64()
@@ -50,25 +50,25 @@ def receive(sent: bytes) -> None:
     half, chance = Half(), random.Random(sent)
     one, other = socket.socketpair()
     with one, other:
-        receiving = Landing(half.at, ctypes.addressof(half.data), populate=False).receiving(0)
-        receiving.connection, receiving.silence_ms, receiving.wake_bytes = other.fileno(), 0, 1
+        job = Landing(half.at, ctypes.addressof(half.data), populate=False).receive_job(0)
+        job.connection, job.silence_ms, job.wake_bytes = other.fileno(), 0, 1
         status, at = SILENT, 0
-        while status in (SILENT, DONE) and receiving.done < COUNT:
+        while status in (SILENT, DONE) and job.done < COUNT:
             step = chance.choice((1, 5, FRAME_BYTES, 60, len(sent)))
             if at >= len(sent):
                 one.close()
             else:
                 one.sendall(sent[at : at + step])
             at += step
-            receiving.stop = chance.randint(receiving.done + 1, COUNT)
-            status = functions.receive(receiving)
+            job.stop = chance.randint(job.done + 1, COUNT)
+            status = functions.receive(job)
         assert status in (DONE, ENDED, WRONG), status
     good = 0
     for number, piece in enumerate(pieces(bytes(half.data))):
         if half.table[number]:
             assert CHECKSUM(piece) == half.sums[number]
             good += len(piece)
-    assert half.words[0] == good == receiving.filled_bytes
+    assert half.words[0] == good == job.filled_bytes
 
 
 def send(marks: bytes) -> None:
@@ -86,7 +86,7 @@ def send(marks: bytes) -> None:
         one.setblocking(False)
         if chance.random() < 0.1:
             other.close()
-        sending = SendingChunks(chunks=half.at, file=file, connection=one.fileno(), idle_ms=0, patience_ms=0)
+        sending = SendJob(chunks=half.at, file=file, connection=one.fileno(), idle_ms=0, patience_ms=0)
         status = functions.send(sending)
         assert status in (DONE, SILENT, ENDED) or status < 0
         one.close()

@@ -21,7 +21,7 @@ from medusa_runtime.storage.compiled_chunks import (
     ChunkPointers,
     CompiledChunks,
     Landing,
-    SendingChunks,
+    SendJob,
     compiled,
 )
 from medusa_runtime.storage.framing import Frame, import_xxh3_64
@@ -71,17 +71,17 @@ def test_chunks_are_sent_as_they_come_and_published_once(
     functions: CompiledChunks, pair: tuple[socket.socket, socket.socket]
 ) -> None:
     source, target, data = Half(), Half(), os.urandom(SIZE)
-    sending = SendingChunks(chunks=source.at, file=source.file, connection=pair[0].fileno(), idle_ms=2000)
+    sending = SendJob(chunks=source.at, file=source.file, connection=pair[0].fileno(), idle_ms=2000)
     sending.patience_ms = 5000
     status: list[int] = []
     thread = threading.Thread(target=lambda: status.append(functions.send(sending)))
     thread.start()
-    receiving = Landing(target.at, ctypes.addressof(target.data), populate=True).receiving(0)
-    receiving.connection, receiving.silence_ms, receiving.wake_bytes = pair[1].fileno(), 2000, 1
+    job = Landing(target.at, ctypes.addressof(target.data), populate=True).receive_job(0)
+    job.connection, job.silence_ms, job.wake_bytes = pair[1].fileno(), 2000, 1
     for chunk in range(COUNT):
         _publish(functions, source, data, chunk)
-        receiving.stop = chunk + 1
-        assert functions.receive(receiving) == DONE
+        job.stop = chunk + 1
+        assert functions.receive(job) == DONE
         assert list(target.table) == [1] * (chunk + 1) + [0] * (COUNT - chunk - 1)
     thread.join(5.0)
     functions.publish(target.at, 0, 1)
@@ -98,28 +98,28 @@ def test_a_wrong_chunk_is_not_published(
     frame = Frame(CHUNK - (change == "size"), import_xxh3_64()(bytes(piece))).pack()
     piece[1000] ^= change == "byte"
     threading.Thread(target=pair[1].sendall, args=(frame + piece,), daemon=True).start()
-    receiving = Landing(target.at, ctypes.addressof(target.data), populate=False).receiving(0)
-    receiving.connection, receiving.silence_ms, receiving.wake_bytes, receiving.stop = pair[0].fileno(), 2000, 1, COUNT
-    assert functions.receive(receiving) == WRONG
+    job = Landing(target.at, ctypes.addressof(target.data), populate=False).receive_job(0)
+    job.connection, job.silence_ms, job.wake_bytes, job.stop = pair[0].fileno(), 2000, 1, COUNT
+    assert functions.receive(job) == WRONG
     assert not any(target.table)
-    assert (receiving.done, target.words[0]) == (0, 0)
+    assert (job.done, target.words[0]) == (0, 0)
 
 
 def test_a_silence_an_end_and_a_stop_are_told_apart(
     functions: CompiledChunks, pair: tuple[socket.socket, socket.socket]
 ) -> None:
     half = Half()
-    sending = SendingChunks(chunks=half.at, file=half.file, connection=pair[0].fileno(), idle_ms=10, patience_ms=100)
+    sending = SendJob(chunks=half.at, file=half.file, connection=pair[0].fileno(), idle_ms=10, patience_ms=100)
     assert functions.send(sending) == SILENT
     sending.stopped = 1
     assert functions.send(sending) == STOPPED
-    receiving = Landing(half.at, ctypes.addressof(half.data), populate=False).receiving(0)
-    receiving.connection, receiving.silence_ms, receiving.wake_bytes, receiving.stop = pair[0].fileno(), 10, 1, COUNT
-    assert functions.receive(receiving) == SILENT
+    job = Landing(half.at, ctypes.addressof(half.data), populate=False).receive_job(0)
+    job.connection, job.silence_ms, job.wake_bytes, job.stop = pair[0].fileno(), 10, 1, COUNT
+    assert functions.receive(job) == SILENT
     pair[1].sendall(b"1234")
-    assert (functions.receive(receiving), receiving.wire_bytes) == (SILENT, 4)
+    assert (functions.receive(job), job.wire_bytes) == (SILENT, 4)
     pair[1].close()
-    assert functions.receive(receiving) == ENDED
+    assert functions.receive(job) == ENDED
 
 
 def test_what_a_peer_brought_before_it_was_given_up_is_told(

@@ -24,7 +24,7 @@ from .fields import FieldError, Head, chunk_size, framing, keeps_open, parse_hea
 if TYPE_CHECKING:
     import ssl
 
-    from ..compiled_chunks import CompiledChunks, Receiving
+    from ..compiled_chunks import CompiledChunks, ReceiveJob
     from .proxy import Proxy
 
 _HEAD_BYTES = 64 << 10
@@ -185,15 +185,15 @@ class Connection:
         """Whether the rest of the body can be read from the socket directly: without TLS, and with nothing buffered."""
         return not self._left and not self.endpoint.tls
 
-    def land(self, chunks: CompiledChunks, receiving: Receiving) -> int:
+    def land(self, chunks: CompiledChunks, job: ReceiveJob) -> int:
         """Receive chunks of a ``plain`` body of known length into a region. Returns a status of ``compiled_chunks``."""
         assert self._to_read is not None
-        began, before = time.monotonic(), receiving.wire_bytes
-        receiving.connection, receiving.silence_ms = self._socket.fileno(), int(self._silence_s * 1000)
-        receiving.wake_bytes = self._wake_bytes
-        status = chunks.receive(receiving)
-        self._wake_bytes = receiving.wake_bytes
-        count = receiving.wire_bytes - before
+        began, before = time.monotonic(), job.wire_bytes
+        job.connection, job.silence_ms = self._socket.fileno(), int(self._silence_s * 1000)
+        job.wake_bytes = self._wake_bytes
+        status = chunks.receive(job)
+        self._wake_bytes = job.wake_bytes
+        count = job.wire_bytes - before
         self._to_read -= count
         if count:  # the caller judges a silence
             self._pace.add(count, time.monotonic() - began)
