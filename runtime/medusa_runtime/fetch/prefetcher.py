@@ -221,7 +221,7 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, opti
             checksums = None
         if options.sources is not None:
             # With recorded checksums, compiled code must not publish chunks, since it does not check these.
-            options.sources.laid_out(writer.chunks.chunk_bytes, None if checksums else writer.landing)
+            options.sources.laid_out(writer.chunks.chunk_bytes, None if checksums else writer.receive_target)
         if index.region_bytes:
             urgent = {chunk for name in own for chunk in writer.chunks.of_tensor(name)}
             schedule = Schedule(writer, options.load, urgent)

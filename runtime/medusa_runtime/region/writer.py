@@ -22,7 +22,7 @@ from .seals import seal_for_good, seal_to_others
 from .wake import wake_all
 
 if TYPE_CHECKING:
-    from ..storage.compiled_chunks import ChunkPointers, CompiledChunks, Landing
+    from ..storage.compiled_chunks import ChunkPointers, CompiledChunks, ReceiveTarget
 
 
 class RegionWriter:
@@ -238,12 +238,12 @@ class RegionWriter:
         with self._publishing:
             self._raise_watermark()
 
-    def landing(self, key: str, start: int, stop: int) -> Landing | None:
+    def receive_target(self, key: str, start: int, stop: int) -> ReceiveTarget | None:
         """Return where bytes [start, stop) of the file ``key`` are in the region; None if compiled code cannot be used.
 
         They must be whole chunks. Compiled code publishes them without this writer, so call ``count`` afterwards.
         """
-        from ..storage.compiled_chunks import Landing
+        from ..storage.compiled_chunks import ReceiveTarget
 
         if self._compiled is None:
             return None
@@ -252,7 +252,7 @@ class RegionWriter:
         chunks = self.chunks.covering(shard, start - data_start, stop - data_start)
         at = self._offset(chunks.start)
         populate = at + stop - start > self._memory.reserved_bytes
-        return Landing(self._chunk_pointers(chunks), self._memory.address + at, populate=populate)
+        return ReceiveTarget(self._chunk_pointers(chunks), self._memory.address + at, populate=populate)
 
     def _chunk_pointers(self, chunks: range) -> ChunkPointers:
         address = self._memory.address

@@ -69,7 +69,7 @@ class SendJob(ctypes.Structure):
         return _bytes_of(self.chunks, self.done)
 
 
-class Landing:
+class ReceiveTarget:
     """Neighbouring chunks of one shard that are about to be received straight into a region.
 
     ``data`` is the address of the first chunk, and ``populate`` says whether the pages still have to be allocated.
@@ -142,7 +142,7 @@ __all__ = [
     "WRONG",
     "ChunkPointers",
     "CompiledChunks",
-    "Landing",
+    "ReceiveTarget",
     "ReceiveJob",
     "SendJob",
     "compiled",

@@ -26,7 +26,7 @@ from ..errors import (
     WrongBytesError,
 )
 from .base import redacted
-from .compiled_chunks import ENDED, SILENT, WRONG, Landing, compiled
+from .compiled_chunks import ENDED, SILENT, WRONG, ReceiveTarget, compiled
 from .framing import (
     CHECKSUM_HEADER,
     CHUNK_BYTES_HEADER,
@@ -189,11 +189,11 @@ class PeerStore:
         arrived: Callable[[Chunk], None],
         *,
         chunk_bytes: int,
-        landing: Landing | None = None,
+        receive_target: ReceiveTarget | None = None,
     ) -> None:
         """Fill the buffer with whole chunks of the shard ``key``, from byte ``start`` on. Call ``arrived`` with each.
 
-        ``landing`` says where the buffer lies in a region. With it, chunks may be published there before ``arrived`` is
+        ``receive_target`` says where the buffer lies in a region. With it, chunks may be published there before ``arrived`` is
         called.
 
         Raises WrongBytesError, ObjectChangedError, ObjectNotFoundError, ForbiddenError, or another StorageError if the
@@ -203,8 +203,8 @@ class PeerStore:
         head, filled = memoryview(bytearray(FRAME_BYTES)), 0
         with self._request(path, {"If-Match": entity_tag_of(version)}) as (connection, _):
             while filled < len(buffer):
-                if landing is not None and connection.plain:
-                    self._land(connection, landing, filled // chunk_bytes, key, start, arrived)
+                if receive_target is not None and connection.plain:
+                    self._receive_compiled(connection, receive_target, filled // chunk_bytes, key, start, arrived)
                     return
                 chunk = buffer[filled : filled + chunk_bytes]
                 self._fill(connection, head, chunk)
@@ -217,24 +217,24 @@ class PeerStore:
     def _wrong(self, key: str, start: int, size: int) -> WrongBytesError:
         return WrongBytesError(f"{self.name}: bytes {start} to {start + size} of {key} do not have their checksum")
 
-    def _land(
+    def _receive_compiled(
         self,
         connection: Connection,
-        landing: Landing,
+        receive_target: ReceiveTarget,
         done: int,
         key: str,
         start: int,
         arrived: Callable[[Chunk], None],
     ) -> None:
         """Receive the rest of a range in compiled code, which verifies and publishes each chunk. ``done`` have come."""
-        chunks, job, stall = compiled(), landing.receive_job(done), _StallDetector(self)
+        chunks, job, stall = compiled(), receive_target.receive_job(done), _StallDetector(self)
         assert chunks is not None
         together = max(_TOGETHER_BYTES // job.chunks.bytes, 1)
         while job.done < job.chunks.count:
             before, before_wire = job.filled_bytes, job.wire_bytes
             job.stop = min(job.done + together, job.chunks.count)
             try:
-                status = connection.land(chunks, job)
+                status = connection.receive_chunks(chunks, job)
             finally:  # published chunks must not be fetched again, even if the connection is given up
                 filled = job.filled_bytes
                 if filled != before:

@@ -25,7 +25,7 @@ from ..errors import (
     WrongBytesError,
 )
 from .base import Advance, ObjectInfo, Store
-from .compiled_chunks import Landing
+from .compiled_chunks import ReceiveTarget
 from .framing import is_bundle_file
 from .peer import Chunk, Offer, PeerStore
 from .retry import doubling_pause_s
@@ -112,7 +112,7 @@ class SourcesStore:
         self._checksums: dict[tuple[str, int], int] = {}
         self._bundle: Mapping[str, bytes] = {}
         self._chunk_bytes = 1
-        self._landing: Callable[[str, int, int], Landing | None] | None = None
+        self._receive_target: Callable[[str, int, int], ReceiveTarget | None] | None = None
         self._lock = threading.Lock()
         self._adding = threading.Lock()
         self._interrupted: set[int] = set()
@@ -208,14 +208,16 @@ class SourcesStore:
         """Serve these files of the state bundle, which a peer has sent, from memory instead of the object store."""
         self._bundle = files
 
-    def laid_out(self, chunk_bytes: int, landing: Callable[[str, int, int], Landing | None] | None = None) -> None:
+    def laid_out(
+        self, chunk_bytes: int, receive_target: Callable[[str, int, int], ReceiveTarget | None] | None = None
+    ) -> None:
         """Set the size of the region's chunks. A range that moves to another source continues with a whole chunk.
 
-        ``landing(key, start, stop)`` returns where the region has these bytes, so that peers' chunks can be published
+        ``receive_target(key, start, stop)`` returns where the region has these bytes, so that peers' chunks can be published
         as they come, or None.
         """
         self._chunk_bytes = chunk_bytes
-        self._landing = landing
+        self._receive_target = receive_target
 
     def checksum(self, key: str, start: int) -> int | None:
         """Return the verified checksum that came from a peer with the chunk at ``start``, and forget it."""
@@ -331,9 +333,15 @@ class SourcesStore:
             source.failures = 0
             moved(end)
 
-        landing = self._landing and self._landing(key, start + base, start + len(buffer))
+        receive_target = self._receive_target and self._receive_target(key, start + base, start + len(buffer))
         source.store.read_chunks(
-            key, start + base, buffer[base:], version, arrived, chunk_bytes=self._chunk_bytes, landing=landing
+            key,
+            start + base,
+            buffer[base:],
+            version,
+            arrived,
+            chunk_bytes=self._chunk_bytes,
+            receive_target=receive_target,
         )
 
     def _read_origin(

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from fuzzing import fuzz
 from hypothesis import strategies as st
 from medusa_runtime.storage import compiled_chunks
-from medusa_runtime.storage.compiled_chunks import DONE, ENDED, SILENT, WRONG, ChunkPointers, Landing, SendJob
+from medusa_runtime.storage.compiled_chunks import DONE, ENDED, SILENT, WRONG, ChunkPointers, ReceiveTarget, SendJob
 from medusa_runtime.storage.framing import FRAME_BYTES, Frame, import_xxh3_64
 
 CHECKSUM = import_xxh3_64()
@@ -50,7 +50,7 @@ def receive(sent: bytes) -> None:
     half, chance = Half(), random.Random(sent)
     one, other = socket.socketpair()
     with one, other:
-        job = Landing(half.at, ctypes.addressof(half.data), populate=False).receive_job(0)
+        job = ReceiveTarget(half.at, ctypes.addressof(half.data), populate=False).receive_job(0)
         job.connection, job.silence_ms, job.wake_bytes = other.fileno(), 0, 1
         status, at = SILENT, 0
         while status in (SILENT, DONE) and job.done < COUNT:

@@ -20,7 +20,7 @@ from medusa_runtime.storage.compiled_chunks import (
     WRONG,
     ChunkPointers,
     CompiledChunks,
-    Landing,
+    ReceiveTarget,
     SendJob,
     compiled,
 )
@@ -76,7 +76,7 @@ def test_chunks_are_sent_as_they_come_and_published_once(
     status: list[int] = []
     thread = threading.Thread(target=lambda: status.append(functions.send(sending)))
     thread.start()
-    job = Landing(target.at, ctypes.addressof(target.data), populate=True).receive_job(0)
+    job = ReceiveTarget(target.at, ctypes.addressof(target.data), populate=True).receive_job(0)
     job.connection, job.silence_ms, job.wake_bytes = pair[1].fileno(), 2000, 1
     for chunk in range(COUNT):
         _publish(functions, source, data, chunk)
@@ -98,7 +98,7 @@ def test_a_wrong_chunk_is_not_published(
     frame = Frame(CHUNK - (change == "size"), import_xxh3_64()(bytes(piece))).pack()
     piece[1000] ^= change == "byte"
     threading.Thread(target=pair[1].sendall, args=(frame + piece,), daemon=True).start()
-    job = Landing(target.at, ctypes.addressof(target.data), populate=False).receive_job(0)
+    job = ReceiveTarget(target.at, ctypes.addressof(target.data), populate=False).receive_job(0)
     job.connection, job.silence_ms, job.wake_bytes, job.stop = pair[0].fileno(), 2000, 1, COUNT
     assert functions.receive(job) == WRONG
     assert not any(target.table)
@@ -113,7 +113,7 @@ def test_a_silence_an_end_and_a_stop_are_told_apart(
     assert functions.send(sending) == SILENT
     sending.stopped = 1
     assert functions.send(sending) == STOPPED
-    job = Landing(half.at, ctypes.addressof(half.data), populate=False).receive_job(0)
+    job = ReceiveTarget(half.at, ctypes.addressof(half.data), populate=False).receive_job(0)
     job.connection, job.silence_ms, job.wake_bytes, job.stop = pair[0].fileno(), 10, 1, COUNT
     assert functions.receive(job) == SILENT
     pair[1].sendall(b"1234")
@@ -139,10 +139,10 @@ def test_what_a_peer_brought_before_it_was_given_up_is_told(
 
     with ScriptedServer(answer, kept=True) as server:
         store = peer.PeerStore(server.url, "s3://bucket/model", PeerAccess("0123456789abcdef"), None)
-        landing = Landing(target.at, ctypes.addressof(target.data), populate=False)
+        receive_target = ReceiveTarget(target.at, ctypes.addressof(target.data), populate=False)
         buffer = memoryview(target.data).cast("B")
         with pytest.raises(StorageError, match="only"):
-            store.read_chunks("shard", 0, buffer, '"v"', told.append, chunk_bytes=CHUNK, landing=landing)
+            store.read_chunks("shard", 0, buffer, '"v"', told.append, chunk_bytes=CHUNK, receive_target=receive_target)
         store.close()
     assert list(target.table) == [1, 1, 0, 0, 0]
     assert sum(chunk.size for chunk in told) == 2 * CHUNK

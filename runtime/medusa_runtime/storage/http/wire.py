@@ -185,7 +185,7 @@ class Connection:
         """Whether the rest of the body can be read from the socket directly: without TLS, and with nothing buffered."""
         return not self._left and not self.endpoint.tls
 
-    def land(self, chunks: CompiledChunks, job: ReceiveJob) -> int:
+    def receive_chunks(self, chunks: CompiledChunks, job: ReceiveJob) -> int:
         """Receive chunks of a ``plain`` body of known length into a region. Returns a status of ``compiled_chunks``."""
         assert self._to_read is not None
         began, before = time.monotonic(), job.wire_bytes
