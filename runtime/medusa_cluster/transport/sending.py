@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 
 from medusa_runtime.errors import NodeError
 from medusa_runtime.region.checksummed import ChecksummedRegion
-from medusa_runtime.storage.compiled_chunks import DONE, SILENT, STOPPED, CompiledChunks, SendJob, compiled
+from medusa_runtime.storage.compiled_chunks import DONE, STOPPED, TIMED_OUT, CompiledChunks, SendJob, compiled
 from medusa_runtime.storage.framing import Frame
 
 from .pacing import Pacer
@@ -246,7 +246,7 @@ class Sending:
         self._sent(sending.sent_bytes)
         if status == STOPPED:
             raise ConnectionResetError("the server ends")
-        if status not in (DONE, SILENT):
+        if status not in (DONE, TIMED_OUT):
             raise OSError(-status, os.strerror(-status)) if status < 0 else ConnectionResetError("the region has ended")
         return int(sending.done)
 

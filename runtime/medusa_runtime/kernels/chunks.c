@@ -26,7 +26,7 @@
 enum { LOOK_MS = 100, WAKE_BYTES = 512 << 10 };
 
 /* The return value of a function, or else a negative errno. */
-enum status { DONE, SILENT, ENDED, WRONG, STOPPED };
+enum status { DONE, TIMED_OUT, CLOSED, CORRUPT, STOPPED };
 
 /* The frame that storage/framing.py packs: little-endian, like the machines for which this library is built. */
 struct frame {
@@ -124,9 +124,9 @@ static int receive_one(struct receive_job *r, uint8_t *data, long size)
         struct msghdr message = {.msg_iov = parts, .msg_iovlen = (size_t)count};
         ssize_t found = recvmsg(r->connection, &message, MSG_DONTWAIT);
         if (!found)
-            return ENDED;
+            return CLOSED;
         if (found < 0 && (errno == EAGAIN || errno == EINTR))
-            return SILENT;
+            return TIMED_OUT;
         if (found < 0)
             return -errno;
         r->filled += found;
@@ -149,7 +149,7 @@ int medusa_receive_chunks(struct receive_job *r)
         if (status != DONE)
             return status;
         if (r->frame.size != size || r->checksum(data, (size_t)size) != r->frame.checksum)
-            return WRONG;
+            return CORRUPT;
         medusa_publish_chunk(&r->chunks, r->done, r->frame.checksum);
         r->done++;
         r->filled = 0;
@@ -158,7 +158,7 @@ int medusa_receive_chunks(struct receive_job *r)
     return DONE;
 }
 
-/* Sleep until a chunk is there. Returns SILENT when it has not come within `idle_ms`. */
+/* Sleep until a chunk is there. Returns TIMED_OUT when it has not come within `idle_ms`. */
 static int await_chunk(struct send_job *s)
 {
     int64_t until = now_ns() + s->idle_ms * 1000000LL;
@@ -170,7 +170,7 @@ static int await_chunk(struct send_job *s)
             return STOPPED;
         int64_t left = until - now_ns();
         if (left <= 0)
-            return SILENT;
+            return TIMED_OUT;
         left = left < LOOK_MS * 1000000LL ? left : LOOK_MS * 1000000LL;
         struct timespec limit = {0, left};
         syscall(SYS_futex, s->chunks.fetched, FUTEX_WAIT, (uint32_t)seen, &limit, NULL, 0);
@@ -190,7 +190,7 @@ static int send_one(struct send_job *s, long offset, long size)
             off_t at = offset + s->filled - head;
             sent = sendfile(s->connection, s->file, &at, (size_t)(head + size - s->filled));
             if (!sent)
-                return ENDED;
+                return CLOSED;
         }
         if (sent >= 0) {
             s->filled += sent;

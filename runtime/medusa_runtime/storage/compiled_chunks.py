@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 _LIBRARY = Path(__file__).parents[1] / "kernels" / "libmedusa_kernels.so"  # importing ``kernels`` would import torch
 _INTERFACE = 1  # the version of chunks.c's interface
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-DONE, SILENT, ENDED, WRONG, STOPPED = range(5)  # the statuses of ``receive`` and ``send``; or a negative errno
+DONE, TIMED_OUT, CLOSED, CORRUPT, STOPPED = range(5)  # the statuses of ``receive`` and ``send``; or a negative errno
 
 
 class ChunkPointers(ctypes.Structure):
@@ -136,10 +136,10 @@ def _bytes_of(chunks: ChunkPointers, done: int) -> int:
 
 __all__ = [
     "DONE",
-    "ENDED",
-    "SILENT",
+    "CLOSED",
+    "TIMED_OUT",
     "STOPPED",
-    "WRONG",
+    "CORRUPT",
     "ChunkPointers",
     "CompiledChunks",
     "ReceiveTarget",

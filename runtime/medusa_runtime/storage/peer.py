@@ -26,7 +26,7 @@ from ..errors import (
     WrongBytesError,
 )
 from .base import redacted
-from .compiled_chunks import ENDED, SILENT, WRONG, ReceiveTarget, compiled
+from .compiled_chunks import CLOSED, CORRUPT, TIMED_OUT, ReceiveTarget, compiled
 from .framing import (
     CHECKSUM_HEADER,
     CHUNK_BYTES_HEADER,
@@ -239,13 +239,13 @@ class PeerStore:
                 filled = job.filled_bytes
                 if filled != before:
                     arrived(Chunk(filled - before, filled, None))
-            if status == WRONG:
+            if status == CORRUPT:
                 raise self._wrong(key, start + filled, job.frame.size)
             if job.wire_bytes != before_wire:
                 stall.note_progress()
-            if status == SILENT:
+            if status == TIMED_OUT:
                 stall.check()
-            elif status == ENDED:
+            elif status == CLOSED:
                 raise WireError("the answer ended early")
             elif status < 0:
                 raise WireError(os.strerror(-status))

@@ -16,7 +16,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from fuzzing import fuzz
 from hypothesis import strategies as st
 from medusa_runtime.storage import compiled_chunks
-from medusa_runtime.storage.compiled_chunks import DONE, ENDED, SILENT, WRONG, ChunkPointers, ReceiveTarget, SendJob
+from medusa_runtime.storage.compiled_chunks import (
+    CLOSED,
+    CORRUPT,
+    DONE,
+    TIMED_OUT,
+    ChunkPointers,
+    ReceiveTarget,
+    SendJob,
+)
 from medusa_runtime.storage.framing import FRAME_BYTES, Frame, import_xxh3_64
 
 CHECKSUM = import_xxh3_64()
@@ -52,8 +60,8 @@ def receive(sent: bytes) -> None:
     with one, other:
         job = ReceiveTarget(half.at, ctypes.addressof(half.data), populate=False).receive_job(0)
         job.connection, job.silence_ms, job.wake_bytes = other.fileno(), 0, 1
-        status, at = SILENT, 0
-        while status in (SILENT, DONE) and job.done < COUNT:
+        status, at = TIMED_OUT, 0
+        while status in (TIMED_OUT, DONE) and job.done < COUNT:
             step = chance.choice((1, 5, FRAME_BYTES, 60, len(sent)))
             if at >= len(sent):
                 one.close()
@@ -62,7 +70,7 @@ def receive(sent: bytes) -> None:
             at += step
             job.stop = chance.randint(job.done + 1, COUNT)
             status = functions.receive(job)
-        assert status in (DONE, ENDED, WRONG), status
+        assert status in (DONE, CLOSED, CORRUPT), status
     good = 0
     for number, piece in enumerate(pieces(bytes(half.data))):
         if half.table[number]:
@@ -88,7 +96,7 @@ def send(marks: bytes) -> None:
             other.close()
         sending = SendJob(chunks=half.at, file=file, connection=one.fileno(), idle_ms=0, patience_ms=0)
         status = functions.send(sending)
-        assert status in (DONE, SILENT, ENDED) or status < 0
+        assert status in (DONE, TIMED_OUT, CLOSED) or status < 0
         one.close()
         found = b"" if other.fileno() < 0 else other.recv(1 << 16)
         assert framed(data).startswith(found)

@@ -13,11 +13,11 @@ import pytest
 from medusa_runtime.errors import StorageError
 from medusa_runtime.storage import peer
 from medusa_runtime.storage.compiled_chunks import (
+    CLOSED,
+    CORRUPT,
     DONE,
-    ENDED,
-    SILENT,
     STOPPED,
-    WRONG,
+    TIMED_OUT,
     ChunkPointers,
     CompiledChunks,
     ReceiveTarget,
@@ -100,7 +100,7 @@ def test_a_wrong_chunk_is_not_published(
     threading.Thread(target=pair[1].sendall, args=(frame + piece,), daemon=True).start()
     job = ReceiveTarget(target.at, ctypes.addressof(target.data), populate=False).receive_job(0)
     job.connection, job.silence_ms, job.wake_bytes, job.stop = pair[0].fileno(), 2000, 1, COUNT
-    assert functions.receive(job) == WRONG
+    assert functions.receive(job) == CORRUPT
     assert not any(target.table)
     assert (job.done, target.words[0]) == (0, 0)
 
@@ -110,16 +110,16 @@ def test_a_silence_an_end_and_a_stop_are_told_apart(
 ) -> None:
     half = Half()
     sending = SendJob(chunks=half.at, file=half.file, connection=pair[0].fileno(), idle_ms=10, patience_ms=100)
-    assert functions.send(sending) == SILENT
+    assert functions.send(sending) == TIMED_OUT
     sending.stopped = 1
     assert functions.send(sending) == STOPPED
     job = ReceiveTarget(half.at, ctypes.addressof(half.data), populate=False).receive_job(0)
     job.connection, job.silence_ms, job.wake_bytes, job.stop = pair[0].fileno(), 10, 1, COUNT
-    assert functions.receive(job) == SILENT
+    assert functions.receive(job) == TIMED_OUT
     pair[1].sendall(b"1234")
-    assert (functions.receive(job), job.wire_bytes) == (SILENT, 4)
+    assert (functions.receive(job), job.wire_bytes) == (TIMED_OUT, 4)
     pair[1].close()
-    assert functions.receive(job) == ENDED
+    assert functions.receive(job) == CLOSED
 
 
 def test_what_a_peer_brought_before_it_was_given_up_is_told(
