@@ -30,7 +30,7 @@ enum status { DONE, TIMED_OUT, CLOSED, CORRUPT, STOPPED };
 
 /* The frame that storage/framing.py packs: little-endian, like the machines for which this library is built. */
 struct frame {
-    uint32_t size, nothing;
+    uint32_t size, padding;
     uint64_t checksum;
 };
 

@@ -27,7 +27,7 @@ class ChunkPointers(ctypes.Structure):
 
 
 class _Frame(ctypes.Structure):
-    _fields_: ClassVar = [("size", ctypes.c_uint32), ("nothing", ctypes.c_uint32), ("checksum", ctypes.c_uint64)]
+    _fields_: ClassVar = [("size", ctypes.c_uint32), ("padding", ctypes.c_uint32), ("checksum", ctypes.c_uint64)]
 
 
 class ReceiveJob(ctypes.Structure):
