@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 
 from medusa_runtime.errors import NodeError
 from medusa_runtime.region.checksummed import ChecksummedRegion
-from medusa_runtime.storage.compiled_chunks import DONE, STOPPED, TIMED_OUT, CompiledChunks, SendJob, compiled
+from medusa_runtime.storage.compiled_chunks import DONE, STOPPED, TIMED_OUT, CompiledChunks, SendJob, compiled_functions
 from medusa_runtime.storage.framing import Frame
 
 from .pacing import Pacer
@@ -200,7 +200,7 @@ class Sending:
             while next_chunk < self._chunks.stop:
                 ready = self._wait(next_chunk, min(self._chunks.stop - next_chunk, _MOST_RUN))
                 with self._turn.sending:
-                    if isinstance(self._way, PlainWay) and (chunks := compiled()) is not None:
+                    if isinstance(self._way, PlainWay) and (chunks := compiled_functions()) is not None:
                         next_chunk += self._send_compiled(chunks, range(next_chunk, self._chunks.stop))
                     else:
                         self._send(range(next_chunk, next_chunk + ready))

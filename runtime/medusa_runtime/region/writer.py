@@ -96,9 +96,9 @@ class RegionWriter:
             self.chunks = self._begin(index, files, late or {}, peer_chunk_bytes)
         self.late_files = LateFiles(self._memory)
         if self.has_checksums:
-            from ..storage.compiled_chunks import compiled  # only for nodes of a cluster
+            from ..storage.compiled_chunks import compiled_functions  # only for nodes of a cluster
 
-            self._compiled = compiled()
+            self._compiled = compiled_functions()
         words = self._memory.words
         self._order = self.chunks.order()
         words[Word.TOTAL_BYTES] = sum(map(self.chunks.size, self._order))

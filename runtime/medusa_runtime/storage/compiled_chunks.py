@@ -82,7 +82,7 @@ class ReceiveTarget:
 
     def receive_job(self, done: int) -> ReceiveJob:
         """Return the argument of ``receive`` for a range of which ``done`` chunks have already come."""
-        found = compiled()
+        found = compiled_functions()
         assert found is not None
         return ReceiveJob(
             chunks=self._chunks, data=self._data, checksum=found.checksum, done=done, populate=int(self._populate)
@@ -122,7 +122,7 @@ class CompiledChunks:
 
 
 @functools.cache
-def compiled() -> CompiledChunks | None:
+def compiled_functions() -> CompiledChunks | None:
     """Return the compiled functions, or None where they cannot be used."""
     try:
         return CompiledChunks()
@@ -145,5 +145,5 @@ __all__ = [
     "ReceiveTarget",
     "ReceiveJob",
     "SendJob",
-    "compiled",
+    "compiled_functions",
 ]

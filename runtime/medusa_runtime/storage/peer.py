@@ -26,7 +26,7 @@ from ..errors import (
     WrongBytesError,
 )
 from .base import redacted
-from .compiled_chunks import CLOSED, CORRUPT, TIMED_OUT, ReceiveTarget, compiled
+from .compiled_chunks import CLOSED, CORRUPT, TIMED_OUT, ReceiveTarget, compiled_functions
 from .framing import (
     CHECKSUM_HEADER,
     CHUNK_BYTES_HEADER,
@@ -227,7 +227,7 @@ class PeerStore:
         arrived: Callable[[Chunk], None],
     ) -> None:
         """Receive the rest of a range in compiled code, which verifies and publishes each chunk. ``done`` have come."""
-        chunks, job, stall = compiled(), receive_target.receive_job(done), _StallDetector(self)
+        chunks, job, stall = compiled_functions(), receive_target.receive_job(done), _StallDetector(self)
         assert chunks is not None
         together = max(_TOGETHER_BYTES // job.chunks.bytes, 1)
         while job.done < job.chunks.count:

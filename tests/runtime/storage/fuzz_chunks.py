@@ -53,7 +53,7 @@ def framed(data: bytes) -> bytes:
 
 def receive(sent: bytes) -> None:
     """Whatever comes, in whatever parts: what is published has its checksum, and nothing else is touched."""
-    functions = compiled_chunks.compiled()
+    functions = compiled_chunks.compiled_functions()
     assert functions is not None
     half, chance = Half(), random.Random(sent)
     one, other = socket.socketpair()
@@ -81,7 +81,7 @@ def receive(sent: bytes) -> None:
 
 def send(marks: bytes) -> None:
     """A region whose chunks are there or not, and whose file may be too short, to a reader that may have gone."""
-    functions = compiled_chunks.compiled()
+    functions = compiled_chunks.compiled_functions()
     assert functions is not None
     half, chance, data = Half(), random.Random(marks), bytes(range(SIZE))
     for number, piece in enumerate(pieces(data)):

@@ -22,7 +22,7 @@ from medusa_runtime.storage.compiled_chunks import (
     CompiledChunks,
     ReceiveTarget,
     SendJob,
-    compiled,
+    compiled_functions,
 )
 from medusa_runtime.storage.framing import Frame, import_xxh3_64
 from medusa_runtime.storage.peer_access import PeerAccess
@@ -47,7 +47,7 @@ class Half:
 
 @pytest.fixture
 def functions() -> CompiledChunks:
-    found = compiled()
+    found = compiled_functions()
     if found is None:
         pytest.skip("the library is not built")
     return found

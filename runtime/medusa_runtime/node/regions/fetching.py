@@ -70,9 +70,9 @@ def preload(*, in_cluster: bool) -> None:
     for name in (*_PRELOADED, *(_PRELOADED_IN_CLUSTER if in_cluster else ())):
         importlib.import_module(name)
     if in_cluster:
-        from ...storage.compiled_chunks import compiled
+        from ...storage.compiled_chunks import compiled_functions
 
-        compiled()
+        compiled_functions()
 
 
 def start_fetch(
