@@ -49,7 +49,7 @@ class Keeper(Protocol):
     def admit(self, region_bytes: int) -> None:
         """Grant this much memory before it is allocated. Raises TooLargeError if there is no room for it."""
 
-    def laid_out(self, writer: RegionWriter) -> None:
+    def on_laid_out(self, writer: RegionWriter) -> None:
         """Called when the region is laid out. From now on, it can be read."""
 
 
@@ -214,14 +214,14 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, opti
     with options.timeline.stage("fetch", bytes=index.total_bytes) as detail:
         index = writer.lay_out(index, files, late, options.peer_chunk_bytes(restored))
         if options.keeper is not None:
-            options.keeper.laid_out(writer)
+            options.keeper.on_laid_out(writer)
         if restoring is not None:
             restoring.start(writer)
         if checksums and not checksums.fits(writer.chunks.chunk_bytes, writer.chunks.count):
             checksums = None
         if options.sources is not None:
             # With recorded checksums, compiled code must not publish chunks, since it does not check these.
-            options.sources.laid_out(writer.chunks.chunk_bytes, None if checksums else writer.receive_target)
+            options.sources.set_layout(writer.chunks.chunk_bytes, None if checksums else writer.receive_target)
         if index.region_bytes:
             urgent = {chunk for name in own for chunk in writer.chunks.of_tensor(name)}
             schedule = Schedule(writer, options.load, urgent)

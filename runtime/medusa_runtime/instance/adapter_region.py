@@ -129,7 +129,7 @@ class _Keeper:
     def admit(self, region_bytes: int) -> None:
         _check_size(region_bytes, self._settings)
 
-    def laid_out(self, writer: RegionWriter) -> None:
+    def on_laid_out(self, writer: RegionWriter) -> None:
         writer.seal_early()
         self.sealed.set()
 

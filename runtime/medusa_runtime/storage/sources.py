@@ -208,7 +208,7 @@ class SourcesStore:
         """Serve these files of the state bundle, which a peer has sent, from memory instead of the object store."""
         self._bundle = files
 
-    def laid_out(
+    def set_layout(
         self, chunk_bytes: int, receive_target: Callable[[str, int, int], ReceiveTarget | None] | None = None
     ) -> None:
         """Set the size of the region's chunks. A range that moves to another source continues with a whole chunk.

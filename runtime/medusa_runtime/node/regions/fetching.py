@@ -307,7 +307,7 @@ class _Agent:
         if answer.kind == "error":
             raise from_code(answer.body["code"], answer.body["message"])
 
-    def laid_out(self, writer: RegionWriter) -> None:
+    def on_laid_out(self, writer: RegionWriter) -> None:
         writer.seal_early()
         shards = [shard for shard in writer.index.shards if self._store is not None]
         files = [
