@@ -122,7 +122,7 @@ class RegionRoutes:
 
     async def _index(self, request: web.Request, region: ChecksummedRegion) -> web.StreamResponse:
         headers = {CHECKSUM_HEADER: f"{region.index_checksum:016x}", CHUNK_BYTES_HEADER: str(region.chunk_bytes)}
-        body = region.offer
+        body = region.packed_index
         if "most" in request.query and len(body) > _number(request.query["most"]):
             return web.Response(status=204)
         return web.Response(body=body, headers=headers, content_type="application/octet-stream")

@@ -116,12 +116,16 @@ def prefetch(
             writer.seal()
             return
         with timeline.stage("index") as detail:
-            offered = None
+            peer_checkpoint = None
             if sources is not None:
-                from .offered import open_offered
+                from .peer_checkpoint import open_peer_checkpoint
 
-                offered = open_offered(sources, restoring)
-            checkpoint = open_checkpoint(url, restoring, sources or store) if offered is None else offered.checkpoint
+                peer_checkpoint = open_peer_checkpoint(sources, restoring)
+            checkpoint = (
+                open_checkpoint(url, restoring, sources or store)
+                if peer_checkpoint is None
+                else peer_checkpoint.checkpoint
+            )
             if order is not None:
                 checkpoint = replace(checkpoint, index=checkpoint.index.reordered(order))
             detail |= {"tensors": len(checkpoint.index.tensors), "shards": len(checkpoint.index.shards)}
@@ -130,7 +134,7 @@ def prefetch(
             if restoring is not None:
                 restored = restoring.restore(checkpoint)
             with Load(settings.load_priority) as load:
-                chunk_bytes = None if offered is None else offered.chunk_bytes
+                chunk_bytes = None if peer_checkpoint is None else peer_checkpoint.chunk_bytes
                 _fill(
                     writer,
                     checkpoint,
@@ -159,7 +163,7 @@ class FetchOptions:
     restoring: Restoring | None
     load: Load
     sources: SourcesStore | None = None
-    offered_chunk_bytes: int | None = None  # the chunk size of the peers' regions
+    peers_chunk_bytes: int | None = None  # the chunk size of the peers' regions
 
     def peer_chunk_bytes(self, restored: Restored) -> int | None:
         """Return the chunk size of a region for peers: that of their regions, or of the recorded checksums.
@@ -168,8 +172,8 @@ class FetchOptions:
         """
         if self.sources is None or not restored.index.region_bytes:
             return None
-        if self.offered_chunk_bytes is not None:
-            return self.offered_chunk_bytes
+        if self.peers_chunk_bytes is not None:
+            return self.peers_chunk_bytes
         recorded = restored.checksums
         if recorded is not None and recorded.chunk_bytes in PEER_CHUNK_BYTES:
             return recorded.chunk_bytes

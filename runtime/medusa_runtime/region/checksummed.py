@@ -90,7 +90,7 @@ class ChecksummedRegion:
         return state == State.DONE or (state == State.INDEXED and is_locked(self._region.fd))
 
     @functools.cached_property
-    def offer(self) -> bytes:
+    def packed_index(self) -> bytes:
         """The index and the files that are sent to peers with it, in the format of ``framing.pack_index``."""
         names = [name for name in self._region.file_names() if is_sent_to_peers(name)]
         files = files_for_peers({name: body for name in names if (body := self._region.file(name, 0.0)) is not None})

@@ -59,7 +59,7 @@ _LEAST_BYTES_PER_S = 1024.0
 _TOGETHER_BYTES = 8 << 20  # how much compiled code receives before it returns to Python, but at least one chunk
 
 
-class Offer(NamedTuple):
+class PeerIndex(NamedTuple):
     """What a peer has of a checkpoint: the index as text, the small files, and the size of its region's chunks."""
 
     node_url: str
@@ -138,7 +138,7 @@ class PeerStore:
         self._checksum = import_xxh3_64()
         self._pool = ConnectionPool()
 
-    def offer(self, most_bytes: int | None = None) -> Offer | None:
+    def read_index(self, most_bytes: int | None = None) -> PeerIndex | None:
         """Fetch the index and the files; None if they are larger than ``most_bytes``.
 
         Raises ObjectNotFoundError if the peer has no region of the model, or one that is not laid out yet.
@@ -160,7 +160,7 @@ class PeerStore:
         chunk_bytes = response.headers.get(CHUNK_BYTES_HEADER.lower(), "")
         if chunk_bytes not in map(str, PEER_CHUNK_BYTES):
             raise StorageError(f"{self.name}: expected chunks of {PEER_CHUNK_BYTES}, found {chunk_bytes[:20]!r}")
-        return Offer(self.node_url, index_text, files, int(chunk_bytes))
+        return PeerIndex(self.node_url, index_text, files, int(chunk_bytes))
 
     def progress(self) -> Progress:
         """Ask the peer how far its region is. Raises StorageError if it does not answer, or has no such region."""
@@ -336,4 +336,4 @@ class PeerStore:
         self._pool.close()
 
 
-__all__ = ["Chunk", "Offer", "PeerStore", "Progress"]
+__all__ = ["Chunk", "PeerIndex", "PeerStore", "Progress"]

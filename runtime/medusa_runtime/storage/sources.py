@@ -27,7 +27,7 @@ from ..errors import (
 from .base import Advance, ObjectInfo, Store
 from .compiled_chunks import ReceiveTarget
 from .framing import is_bundle_file
-from .peer import Chunk, Offer, PeerStore
+from .peer import Chunk, PeerIndex, PeerStore
 from .retry import doubling_pause_s
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class _PeerIsAhead(Exception):
 class SourcesStore:
     """The store of a checkpoint that peers may have. Thread-safe.
 
-    ``origin`` is the object store. What peers do not offer (the objects' sizes, other files) is read from it. ``close``
+    ``origin`` is the object store. What peers do not have (the objects' sizes, other files) is read from it. ``close``
     closes it, too.
     """
 
@@ -143,12 +143,12 @@ class SourcesStore:
     def _alive(self) -> list[_Source]:
         return [source for source in list(self._sources.values()) if source.excluded is None]
 
-    def offers(self) -> Generator[Offer]:
+    def peer_indexes(self) -> Generator[PeerIndex]:
         """Yield what peers have of the checkpoint, the first answer first; nothing if no peer has it soon enough.
 
-        The caller takes the next offer only if the last one was of no use, which it reports with ``exclude``.
+        The caller takes the next index only if the last one was of no use, which it reports with ``exclude``.
         """
-        pool, began = ThreadPoolExecutor(max(len(self._sources), 1), "offer"), time.monotonic()
+        pool, began = ThreadPoolExecutor(max(len(self._sources), 1), "peer-index"), time.monotonic()
         try:
             while alive := self._alive():
                 now = time.monotonic()
@@ -161,22 +161,22 @@ class SourcesStore:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ask_all(self, fit: list[_Source], pool: ThreadPoolExecutor) -> Iterator[Offer]:
+    def _ask_all(self, fit: list[_Source], pool: ThreadPoolExecutor) -> Iterator[PeerIndex]:
         """Ask these peers at once, and yield what they have."""
         if len(fit) == 1:
-            answers: Iterator[Offer | None] = map(self._ask_one, fit)
+            answers: Iterator[PeerIndex | None] = map(self._ask_one, fit)
         else:
             answers = (future.result() for future in as_completed([pool.submit(self._ask_one, each) for each in fit]))
-        yield from (offer for offer in answers if offer is not None)
+        yield from (found for found in answers if found is not None)
 
-    def _ask_one(self, source: _Source) -> Offer | None:
+    def _ask_one(self, source: _Source) -> PeerIndex | None:
         """Ask a peer for the index; None if it fails, or has a large one and is not the first peer.
 
         Only the first peer is asked for a large index: all nodes of a chain may ask each of the others.
         """
         first = next(iter(self._sources.values()))
         try:
-            return source.store.offer(None if source is first else _LITTLE_BYTES)
+            return source.store.read_index(None if source is first else _LITTLE_BYTES)
         except StorageError as error:
             self._failed(source, error)
             return None

@@ -174,12 +174,12 @@ def test_a_chunk_that_a_peer_waits_for_is_fetched_first(served: Served) -> None:
 
 
 def test_the_offer_has_the_index_and_the_checkpoint_s_own_files(served: Served) -> None:
-    offer = served.store().offer()
-    assert offer is not None
-    assert offer.files == {"config.json": b"{}"}
-    assert WeightIndex.from_json(offer.index_text) == served.served.index
-    assert offer.chunk_bytes == CHUNK
-    assert served.store().offer(most_bytes=10) is None
+    found = served.store().read_index()
+    assert found is not None
+    assert found.files == {"config.json": b"{}"}
+    assert WeightIndex.from_json(found.index_text) == served.served.index
+    assert found.chunk_bytes == CHUNK
+    assert served.store().read_index(most_bytes=10) is None
     assert served.store().progress() == ("indexed", 0, 0)
 
 
@@ -212,7 +212,7 @@ def test_a_prefetcher_that_ended_ends_the_answer(served: Served) -> None:
 def test_a_region_without_the_model_is_not_found(served: Served) -> None:
     served.stores.append(PeerStore(served.url, "s3://bucket/other", PeerAccess(TOKEN), None))
     with pytest.raises(ObjectNotFoundError):
-        served.stores[-1].offer()
+        served.stores[-1].read_index()
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_refusals_have_their_own_errors(status: str, kind: type[StorageError]) -
 
 def test_nobody_there_is_unreachable() -> None:
     with pytest.raises(UnreachableError):
-        PeerStore("http://127.0.0.1:1", "s3://bucket/model", ACCESS, None).offer()
+        PeerStore("http://127.0.0.1:1", "s3://bucket/model", ACCESS, None).read_index()
 
 
 def test_a_flipped_bit_is_found() -> None:

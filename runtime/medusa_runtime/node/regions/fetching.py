@@ -62,7 +62,11 @@ _PRELOADED = (
     "medusa_runtime.state.restore",
     "medusa_runtime.storage.http.store",
 )
-_PRELOADED_IN_CLUSTER = ("xxhash", "medusa_runtime.fetch.offered", "medusa_runtime.node.regions.cluster_sources")
+_PRELOADED_IN_CLUSTER = (
+    "xxhash",
+    "medusa_runtime.fetch.peer_checkpoint",
+    "medusa_runtime.node.regions.cluster_sources",
+)
 
 
 def preload(*, in_cluster: bool) -> None:

@@ -10,33 +10,33 @@ from ..checkpoint.index import WeightIndex
 from ..checkpoint.reader import Checkpoint, Known
 from ..errors import CorruptError
 from ..storage.framing import is_bundle_file, is_sent_to_peers
-from ..storage.peer import Offer
+from ..storage.peer import PeerIndex
 from ..storage.sources import SourcesStore
 
 _MOST_CHUNKS = 1 << 20  # no sensible region has more
 
 
-class Offered(NamedTuple):
+class PeerCheckpoint(NamedTuple):
     """A checkpoint, and the size of the chunks in the peers' regions."""
 
     checkpoint: Checkpoint
     chunk_bytes: int
 
 
-def open_offered(sources: SourcesStore, known: Known | None) -> Offered | None:
+def open_peer_checkpoint(sources: SourcesStore, known: Known | None) -> PeerCheckpoint | None:
     """Return the checkpoint of the first peer whose version the object store does not contradict; None without one.
 
     ``known`` starts to read its record of the checkpoint meanwhile.
     """
     begun = False
-    with closing(sources.offers()) as offers:
-        for offer in offers:
+    with closing(sources.peer_indexes()) as indexes:
+        for found in indexes:
             try:
-                index = _checked(offer)
+                index = _checked(found)
             except CorruptError as error:
-                sources.exclude(offer.node_url, f"it sends wrong bytes ({error})")
+                sources.exclude(found.node_url, f"it sends wrong bytes ({error})")
                 continue
-            bundle = {name: body for name, body in offer.files.items() if is_bundle_file(name)}
+            bundle = {name: body for name, body in found.files.items() if is_bundle_file(name)}
             if known is not None and not begun and not bundle:
                 known.begin(sources)  # meanwhile
                 begun = True
@@ -44,25 +44,25 @@ def open_offered(sources: SourcesStore, known: Known | None) -> Offered | None:
                 if known is not None and not begun:
                     sources.take_bundle(bundle)
                     known.begin(sources)
-                files = {name: body for name, body in offer.files.items() if not is_bundle_file(name)}
-                return Offered(Checkpoint(sources, index, files), offer.chunk_bytes)
-            sources.exclude(offer.node_url, "it has an older version of the model than the object store")
+                files = {name: body for name, body in found.files.items() if not is_bundle_file(name)}
+                return PeerCheckpoint(Checkpoint(sources, index, files), found.chunk_bytes)
+            sources.exclude(found.node_url, "it has an older version of the model than the object store")
     return None
 
 
-def _checked(offer: Offer) -> WeightIndex:
+def _checked(found: PeerIndex) -> WeightIndex:
     """Return the offered index.
 
     Raises CorruptError unless its shards are placed as this node would place them, so that a peer can name neither
     files of this machine nor bytes out of bounds.
     """
-    index = WeightIndex.from_json(offer.index_text)
+    index = WeightIndex.from_json(found.index_text)
     placed = WeightIndex.from_headers(
         [shard._replace(offset=0, path=None) for shard in index.shards], [{}] * len(index.shards)
     )
-    if placed.shards != index.shards or not all(map(_is_inside, [*offer.files, *(each.name for each in index.shards)])):
+    if placed.shards != index.shards or not all(map(_is_inside, [*found.files, *(each.name for each in index.shards)])):
         raise CorruptError("expected an index of a store's shards, one behind the other")
-    if index.total_bytes > _MOST_CHUNKS * offer.chunk_bytes or not all(map(is_sent_to_peers, offer.files)):
+    if index.total_bytes > _MOST_CHUNKS * found.chunk_bytes or not all(map(is_sent_to_peers, found.files)):
         raise CorruptError("expected chunks that fit the checkpoint's size, and only files of the checkpoint")
     return index
 
@@ -72,4 +72,4 @@ def _is_inside(name: str) -> bool:
     return bool(name) and not path.is_absolute() and ".." not in path.parts and name.isprintable()
 
 
-__all__ = ["Offered", "open_offered"]
+__all__ = ["PeerCheckpoint", "open_peer_checkpoint"]
