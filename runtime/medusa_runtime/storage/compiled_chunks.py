@@ -135,15 +135,15 @@ def _bytes_of(chunks: ChunkPointers, done: int) -> int:
 
 
 __all__ = [
-    "DONE",
     "CLOSED",
-    "TIMED_OUT",
-    "STOPPED",
     "CORRUPT",
+    "DONE",
+    "STOPPED",
+    "TIMED_OUT",
     "ChunkPointers",
     "CompiledChunks",
-    "ReceiveTarget",
     "ReceiveJob",
+    "ReceiveTarget",
     "SendJob",
     "compiled_functions",
 ]
