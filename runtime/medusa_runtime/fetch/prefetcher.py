@@ -121,11 +121,10 @@ def prefetch(
                 from .peer_checkpoint import open_peer_checkpoint
 
                 peer_checkpoint = open_peer_checkpoint(sources, restoring)
-            checkpoint = (
-                open_checkpoint(url, restoring, sources or store)
-                if peer_checkpoint is None
-                else peer_checkpoint.checkpoint
-            )
+            if peer_checkpoint is None:
+                checkpoint = open_checkpoint(url, restoring, sources or store)
+            else:
+                checkpoint = peer_checkpoint.checkpoint
             if order is not None:
                 checkpoint = replace(checkpoint, index=checkpoint.index.reordered(order))
             detail |= {"tensors": len(checkpoint.index.tensors), "shards": len(checkpoint.index.shards)}

@@ -193,8 +193,8 @@ class PeerStore:
     ) -> None:
         """Fill the buffer with whole chunks of the shard ``key``, from byte ``start`` on. Call ``arrived`` with each.
 
-        ``receive_target`` says where the buffer lies in a region. With it, chunks may be published there before ``arrived`` is
-        called.
+        ``receive_target`` says where the buffer lies in a region. With it, chunks may be published there before
+        ``arrived`` is called.
 
         Raises WrongBytesError, ObjectChangedError, ObjectNotFoundError, ForbiddenError, or another StorageError if the
         peer fails. Chunks that have arrived by then remain in the buffer.

@@ -213,8 +213,8 @@ class SourcesStore:
     ) -> None:
         """Set the size of the region's chunks. A range that moves to another source continues with a whole chunk.
 
-        ``receive_target(key, start, stop)`` returns where the region has these bytes, so that peers' chunks can be published
-        as they come, or None.
+        ``receive_target(key, start, stop)`` returns where the region has these bytes, so that peers' chunks can be
+        published as they come, or None.
         """
         self._chunk_bytes = chunk_bytes
         self._receive_target = receive_target
