@@ -38,7 +38,7 @@ _CONNECTIONS = 2
 # A plan names nodes that are about to begin. For this long after the start, wait for peers before the object store is
 # asked; otherwise each node of a chain would begin with the store.
 _GRACE_S = 2.0
-_AGAIN_S = 0.05
+_RETRY_S = 0.05
 # For this long, only the last source is asked for the index: in a chain, the others are only about to get it.
 _OTHERS_S = 0.15
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0  # before a peer that failed is tried again
@@ -58,20 +58,20 @@ ORIGIN = "store"  # the object store's name among the sources
 
 
 @dataclass(eq=False)
-class _Source:
+class _Peer:
     """A peer and its record.
 
-    ``excluded`` is why the peer is no longer asked. After ``failures`` in a row, it is asked again at ``again_at``.
+    ``excluded`` is why the peer is no longer asked. After ``failures`` in a row, it is asked again at ``retry_at``.
     """
 
     store: PeerStore
     excluded: str | None = None
     failures: int = 0
-    again_at: float = 0.0
+    retry_at: float = 0.0
     received_bytes: int = 0
 
-    def is_fit(self, now: float) -> bool:
-        return self.excluded is None and now >= self.again_at
+    def is_available(self, now: float) -> bool:
+        return self.excluded is None and now >= self.retry_at
 
 
 class _PeerIsAhead(Exception):
@@ -93,22 +93,22 @@ class SourcesStore:
         origin: Store,
         open_peer: Callable[[str], PeerStore],
         *,
-        ask: Callable[[bool], Sequence[str]],
+        find_peers: Callable[[bool], Sequence[str]],
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """Ask for the peers of the plan, and open them.
 
-        ``ask(again)`` returns the URLs of the node servers that have the checkpoint, or will have it, best first.
-        ``again`` is False in the first call, and True when those peers have failed and others are sought.
+        ``find_peers(again)`` returns the URLs of the node servers that have the checkpoint, or will have it, best
+        first. ``again`` is False in the first call, and True when those peers have failed and others are sought.
 
         ``on_change`` is called, from any thread, when a peer is excluded, and about once a second while bytes come.
         """
         self.url = origin.url
         self._origin = origin
         self._open_peer = open_peer
-        self._ask = ask
+        self._find_peers = find_peers
         self._on_change = on_change
-        self._sources: dict[str, _Source] = {}
+        self._peers: dict[str, _Peer] = {}
         self._checksums: dict[tuple[str, int], int] = {}
         self._bundle: Mapping[str, bytes] = {}
         self._chunk_bytes = 1
@@ -121,14 +121,14 @@ class SourcesStore:
         self._asked_at = time.monotonic()
         self._origin_failed = False
         self._report_at = 0.0
-        self._add(ask(False))
+        self._add(find_peers(False))
 
     def _add(self, node_urls: Sequence[str]) -> None:
         with self._adding:  # no peer is opened twice: the first object would never be closed
             for url in node_urls:
-                if url not in self._sources:
+                if url not in self._peers:
                     try:
-                        self._sources[url] = _Source(self._open_peer(url))
+                        self._peers[url] = _Peer(self._open_peer(url))
                     except ConfigError as error:
                         logger.warning("a peer is left out: %s", error)
 
@@ -138,47 +138,49 @@ class SourcesStore:
 
         With a number, this store itself deals with late answers, so the caller need not hedge.
         """
-        return _CONNECTIONS if any(source.failures < _MOST_FAILURES for source in self._alive()) else None
+        return _CONNECTIONS if any(peer.failures < _MOST_FAILURES for peer in self._alive()) else None
 
-    def _alive(self) -> list[_Source]:
-        return [source for source in list(self._sources.values()) if source.excluded is None]
+    def _alive(self) -> list[_Peer]:
+        return [peer for peer in list(self._peers.values()) if peer.excluded is None]
 
     def peer_indexes(self) -> Generator[PeerIndex]:
         """Yield what peers have of the checkpoint, the first answer first; nothing if no peer has it soon enough.
 
         The caller takes the next index only if the last one was of no use, which it reports with ``exclude``.
         """
-        pool, began = ThreadPoolExecutor(max(len(self._sources), 1), "peer-index"), time.monotonic()
+        pool, began = ThreadPoolExecutor(max(len(self._peers), 1), "peer-index"), time.monotonic()
         try:
             while alive := self._alive():
                 now = time.monotonic()
                 if now - began < _OTHERS_S:
                     alive = alive[-1:]
-                yield from self._ask_all([source for source in alive if source.is_fit(now)], pool)
+                yield from self._ask_all([peer for peer in alive if peer.is_available(now)], pool)
                 if time.monotonic() > self._grace_until:
                     return
-                time.sleep(_AGAIN_S)
+                time.sleep(_RETRY_S)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ask_all(self, fit: list[_Source], pool: ThreadPoolExecutor) -> Iterator[PeerIndex]:
+    def _ask_all(self, available: list[_Peer], pool: ThreadPoolExecutor) -> Iterator[PeerIndex]:
         """Ask these peers at once, and yield what they have."""
-        if len(fit) == 1:
-            answers: Iterator[PeerIndex | None] = map(self._ask_one, fit)
+        if len(available) == 1:
+            answers: Iterator[PeerIndex | None] = map(self._ask_one, available)
         else:
-            answers = (future.result() for future in as_completed([pool.submit(self._ask_one, each) for each in fit]))
+            answers = (
+                future.result() for future in as_completed([pool.submit(self._ask_one, each) for each in available])
+            )
         yield from (found for found in answers if found is not None)
 
-    def _ask_one(self, source: _Source) -> PeerIndex | None:
+    def _ask_one(self, peer: _Peer) -> PeerIndex | None:
         """Ask a peer for the index; None if it fails, or has a large one and is not the first peer.
 
         Only the first peer is asked for a large index: all nodes of a chain may ask each of the others.
         """
-        first = next(iter(self._sources.values()))
+        first = next(iter(self._peers.values()))
         try:
-            return source.store.read_index(None if source is first else _LITTLE_BYTES)
+            return peer.store.read_index(None if peer is first else _LITTLE_BYTES)
         except StorageError as error:
-            self._failed(source, error)
+            self._record_failure(peer, error)
             return None
 
     def is_current(self, versions: Mapping[str, str | None]) -> bool:
@@ -196,12 +198,12 @@ class SourcesStore:
 
     def exclude(self, node_url: str, reason: str) -> None:
         """Stop asking a peer, and log the reason once."""
-        source = self._sources[node_url]
+        peer = self._peers[node_url]
         with self._lock:
-            if source.excluded is not None:
+            if peer.excluded is not None:
                 return
-            source.excluded = reason
-        logger.warning("the peer %s is not asked any more: %s", source.store.name, reason)
+            peer.excluded = reason
+        logger.warning("the peer %s is not asked any more: %s", peer.store.name, reason)
         self._on_change()
 
     def take_bundle(self, files: Mapping[str, bytes]) -> None:
@@ -225,11 +227,11 @@ class SourcesStore:
 
     def status(self) -> dict[str, object]:
         """Return how many bytes came from each source, and why excluded peers are no longer asked."""
-        sources = list(self._sources.values())
-        received = {source.store.name: source.received_bytes for source in sources}
+        peers = list(self._peers.values())
+        received = {peer.store.name: peer.received_bytes for peer in peers}
         return {
             "received_bytes": {**received, ORIGIN: self._origin_bytes},
-            "excluded": {source.store.name: source.excluded for source in sources if source.excluded is not None},
+            "excluded": {peer.store.name: peer.excluded for peer in peers if peer.excluded is not None},
         }
 
     def stat(self, key: str) -> ObjectInfo:
@@ -280,29 +282,29 @@ class SourcesStore:
 
         while filled < len(buffer):
             base = filled = filled - filled % self._chunk_bytes
-            source = self._choose()
+            peer = self._choose()
             try:
-                if source is None:
+                if peer is None:
                     self._read_origin(key, start, buffer, base, version, moved)
                     return
-                self._read_peer(source, key, start, buffer, base, version, moved)
+                self._read_peer(peer, key, start, buffer, base, version, moved)
             except _PeerIsAhead:
                 continue
             except StorageError as error:
                 if threading.get_ident() in self._interrupted:
                     raise
-                if source is not None:
-                    self._failed(source, error)
+                if peer is not None:
+                    self._record_failure(peer, error)
                 elif time.monotonic() > patient_until or not self._may_recover(error):
                     raise
                 else:
                     self._origin_failed = True  # so peers are sought even if none had the checkpoint before
                     logger.debug("trying again: %s", error)
-                    time.sleep(_AGAIN_S)
+                    time.sleep(_RETRY_S)
 
     @property
     def _patience_s(self) -> float:
-        begun = self._origin_bytes or any(source.received_bytes for source in list(self._sources.values()))
+        begun = self._origin_bytes or any(peer.received_bytes for peer in list(self._peers.values()))
         return _PATIENCE_BEGUN_S if begun else _PATIENCE_S
 
     def _may_recover(self, error: StorageError) -> bool:
@@ -317,7 +319,7 @@ class SourcesStore:
 
     def _read_peer(
         self,
-        source: _Source,
+        peer: _Peer,
         key: str,
         start: int,
         buffer: memoryview,
@@ -329,12 +331,12 @@ class SourcesStore:
             end = base + chunk.filled
             if chunk.checksum is not None:
                 self._checksums[key, start + end - chunk.size] = chunk.checksum
-            source.received_bytes += chunk.size
-            source.failures = 0
+            peer.received_bytes += chunk.size
+            peer.failures = 0
             moved(end)
 
         receive_target = self._receive_target and self._receive_target(key, start + base, start + len(buffer))
-        source.store.read_chunks(
+        peer.store.read_chunks(
             key,
             start + base,
             buffer[base:],
@@ -370,57 +372,57 @@ class SourcesStore:
 
     def _is_behind(self) -> bool:
         """Return whether a peer that may be asked now has more of the checkpoint than this node."""
-        own_bytes = self._origin_bytes + sum(source.received_bytes for source in list(self._sources.values()))
-        for source in self._alive():
-            if source.is_fit(time.monotonic()):
+        own_bytes = self._origin_bytes + sum(peer.received_bytes for peer in list(self._peers.values()))
+        for peer in self._alive():
+            if peer.is_available(time.monotonic()):
                 try:
-                    if source.store.progress().fetched_bytes > own_bytes:
+                    if peer.store.progress().fetched_bytes > own_bytes:
                         return True
                 except StorageError as error:
-                    self._failed(source, error)
+                    self._record_failure(peer, error)
         return False
 
-    def _choose(self) -> _Source | None:
-        """Return the first fit peer, or None for the object store. During the grace period, wait for a fit peer."""
+    def _choose(self) -> _Peer | None:
+        """Return the first available peer; None for the object store. During the grace period, wait for a peer."""
         while True:
             now = time.monotonic()
-            for source in list(self._sources.values()):
-                if source.is_fit(now):
-                    return source
+            for peer in list(self._peers.values()):
+                if peer.is_available(now):
+                    return peer
             if not self._alive() or now > self._grace_until:
-                if now - self._asked_at < _ASK_EVERY_S or not (self._sources or self._origin_failed):
+                if now - self._asked_at < _ASK_EVERY_S or not (self._peers or self._origin_failed):
                     return None
                 self._asked_at = now
-                self._add(self._ask(True))
+                self._add(self._find_peers(True))
                 continue
-            time.sleep(_AGAIN_S)
+            time.sleep(_RETRY_S)
 
-    def _failed(self, source: _Source, error: StorageError) -> None:
+    def _record_failure(self, peer: _Peer, error: StorageError) -> None:
         if isinstance(error, WrongBytesError):
-            self.exclude(source.store.node_url, f"it sends wrong bytes ({error})")
+            self.exclude(peer.store.node_url, f"it sends wrong bytes ({error})")
         elif isinstance(error, ObjectChangedError):
-            self.exclude(source.store.node_url, "it has another version")
+            self.exclude(peer.store.node_url, "it has another version")
         elif isinstance(error, ForbiddenError):
-            self.exclude(source.store.node_url, str(error))
+            self.exclude(peer.store.node_url, str(error))
         else:
-            source.failures += 1
+            peer.failures += 1
             now = time.monotonic()
-            pause_s = doubling_pause_s(source.failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+            pause_s = doubling_pause_s(peer.failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
             if isinstance(error, ObjectNotFoundError) and now < self._grace_until:
-                pause_s = _AGAIN_S
-            elif source.failures == 1:
-                logger.info("going on without the peer %s for now: %s", source.store.name, error)
-            source.again_at = now + pause_s
+                pause_s = _RETRY_S
+            elif peer.failures == 1:
+                logger.info("going on without the peer %s for now: %s", peer.store.name, error)
+            peer.retry_at = now + pause_s
 
     def interrupt(self, thread: int) -> None:
         self._interrupted.add(thread)
-        for source in list(self._sources.values()):
-            source.store.interrupt(thread)
+        for peer in list(self._peers.values()):
+            peer.store.interrupt(thread)
         self._origin.interrupt(thread)
 
     def close(self) -> None:
-        for source in list(self._sources.values()):
-            source.store.close()
+        for peer in list(self._peers.values()):
+            peer.store.close()
         self._origin.close()
 
 

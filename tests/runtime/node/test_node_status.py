@@ -62,7 +62,7 @@ def test_peers_of_long_names_fail_no_fetch(tmp_path: Path) -> None:
     sources = SourcesStore(
         LocalStore(str(tmp_path)),
         lambda url: PeerStore(url, "http://store/model", PeerAccess("0123456789abcdef"), None),
-        ask=lambda again: urls,
+        find_peers=lambda again: urls,
     )
     with closing(ours), closing(theirs), closing(sources):
         assert len(str(sources.status())) > 1 << 16

@@ -23,7 +23,7 @@ def test_a_peer_that_two_threads_learn_of_is_opened_once(tmp_path: Path) -> None
         time.sleep(0.05)
         return PeerStore(url, "http://store/model", PeerAccess("0123456789abcdef"), None)
 
-    store = SourcesStore(LocalStore(str(tmp_path)), open_peer, ask=lambda again: [])
+    store = SourcesStore(LocalStore(str(tmp_path)), open_peer, find_peers=lambda again: [])
     threads = [threading.Thread(target=store._add, args=(["http://127.0.0.1:1"],)) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -38,13 +38,13 @@ def test_a_peer_may_fail_more_often_than_a_pause_can_be_doubled(tmp_path: Path) 
     store = SourcesStore(
         LocalStore(str(tmp_path)),
         lambda url: PeerStore(url, "http://store/model", PeerAccess("0123456789abcdef"), None),
-        ask=lambda again: [url],
+        find_peers=lambda again: [url],
     )
-    source: Any = store._sources[url]
+    peer: Any = store._peers[url]
     for _ in range(1100):
-        store._failed(source, UnreachableError("the peer does not answer"))
+        store._record_failure(peer, UnreachableError("the peer does not answer"))
     store.close()
-    assert 0 < source.again_at - time.monotonic() <= 10
+    assert 0 < peer.again_at - time.monotonic() <= 10
 
 
 def test_an_operation_may_be_tried_more_often_than_a_pause_can_be_doubled() -> None:

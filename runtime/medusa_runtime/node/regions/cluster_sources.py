@@ -36,7 +36,7 @@ def open_sources(cluster: ClusterAccess, model_url: str, origin: Store, on_chang
     return SourcesStore(
         origin,
         lambda node_url: PeerStore(node_url, model_url, cluster.access, context),
-        ask=partial(ask_sources, cluster.socket, model_url),
+        find_peers=partial(ask_sources, cluster.socket, model_url),
         on_change=on_change,
     )
 
