@@ -44,7 +44,7 @@ def test_a_peer_may_fail_more_often_than_a_pause_can_be_doubled(tmp_path: Path) 
     for _ in range(1100):
         store._record_failure(peer, UnreachableError("the peer does not answer"))
     store.close()
-    assert 0 < peer.again_at - time.monotonic() <= 10
+    assert 0 < peer.retry_at - time.monotonic() <= 10
 
 
 def test_an_operation_may_be_tried_more_often_than_a_pause_can_be_doubled() -> None:
