@@ -45,7 +45,7 @@ class Headers(Mapping[str, str]):
         return len(self._values)
 
 
-def json_fault(body: bytes, error: ValueError) -> str:
+def describe_json_error(body: bytes, error: ValueError) -> str:
     """Describe what was found in a body that is not JSON."""
     if isinstance(error, UnicodeDecodeError):
         return f"bytes that are not UTF-8, the first at {error.start}"
@@ -72,7 +72,7 @@ class Request:
         try:
             return self.body.decode()
         except UnicodeDecodeError as error:
-            raise HttpError(400, f"expected a body in UTF-8, found {json_fault(self.body, error)}") from None
+            raise HttpError(400, f"expected a body in UTF-8, found {describe_json_error(self.body, error)}") from None
 
     @property
     def json(self) -> Any:
@@ -82,7 +82,7 @@ class Request:
         except RecursionError:
             raise HttpError(400, "expected a JSON body: it is nested too deeply") from None
         except ValueError as error:
-            found = json_fault(self.body, error)
+            found = describe_json_error(self.body, error)
             raise HttpError(400, f"expected a JSON body, found {found}") from None
 
     @property

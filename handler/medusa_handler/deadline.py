@@ -45,19 +45,19 @@ _threads = _ThreadPool()
 class Deadline:
     """A check whether the client has left, around another one. It raises ApiError 504 when the request's time is over.
 
-    The time is ``limit_s`` seconds from ``began`` (``time.monotonic``). Everything that waits calls the check now and
+    The time is ``timeout_s`` seconds from ``began`` (``time.monotonic``). Everything that waits calls the check now and
     then, so calls of the model and coroutines end in time. Plain user code cannot be interrupted: it is left to end in
     its own thread, and its result is dropped.
     """
 
-    def __init__(self, limit_s: float, began: float, is_disconnected: Callable[[], bool]) -> None:
-        self._limit_s = limit_s
-        self._end = began + limit_s
+    def __init__(self, timeout_s: float, began: float, is_disconnected: Callable[[], bool]) -> None:
+        self._timeout_s = timeout_s
+        self._end = began + timeout_s
         self._is_disconnected = is_disconnected
 
     def __call__(self) -> bool:
         if time.monotonic() >= self._end:
-            raise ApiError(504, f"the request took longer than {self._limit_s:g} s", code="timeout")
+            raise ApiError(504, f"the request took longer than {self._timeout_s:g} s", code="timeout")
         return self._is_disconnected()
 
     def run(self, call: Callable[[], Any]) -> Any:

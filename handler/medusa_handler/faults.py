@@ -43,7 +43,7 @@ class ApiError(HttpError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-class NotCoveredError(ApiError):
+class UnsupportedRequestError(ApiError):
     """A request that is valid, but that our routes do not support. An engine's own server may."""
 
 

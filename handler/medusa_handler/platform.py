@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 LIVE, ACCEPTING, READY = "live", "accepting", "ready"
 
 
-class Answered(NamedTuple):
+class RequestSummary(NamedTuple):
     """A request whose answer is about to be sent."""
 
     method: str
@@ -23,16 +23,16 @@ class Answered(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """A route of the platform's own. ``answer`` is called with the request and the path's parameters.
+    """A route of the platform's own. ``endpoint`` is called with the request and the path's parameters.
 
-    It returns what a function may return. ``work`` is the route's name in the metrics, and makes its requests count as
-    work: admitted, limited, and waited for at the end. It is None for a route that only looks something up.
+    It returns what a function may return. ``metric`` is the route's name in the metrics; its requests are admitted,
+    limited, and waited for at the end. It is None for a route that only looks something up.
     """
 
     method: str
     path: str  # with parameters in angle brackets: /models/<name>
-    answer: Callable[..., Any]
-    work: str | None = None
+    endpoint: Callable[..., Any]
+    metric: str | None = None
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,20 @@ class Platform:
     """A platform's protocol, as a translation around ``POST /``.
 
     ``probes`` maps paths to LIVE (the process runs), ACCEPTING (until SIGTERM), READY (the function answers), or to a
-    path of the function itself, which is called when it is ready. ``receive`` and ``send`` translate requests and the
-    results of calls; a model's own answer is given to ``send`` as a Response.
+    path of the function itself, which is called when it is ready. ``translate_request`` and ``translate_result``
+    translate requests and the results of calls; a model's own answer is given to ``translate_result`` as a Response.
     """
 
     name: str = "local"
     probes: Mapping[str, str] = field(default_factory=dict)
     aliases: Sequence[str] = ()  # further paths of POST /
     routes: Sequence[Route] = ()
-    receive: Callable[[Request], Request] | None = None
-    send: Callable[[Request, Any], Any] | None = None
+    translate_request: Callable[[Request], Request] | None = None
+    translate_result: Callable[[Request, Any], Any] | None = None
     request_id: Callable[[Mapping[str, str]], str | None] | None = None  # a request's id, from its headers
-    limit_s: Callable[[Mapping[str, str]], float | None] | None = None  # a request's own time limit, from its headers
+    timeout_s: Callable[[Mapping[str, str]], float | None] | None = None  # a request's own time limit, from its headers
     preflight: Callable[[Mapping[str, str]], Mapping[str, str]] | None = None  # headers of the answer to OPTIONS /
-    answered: Callable[[Answered], Mapping[str, str]] | None = None  # headers to add to every answer
+    extra_headers: Callable[[RequestSummary], Mapping[str, str]] | None = None  # headers to add to every answer
     # Called once, when the routes are there, with functions that return the page of /metrics and how many requests are
     # in flight.
     start: Callable[[Callable[[], str], Callable[[], int]], None] | None = None
@@ -61,4 +61,4 @@ class Platform:
     linger_s: float = 0.0  # how long after SIGTERM requests may still come
     streams: bool = True  # False if the platform only passes on whole answers
     early_heartbeats: bool = True  # whether a stream may begin, with status 200, before the model is there
-    paths: Mapping[str, Any] = field(default_factory=dict)  # further paths of /openapi.json
+    openapi_paths: Mapping[str, Any] = field(default_factory=dict)  # further paths of /openapi.json

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .user_code.function import UserFunction
 
 
-def routes_of(settings: Settings) -> tuple[bool, bool]:
+def http_support(settings: Settings) -> tuple[bool, bool]:
     """Return whether the engine has an HTTP server of its own, and whether our routes answer what they support.
 
     Raises ConfigError if that server's flags cannot be used.
@@ -48,7 +48,7 @@ class Service:
         self.model = ServedModel(
             settings, self.engine, self.region, self.timeline, metrics=self.metrics, draining=self.draining
         )
-        self.relays, self.light_routes = routes_of(settings)
+        self.can_relay, self.own_routes = http_support(settings)
         self.function: UserFunction | None = None
         self.created = int(time.time())
         self._answered = threading.Lock()
@@ -59,7 +59,7 @@ class Service:
         """Whether everything that a request needs is there; a model that the first request loads counts as there."""
         return self.model.ready and (self.function is None or self.function.ready)
 
-    def first_answer(self) -> bool:
+    def claim_first_answer(self) -> bool:
         """Return True once: to the first request that is answered."""
         return self._answered.acquire(blocking=False)
 
@@ -84,8 +84,8 @@ class Service:
         self.publish()
         self.admission.open()
 
-    def limit_s(self, headers: Mapping[str, str]) -> float | None:
+    def request_timeout_s(self, headers: Mapping[str, str]) -> float | None:
         """Return how many seconds a request with these headers (such as "X-Timeout") may take; None for no limit."""
-        own = self.platform.limit_s(headers) if self.platform.limit_s is not None else None
-        limits = [limit for limit in (own, self.settings.timeout_s or None) if limit is not None]
-        return min(limits, default=None)
+        own = self.platform.timeout_s(headers) if self.platform.timeout_s is not None else None
+        timeouts = [each for each in (own, self.settings.timeout_s or None) if each is not None]
+        return min(timeouts, default=None)

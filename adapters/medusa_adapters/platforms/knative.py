@@ -34,7 +34,9 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
         return _reply(request, result, source) if _is_event(request) else result
 
     allow = "POST, OPTIONS" if settings.handler is None else _METHODS
-    return Platform(name="knative", preflight=partial(_preflight, allow=allow), receive=_receive, send=send)
+    return Platform(
+        name="knative", preflight=partial(_preflight, allow=allow), translate_request=_receive, translate_result=send
+    )
 
 
 def _preflight(headers: Mapping[str, str], allow: str) -> dict[str, str]:

@@ -46,14 +46,14 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
 
     return Platform(
         name="lambda",
-        send=lambda request, result: collected(result),
-        limit_s=_limit_s,
+        translate_result=lambda request, result: collected(result),
+        timeout_s=_timeout_s,
         streams=False,
         early_heartbeats=False,
     )
 
 
-def _limit_s(headers: Mapping[str, str]) -> float | None:
+def _timeout_s(headers: Mapping[str, str]) -> float | None:
     """Return how many seconds the event has left. ``handler`` sets the header, and replaces a caller's."""
     given = headers.get(_REMAINING, "")
     return max(0.1, int(given) / 1000 - _MARGIN_S) if given.isdigit() else None

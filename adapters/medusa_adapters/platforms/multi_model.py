@@ -72,10 +72,10 @@ class Models:
 
         return [
             Route("GET", "/models", self._list),
-            Route("POST", "/models", self._load, work="/models"),
+            Route("POST", "/models", self._load, metric="/models"),
             Route("GET", "/models/<name>", lambda _, name: _described(name, self._find(name))),
             Route("DELETE", "/models/<name>", lambda _, name: _described(name, self.unload(name))),
-            Route("POST", "/models/<name>/invoke", self._invoke, work="/models/invoke"),
+            Route("POST", "/models/<name>/invoke", self._invoke, metric="/models/invoke"),
         ]
 
     @staticmethod

@@ -114,6 +114,6 @@ def _as_json(text: str) -> Response:
 
 
 def _dumps(value: Any) -> str:
-    from medusa_handler.http.answering import to_json
+    from medusa_handler.http.function_response import to_json
 
     return to_json(value)

@@ -16,7 +16,7 @@ from . import duration
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from medusa_handler.platform import Answered, Platform
+    from medusa_handler.platform import Platform, RequestSummary
     from medusa_runtime.config import Settings
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
         if lock is not None:
             _touch(lock)
 
-    def answered(call: Answered) -> dict[str, str]:
+    def extra_headers(call: RequestSummary) -> dict[str, str]:
         calls.count(call.method, call.status, call.elapsed_s)
         call_id = _call_id(call.headers)
         return {"X-Duration-Seconds": f"{call.elapsed_s:f}"} | ({"X-Call-Id": call_id} if call_id else {})
@@ -68,9 +68,9 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
         name="openfaas",
         probes={"/_/health": ACCEPTING, "/_/ready": environ.get("ready_path") or READY},
         request_id=_call_id,
-        answered=answered,
+        extra_headers=extra_headers,
         start=start,
-        limit_s=_limit_s,
+        timeout_s=_timeout_s,
         stop=None if lock is None else lambda: lock.unlink(missing_ok=True),
         linger_s=_linger_s(environ),
     )
@@ -81,7 +81,7 @@ def _call_id(headers: Mapping[str, str]) -> str | None:
     return call_id if call_id.isascii() and call_id.isprintable() and 0 < len(call_id) <= 128 else None
 
 
-def _limit_s(headers: Mapping[str, str]) -> float | None:
+def _timeout_s(headers: Mapping[str, str]) -> float | None:
     """Return the seconds of X-Timeout, which can only shorten exec_timeout. Like of-watchdog, ignore an invalid one."""
     try:
         return duration.seconds(headers.get("X-Timeout", "")) or None

@@ -63,11 +63,11 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
         aliases=(_INVOKE,),
         routes=() if models is None else models.routes(),
         request_id=_inference_id,
-        receive=_receive_prompt if settings.handler is None else _receive,
-        send=_send_answer if settings.handler is None else partial(_send, streams=streams),
+        translate_request=_receive_prompt if settings.handler is None else _receive,
+        translate_result=_send_answer if settings.handler is None else partial(_send, streams=streams),
         stop=None if models is None else models.close,
         streams=streams,
-        paths={} if models is None else models.described_paths(),
+        openapi_paths={} if models is None else models.described_paths(),
         early_heartbeats=False,  # a client of InvokeEndpointWithResponseStream sees the status that is sent first
     )
 

@@ -15,14 +15,14 @@ from werkzeug.routing import Rule
 
 from ..contract import Headers
 from ..faults import ApiError, as_api_error, compact, internal_error
-from ..platform import Answered
+from ..platform import RequestSummary
 from ..user_code.binding import InvalidBodyError
 from ..user_code.user_traceback import user_traceback
-from .body import received
+from .body import current_request
 from .exposition import exposition
-from .invocation import Infer, root
+from .invocation import Infer, function_routes
+from .request_runner import RequestRunner
 from .timing import as_chrome_trace, as_json
-from .work import Work
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
@@ -54,26 +54,26 @@ class _Rule(Rule):
         return build
 
 
-def create_app(service: Service, model_routes: Callable[[Service, Work], ModelRoutes] | None = None) -> Flask:
+def create_app(service: Service, model_routes: Callable[[Service, RequestRunner], ModelRoutes] | None = None) -> Flask:
     """Return the app with all routes of one instance. ``model_routes`` makes those of a model that an engine serves."""
     app = Flask("medusa_handler", static_folder=None, template_folder=None)
     app.url_rule_class = _Rule
     app.config["MAX_CONTENT_LENGTH"] = service.settings.max_body_mb * 1_000_000
     app.json.sort_keys = False  # type: ignore[attr-defined]
-    work = Work(service)
-    _name_requests(app, service.platform)
-    _add_reports(app, service)
-    model = None if model_routes is None else model_routes(service, work)
+    runner = RequestRunner(service)
+    _add_request_ids(app, service.platform)
+    _add_report_routes(app, service)
+    model = None if model_routes is None else model_routes(service, runner)
     if model is not None:
         app.register_blueprint(model.blueprint)
     own = {rule.rule: sorted(rule.methods or ()) for rule in app.url_map.iter_rules()}
-    app.register_blueprint(root(service, work, None if model is None else model.infer))
+    app.register_blueprint(function_routes(service, runner, None if model is None else model.infer))
     for route in service.platform.routes:
-        _add_route(app, service, work, route)
+        _add_route(app, service, runner, route)
     preflight = service.platform.preflight
 
     @app.before_request
-    def keep_own() -> Response | None:
+    def reject_other_methods() -> Response | None:
         """Answer our own paths for other methods; else the function, which takes every path, would."""
         if request.method == "OPTIONS" and request.path == "/" and preflight is not None:
             return Response(status=204, headers=dict(preflight(Headers(request.headers.items()))))
@@ -99,17 +99,17 @@ def _close_unsent(app: Flask) -> None:
         try:
             return answer(environ, start_response)
         except BaseException:
-            Work.close_unsent(environ)
+            RequestRunner.close_unsent(environ)
             raise
 
     app.wsgi_app = handle  # type: ignore[method-assign]
 
 
-def _name_requests(app: Flask, platform: Platform) -> None:
+def _add_request_ids(app: Flask, platform: Platform) -> None:
     """Give each request an id, the client's own where it sends one, and let the platform see each answer."""
 
     @app.before_request
-    def name_request() -> None:
+    def add_request_id() -> None:
         g.began = time.monotonic()
         own = platform.request_id(Headers(request.headers.items())) if platform.request_id is not None else None
         given = request.headers.get("X-Request-Id", "")
@@ -119,17 +119,17 @@ def _name_requests(app: Flask, platform: Platform) -> None:
     def finish_head(response: Response) -> Response:
         if not platform.streams:
             response.make_sequence()
-        if platform.answered is not None:
+        if platform.extra_headers is not None:
             elapsed_s = time.monotonic() - g.began
             headers = Headers(request.headers.items())
             response.headers.update(
-                platform.answered(Answered(request.method, headers, response.status_code, elapsed_s))
+                platform.extra_headers(RequestSummary(request.method, headers, response.status_code, elapsed_s))
             )
         response.headers["X-Request-Id"] = g.request_id
         return response
 
 
-def _add_reports(app: Flask, service: Service) -> None:
+def _add_report_routes(app: Flask, service: Service) -> None:
     """Add the routes that report on the instance."""
 
     @app.get("/metrics")
@@ -148,21 +148,21 @@ def _add_reports(app: Flask, service: Service) -> None:
         return jsonify(describe(service, service.probes.kinds))
 
 
-def _add_route(app: Flask, service: Service, work: Work, route: Route) -> None:
+def _add_route(app: Flask, service: Service, runner: RequestRunner, route: Route) -> None:
     def view(**parameters: str) -> Response:
         def answer() -> Response:
-            from .answering import respond
+            from .function_response import respond
 
-            called = received()
-            return respond(service, route.answer(called, **parameters), called, work.disconnect_check())
+            user_request = current_request()
+            return respond(service, route.endpoint(user_request, **parameters), user_request, runner.disconnect_check())
 
-        return answer() if route.work is None else work.run(route.work, answer)
+        return answer() if route.metric is None else runner.run(route.metric, answer)
 
     app.add_url_rule(route.path, f"{route.method} {route.path}", view, methods=[route.method])
 
 
 def _error(service: Service, error: Exception) -> Response:
-    Work.close_unsent(request.environ)
+    RequestRunner.close_unsent(request.environ)
     known = as_api_error(error)
     if known is None and isinstance(error, HTTPException):
         known = _http_error(service, error)
@@ -171,25 +171,25 @@ def _error(service: Service, error: Exception) -> Response:
         logger.error("request %s failed\n%s", g.request_id, user_traceback(error, folder))
         known = internal_error(g.request_id)
     body = known.body()
-    if service.function is not None and not (_MODEL in request.blueprints or _is_models(service, request.path)):
+    if service.function is not None and not (_MODEL in request.blueprints or _is_model_route(service, request.path)):
         body = {"error": known.message}
         if isinstance(error, InvalidBodyError):
             body["fields"] = error.fields
     return Response(compact(body), known.status, known.headers, content_type="application/json")
 
 
-def _is_models(service: Service, path: str) -> bool:
+def _is_model_route(service: Service, path: str) -> bool:
     """Return whether a path is a route of the model. Without a model, only those below /v1/ are reserved."""
     return path.startswith("/v1/") or (
         service.engine is not None and path in ("/tokenize", "/detokenize", "/classify", "/rerank", "/v2/rerank")
     )
 
 
-def _meant(service: Service) -> str:
+def _suggestion(service: Service) -> str:
     """Return a hint at the route that the client probably meant (a base URL may lack /v1), or at the list of routes."""
     from difflib import get_close_matches
 
-    known = sorted({rule.rule for rule in current_app.url_map.iter_rules() if _is_models(service, rule.rule)})
+    known = sorted({rule.rule for rule in current_app.url_map.iter_rules() if _is_model_route(service, rule.rule)})
     close = get_close_matches(request.path, known, n=1, cutoff=0.8)
     return f"did you mean {close[0]}?" if close else "GET /openapi.json lists those that there are"
 
@@ -201,7 +201,9 @@ def _http_error(service: Service, error: HTTPException) -> ApiError:
     if status == 413:
         return ApiError(413, f"the body is larger than {service.settings.max_body_mb} MB", code="body_too_large")
     if status == 404:
-        return ApiError(404, f"there is no route {request.method} {request.path}; {_meant(service)}", code="not_found")
+        return ApiError(
+            404, f"there is no route {request.method} {request.path}; {_suggestion(service)}", code="not_found"
+        )
     if status == 405:
         allowed = keep.get("Allow", "another method")
         return ApiError(405, f"{request.path} takes {allowed}, not {request.method}", code="bad_method", headers=keep)

@@ -12,7 +12,7 @@ from gunicorn.http.errors import ParseException
 from medusa_runtime.errors import json_kind
 from werkzeug.exceptions import ClientDisconnected
 
-from ..contract import Headers, Request, json_fault
+from ..contract import Headers, Request, describe_json_error
 from ..faults import ApiError
 from .environ import FORCE_CLOSE, GRANT, ON_REQUEST_READ, SMALL_BODY_BYTES
 
@@ -27,7 +27,7 @@ def read_body() -> bytes:
     """
     if "body" not in g:
         grant = request.environ.get(GRANT)
-        if grant is None or _is_there() or _is_too_large():
+        if grant is None or _has_arrived() or _is_too_large():
             g.body = _read(lambda _: None)
         else:
             try:
@@ -42,7 +42,7 @@ def read_body() -> bytes:
     return body
 
 
-def _is_there() -> bool:
+def _has_arrived() -> bool:
     """Return whether the whole body arrived before the request began."""
     headers = request.headers
     return (request.content_length or 0) <= SMALL_BODY_BYTES and not (
@@ -56,8 +56,8 @@ def _is_too_large() -> bool:
     return most is not None and (request.content_length or 0) > most
 
 
-def _read(received: Callable[[int], None]) -> bytes:
-    """Read the body to the end, in large steps. ``received`` is called with the size of each, in bytes.
+def _read(on_piece: Callable[[int], None]) -> bytes:
+    """Read the body to the end, in large steps. ``on_piece`` is called with the size of each, in bytes.
 
     werkzeug itself reads 64 KiB at a time, and gunicorn moves up to 1 MiB that it has read ahead for each. And werkzeug
     silently cuts a chunked body at the limit; only the next read, here the last one, raises.
@@ -66,7 +66,7 @@ def _read(received: Callable[[int], None]) -> bytes:
     try:
         while piece := request.stream.read(_STEP_BYTES):
             body.write(piece)
-            received(len(piece))
+            on_piece(len(piece))
     except ClientDisconnected:
         raise _incomplete("the end of the connection came first") from None
     except (OSError, ParseException) as error:
@@ -92,7 +92,7 @@ def _incomplete(why: str) -> ApiError:
     return ApiError(400, message, code="incomplete_body")
 
 
-def received() -> Request:
+def current_request() -> Request:
     """Return the current request, as functions see it."""
     return Request(
         method=request.method,
@@ -116,7 +116,7 @@ def as_json_object(data: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ApiError(400, "expected a JSON body: it is nested too deeply", code="invalid_json") from None
     except ValueError as error:
-        found = json_fault(data, error)
+        found = describe_json_error(data, error)
         raise ApiError(400, f"expected a JSON body, found {found}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise ApiError(400, f"expected a JSON object, found {json_kind(body)}", code="invalid_json")

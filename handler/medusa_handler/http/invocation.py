@@ -10,13 +10,13 @@ from flask import Blueprint, Response, request
 from ..contract import Request
 from ..contract import Response as UserResponse
 from ..faults import ApiError
-from .body import received
+from .body import current_request
 from .environ import ARRIVAL
 
 if TYPE_CHECKING:
     from ..service import Service
     from ..user_code.function import UserFunction
-    from .work import Work
+    from .request_runner import RequestRunner
 
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
@@ -25,89 +25,100 @@ Infer = Callable[["Service", Request, Callable[[], bool]], Response]
 """Answers a request with the model. Raises what the OpenAI routes raise."""
 
 
-def root(service: Service, work: Work, infer: Infer | None) -> Blueprint:
+def function_routes(service: Service, runner: RequestRunner, infer: Infer | None) -> Blueprint:
     """Return the routes of the function: every path that is not the server's own.
 
     Without a function, they are ``POST /`` and its aliases, which ``infer`` answers.
     """
     routes = Blueprint("function", __name__)
     if service.function is not None:
-        _add_function(routes, service, service.function, work)
+        _add_function(routes, service, service.function, runner)
     elif infer is not None:
-        _add_model(routes, service, infer, work)
+        _add_model(routes, service, infer, runner)
     return routes  # an instance that hosts models by request has neither, and so no routes here
 
 
-def _add_model(routes: Blueprint, service: Service, infer: Infer, work: Work) -> None:
+def _add_model(routes: Blueprint, service: Service, infer: Infer, runner: RequestRunner) -> None:
     platform = service.platform
 
     def view() -> Response:
         def answer() -> Response:
-            called, is_disconnected = _request(service), work.disconnect_check()
-            response = infer(service, called, is_disconnected)
-            if platform.send is None or response.is_streamed:
+            user_request, is_disconnected = _request(service), runner.disconnect_check()
+            response = infer(service, user_request, is_disconnected)
+            if platform.translate_result is None or response.is_streamed:
                 return response
-            from .answering import respond
+            from .function_response import respond
 
             content = response.get_data(), response.status_code, dict(response.headers), response.content_type
-            return respond(service, platform.send(called, UserResponse(*content)), called, is_disconnected)
+            return respond(
+                service, platform.translate_result(user_request, UserResponse(*content)), user_request, is_disconnected
+            )
 
-        return work.run("/", answer)
+        return runner.run("/", answer)
 
     for path in ("/", *platform.aliases):
         routes.add_url_rule(path, view_func=view, methods=["POST"])
 
 
-def _add_function(routes: Blueprint, service: Service, function: UserFunction, work: Work) -> None:
-    platform, send = service.platform, service.platform.send
+def _add_function(routes: Blueprint, service: Service, function: UserFunction, runner: RequestRunner) -> None:
+    platform, send = service.platform, service.platform.translate_result
 
     @routes.route("/", methods=_METHODS, provide_automatic_options=False)
     @routes.route("/<path:_path>", methods=_METHODS, provide_automatic_options=False)
     def invoke(_path: str = "") -> Response:
         def answer() -> Response:
-            from .answering import respond
+            from .function_response import respond
 
-            is_disconnected = work.disconnect_check()
-            called = _request(service)
-            if not service.ready and platform.streams and platform.early_heartbeats and _takes_only_events(called):
-                return _held(service, function, called, is_disconnected)
+            is_disconnected = runner.disconnect_check()
+            user_request = _request(service)
+            if (
+                not service.ready
+                and platform.streams
+                and platform.early_heartbeats
+                and _accepts_only_events(user_request)
+            ):
+                return _early_stream(service, function, user_request, is_disconnected)
             arrived = request.environ.get(ARRIVAL, 0)
             service.admission.start(is_disconnected, service.settings.hold_s, service.draining, arrived=arrived)
             try:
-                result = function.call(called, is_disconnected)
-                response = respond(service, result if send is None else send(called, result), called, is_disconnected)
+                result = function.call(user_request, is_disconnected)
+                response = respond(
+                    service, result if send is None else send(user_request, result), user_request, is_disconnected
+                )
             except BaseException:
                 service.admission.finish()
                 raise
             response.call_on_close(service.admission.finish)
             return response
 
-        return work.run("/", answer)
+        return runner.run("/", answer)
 
 
-def _takes_only_events(called: Request) -> bool:
-    kinds = {each.partition(";")[0].strip().lower() for each in called.headers.get("accept", "").split(",")}
+def _accepts_only_events(user_request: Request) -> bool:
+    kinds = {each.partition(";")[0].strip().lower() for each in user_request.headers.get("accept", "").split(",")}
     return kinds == {"text/event-stream"}
 
 
-def _held(service: Service, function: UserFunction, called: Request, is_disconnected: Callable[[], bool]) -> Response:
+def _early_stream(
+    service: Service, function: UserFunction, user_request: Request, is_disconnected: Callable[[], bool]
+) -> Response:
     """Return an event stream that begins before the function is loaded.
 
     Heartbeats come first, then the events of the result, or the result as one event. The status has already been sent
     as 200, so an error is an event, too.
     """
-    from .answering import Events, respond
+    from .function_response import Events, respond
 
     arrived = request.environ.get(ARRIVAL, 0)
 
     def events() -> Iterator[Any]:
         service.admission.start(is_disconnected, service.settings.hold_s, service.draining, arrived=arrived)
         try:
-            result, send = function.call(called, is_disconnected), service.platform.send
-            if isinstance(result := result if send is None else send(called, result), Iterator):
+            result, send = function.call(user_request, is_disconnected), service.platform.translate_result
+            if isinstance(result := result if send is None else send(user_request, result), Iterator):
                 yield from result
                 return
-            response = respond(service, result, called, is_disconnected)
+            response = respond(service, result, user_request, is_disconnected)
             text = response.get_data(as_text=True).removesuffix("\n")
             if response.status_code >= 400:
                 raise ApiError(response.status_code, text)
@@ -116,10 +127,10 @@ def _held(service: Service, function: UserFunction, called: Request, is_disconne
         finally:
             service.admission.finish()
 
-    return Events(service, events(), called, is_disconnected).response(200)
+    return Events(service, events(), user_request, is_disconnected).response(200)
 
 
 def _request(service: Service) -> Request:
     """Return the request as the function sees it, translated by the platform if it translates requests."""
-    translate = service.platform.receive
-    return received() if translate is None else translate(received())
+    translate = service.platform.translate_request
+    return current_request() if translate is None else translate(current_request())

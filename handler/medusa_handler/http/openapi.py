@@ -141,7 +141,7 @@ def describe(service: Service, probes: Mapping[str, str]) -> dict[str, Any]:
     paths["/metrics"] = {"get": _operation("Metrics in Prometheus' text format", {"200": _answer("text/plain")})}
     paths["/timeline"] = {"get": _operation("Where this start's time went", {"200": _answer("application/json")})}
     paths["/openapi.json"] = {"get": _operation("This document", {"200": _answer("application/json")})}
-    paths |= _model_paths(service) | _function_paths(service) | dict(service.platform.paths)
+    paths |= _model_paths(service) | _function_paths(service) | dict(service.platform.openapi_paths)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": service.model.name if service.engine is not None else "function", "version": "1"},

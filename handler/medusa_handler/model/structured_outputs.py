@@ -1,4 +1,4 @@
-"""The form of a text, read from ``structured_outputs`` as vLLM's clients write it."""
+"""Constraints on a generated text, read from ``structured_outputs`` as vLLM's clients write them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from medusa_runtime.errors import shown
 
 from ..faults import ApiError
 
-FORMS = ("json", "json_object", "regex", "choice", "grammar")
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _OBJECT = '{"type": "object"}'
 
 
-def form_of(value: Any, name: str = "structured_outputs") -> StructuredOutputs | None:
-    """Return the one form in an object like ``{"regex": "[a-z]+"}``; None if it has none.
+def parse_structured_outputs(value: Any, name: str = "structured_outputs") -> StructuredOutputs | None:
+    """Return the one constraint in an object like ``{"regex": "[a-z]+"}``; None if it has none.
 
     ``name`` is the object's field, for the error. Raises ApiError 400.
     """
     if not isinstance(value, Mapping):
-        raise _invalid(name, f"an object with one of {', '.join(FORMS)}", value)
-    given = {key: form for key, form in value.items() if form is not None and form is not False}
-    for key in given:
-        if key not in FORMS:
-            raise _invalid(f"{name}.{key}", f"one of {', '.join(FORMS)}, which are supported", given[key])
-    if not given:
+        raise _invalid(name, f"an object with one of {', '.join(KINDS)}", value)
+    constraints = {key: each for key, each in value.items() if each is not None and each is not False}
+    for key in constraints:
+        if key not in KINDS:
+            raise _invalid(f"{name}.{key}", f"one of {', '.join(KINDS)}, which are supported", constraints[key])
+    if not constraints:
         return None
-    if len(given) > 1:
-        raise _invalid(name, "one form", sorted(given))
-    [(key, form)] = given.items()
-    return _form(key, form, f"{name}.{key}")
+    if len(constraints) > 1:
+        raise _invalid(name, "one constraint", sorted(constraints))
+    [(key, constraint)] = constraints.items()
+    return _structured_outputs(key, constraint, f"{name}.{key}")
 
 
 def json_schema(schema: Any, name: str) -> StructuredOutputs:
-    """Return the form of a JSON schema, given as object, boolean or text. Raises ApiError 400."""
+    """Return the constraint of a JSON schema: an object, a boolean, or either as text. Raises ApiError 400."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -50,20 +50,20 @@ def json_object() -> StructuredOutputs:
     return StructuredOutputs("json_schema", _OBJECT)
 
 
-def _form(key: str, form: Any, name: str) -> StructuredOutputs:
+def _structured_outputs(key: str, value: Any, name: str) -> StructuredOutputs:
     if key == "json":
-        return json_schema(form, name)
+        return json_schema(value, name)
     if key == "json_object":
-        if form is not True:
-            raise _invalid(name, "true or false", form)
+        if value is not True:
+            raise _invalid(name, "true or false", value)
         return json_object()
     if key == "choice":
-        if not isinstance(form, list) or not form or not all(isinstance(item, str) and item for item in form):
-            raise _invalid(name, "a list of texts, none of them empty", form)
-        return StructuredOutputs("choice", json.dumps(form, ensure_ascii=False))
-    if not isinstance(form, str) or not form:
-        raise _invalid(name, "text that is not empty", form)
-    return StructuredOutputs(key, form)
+        if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
+            raise _invalid(name, "a list of texts, none of them empty", value)
+        return StructuredOutputs("choice", json.dumps(value, ensure_ascii=False))
+    if not isinstance(value, str) or not value:
+        raise _invalid(name, "text that is not empty", value)
+    return StructuredOutputs(key, value)
 
 
 def _invalid(name: str, expected: str, found: Any) -> ApiError:

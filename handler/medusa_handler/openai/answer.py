@@ -36,8 +36,8 @@ class Choice:
         return sum(token.logprob for token in self.logprobs) / max(1, len(self.logprobs))
 
 
-class Shape(Protocol):
-    """The form of an answer: a completion's or a chat's."""
+class ChoiceFormatter(Protocol):
+    """Makes the choices of an answer, in the form of a completion or of a chat."""
 
     @property
     def object(self) -> str: ...
@@ -60,14 +60,14 @@ class Envelope:
 
     id: str
     model: str
-    shape: Shape
+    formatter: ChoiceFormatter
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, choices: Sequence[dict[str, Any]], used: dict[str, int]) -> dict[str, Any]:
-        return self._object(self.shape.object, choices) | {"usage": used}
+        return self._object(self.formatter.object, choices) | {"usage": used}
 
     def chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return self._object(self.shape.chunk_object, choices)
+        return self._object(self.formatter.chunk_object, choices)
 
     def _object(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {

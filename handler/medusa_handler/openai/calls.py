@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.errors import shown
 
-from ..faults import ApiError, NotCoveredError
+from ..faults import ApiError, UnsupportedRequestError
 from . import completion
 from .answer import Envelope
-from .asked_model import adapter_of, check_model
 from .body import fields, parameters
-from .body.form import Form, form
+from .body.output_constraint import OutputConstraint, output_constraint
 from .body.parameters import Body
-from .responding import Plan, respond
+from .generation_response import GenerationPlan, respond
+from .requested_model import adapter_of, check_model
 
 if TYPE_CHECKING:
     from flask import Response
@@ -46,7 +46,7 @@ def complete(service: Service, body: Body, is_disconnected: Callable[[], bool]) 
     logprobs = parameters.logprob_count(body, "logprobs")
     echo = parameters.flag(body, "echo")
     if echo and logprobs is not None:
-        raise NotCoveredError(
+        raise UnsupportedRequestError(
             400, "echo: log-probabilities of the prompt are not supported", param="echo", code="unsupported_parameter"
         )
     params = parameters.sampling(
@@ -54,20 +54,22 @@ def complete(service: Service, body: Body, is_disconnected: Callable[[], bool]) 
         max_tokens=parameters.count(body, "max_tokens", 16, 1),
         logprobs=0 if per_prompt > keep and logprobs is None else logprobs,
     )
-    wanted = form(body)
-    if wanted is not None:
-        params = replace(params, structured_outputs=wanted.asked)
+    constraint = output_constraint(body)
+    if constraint is not None:
+        params = replace(params, structured_outputs=constraint.outputs)
     echoes = [_text(service, prompt) for prompt in prompts for _ in range(keep)] if echo else []
     name = f"cmpl-{os.urandom(16).hex()}"
     requests = _requests(name, prompts, params, per_prompt, parameters.flag(body, "add_special_tokens", True))
-    requests = _adapted(service, model, requests)
-    envelope = Envelope(name, model, completion.CompletionShape(logprobs, echoes))
+    requests = _with_adapter(service, model, requests)
+    envelope = Envelope(name, model, completion.CompletionFormatter(logprobs, echoes))
     return respond(
-        service, Plan(requests, envelope, per_prompt, keep, stream, *_usage(body), _names(wanted)), is_disconnected
+        service,
+        GenerationPlan(requests, envelope, per_prompt, keep, stream, *_usage(body), _field_names(constraint)),
+        is_disconnected,
     )
 
 
-def converse(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
+def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Answer a chat."""
     from . import chat
     from .tools.choice import tools_of
@@ -79,22 +81,22 @@ def converse(service: Service, body: Body, is_disconnected: Callable[[], bool]) 
     arguments = chat.template_arguments(body)
     count = parameters.count(body, "n", 1, 1, _MOST_SEQUENCES)
     alternatives = parameters.logprob_count(body, "top_logprobs")
-    wanted = parameters.flag(body, "logprobs")
-    if alternatives and not wanted:
+    has_logprobs = parameters.flag(body, "logprobs")
+    if alternatives and not has_logprobs:
         raise parameters.invalid("top_logprobs", "logprobs to be true with it", alternatives)
-    logprobs = (alternatives or 0) if wanted else None
+    logprobs = (alternatives or 0) if has_logprobs else None
     limit = parameters.integer(body, "max_completion_tokens", parameters.integer(body, "max_tokens", None, 1), 1)
     tools = tools_of(body)
-    wanted_form = _form(body, tools)
+    constraint = _output_constraint(body, tools)
     template = service.model.chat_template(is_disconnected)
     parser = tools.parser(format_of(service.settings.tool_call_parser, template.source))
     params = parameters.sampling(body, max_tokens=limit, logprobs=logprobs)
-    if wanted_form is not None:
-        params = replace(params, structured_outputs=wanted_form.asked)
+    if constraint is not None:
+        params = replace(params, structured_outputs=constraint.outputs)
     elif parser is not None:  # what marks a call may be a special token
         params = replace(params, skip_special_tokens=False)
     prompt = template.render(messages, arguments)
-    # If tool_choice forces a call, the answer's form contains the tools, so the template need not show them.
+    # If tool_choice forces a call, the answer's constraint contains the tools, so the template need not show them.
     for field, given in (("tools", tools.choice == "auto" and tools.offered), ("documents", arguments["documents"])):
         if given and not template.takes(field):
             raise ApiError(
@@ -105,38 +107,40 @@ def converse(service: Service, body: Body, is_disconnected: Callable[[], bool]) 
     name = f"chatcmpl-{os.urandom(16).hex()}"
     # The template writes the special tokens itself.
     requests = _requests(name, [prompt], params, count, parameters.flag(body, "add_special_tokens", False))
-    requests = _adapted(service, model, requests)
+    requests = _with_adapter(service, model, requests)
     named = tools.choice == "named"
-    envelope = Envelope(name, model, chat.ChatShape(logprobs, parser, tools.parallel, named))
+    envelope = Envelope(name, model, chat.ChatFormatter(logprobs, parser, tools.parallel, named))
     stream = parameters.flag(body, "stream")
-    names = {"prompt": "messages", "logprobs": "top_logprobs"} | _names(wanted_form)
+    names = {"prompt": "messages", "logprobs": "top_logprobs"} | _field_names(constraint)
     if body.get("max_completion_tokens") is not None:
         names["max_tokens"] = "max_completion_tokens"
-    return respond(service, Plan(requests, envelope, count, count, stream, *_usage(body), names), is_disconnected)
+    return respond(
+        service, GenerationPlan(requests, envelope, count, count, stream, *_usage(body), names), is_disconnected
+    )
 
 
 def embed_texts(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Answer a request for embeddings."""
     from .embeddings import embed
 
-    return _pooled(embed, "embeddings", fields.EMBEDDINGS, service, body, is_disconnected)
+    return _run_pooling(embed, "embeddings", fields.EMBEDDINGS, service, body, is_disconnected)
 
 
 def classify_texts(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Answer a request for the labels of texts."""
     from .ranking import classify
 
-    return _pooled(classify, "classifiers", fields.CLASSIFY, service, body, is_disconnected)
+    return _run_pooling(classify, "classifiers", fields.CLASSIFY, service, body, is_disconnected)
 
 
 def rerank_texts(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Answer a request for the documents that belong to a query."""
     from .ranking import rerank
 
-    return _pooled(rerank, "classifiers", fields.RERANK, service, body, is_disconnected)
+    return _run_pooling(rerank, "classifiers", fields.RERANK, service, body, is_disconnected)
 
 
-def _pooled(
+def _run_pooling(
     answer: Callable[[Service, Body, str, Callable[[], bool]], Response],
     what: str,
     known: frozenset[str],
@@ -144,18 +148,18 @@ def _pooled(
     body: Body,
     is_disconnected: Callable[[], bool],
 ) -> Response:
-    if service.relays:
-        raise NotCoveredError(400, f"the engine's own server answers for {what}")
+    if service.can_relay:
+        raise UnsupportedRequestError(400, f"the engine's own server answers for {what}")
     fields.check_fields(body, known)
-    return answer(service, body, _base_only(service, check_model(service, body)), is_disconnected)
+    return answer(service, body, _require_base_model(service, check_model(service, body)), is_disconnected)
 
 
-def _adapted(service: Service, model: str, requests: list[GenerateRequest]) -> list[GenerateRequest]:
+def _with_adapter(service: Service, model: str, requests: list[GenerateRequest]) -> list[GenerateRequest]:
     adapter = adapter_of(service, model)
     return requests if adapter is None else [replace(request, adapter=adapter) for request in requests]
 
 
-def _base_only(service: Service, model: str) -> str:
+def _require_base_model(service: Service, model: str) -> str:
     """Return the model's name. Raises ApiError 400 for an adapter."""
     if adapter_of(service, model) is not None:
         raise ApiError(
@@ -186,18 +190,19 @@ def _requests(
     return requests
 
 
-def _form(body: Body, tools: Tools) -> Form | None:
-    """Return the form of a chat's answer, if the tools or the body ask for one. Raises ApiError 400."""
-    asked, forced = form(body), tools.form()
+def _output_constraint(body: Body, tools: Tools) -> OutputConstraint | None:
+    """Return the constraint on a chat's answer, if the tools or the body ask for one. Raises ApiError 400."""
+    requested, forced = output_constraint(body), tools.output_constraint()
     if forced is None:
-        return asked
-    if asked is not None:
-        raise parameters.invalid(asked.field, "nothing where tool_choice forces a call", body[asked.field])
-    return Form(forced, "tools")
+        return requested
+    if requested is not None:
+        expected = "nothing where tool_choice forces a call"
+        raise parameters.invalid(requested.field, expected, body[requested.field])
+    return OutputConstraint(forced, "tools")
 
 
-def _names(asked: Form | None) -> dict[str, str]:
-    return {} if asked is None else {"structured_outputs": asked.field}
+def _field_names(constraint: OutputConstraint | None) -> dict[str, str]:
+    return {} if constraint is None else {"structured_outputs": constraint.field}
 
 
 def _usage(body: Body) -> tuple[bool, bool]:

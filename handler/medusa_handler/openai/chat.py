@@ -1,4 +1,4 @@
-"""/v1/chat/completions: the body's messages, and the shape of the answer."""
+"""/v1/chat/completions: the body's messages, and the choices of the answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from medusa_runtime.engine.base import Delta
 from medusa_runtime.errors import shown
 
-from ..faults import NotCoveredError
+from ..faults import UnsupportedRequestError
 from .answer import Choice
 from .body.parameters import Body, flag, invalid
 from .logprobs import chat_logprobs
@@ -44,7 +44,7 @@ def _text(content: Any, name: str) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("text", "input_text", "refusal"):
-            raise NotCoveredError(
+            raise UnsupportedRequestError(
                 400,
                 f"{name}: this model takes text only, found a part of type {shown(kind)}",
                 param=name,
@@ -84,8 +84,8 @@ def template_arguments(body: Body) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class ChatShape:
-    """The form of a chat's answer.
+class ChatFormatter:
+    """Makes the choices of a chat's answer.
 
     ``logprobs`` is the number of alternatives, or None for no log-probabilities. ``parser`` makes a parser for the
     calls in one answer; unless ``parallel``, only the first call counts. With ``named``, one certain call is forced.

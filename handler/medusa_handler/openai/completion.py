@@ -1,4 +1,4 @@
-"""/v1/completions: the body's prompts, and the shape of the answer."""
+"""/v1/completions: the body's prompts, and the choices of the answer."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def prompts(body: Body) -> list[Prompt]:
 
 
 @dataclass(frozen=True)
-class CompletionShape:
-    """The form of a completion's answer.
+class CompletionFormatter:
+    """Makes the choices of a completion's answer.
 
     ``logprobs`` is the number of alternatives, or None for no log-probabilities. ``echoes`` has the text to put before
     each choice, or is empty.

@@ -22,11 +22,11 @@ from ..http import sse
 from ..http.body import json_object
 from ..merge import Item
 from ..model.generation import Generation
-from .asked_model import adapter_of, check_model
 from .body.parameters import Body, invalid
+from .requested_model import adapter_of, check_model
 
 if TYPE_CHECKING:
-    from ..http.work import Work
+    from ..http.request_runner import RequestRunner
     from ..service import Service
 
 logger = logging.getLogger(__name__)
@@ -39,20 +39,20 @@ FILES = (
 _POLL_S = 0.025
 
 
-def engine_routes(service: Service, work: Work) -> Blueprint:
+def engine_routes(service: Service, runner: RequestRunner) -> Blueprint:
     routes = Blueprint("engine", __name__)
 
     @routes.post("/medusa/describe")
     def describe() -> Response:
-        return work.run("/medusa/describe", lambda: _describe(service, json_object(), work.disconnect_check()))
+        return runner.run("/medusa/describe", lambda: _describe(service, json_object(), runner.disconnect_check()))
 
     @routes.post("/medusa/generate")
     def generate() -> Response:
-        return work.run("/medusa/generate", lambda: _generate(service, json_object(), work.disconnect_check()))
+        return runner.run("/medusa/generate", lambda: _generate(service, json_object(), runner.disconnect_check()))
 
     @routes.post("/medusa/call")
     def call() -> Response:
-        return work.run("/medusa/call", lambda: _call(service, json_object(), work.disconnect_check()))
+        return runner.run("/medusa/call", lambda: _call(service, json_object(), runner.disconnect_check()))
 
     return routes
 

@@ -18,7 +18,7 @@ from medusa_runtime.errors import EngineError
 from medusa_runtime.process import hang_up
 
 from ..disconnection import POLL_S
-from ..faults import ApiError, NotCoveredError
+from ..faults import ApiError, UnsupportedRequestError
 from ..http.body import read_body
 from ..merge import Merge
 
@@ -40,7 +40,7 @@ _NOT_PASSED_ON = _OF_THE_CONNECTION | {"authorization"}
 _NOT_RETURNED = frozenset(("connection", "keep-alive", "transfer-encoding", "date", "server"))
 
 
-def light_or_relayed(
+def answer_or_relay(
     service: Service,
     answer: Callable[[], Response],
     is_disconnected: Callable[[], bool],
@@ -51,11 +51,11 @@ def light_or_relayed(
 
     ``target`` is the path on that server; ``body`` is that of the current request by default. Raises what both raise.
     """
-    if service.light_routes:
+    if service.own_routes:
         try:
             return answer()
-        except NotCoveredError:
-            if not service.relays:
+        except UnsupportedRequestError:
+            if not service.can_relay:
                 raise
     return relay(service, is_disconnected, target, body)
 
@@ -73,7 +73,7 @@ def relay(
     body = read_body() if body is None else body
     head = _head(service, target, body)
     connection = engine.connect_http(wait_check)
-    answer = _Answer(connection, request.method)
+    answer = _RelayedResponse(connection, request.method)
     try:
         connection.sendall(head + body)
         pieces: Merge[bytes] = Merge([answer], _AHEAD)
@@ -117,7 +117,7 @@ def _head(service: Service, target: str | None, body: bytes) -> bytes:
     return "\r\n".join((*lines, "", "")).encode("latin-1")
 
 
-class _Answer:
+class _RelayedResponse:
     """The pieces of an answer. ``response`` is its head, once the first piece, which is empty, has come."""
 
     def __init__(self, connection: socket.socket, method: str) -> None:
@@ -147,4 +147,4 @@ class _Answer:
         hang_up(self._connection)
 
 
-__all__ = ["light_or_relayed", "relay"]
+__all__ = ["answer_or_relay", "relay"]

@@ -13,15 +13,15 @@ from ..faults import ApiError
 from ..http.app import ModelRoutes
 from ..http.body import json_object
 from .adapters import adapter_models, load_adapter, model_entry, unload_adapter
-from .asked_model import adapter_of, check_model
 from .body import fields, parameters
 from .body.parameters import Body
 from .engine_routes import engine_routes
-from .prompt import infer
-from .relay import light_or_relayed, relay
+from .inference import infer
+from .relay import answer_or_relay, relay
+from .requested_model import adapter_of, check_model
 
 if TYPE_CHECKING:
-    from ..http.work import Work
+    from ..http.request_runner import RequestRunner
     from ..service import Service
 
 
@@ -29,43 +29,43 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 _OTHERS = "engine"  # stands for all routes of an engine's own server in the metrics, where each path would add a line
 
 
-def model_routes(service: Service, work: Work) -> ModelRoutes:
+def model_routes(service: Service, runner: RequestRunner) -> ModelRoutes:
     """Return the routes and the answer to ``POST /`` that ``http.app`` adds for a served model."""
-    return ModelRoutes(_blueprint(service, work), infer)
+    return ModelRoutes(_blueprint(service, runner), infer)
 
 
-def _blueprint(service: Service, work: Work) -> Blueprint:
+def _blueprint(service: Service, runner: RequestRunner) -> Blueprint:
     routes = Blueprint("openai", __name__)
-    routes.register_blueprint(engine_routes(service, work))
+    routes.register_blueprint(engine_routes(service, runner))
 
     def add(path: str, answer: Callable[[Body, Callable[[], bool]], Response], method: str = "POST") -> None:
         def view(**parameters: str) -> Response:
             def run() -> Response:
-                is_disconnected = work.disconnect_check()
+                is_disconnected = runner.disconnect_check()
                 own = partial(answer, json_object() if method == "POST" else parameters, is_disconnected)
-                return light_or_relayed(
+                return answer_or_relay(
                     service, own, is_disconnected, request.environ.get("RAW_URI") or request.full_path
                 )
 
-            return work.run(path, run)
+            return runner.run(path, run)
 
         routes.add_url_rule(path, path, view, methods=[method])
 
     add("/v1/completions", lambda body, is_disconnected: _calls().complete(service, body, is_disconnected))
-    add("/v1/chat/completions", lambda body, is_disconnected: _calls().converse(service, body, is_disconnected))
+    add("/v1/chat/completions", lambda body, is_disconnected: _calls().complete_chat(service, body, is_disconnected))
     add("/v1/embeddings", lambda body, is_disconnected: _calls().embed_texts(service, body, is_disconnected))
     add("/classify", lambda body, is_disconnected: _calls().classify_texts(service, body, is_disconnected))
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         add(path, lambda body, is_disconnected: _calls().rerank_texts(service, body, is_disconnected))
     add("/tokenize", lambda body, is_disconnected: _tokenize(service, body))
     add("/detokenize", lambda body, is_disconnected: _detokenize(service, body))
-    if service.light_routes:
+    if service.own_routes:
         _add_models(routes, service)
-    if not service.relays:
+    if not service.can_relay:
         add("/v1/load_lora_adapter", lambda body, is_disconnected: load_adapter(service, body, is_disconnected))
         add("/v1/unload_lora_adapter", lambda body, is_disconnected: unload_adapter(service, body))
-    if service.relays:
-        _add_others(routes, service, work)
+    if service.can_relay:
+        _add_others(routes, service, runner)
     return routes
 
 
@@ -91,11 +91,11 @@ def _add_models(routes: Blueprint, service: Service) -> None:
         return jsonify(next(found for found in adapter_models(service) if found["id"] == name))
 
 
-def _add_others(routes: Blueprint, service: Service, work: Work) -> None:
+def _add_others(routes: Blueprint, service: Service, runner: RequestRunner) -> None:
     """Pass every other path on to the engine's server; with a function, which takes the rest, only /v1 and /v2."""
 
     def others(_path: str) -> Response:
-        return work.run(_OTHERS, lambda: relay(service, work.disconnect_check()))
+        return runner.run(_OTHERS, lambda: relay(service, runner.disconnect_check()))
 
     for prefix in ("/",) if service.function is None else ("/v1/", "/v2/"):
         path = f"{prefix}<path:_path>"

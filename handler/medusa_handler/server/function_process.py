@@ -75,9 +75,9 @@ def serve(
 def _check(settings: Settings) -> None:
     """Check, before there is a worker, what each worker will need. Raises ConfigError and MissingPackageError."""
     if settings.vllm_args is not None:
-        from ..service import routes_of
+        from ..service import http_support
 
-        routes_of(settings)
+        http_support(settings)
     if settings.api_key_file is not None:
         from .tokens import Tokens
 

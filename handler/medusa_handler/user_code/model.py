@@ -12,7 +12,7 @@ from medusa_runtime.engine.base import EngineInfo, GenerateRequest, SamplingPara
 from ..disconnection import current_disconnect_check
 from ..model.embeddings import embeddings, floats
 from ..model.generation import Generation
-from ..model.structured_outputs import form_of
+from ..model.structured_outputs import parse_structured_outputs
 
 if TYPE_CHECKING:
     from ..model.served_model import ServedModel
@@ -100,6 +100,6 @@ def _params(sampling: dict[str, Any]) -> SamplingParams:
             f"unknown sampling parameters {', '.join(unknown)}; expected some of {', '.join(sorted(_FIELDS))}"
         )
     if sampling.get("structured_outputs") is not None:
-        sampling = {**sampling, "structured_outputs": form_of(sampling["structured_outputs"])}
+        sampling = {**sampling, "structured_outputs": parse_structured_outputs(sampling["structured_outputs"])}
     stop = sampling.get("stop", ())
     return SamplingParams(**{**sampling, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})

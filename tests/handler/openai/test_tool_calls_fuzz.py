@@ -86,7 +86,7 @@ def test_fuzzed_tools_of_a_caller() -> None:
         if not isinstance(body, dict):
             return
         try:
-            tools_of(body).form()
+            tools_of(body).output_constraint()
         except ApiError as error:
             statuses.add(error.status)
 

@@ -151,6 +151,6 @@ def _print(item: Any) -> None:
     elif isinstance(item, str):
         print(item, flush=True)
     elif item is not None:
-        from medusa_handler.http.answering import to_json  # imports Flask
+        from medusa_handler.http.function_response import to_json  # imports Flask
 
         print(to_json(item), flush=True)

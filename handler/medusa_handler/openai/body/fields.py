@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from medusa_runtime.errors import printable, shown
 
-from ...faults import ApiError, NotCoveredError
+from ...faults import ApiError, UnsupportedRequestError
 from .parameters import Body
 
 
@@ -123,7 +123,7 @@ _ECHO = Refusal("a chat does not repeat its messages")  # /v1/completions has it
 def check_fields(body: Body, known: frozenset[str]) -> None:
     """Raise ApiError 400 for the first field that would change the answer and is not among the ``known`` ones.
 
-    It is a NotCoveredError if an engine's own server may know the field.
+    It is a UnsupportedRequestError if an engine's own server may know the field.
     """
     for name, value in body.items():
         if name in known or name in WITHOUT_EFFECT:
@@ -132,7 +132,7 @@ def check_fields(body: Body, known: frozenset[str]) -> None:
         if refusal is None:
             raise _unknown(name, known)
         if not refusal.allows(value):
-            kind = ApiError if name in _TAKEN_BY_NONE else NotCoveredError
+            kind = ApiError if name in _TAKEN_BY_NONE else UnsupportedRequestError
             raise kind(400, f"{name}: {refusal.reason}", param=name, code="unsupported_parameter")
 
 

@@ -33,8 +33,8 @@ class Tools:
     def names(self) -> frozenset[str]:
         return frozenset(str(tool["function"]["name"]) for tool in self.offered)
 
-    def form(self) -> StructuredOutputs | None:
-        """Return the form of the answer if a call is forced, else None. Raises ApiError 400."""
+    def output_constraint(self) -> StructuredOutputs | None:
+        """Return the constraint on the answer if a call is forced, else None. Raises ApiError 400."""
         if not self.forced:
             return None
         if self.forced != "required":

@@ -1,4 +1,4 @@
-"""What every request that is work has in common: admission, counting, and an end when the client leaves."""
+"""Runs requests: each is admitted and counted, and ends when its client leaves."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _CLIENT_CLOSED = 499  # nginx's status for a client that left; only metrics see it
 
 
-class Work:
-    """The frame around requests that are work. They are admitted, counted, and ended when their client leaves."""
+class RequestRunner:
+    """Runs requests that do work, unlike probes and reports: admits, counts, and ends them if their client leaves."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -30,8 +30,8 @@ class Work:
     def disconnect_check(self) -> Callable[[], bool]:
         """Return a function that returns whether the client has left, and raises ApiError 504 when time is over."""
         left = disconnect_check(request.environ)
-        limit_s = self._service.limit_s(dict(request.headers))
-        return left if limit_s is None else Deadline(limit_s, g.began, left)
+        timeout_s = self._service.request_timeout_s(dict(request.headers))
+        return left if timeout_s is None else Deadline(timeout_s, g.began, left)
 
     def run(self, route: str, answer: Callable[[], Response]) -> Response:
         """Admit a request, and return what ``answer`` does. It stays admitted until its last byte has been written.
@@ -62,7 +62,7 @@ class Work:
                 raise
             raise as_exception(error) from error
         service.metrics.count_request(route, response.status_code)
-        if response.status_code < 400 and service.first_answer():
+        if response.status_code < 400 and service.claim_first_answer():
             response.headers["Server-Timing"] = server_timing(
                 service.timeline.stages(), internals=service.settings.server_timing == "stages"
             )

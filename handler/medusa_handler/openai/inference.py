@@ -11,7 +11,7 @@ from flask import Response
 
 from ..faults import ApiError, compact
 from ..http.body import as_json_object
-from .relay import light_or_relayed
+from .relay import answer_or_relay
 
 if TYPE_CHECKING:
     from ..contract import Request
@@ -33,16 +33,16 @@ def infer(service: Service, called: Request, is_disconnected: Callable[[], bool]
 
 
 def _answer(service: Service, body: dict[str, object], is_disconnected: Callable[[], bool]) -> Response:
-    from .calls import complete, converse, embed_texts  # imported here, so that the app does not wait for it
+    from .calls import complete, complete_chat, embed_texts  # imported here, so that the app does not wait for it
 
     if "messages" in body:
-        answer, target = converse, "/v1/chat/completions"
+        answer, target = complete_chat, "/v1/chat/completions"
     elif "input" in body:
         answer, target = embed_texts, "/v1/embeddings"
     else:
         answer, target = complete, "/v1/completions"
     own = partial(answer, service, body, is_disconnected)
-    return light_or_relayed(service, own, is_disconnected, target, compact(body))
+    return answer_or_relay(service, own, is_disconnected, target, compact(body))
 
 
 def _object(text: str) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The response of a plan: whole, or as a stream."""
+"""The response to a request that generates text: whole, or as a stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..faults import ClientDisconnectedError, as_api_error, compact, internal_er
 from ..http import sse
 from ..merge import Item
 from ..model.generation import Generation
-from .answer import Choice, Envelope, Shape, usage
+from .answer import Choice, ChoiceFormatter, Envelope, usage
 
 if TYPE_CHECKING:
     from ..service import Service
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The work of one API request: ``per_prompt`` sequences continue each prompt, and ``keep`` of them are returned."""
+class GenerationPlan:
+    """What one request generates: ``per_prompt`` sequences continue each prompt, and ``keep`` of them are returned."""
 
     requests: list[GenerateRequest]
     envelope: Envelope
@@ -41,7 +41,7 @@ class Plan:
             error.param = self.names.get(error.param, error.param)
 
 
-def respond(service: Service, plan: Plan, is_disconnected: Callable[[], bool]) -> Response:
+def respond(service: Service, plan: GenerationPlan, is_disconnected: Callable[[], bool]) -> Response:
     """Run the plan. An error before the first token has its own status; a later one is an event of the stream."""
     generation = Generation(service.model, plan.requests, is_disconnected)
     try:
@@ -61,7 +61,7 @@ def respond(service: Service, plan: Plan, is_disconnected: Callable[[], bool]) -
     return response
 
 
-def _whole(plan: Plan, generation: Generation) -> Response:
+def _whole(plan: GenerationPlan, generation: Generation) -> Response:
     choices = [Choice() for _ in plan.requests]
     for item in generation.events():
         if item is not None:
@@ -73,13 +73,13 @@ def _whole(plan: Plan, generation: Generation) -> Response:
         if plan.keep < plan.per_prompt:
             group = sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)[: plan.keep]
         kept.extend(group)
-    shape = plan.envelope.shape
-    objects = [shape.choice(index, choice) for index, choice in enumerate(kept)]
+    formatter = plan.envelope.formatter
+    objects = [formatter.choice(index, choice) for index, choice in enumerate(kept)]
     return Response(compact(plan.envelope.whole(objects, used)), content_type="application/json")
 
 
 def _chunks(
-    service: Service, plan: Plan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]
+    service: Service, plan: GenerationPlan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]
 ) -> Iterator[bytes]:
     try:
         yield from _events(service, plan, first, events)
@@ -96,10 +96,10 @@ def _chunks(
 
 
 def _events(
-    service: Service, plan: Plan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]
+    service: Service, plan: GenerationPlan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]
 ) -> Iterator[bytes]:
     choices = [Choice() for _ in plan.requests]
-    shape: Shape = plan.envelope.shape
+    formatter: ChoiceFormatter = plan.envelope.formatter
 
     def used() -> dict[str, Any]:
         if plan.include_usage and plan.usage_in_chunks:
@@ -107,7 +107,7 @@ def _events(
         return {"usage": None} if plan.include_usage else {}
 
     for index in range(len(choices)):
-        for opening in shape.first_chunks(index):
+        for opening in formatter.first_chunks(index):
             yield sse.event(plan.envelope.chunk([opening]) | used())
     item = first
     while True:
@@ -115,7 +115,7 @@ def _events(
             yield sse.heartbeat(service)
         else:
             choices[item.source].add(item.value)
-            chunk = shape.chunk(item.source, choices[item.source], item.value)
+            chunk = formatter.chunk(item.source, choices[item.source], item.value)
             yield sse.event(plan.envelope.chunk([chunk]) | used())
         try:
             item = next(events)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from medusa_handler.contract import Headers, Request, Response
-from medusa_handler.http.answering import respond
+from medusa_handler.http.function_response import respond
 
 
 class Pieces:

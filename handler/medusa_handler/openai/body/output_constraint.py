@@ -1,0 +1,50 @@
+"""The constraint that a body puts on its answer's text: ``response_format``, or vLLM's ``structured_outputs``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from medusa_runtime.engine.base import StructuredOutputs
+
+from ...model.structured_outputs import json_object, json_schema, parse_structured_outputs
+from .parameters import Body, invalid
+
+_EXPECTED = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": …}}'
+
+
+class OutputConstraint(NamedTuple):
+    """A constraint on an answer's text, and the field of the body that asked for it."""
+
+    outputs: StructuredOutputs
+    field: str
+
+
+def output_constraint(body: Body) -> OutputConstraint | None:
+    """Return the constraint in a body; None if any text will do. Raises ApiError 400."""
+    value = body.get("structured_outputs")
+    structured = None if value is None else parse_structured_outputs(value)
+    formatted = _response_format(body)
+    if structured is not None and formatted is not None:
+        raise invalid("structured_outputs", "no response_format with it", value)
+    if structured is not None:
+        return OutputConstraint(structured, "structured_outputs")
+    return None if formatted is None else OutputConstraint(formatted, "response_format")
+
+
+def _response_format(body: Body) -> StructuredOutputs | None:
+    value = body.get("response_format")
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return json_object()
+    if kind != "json_schema":
+        raise invalid("response_format", _EXPECTED, value)
+    described = value.get("json_schema")
+    schema = described.get("schema") if isinstance(described, Mapping) else None
+    if schema is None:
+        raise invalid("response_format.json_schema", '{"name": …, "schema": …}', described)
+    return json_schema(schema, "response_format.json_schema.schema")
