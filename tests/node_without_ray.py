@@ -18,14 +18,14 @@ from typing import Any
 from medusa_cluster.controller.cluster import Cluster
 from medusa_cluster.json_lines import JsonLinesServer, call
 from medusa_cluster.node.agent import Agent
-from medusa_cluster.node.controller_line import ControllerLine
+from medusa_cluster.node.controller_client import ControllerClient
 from medusa_cluster.node.forwarding import Forwarder
+from medusa_cluster.node.http_server import NodeHttpServer
 from medusa_cluster.node.instances import Instances
-from medusa_cluster.node.listener import Listener
 from medusa_cluster.node.operations import Operations
 from medusa_cluster.node.processes.stopped import StoppedProcesses
 from medusa_cluster.node.settings import NodeServerSettings
-from medusa_cluster.node.starts import Starts
+from medusa_cluster.node.timeline_reader import TimelineReader
 from medusa_cluster.transport.agent_regions import AgentRegions
 from medusa_cluster.transport.pacing import Pacer
 from medusa_cluster.transport.regions import RegionRoutes
@@ -70,7 +70,7 @@ async def end_stopped() -> None:
     """Kill processes that were stopped, as the node server does."""
     stopped = StoppedProcesses()
     while True:
-        stopped.look()
+        stopped.check()
         await asyncio.sleep(_LOOK_S)
 
 
@@ -79,12 +79,12 @@ async def run(settings: NodeServerSettings) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     settings.log_folder.mkdir(parents=True, exist_ok=True)
     access, pacer = settings.access(), Pacer()
-    line, agent, instances = ControllerLine(settings, access), Agent(settings), Instances(settings)
+    line, agent, instances = ControllerClient(settings, access), Agent(settings), Instances(settings)
     peers = RegionRoutes(AgentRegions(str(settings.agent_socket)), pacer)
     operations = Operations(settings, agent, instances, line, peers, pacer)
-    listener = Listener(settings, access, Forwarder(instances), line, peers.routes())
+    listener = NodeHttpServer(settings, access, Forwarder(instances), line, peers.routes())
     control = JsonLinesServer(settings.control_socket, operations.answer)
-    works = [Starts(instances).run(), end_stopped()]
+    works = [TimelineReader(instances).run(), end_stopped()]
     if settings.is_head:
         cluster = Cluster(Neighbours(settings.folder.parent), settings.folder / "controller.json")
         await JsonLinesServer(settings.controller_socket, cluster.answer).start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from medusa_cluster.node.starts import summary
+from medusa_cluster.node.timeline_reader import start_times
 from medusa_runtime.state.stage_times import StageTimes, Worker
 from medusa_runtime.timeline import Stage
 
@@ -81,7 +81,9 @@ def _times(site: Site, starts: list[list[Stage]], decode_s: float) -> StageTimes
 
 def _summary(stages: list[Stage]) -> dict[str, float]:
     """Summarize a start whose request arrived at the beginning."""
-    found = summary([stage._asdict() | {"duration_ms": (stage.end_ns - stage.start_ns) / 1e6} for stage in stages], 0)
+    found = start_times(
+        [stage._asdict() | {"duration_ms": (stage.end_ns - stage.start_ns) / 1e6} for stage in stages], 0
+    )
     assert found is not None
     return found
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from medusa_runtime.errors import MedusaError, NodeError
 from medusa_runtime.node.client import NodeClient
 
-from .processes.child import Child, KeptAlive
+from .processes.child import Child, RestartingChild
 from .settings import NodeServerSettings
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Agent:
         self._settings = settings
         self._status_thread = ThreadPoolExecutor(1, "agent-status")
         self._threads = ThreadPoolExecutor(_FETCHES, "agent")
-        self._kept = KeptAlive(self._start, self._ended)
+        self._child = RestartingChild(self._start, self._on_end)
         self._fetches: dict[str, asyncio.Task[None]] = {}
         self._asking: asyncio.Task[dict[str, Any]] | None = None
         self.failures: dict[str, str] = {}  # URL → why the last fetch of this model failed
@@ -39,19 +39,19 @@ class Agent:
 
     @property
     def starts(self) -> int:
-        return self._kept.starts
+        return self._child.starts
 
     @property
     def pid(self) -> int | None:
-        return None if self._kept.child is None else self._kept.child.pid
+        return None if self._child.child is None else self._child.child.pid
 
     def begin(self) -> None:
-        self._kept.begin()
+        self._child.begin()
 
     async def end(self) -> None:
         for task in self._fetches.values():
             task.cancel()
-        await self._kept.end(grace_s=5.0)
+        await self._child.end(grace_s=5.0)
         self._status_thread.shutdown(wait=False, cancel_futures=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -69,7 +69,7 @@ class Agent:
         environment = {name: value for name, value in os.environ.items() if name != "MEDUSA_NODE_SOCKET"}
         return Child(command, environment | {"PYTHONUNBUFFERED": "1"}, settings.log_folder / "agent.log")
 
-    async def _ended(self, child: Child) -> None:
+    async def _on_end(self, child: Child) -> None:
         last = child.last_lines[-1] if child.last_lines else "it said nothing"
         logger.error("the node agent ended (%s): %s; starting it again", child.how, last)
 

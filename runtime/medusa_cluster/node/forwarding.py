@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ENDED_LOOKS, _ENDED_LOOK_S = 50, 0.02  # how long to wait for an instance to end after its connection broke
+_END_POLLS, _END_POLL_S = 50, 0.02  # how long to wait for an instance to end after its connection broke
 
 # Headers that concern one connection and not the message (RFC 9110 §7.6.1), and Host and Authorization, which are
 # replaced.
-_OF_A_CONNECTION = frozenset(
+_HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
      "upgrade", "host", "authorization", "expect")
 )  # fmt: skip
@@ -61,18 +61,18 @@ class Forwarder:
         if (connection := connection_of(request.transport)) is not None:
             mark_serving(connection)
         instance.running += 1
-        if instance.asked_ns is None and request.method == "POST":
-            instance.asked_ns = time.monotonic_ns()
+        if instance.first_request_ns is None and request.method == "POST":
+            instance.first_request_ns = time.monotonic_ns()
         try:
-            return await self._pass_on(request, instance, instance.port)
+            return await self._forward(request, instance, instance.port)
         finally:
             instance.running -= 1
 
-    async def _pass_on(self, request: web.Request, instance: RunningInstance, port: int) -> web.StreamResponse:
+    async def _forward(self, request: web.Request, instance: RunningInstance, port: int) -> web.StreamResponse:
         assert self._session is not None
         # What follows the instance's id, not decoded.
         path = request.raw_path.split("/", 3)[3] if request.raw_path.count("/") > 2 else ""
-        headers = _kept(request.headers)
+        headers = _end_to_end_headers(request.headers)
         headers["Authorization"] = f"Bearer {instance.secret}"
         response: web.StreamResponse | None = None
         try:
@@ -83,43 +83,47 @@ class Forwarder:
                 data=request.content.iter_any() if request.body_exists else None,
                 allow_redirects=False,
             ) as answer:
-                response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=_kept(answer.headers))
+                response = web.StreamResponse(
+                    status=answer.status, reason=answer.reason, headers=_end_to_end_headers(answer.headers)
+                )
                 await response.prepare(request)
                 async for piece in answer.content.iter_any():
                     await response.write(piece)
                 await response.write_eof()
         except ClientConnectorError:
             # The request has not begun, so a gateway may try again as often as it likes.
-            gone = NoInstanceError(await ended(instance) or f"the instance {instance.id} no longer listens")
+            gone = NoInstanceError(await end_reason(instance) or f"the instance {instance.id} no longer listens")
             return web.json_response(error_answer(gone), status=404)
         except (ClientError, TimeoutError) as error:
             if request.transport is None or request.transport.is_closing():
                 raise  # our own caller has gone
             logger.warning("the instance %s broke off: %s", instance.id, error)
             if response is None or not response.prepared:
-                broken = InstanceError(await ended(instance) or f"the instance {instance.id} ended before it answered")
+                broken = InstanceError(
+                    await end_reason(instance) or f"the instance {instance.id} ended before it answered"
+                )
                 return web.json_response(error_answer(broken), status=502)
             # The reader must see that the answer is incomplete.
             request.transport.abort()
         return response
 
 
-async def ended(instance: RunningInstance) -> str | None:
+async def end_reason(instance: RunningInstance) -> str | None:
     """Return why an instance ended by itself, or None if it did not. Waits a second at most for it to end.
 
     The reason includes the last line of its output, for example that this node does not have the model's folder.
     """
-    for _ in range(_ENDED_LOOKS):
+    for _ in range(_END_POLLS):
         if instance.failure is not None or instance.child is None or instance.state == "draining":
             break
-        await asyncio.sleep(_ENDED_LOOK_S)
+        await asyncio.sleep(_END_POLL_S)
     return instance.failure
 
 
-def _kept(headers: Mapping[str, str]) -> CIMultiDict[str]:
+def _end_to_end_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
     found: CIMultiDict[str] = CIMultiDict()
     named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
     for name, value in headers.items():
-        if name.lower() not in _OF_A_CONNECTION and name.lower() not in named:
+        if name.lower() not in _HOP_BY_HOP and name.lower() not in named:
             found.add(name, value)
     return found

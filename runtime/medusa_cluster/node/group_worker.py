@@ -41,7 +41,7 @@ class GroupWorker:
             ours |= {name: str(path.absolute()) for name, path in files.items()}
         return cls(GroupPlan.parse(values | ours, "group"), layers)
 
-    def consolidated(self, keep: int) -> GroupWorker:
+    def with_keep(self, keep: int) -> GroupWorker:
         """Return the same worker, of a group whose first ``keep`` workers become instances.
 
         Raises ConfigError unless this is the leader and the group has as many workers.

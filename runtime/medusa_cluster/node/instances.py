@@ -48,11 +48,11 @@ class RunningInstance:
     since: float = field(default_factory=time.time)
     child: Child | None = None
     running: int = 0  # requests that the node server forwards to it now
-    asked_ns: int | None = None  # when the first POST came, by the monotonic clock
+    first_request_ns: int | None = None  # when the first POST came, by the monotonic clock
     version: str = ""  # the model's: the one that the agent had at the start, or else the first that it got later
     failure: str | None = None
     worker: GroupWorker | None = None
-    start: dict[str, float] | None = None  # how long the start took; see starts.py
+    start: dict[str, float] | None = None  # how long the start took; see timeline_reader.py
     group_state: str = "serving"  # a leader's becomes consolidated or alone, a helper's released
 
     @property
@@ -60,7 +60,7 @@ class RunningInstance:
         done = self.listening.done() and not self.listening.cancelled() and self.listening.exception() is None
         return self.listening.result() if done else None
 
-    def enter(self, state: str) -> None:
+    def set_state(self, state: str) -> None:
         self.state, self.since = state, time.time()
 
 
@@ -117,7 +117,7 @@ class Instances:
             if found and not listening.done():
                 listening.set_result(int(found[1]))
                 if instance.state == "starting":
-                    instance.enter("ready")
+                    instance.set_state("ready")
 
         try:
             instance.child = Child(
@@ -167,7 +167,7 @@ class Instances:
         instance = self._instances.get(instance_id)
         if instance is None or instance.worker is None:
             raise ConfigError(f"id: expected the instance of a group's leader, found {instance_id!r}")
-        instance.worker = instance.worker.consolidated(keep)
+        instance.worker = instance.worker.with_keep(keep)
         instance.worker.write(self._group_file(instance))
 
     async def _follow(self, instance: RunningInstance, child: Child) -> None:
@@ -187,7 +187,7 @@ class Instances:
     def _failed(self, instance: RunningInstance, failure: str) -> None:
         logger.error("%s", failure)
         instance.failure = failure
-        instance.enter("failed")
+        instance.set_state("failed")
         if not instance.listening.done():
             instance.listening.set_exception(InstanceError(failure))
         asyncio.get_running_loop().call_later(_KEPT_ENDS_S, self._forget, instance)
@@ -207,7 +207,7 @@ class Instances:
             self._instances.pop(instance_id, None)
             return True
         if instance.state != "draining":
-            instance.enter("draining")
+            instance.set_state("draining")
             deadline = asyncio.get_running_loop().time() + drain_s
             while instance.running and asyncio.get_running_loop().time() < deadline and instance.child.status is None:
                 await asyncio.sleep(_POLL_S)
@@ -232,7 +232,7 @@ class Instances:
         if instance is None or instance.ending or instance.port is None or instance.failure is not None:
             return False
         if instance.state == "draining":
-            instance.enter("ready")
+            instance.set_state("ready")
         return True
 
     def status(self, versions: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..transport.pacing import Pacer
     from ..transport.regions import RegionRoutes
     from .agent import Agent
-    from .controller_line import ControllerLine
+    from .controller_client import ControllerClient
     from .instances import Instances
     from .settings import NodeServerSettings
 
@@ -35,14 +35,14 @@ class Operations:
         settings: NodeServerSettings,
         agent: Agent,
         instances: Instances,
-        line: ControllerLine,
+        controller: ControllerClient,
         peers: RegionRoutes,
         pacer: Pacer,
     ) -> None:
         self._settings = settings
         self._agent = agent
         self._instances = instances
-        self._line = line
+        self._controller = controller
         self._peers = peers
         self._pacer = pacer
         self._rates = Rates()
@@ -156,7 +156,7 @@ class Operations:
         try:
             arguments = {"node": self._settings.name, "url": url}
             async with asyncio.timeout(_SOURCES_WITHIN_S):
-                found = await self._line.call("sources", arguments)
+                found = await self._controller.call("sources", arguments)
         except (NoControllerError, TimeoutError):
             found = []
         return list(dict.fromkeys([*(planned or ()), *map(str, found)]))
@@ -191,4 +191,4 @@ class Operations:
         return {}
 
     async def _cluster(self, request: dict[str, Any]) -> Any:
-        return await self._line.call(str(request["call"]), dict(request.get("arguments") or {}))
+        return await self._controller.call(str(request["call"]), dict(request.get("arguments") or {}))

@@ -22,19 +22,19 @@ from ..transport.agent_regions import AgentRegions
 from ..transport.pacing import Pacer
 from ..transport.regions import RegionRoutes
 from .agent import Agent
-from .controller_line import ControllerLine
+from .controller_client import ControllerClient
 from .forwarding import Forwarder
+from .http_server import NodeHttpServer
 from .instances import Instances
-from .listener import Listener
 from .operations import Operations
-from .processes.answering import AnswerWatch
-from .processes.child import OUT_OF_MEMORY, Child, KeptAlive, end_orphans
+from .processes.child import OUT_OF_MEMORY, Child, RestartingChild, end_orphans
 from .processes.guard import reap_orphans
 from .processes.keeper import KeeperWatch
+from .processes.ping_watchdog import PingWatchdog
 from .processes.stopped import StoppedProcesses
-from .ray.processes import STARTED, forget_address, ray_command, ray_environment
+from .ray.processes import STARTED_LINE, forget_address, ray_command, ray_environment
 from .settings import NodeServerSettings, make_token
-from .starts import Starts
+from .timeline_reader import TimelineReader
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _RAY_GRACE_S = 8.0
 _POLL_S = 0.25
 _HUNG_S = 1.5  # enough, since the controller and the node actor do nothing slow in their event loops
 _LAUNCH_PAUSE_S = 1.0
-_TOLD = ("alive", "draining", "drained")  # states of a node that takes the controller's orders
+_READY_STATES = ("alive", "draining", "drained")  # states of a node that takes the controller's orders
 
 
 class NodeServer:
@@ -53,7 +53,7 @@ class NodeServer:
         """Make a node server. ``show`` prints a line for the user."""
         self._settings = settings
         self._keeper = keeper
-        self._forsaken = False  # the keeper hangs
+        self._keeper_hung = False  # the keeper hangs
         self._show = show
         self._stop = asyncio.Event()
         self._signals = 0
@@ -71,7 +71,7 @@ class NodeServer:
         settings = self._settings
         adopt_orphans()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, self._asked_to_stop)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         with _lock(settings):
             if settings.is_head and not settings.token_file.exists():
                 make_token(settings.token_file)
@@ -80,21 +80,21 @@ class NodeServer:
                 folder.mkdir(exist_ok=True, mode=0o700)
             pacer = Pacer()
             self._regions = AgentRegions(str(settings.agent_socket))
-            self._line = ControllerLine(settings, access)
+            self._controller = ControllerClient(settings, access)
             self._agent = Agent(settings)
             self._instances = Instances(settings)
             peers = RegionRoutes(self._regions, pacer)
-            self._operations = Operations(settings, self._agent, self._instances, self._line, peers, pacer)
+            self._operations = Operations(settings, self._agent, self._instances, self._controller, peers, pacer)
             routes = [*peers.routes(), web.get("/status", self._status)]
-            self._listener = Listener(settings, access, Forwarder(self._instances), self._line, routes)
+            self._http_server = NodeHttpServer(settings, access, Forwarder(self._instances), self._controller, routes)
             self._control = JsonLinesServer(settings.control_socket, self._operations.answer)
-            self._ray = KeptAlive(self._start_ray, self._ray_ended)
+            self._ray = RestartingChild(self._start_ray, self._on_ray_end)
             try:
                 await self._unless_stopped(self._start())
                 await self._stop.wait()
             finally:
                 await self._end()
-                if self._forsaken:
+                if self._keeper_hung:
                     self._keeper.end()
         return 0
 
@@ -109,7 +109,7 @@ class NodeServer:
             return
         await started
 
-    def _asked_to_stop(self) -> None:
+    def _on_signal(self) -> None:
         self._signals += 1
         self._stop.set()
         if self._signals > 1:  # the user is impatient: do not wait for running requests
@@ -120,19 +120,19 @@ class NodeServer:
     async def _start(self) -> None:
         settings = self._settings
         if settings.head_url is not None:
-            joined = await self._line.ask_head(settings.head_url, "join", {"name": settings.name})
+            joined = await self._controller.ask_head(settings.head_url, "join", {"name": settings.name})
             self._ray_address = str(joined["ray"])
-        await self._listener.start()
+        await self._http_server.start()
         await self._control.start()
         self._agent.begin()
         self._ray.begin()
         self._watchdog.start()
-        actor = AnswerWatch("the node actor", settings.actor_socket, _HUNG_S)
-        works = (self._watch_processes(), self._tell(), Starts(self._instances).run(), actor.run())
+        actor = PingWatchdog("the node actor", settings.actor_socket, _HUNG_S)
+        works = (self._watch_processes(), self._announce_ready(), TimelineReader(self._instances).run(), actor.run())
         self._tasks = [asyncio.create_task(work) for work in works]
         self._show(f"node {settings.name} on {settings.url}, folder {settings.folder}")
         if settings.is_head:
-            watch = AnswerWatch("the controller", settings.controller_socket, _HUNG_S)
+            watch = PingWatchdog("the controller", settings.controller_socket, _HUNG_S)
             self._tasks += [asyncio.create_task(work) for work in (self._keep_controller(), watch.run())]
             self._show(f"other nodes: medusa cluster start --address {settings.address} --token-file FILE")
             self._show(f"(FILE: a copy of {settings.token_file})")
@@ -146,25 +146,27 @@ class NodeServer:
         forget_address(settings)
         guard = [sys.executable, "-m", "medusa_cluster.node.processes.guard"]
         command = [*guard, *ray_command(settings, self._ray_address)]
-        return Child(command, ray_environment(settings, os.environ), settings.log_folder / "ray.log", self._ray_said)
+        return Child(
+            command, ray_environment(settings, os.environ), settings.log_folder / "ray.log", self._on_ray_output
+        )
 
-    def _ray_said(self, line: str) -> None:
-        if STARTED in line:
+    def _on_ray_output(self, line: str) -> None:
+        if STARTED_LINE in line:
             self._ray_started.set()
 
-    async def _ray_ended(self, child: Child) -> None:
+    async def _on_ray_end(self, child: Child) -> None:
         self._ray_started.clear()
         said = [line for line in child.last_lines if line.strip()]
         logger.error("Ray's processes ended (%s): %s; starting them again", child.how, said[-1:] or "")
 
-    async def _tell(self) -> None:
+    async def _announce_ready(self) -> None:
         """Show the line "ready" once the controller knows this node and answers gateways."""
         await self._ray_started.wait()
         while True:
             with suppress(NoControllerError):
-                await self._line.call("routes", {})
-                nodes = (await self._line.call("status", {}))["nodes"]
-                if any(node["name"] == self._settings.name and node["state"] in _TOLD for node in nodes):
+                await self._controller.call("routes", {})
+                nodes = (await self._controller.call("status", {}))["nodes"]
+                if any(node["name"] == self._settings.name and node["state"] in _READY_STATES for node in nodes):
                     break
             await asyncio.sleep(_POLL_S)
         self._show("ready")
@@ -196,9 +198,9 @@ class NodeServer:
         while True:
             self._watchdog.beat()
             reap_orphans(self._own_pids())
-            stopped.look()
-            if not self._keeper.look():
-                self._forsaken = True
+            stopped.check()
+            if not self._keeper.check():
+                self._keeper_hung = True
                 self._stop.set()
             if OUT_OF_MEMORY.look():
                 logger.error("%s: the kernel has killed a process of this node", OUT_OF_MEMORY.words())
@@ -218,13 +220,13 @@ class NodeServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         drain = asyncio.create_task(self._instances.end(_DRAIN_S), name="drain")
         await asyncio.gather(drain, return_exceptions=True)
-        await self._listener.close()
+        await self._http_server.close()
         self._regions.close()
         await self._control.close()
         if self._launcher is not None:
             await self._launcher.end(0.0)
         await asyncio.gather(self._agent.end(), self._ray.end(_RAY_GRACE_S))
-        await self._line.close()
+        await self._controller.close()
         for socket in (self._settings.controller_socket, self._settings.actor_socket):
             socket.unlink(missing_ok=True)
         await end_orphans(set())

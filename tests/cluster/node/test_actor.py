@@ -13,7 +13,7 @@ from pathlib import Path
 
 import medusa_cluster.controller
 import pytest
-from medusa_cluster.node.processes.answering import AnswerWatch
+from medusa_cluster.node.processes.ping_watchdog import PingWatchdog
 from medusa_cluster.node.ray.actor import NodeActor
 from medusa_cluster.node.ray.processes import CONTROL_SOCKET_VARIABLE
 from process_tree import Unloaded
@@ -48,7 +48,7 @@ def test_an_actor_of_which_one_loop_hangs_is_killed_within_three_seconds(tmp_pat
         assert actor.stdout.readline() == "works\n"
 
         async def hang() -> float:
-            watching = asyncio.create_task(AnswerWatch("the node actor", tmp_path / "actor.sock", 1.5).run())
+            watching = asyncio.create_task(PingWatchdog("the node actor", tmp_path / "actor.sock", 1.5).run())
             await asyncio.sleep(4)
             assert actor.poll() is None
             actor.send_signal(signal.SIGUSR1)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from medusa_cluster.node.processes.child import Child, KeptAlive
+from medusa_cluster.node.processes.child import Child, RestartingChild
 from process_tree import alive, descendants
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
@@ -108,7 +108,7 @@ def test_one_that_is_kept_alive_is_started_again(tmp_path: Path) -> None:
         async def on_end(child: Child) -> None:
             ended.append(child.status)
 
-        kept = KeptAlive(lambda: Child(SLEEP, os.environ, tmp_path / "log"), on_end)
+        kept = RestartingChild(lambda: Child(SLEEP, os.environ, tmp_path / "log"), on_end)
         kept.begin()
         while kept.child is None:
             await asyncio.sleep(0.02)
@@ -185,7 +185,7 @@ def test_a_guard_passes_the_status_on() -> None:
 def test_one_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
     async def run() -> None:
         folder = tmp_path / "logs"
-        kept = KeptAlive(lambda: Child(SLEEP, os.environ, folder / "log"))
+        kept = RestartingChild(lambda: Child(SLEEP, os.environ, folder / "log"))
         kept.begin()
         await asyncio.sleep(0.05)
         assert kept.child is None

@@ -13,10 +13,10 @@ from aiohttp import web
 from medusa_cluster.deployment import Deployment
 from medusa_cluster.json_lines import JsonLinesServer
 from medusa_cluster.node import listener as listener_module
-from medusa_cluster.node.controller_line import ControllerLine
+from medusa_cluster.node.controller_client import ControllerClient
 from medusa_cluster.node.forwarding import Forwarder
+from medusa_cluster.node.http_server import NodeHttpServer
 from medusa_cluster.node.instances import Instances, RunningInstance
-from medusa_cluster.node.listener import Listener
 from medusa_cluster.node.settings import NodeServerSettings
 from medusa_runtime.errors import NoControllerError, UnauthorizedError, UnknownNameError
 
@@ -90,8 +90,8 @@ def run(folder: Path, scenario: Scenario, *, head_url: str | None = None) -> Non
         token_file.write_text(TOKEN)
         settings = NodeServerSettings("n1", folder, "127.0.0.1", token_file, data_port=_free_port(), head_url=head_url)
         instances, upstream = Instances(settings), Upstream()
-        line = ControllerLine(settings, settings.access())
-        listener = Listener(settings, settings.access(), Forwarder(instances), line, ())
+        line = ControllerClient(settings, settings.access())
+        listener = NodeHttpServer(settings, settings.access(), Forwarder(instances), line, ())
         async with serving(upstream.app) as port:
             for name, where in (("i1", port), ("ended", _free_port())):
                 listening = asyncio.get_running_loop().create_future()
@@ -230,7 +230,7 @@ def test_the_controllers_answers_come_through_any_node(tmp_path: Path) -> None:
         controller = JsonLinesServer(tmp_path / "controller.sock", answer)  # type: ignore[arg-type]
         await controller.start()
         elsewhere = NodeServerSettings("n2", tmp_path, "127.0.0.1", tmp_path / "token", head_url=url)
-        line = ControllerLine(elsewhere, elsewhere.access())
+        line = ControllerClient(elsewhere, elsewhere.access())
         assert await line.call("scale", {"name": "m"}) == {"op": "scale", "arguments": {"name": "m"}}
         with pytest.raises(UnknownNameError, match="no such model"):
             await line.call("remove", {})
@@ -242,7 +242,7 @@ def test_the_controllers_answers_come_through_any_node(tmp_path: Path) -> None:
         (tmp_path / "other").touch(0o600)
         (tmp_path / "other").write_text("x" * 16)
         stranger = NodeServerSettings("n3", tmp_path, "127.0.0.1", tmp_path / "other", head_url=url)
-        line = ControllerLine(stranger, stranger.access())
+        line = ControllerClient(stranger, stranger.access())
         with pytest.raises(UnauthorizedError, match="refused the token"):
             await line.call("status", {})
         await line.close()

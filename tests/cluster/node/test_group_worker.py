@@ -40,9 +40,9 @@ def test_what_is_no_worker_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected an object"):
         GroupWorker.from_json([], "127.0.0.1")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="keep: expected 1 to 2"):
-        worker(0, 80).consolidated(3)
+        worker(0, 80).with_keep(3)
     with pytest.raises(ConfigError, match="of the group's leader"):
-        worker(1, 80).consolidated(1)
+        worker(1, 80).with_keep(1)
 
 
 def test_the_file_is_for_its_user_alone(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_the_file_is_for_its_user_alone(tmp_path: Path) -> None:
     made = worker(0, 80)
     assert made.environment(path) == {"MEDUSA_GROUP": str(path), "MEDUSA_LAYERS": "0:2"}
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    made.consolidated(2).write(path)
+    made.with_keep(2).write(path)
     found = json.loads(path.read_text())
     assert (found["then"], found["keep"], found["bind"]) == ("up", 2, "127.0.0.1")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from medusa_cluster.node.processes.answering import AnswerWatch
+from medusa_cluster.node.processes.ping_watchdog import PingWatchdog
 from process_tree import Unloaded, alive, children, stopped
 
 # It says who it is, and what it has started, in a session of its own.
@@ -51,7 +51,7 @@ kept = keep()
 if isinstance(kept, int):
     sys.exit(kept)
 print(os.getpid(), 0, flush=True)
-while kept.look():
+while kept.check():
     time.sleep(0.1)
 print("forsaken", flush=True)
 kept.end()
@@ -202,7 +202,7 @@ def test_a_controller_that_hangs_is_killed(tmp_path: Path) -> None:
         assert line(controller) == "listening\n"
 
         async def watch() -> None:
-            watching = asyncio.create_task(AnswerWatch("the controller", path, answers_within_s=0.5).run())
+            watching = asyncio.create_task(PingWatchdog("the controller", path, answers_within_s=0.5).run())
             while controller.poll() is None:
                 await asyncio.sleep(0.02)
             watching.cancel()

@@ -50,7 +50,7 @@ def test_a_raylet_is_waited_for_while_it_lives_and_waits_for_no_helper(
     monkeypatch.setattr(services, "start_raylet", start_raylet)
     monkeypatch.setattr(services, "get_node", get_node)
     monkeypatch.setattr(ray_start, "_PAUSE_S", 0.001)
-    assert ray_start.be_patient()
+    assert ray_start.extend_ray_timeouts()
     assert services.start_raylet("host", "ab" * 28, session_dir=str(tmp_path), runtime_env_agent_port=6382) is raylet
     told = {path.name.rpartition("_")[0]: path.read_text() for path in tmp_path.iterdir()}
     assert told["runtime_env_agent_port"] == "6382"

@@ -157,7 +157,7 @@ def _start(arguments: Sequence[str], environment: Mapping[str, str]) -> subproce
     )
 
 
-class KeptAlive:
+class RestartingChild:
     """A child that is started again whenever it ends, after a pause that doubles as long as it ends soon."""
 
     _SHORTEST_S, _LONGEST_S, _STABLE_S = 0.2, 10.0, 30.0

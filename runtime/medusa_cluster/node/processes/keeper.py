@@ -36,7 +36,7 @@ class KeeperWatch:
         self._pid = os.getppid()
         self._watch = Watch(self._pid, 0, lambda: heartbeats.beat_ns(_ROLE))
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         """Return whether the keeper works. Continues it if it was stopped. Call this a few times a second."""
         if self._watch.look() is not Verdict.HUNG:
             return True
@@ -105,7 +105,7 @@ def _follow(child: int, heartbeats: Heartbeats) -> tuple[int, bool]:
             asked = True
             with suppress(ProcessLookupError):
                 os.kill(child, received.si_signo)
-        stopped.look()
+        stopped.check()
         reap_orphans({child})
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:

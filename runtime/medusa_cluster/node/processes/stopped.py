@@ -22,8 +22,8 @@ class StoppedProcesses:
         self._pids = pids or _descendants
         self._since: dict[int, float] = {}
 
-    def look(self) -> None:
-        """Kill the processes that were stopped at every look of the last 1.5 s."""
+    def check(self) -> None:
+        """Kill the processes that were stopped at every check of the last 1.5 s."""
         now = time.monotonic()
         stopped = [pid for pid in self._pids() if _state(pid) == "T"]
         self._since = {pid: self._since.get(pid, now) for pid in stopped}

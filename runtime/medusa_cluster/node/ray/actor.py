@@ -46,10 +46,10 @@ class NodeActor:
     async def __init__(self) -> None:  # type: ignore[misc]  # Ray awaits it
         self._socket = os.environ[CONTROL_SOCKET_VARIABLE]
         self._loops = {asyncio.get_running_loop()}  # Ray runs each concurrency group in a loop of its own
-        self._server = JsonLinesServer(Path(self._socket).with_name(ACTOR_SOCKET), self._works)
+        self._server = JsonLinesServer(Path(self._socket).with_name(ACTOR_SOCKET), self._ping)
         await self._server.start()
 
-    async def _works(self, _: dict[str, Any]) -> int:
+    async def _ping(self, _: dict[str, Any]) -> int:
         """Return this process's pid, once each of its event loops has run."""
         for loop in list(self._loops):
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.pid(), loop))
@@ -65,48 +65,48 @@ class NodeActor:
         self, url: str, sources: list[str] | None, pin: bool, version: str = "", layers: str | None = None
     ) -> dict[str, Any]:
         request = {"op": "fetch", "url": url, "sources": sources, "pin": pin, "version": version, "layers": layers}
-        return await self._pass_on(request)
+        return await self._forward(request)
 
     @_group("control")
     async def group_port(self) -> dict[str, Any]:
-        return await self._pass_on({"op": "group_port"})
+        return await self._forward({"op": "group_port"})
 
     @_group("control")
     async def consolidate(self, id: str, keep: int) -> dict[str, Any]:
-        return await self._pass_on({"op": "consolidate", "id": id, "keep": keep})
+        return await self._forward({"op": "consolidate", "id": id, "keep": keep})
 
     @_group("data")
     async def describe(self, url: str) -> dict[str, Any]:
-        return await self._pass_on({"op": "describe", "url": url})
+        return await self._forward({"op": "describe", "url": url})
 
     @_group("control")
     async def pace(self, bytes_per_s: float | None) -> dict[str, Any]:
-        return await self._pass_on({"op": "pace", "bytes_per_s": bytes_per_s})
+        return await self._forward({"op": "pace", "bytes_per_s": bytes_per_s})
 
     @_group("data")
     async def drop(self, url: str) -> dict[str, Any]:
-        return await self._pass_on({"op": "drop", "url": url})
+        return await self._forward({"op": "drop", "url": url})
 
     @_group("data")
     async def unpin(self, url: str) -> dict[str, Any]:
-        return await self._pass_on({"op": "unpin", "url": url})
+        return await self._forward({"op": "unpin", "url": url})
 
     @_group("data")
     async def start(self, id: str, deployment: dict[str, Any], group: dict[str, Any] | None = None) -> dict[str, Any]:
-        return await self._pass_on({"op": "start", "id": id, "deployment": deployment, "group": group})
+        return await self._forward({"op": "start", "id": id, "deployment": deployment, "group": group})
 
     @_group("data")
     async def stop(self, id: str, drain_s: float) -> dict[str, Any]:
-        return await self._pass_on({"op": "stop", "id": id, "drain_s": drain_s})
+        return await self._forward({"op": "stop", "id": id, "drain_s": drain_s})
 
     @_group("control")
     async def resume(self, id: str) -> dict[str, Any]:
-        return await self._pass_on({"op": "resume", "id": id})
+        return await self._forward({"op": "resume", "id": id})
 
     async def pid(self) -> int:
         return os.getpid()
 
-    async def _pass_on(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _forward(self, request: dict[str, Any]) -> dict[str, Any]:
         self._loops.add(asyncio.get_running_loop())
         try:
             return {"ok": await call(self._socket, request)}

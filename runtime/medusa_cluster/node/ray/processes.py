@@ -19,11 +19,11 @@ HEAD_LABEL = "medusa-head"  # where the controller runs; not by name, since a ne
 NODE_RESOURCE = "medusa_node"  # one on each node, so that Ray's autoscaler can be asked for more nodes
 CONTROL_SOCKET_VARIABLE = "MEDUSA_CLUSTER_CONTROL_SOCKET"
 LEAST_NODES_VARIABLE = "MEDUSA_CLUSTER_LEAST_NODES"  # for the controller; without it, it gives no nodes back
-STARTED = "Ray runtime started"
+STARTED_LINE = "Ray runtime started"
 
 _WORKER_PORTS = 10  # the offset of the first worker's port
 
-_LIGHTER = {
+_LIGHT_OPTIONS = {
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_enable_timeline": "0",
@@ -35,11 +35,11 @@ _LIGHTER = {
 }
 
 # Variables by which an autoscaler recognizes a node as one of its machines. It sets them when it starts the machine.
-_OF_AUTOSCALERS = ("RAY_CLOUD_INSTANCE_ID", "RAY_NODE_TYPE_NAME", "RAY_enable_autoscaler_v2")
+_AUTOSCALER_VARIABLES = ("RAY_CLOUD_INSTANCE_ID", "RAY_NODE_TYPE_NAME", "RAY_enable_autoscaler_v2")
 
 # With these, Ray notices a dead node after 1.4 s, and one that hangs after 4.2 s. With shorter ones it gives up busy
 # nodes.
-_HEALTH = {
+_HEALTH_CHECK = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
@@ -84,8 +84,8 @@ def ray_environment(settings: NodeServerSettings, environ: Mapping[str, str]) ->
     """Return the environment for Ray's processes and drivers. From it a node actor knows its control socket."""
     kept = {name: value for name, value in environ.items() if not name.startswith(("RAY_", "MEDUSA_"))}
     tuned = {name: value for name, value in environ.items() if name.startswith("RAY_health_check_")}
-    machine = {name: environ[name] for name in _OF_AUTOSCALERS if name in environ}
-    found = kept | _LIGHTER | _HEALTH | tuned | machine
+    machine = {name: environ[name] for name in _AUTOSCALER_VARIABLES if name in environ}
+    found = kept | _LIGHT_OPTIONS | _HEALTH_CHECK | tuned | machine
     found |= {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(settings.token_file),

@@ -20,21 +20,21 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-_PATIENCE_S = 120.0
+_TIMEOUT_S = 120.0
 _PAUSE_S = 0.2
 _NOT_IN_USE = -1  # the dashboard's ports in Ray's minimal installation
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``ray`` with these arguments, and return its exit status."""
-    if not be_patient():
+    if not extend_ray_timeouts():
         print("this version of Ray gives a raylet no more than 30 s to start", file=sys.stderr)
     (command,) = entry_points(group="console_scripts", name="ray")
     sys.argv = ["ray", *arguments]
     return int(command.load()() or 0)
 
 
-def be_patient() -> bool:
+def extend_ray_timeouts() -> bool:
     """Change how ``ray start`` starts a raylet and waits for it. Return whether this version of Ray allows it."""
     try:
         from ray._private import services
@@ -48,15 +48,15 @@ def be_patient() -> bool:
     def start(*arguments: Any, **options: Any) -> Any:
         started = start_raylet(*arguments, **options)
         raylets.append(getattr(started, "process", None))
-        _tell_ports(inspect.signature(start_raylet).bind(*arguments, **options).arguments)
+        _write_ports(inspect.signature(start_raylet).bind(*arguments, **options).arguments)
         return started
 
     services.start_raylet = start
-    services.get_node = _patient(get_node, lambda: any(raylet and raylet.poll() is not None for raylet in raylets))
+    services.get_node = _with_timeout(get_node, lambda: any(raylet and raylet.poll() is not None for raylet in raylets))
     return True
 
 
-def _tell_ports(raylet: dict[str, Any]) -> None:
+def _write_ports(raylet: dict[str, Any]) -> None:
     """Write the files that a raylet with these arguments waits for, before its helpers write them."""
     try:
         names: Any = import_module("ray._raylet")
@@ -72,7 +72,7 @@ def _tell_ports(raylet: dict[str, Any]) -> None:
         print(f"this version of Ray waits for its helpers: {error}", file=sys.stderr)
 
 
-def _patient(get_node: Callable[..., Any], ended: Callable[[], bool]) -> Callable[..., Any]:
+def _with_timeout(get_node: Callable[..., Any], ended: Callable[[], bool]) -> Callable[..., Any]:
     """Wrap Ray's ``get_node``, so that it waits up to 120 s for a node that is not there yet.
 
     The program exits as soon as ``ended()`` says that the raylet has ended.
@@ -80,7 +80,7 @@ def _patient(get_node: Callable[..., Any], ended: Callable[[], bool]) -> Callabl
 
     @functools.wraps(get_node)
     def find(*arguments: Any, **options: Any) -> Any:
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _TIMEOUT_S
         while True:
             try:
                 return get_node(*arguments, **options)

@@ -19,12 +19,12 @@ _ENDS = ("alone", "consolidated", "released")  # marks after which an instance n
 _UNREADABLE = (ClientError, TimeoutError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError)
 
 
-class Starts:
+class TimelineReader:
     """A reader of timelines. It reads an instance's until the start is known, and a group's until the sharing ends."""
 
     def __init__(self, instances: Instances) -> None:
         self._instances = instances
-        self._looked: dict[str, float] = {}
+        self._first_read_at: dict[str, float] = {}
 
     async def run(self) -> None:
         """Read timelines until cancelled."""
@@ -32,9 +32,9 @@ class Starts:
             while True:
                 # At the same time, so that one that hangs does not hold up the others.
                 due = [instance for instance in self._instances.all() if self._is_due(instance)]
-                await asyncio.gather(*(self._look(session, instance) for instance in due))
+                await asyncio.gather(*(self._read(session, instance) for instance in due))
                 known = {instance.id for instance in self._instances.all()}
-                self._looked = {name: at for name, at in self._looked.items() if name in known}
+                self._first_read_at = {name: at for name, at in self._first_read_at.items() if name in known}
                 await asyncio.sleep(_SOON_S)
 
     def _is_due(self, instance: RunningInstance) -> bool:
@@ -43,19 +43,19 @@ class Starts:
         if instance.port is None or instance.failure is not None or not (shares or not known):
             return False
         now = asyncio.get_running_loop().time()
-        first = self._looked.setdefault(instance.id, now)
+        first = self._first_read_at.setdefault(instance.id, now)
         if not shares and now - first > _START_S:
             if instance.start is not None:
                 return False  # it has its first token, but decodes too little to measure a step
             return (now - first) % _LATER_S < _SOON_S
         return True
 
-    async def _look(self, session: ClientSession, instance: RunningInstance) -> None:
+    async def _read(self, session: ClientSession, instance: RunningInstance) -> None:
         url = f"http://127.0.0.1:{instance.port}/timeline"
         try:
             async with session.get(url, headers={"Authorization": f"Bearer {instance.secret}"}) as answer:
                 stages = (await answer.json())["stages"]
-            start = summary(stages, instance.asked_ns)
+            start = start_times(stages, instance.first_request_ns)
             ends = [stage["name"] for stage in stages if stage["name"] in _ENDS]
         except _UNREADABLE as error:  # another process may have its port now
             logger.debug("the timeline of %s could not be read: %s", instance.id, error)
@@ -64,10 +64,10 @@ class Starts:
         instance.group_state = ends[-1] if ends else instance.group_state
 
 
-def summary(stages: Sequence[Mapping[str, Any]], asked_ns: int | None) -> dict[str, float] | None:
+def start_times(stages: Sequence[Mapping[str, Any]], first_request_ns: int | None) -> dict[str, float] | None:
     """Return how long a start took, by the stages of its instance's timeline. None before the first token.
 
-    ``asked_ns`` is when the first request came, by the monotonic clock. All results are in seconds:
+    ``first_request_ns`` is when the first request came, by the monotonic clock. All results are in seconds:
 
     - ``ttft_s``: to the first token. 0 if the request came only after the engine could have computed.
     - ``begins_s``: until the skeleton was there.
@@ -88,7 +88,7 @@ def summary(stages: Sequence[Mapping[str, Any]], asked_ns: int | None) -> dict[s
     loaded = first("load", "end_ns") or forward
     could = max(loaded, first("skeleton", "end_ns") or 0.0, first("form", "end_ns") or 0.0)
     waits = sum(stage["duration_ms"] for stage in own if stage["name"] == "wait") / 1e3
-    waited_for = asked_ns is not None and asked_ns / 1e9 <= could
+    waited_for = first_request_ns is not None and first_request_ns / 1e9 <= could
     decodes = next((stage["detail"]["step_ms"] / 1e3 for stage in own if stage["name"] == "decodes"), None)
     return {
         "ttft_s": token - began if waited_for else 0.0,
@@ -98,4 +98,4 @@ def summary(stages: Sequence[Mapping[str, Any]], asked_ns: int | None) -> dict[s
     }
 
 
-__all__ = ["Starts", "summary"]
+__all__ = ["TimelineReader", "start_times"]

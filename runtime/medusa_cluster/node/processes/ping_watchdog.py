@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 _PING_S = 0.5
 _POLL_S = 0.1
-_LONGEST_LOOK_S = 0.2  # the most that one look counts: if it took longer, this process was held up itself
+_LONGEST_POLL_S = 0.2  # the most that one poll counts: if it took longer, this process was held up itself
 _LONGEST_DISK_S = 10.0  # how long a process may wait for the disk
 
 
-class AnswerWatch:
+class PingWatchdog:
     """A watch that asks a process for its pid on its socket, again and again, and kills one that stops answering."""
 
     def __init__(self, what: str, socket: Path, answers_within_s: float) -> None:
@@ -67,11 +67,11 @@ class AnswerWatch:
             await asyncio.wait({asking}, timeout=_POLL_S)
             if asking.done():
                 return True
-            look_s = min(time.monotonic() - began, _LONGEST_LOOK_S)
+            polled_s = min(time.monotonic() - began, _LONGEST_POLL_S)
             if disk_s < _LONGEST_DISK_S and _waits_for_disk(pid):
-                disk_s += look_s
+                disk_s += polled_s
             else:
-                passed_s += look_s
+                passed_s += polled_s
         return False
 
 

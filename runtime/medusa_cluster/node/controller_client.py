@@ -17,7 +17,7 @@ LONGEST_WAIT_S = 30.0
 _ANSWERS_WITHIN_S = LONGEST_WAIT_S + 10.0
 
 
-class ControllerLine:
+class ControllerClient:
     """A client for the controller's operations, for any node."""
 
     def __init__(self, settings: NodeServerSettings, access: PeerAccess) -> None:

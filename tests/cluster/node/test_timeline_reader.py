@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from medusa_cluster.node.starts import Starts, summary
+from medusa_cluster.node.timeline_reader import TimelineReader, start_times
 
 S = 1_000_000_000
 
@@ -25,17 +25,17 @@ ANSWER = [stage("wait", 14.5, 15), stage("first_forward", 14, 15.25), stage("fir
 
 
 def test_a_start_without_a_first_token_is_none_yet() -> None:
-    assert summary(START, 10 * S) is None
+    assert start_times(START, 10 * S) is None
 
 
 def test_a_start_for_which_a_request_waited_is_timed_from_exec() -> None:
-    found = summary([*START, *ANSWER, stage("load", 10.5, 15)], int(10.2 * S))
+    found = start_times([*START, *ANSWER, stage("load", 10.5, 15)], int(10.2 * S))
     assert found == {"ttft_s": 5.5, "begins_s": 0.5, "prefill_s": pytest.approx(0.75)}
 
 
 def test_what_an_engine_does_between_its_weights_and_its_first_forward_counts_as_prefill() -> None:
     stages = [*START, stage("load", 10.5, 13), stage("first_forward", 14, 14.25), stage("first_token", 14.25)]
-    early, late = summary(stages, int(10.2 * S)), summary(stages, int(13.9 * S))
+    early, late = start_times(stages, int(10.2 * S)), start_times(stages, int(13.9 * S))
     assert early is not None
     assert late is not None
     assert [early["prefill_s"], late["prefill_s"]] == pytest.approx([1.25, 0.25])
@@ -43,8 +43,8 @@ def test_what_an_engine_does_between_its_weights_and_its_first_forward_counts_as
 
 def test_a_start_that_nobody_waited_for_has_no_time_to_its_first_token() -> None:
     stages = [*START, stage("load", 10.5, 13), *ANSWER]
-    for asked_ns in (None, int(13.5 * S)):
-        found = summary(stages, asked_ns)
+    for first_request_ns in (None, int(13.5 * S)):
+        found = start_times(stages, first_request_ns)
         assert found is not None
         assert found["ttft_s"] == 0.0
 
@@ -53,17 +53,17 @@ def test_a_start_that_nobody_waited_for_has_no_time_to_its_first_token() -> None
 def test_what_is_loaded_later_changes_nothing(own: list[Any]) -> None:
     """A group's leader loads the rest after the first token; an instance may still load its last layers."""
     stages = [*START, *own, *ANSWER]
-    asked_ns = int((10.2 if own else 13.8) * S)
-    first = summary(stages, asked_ns)
+    first_request_ns = int((10.2 if own else 13.8) * S)
+    first = start_times(stages, first_request_ns)
     assert first is not None
     assert first["ttft_s"] == 5.5
-    assert summary([*stages, stage("load", 15.5, 30)], asked_ns) == first
+    assert start_times([*stages, stage("load", 15.5, 30)], first_request_ns) == first
 
 
 @pytest.mark.parametrize("timeline", ["[]", '{"stages": [1]}', '{"stages": [{}]}', "[" * 100_000, '{"stages": 7}'])
 def test_a_timeline_that_is_none_changes_nothing(timeline: str) -> None:
     """The port of an instance that has ended may be another process's."""
-    instance: Any = SimpleNamespace(id="one", port=0, secret="s", asked_ns=None, start=None, group_state=None)
+    instance: Any = SimpleNamespace(id="one", port=0, secret="s", first_request_ns=None, start=None, group_state=None)
 
     async def look() -> None:
         async def answer(_: web.Request) -> web.Response:
@@ -77,7 +77,7 @@ def test_a_timeline_that_is_none_changes_nothing(timeline: str) -> None:
         await site.start()
         instance.port = runner.addresses[0][1]
         async with aiohttp.ClientSession() as session:
-            await Starts(instance)._look(session, instance)
+            await TimelineReader(instance)._read(session, instance)
         await runner.cleanup()
 
     asyncio.run(look())

@@ -19,7 +19,7 @@ from medusa_runtime.storage.peer_access import PeerAccess
 from ..connections import Connections, http_logger, tell_connection
 from ..json_lines import error_answer
 from ..transport.auth import require_token
-from .controller_line import ControllerLine
+from .controller_client import ControllerClient
 from .forwarding import Forwarder
 from .settings import NodeServerSettings
 
@@ -27,7 +27,7 @@ _LARGEST_CALL_BYTES = 16 << 20
 _HEAD_S = 10.0  # for the head of a request, since a client can begin one without the token
 
 
-class Listener:
+class NodeHttpServer:
     """The HTTP server for ``/instances/``, ``/cluster/``, ``/healthz`` and the routes that it is given."""
 
     def __init__(
@@ -35,12 +35,12 @@ class Listener:
         settings: NodeServerSettings,
         access: PeerAccess,
         forwarder: Forwarder,
-        line: ControllerLine,
+        controller: ControllerClient,
         routes: Iterable[web.RouteDef],
     ) -> None:
         """Make the server. ``routes``: further routes, such as those of the regions."""
         self._settings = settings
-        self._line = line
+        self._controller = controller
         self._forwarder = forwarder
         self._access = access
         self.app = web.Application(
@@ -52,7 +52,7 @@ class Listener:
         self.app.router.add_routes(routes)
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._timeouts_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen. Raises ConfigError if the address is not available."""
@@ -73,11 +73,11 @@ class Listener:
             raise ConfigError(
                 f"cannot listen on {host}:{port}: {error.strerror}; choose another address with --host or --data-port"
             ) from None
-        self._looking = asyncio.create_task(connections.run())
+        self._timeouts_task = asyncio.create_task(connections.run())
 
     async def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._timeouts_task is not None:
+            self._timeouts_task.cancel()
         if self._server is not None:
             self._server.close()
         if self._runner is not None:
@@ -95,7 +95,7 @@ class Listener:
                 raise ConfigError("expected a JSON object of arguments")
             if operation == "join" and self._settings.is_head:
                 return web.json_response({"ok": self._joining()})
-            return web.json_response({"ok": await self._line.call(operation, arguments)})
+            return web.json_response({"ok": await self._controller.call(operation, arguments)})
         except MedusaError as error:
             return web.json_response(error_answer(error), status=status_of(error))
 
