@@ -48,6 +48,7 @@ _INDEPENDENT = (
     *(
         "torch._environment",
         "torch._guards",
+        "torch.backends.mha",
         "torch.utils._device",
         "torch.nn.attention",
         "torch.fft",
@@ -221,6 +222,8 @@ class _LeanImport:
                 # torch._prims.rng_prims does this at the end of a plain import; torch.Generator does not work without.
                 base = sys.modules.get("torch._custom_class_base") or torch._opaque_base  # renamed in 2.15
                 torch._C._set_generator_metaclass(base.OpaqueBaseMeta)
+                # LSTM, EmbeddingBag, interpolate and others ask for it at each call; TorchScript knows it by identity.
+                namespace_of(torch.jit)["is_scripting"] = torch._jit_internal.is_scripting
                 self._then(torch)
         finally:
             sys.setdlopenflags(flags)
@@ -244,9 +247,11 @@ class _LeanImport:
         """Return names that eager inference, or a module that it imports late, looks up."""
         return {
             "torch.fx.operator_schemas": {"_SCHEMA_TO_SIGNATURE_CACHE": {}},
-            "torch.jit": {"_builtins": _Builtins(self._builtins)},
+            "torch.jit": {"_builtins": _Builtins(self._builtins), "is_tracing": _query("torch.jit", "is_tracing")},
             "torch.nested": {"nested_tensor": StandIn.of("torch.nested", "nested_tensor")},
-            "torch.compiler": {name: _query(name) for name in ("is_compiling", "is_dynamo_compiling")},
+            "torch.compiler": {
+                name: _query("torch.compiler", name) for name in ("is_compiling", "is_dynamo_compiling")
+            },
             "torch.fx.experimental.sym_node": {"DynamicInt": _DynamicInt},
             "numpy": {"__version__": _numpy_version()},  # torch._C reads it, to warn about a bug in one version
         }
@@ -336,17 +341,15 @@ class _DynamicInt(metaclass=_DynamicIntType):
     """A stand-in for sym_node's class. torch._C looks it up once, for the first size that it parses, and keeps it."""
 
 
-def _query(name: str) -> Callable[[], bool]:
-    """Return a stand-in for the function of this name in torch.compiler, which returns False until that is executed."""
+def _query(module: str, name: str) -> Callable[[], bool]:
+    """Return a stand-in for the function of this name in a module of torch: it returns False until that is executed."""
 
     def query() -> bool:
-        import torch
-
-        real: Callable[[], bool] = getattr(torch.compiler, name)
+        real: Callable[[], bool] = getattr(sys.modules[module], name)
         return real is not query and real()
 
     query.__name__ = query.__qualname__ = name
-    query.__module__ = "torch.compiler"
+    query.__module__ = module
     return query
 
 

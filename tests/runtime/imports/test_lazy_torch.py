@@ -259,6 +259,30 @@ def test_a_seed_executes_nothing() -> None:
     run(LEAN + "torch.manual_seed(1); import sys; assert type(sys.modules['torch.fx']).__name__ == 'LazyModule'")
 
 
+def test_layers_that_ask_for_torchscript_execute_nothing() -> None:
+    """Such a layer would otherwise import all of torch, a second and more, in the first request."""
+    run(
+        LEAN
+        + """
+import sys
+from torch import nn
+from torch.jit import is_scripting, is_tracing
+x = torch.ones(1, 4, 8)
+with torch.inference_mode():
+    nn.EmbeddingBag(8, 4)(torch.tensor([1, 2]), torch.tensor([0]))
+    nn.LSTM(8, 4, batch_first=True)(x)
+    nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 1).eval()(x)
+    nn.functional.interpolate(x.unsqueeze(0), scale_factor=2, mode="bilinear")
+assert not is_scripting() and not is_tracing()
+assert type(sys.modules["torch.fx"]).__name__ == "LazyModule"
+import warnings
+warnings.simplefilter("ignore")  # TorchScript is deprecated
+assert torch.jit.script and is_scripting is torch.jit.is_scripting  # its compiler knows the function by identity
+assert torch.jit.trace(lambda x: x * 2 if is_tracing() else x, x)(x).sum() == 2 * x.sum()
+"""
+    )
+
+
 def test_complete_leaves_nothing_out(plain: Plain) -> None:
     """What a plain import brings is there, and works."""
     names = run(
