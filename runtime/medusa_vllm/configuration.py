@@ -23,7 +23,7 @@ _PLACEHOLDER_BYTES = 1 << 30
 
 
 class Configuration(NamedTuple):
-    """A VllmConfig with the KV cache's size, its KV plan, and the arguments of vLLM's EngineArgs behind it."""
+    """A VllmConfig that has the KV cache's size, with its KV plan and the arguments of EngineArgs it was made from."""
 
     config: Any
     plan: KvPlan
@@ -33,7 +33,7 @@ class Configuration(NamedTuple):
 def configure(
     files: TokenizerFolder, region: Region, settings: Settings, timeline: Timeline, compiled: CompiledStart
 ) -> Configuration:
-    """Return vLLM's configuration. Raises ModelError or ConfigError if vLLM cannot serve the model so."""
+    """Return vLLM's configuration. Raises ModelError or ConfigError if vLLM cannot serve the model so configured."""
     architectures = files.folder.config["architectures"]  # checked by models/backend.py
     with timeline.stage("config"):
         for architecture in architectures:

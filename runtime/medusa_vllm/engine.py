@@ -297,12 +297,12 @@ def _missing_kernel(error: Exception) -> ModelError | None:
         return None
     return ModelError(
         f"vLLM has no {missing[2]} for this machine's processor; expected one that has it (on x86 often AVX-512), "
-        f"or a checkpoint that is not quantized so"
+        f"or a checkpoint with another quantization, or none"
     )
 
 
 def _reason(error: Exception) -> MedusaError:
-    """Return why a model could not be loaded, as one of our errors."""
+    """Return one of our errors, with the reason why a model could not be loaded."""
     if (missing := _missing_kernel(error)) is not None:
         return missing
     if isinstance(error, ValueError | NotImplementedError | AssertionError | KeyError):

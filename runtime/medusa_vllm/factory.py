@@ -18,7 +18,7 @@ from .version import MISSING_PART_ERRORS, TESTED, installed_version
 
 logger = logging.getLogger(__name__)
 
-# A page that forks share, by which an engine that misses a part of vLLM informs the next one.
+# A page that forks share. An engine that misses a part of vLLM writes the reason here for the next one.
 _shared = mmap.mmap(-1, mmap.PAGESIZE)
 
 
@@ -80,7 +80,11 @@ def is_tested() -> bool:
 
 
 class _UntestedEngine:
-    """The engine. If its load misses a part of vLLM, the process ends, and the next one uses the compatible mode."""
+    """The engine in a version of vLLM that was not tested.
+
+    If a part of vLLM turns out to be missing while it loads, the process ends, and the next one uses the compatible
+    mode.
+    """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

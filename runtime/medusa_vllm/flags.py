@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import ConfigError
 
-# Flags after which our own routes still answer as vLLM's would: they change how fast it computes, not what it answers.
+# Flags that change how fast vLLM computes, but not what it answers. With these, our own routes may still answer.
 _WITHOUT_EFFECT_ON_ANSWERS = frozenset(
     (
         "max-num-seqs", "max-num-batched-tokens", "max-model-len", "dtype", "seed", "enforce-eager", "block-size",

@@ -1,7 +1,8 @@
 """Imports vLLM without what only its HTTP server and its compiler need, which saves about a quarter of the time.
 
 Nothing of vLLM is changed: it works without Inductor if that cannot be imported. Modules that parse tool calls and
-reasoning import an OpenAI client, FastAPI and MCP. They are empty classes here, because our engine returns only tokens.
+reasoning import an OpenAI client, FastAPI and MCP. Their classes are empty here, because our engine returns only
+tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Modules and their classes. Other modules import these, but only use them to parse text.
+# Modules that are replaced, and their classes. Other modules import these, but use them only to parse text.
 _NEVER_USED: dict[str, tuple[str, ...]] = {
     "vllm.entrypoints.mcp": (),
     "vllm.entrypoints.mcp.tool_server": ("ToolServer",),

@@ -38,14 +38,14 @@ def resume(core: Any, sequence: Sequence, *, vocab_size: int) -> None:
 
 
 def _runner(core: Any) -> Any:
-    """The model runner of a core whose worker is in this process."""
+    """Return the model runner of a core whose worker is in this process."""
     try:
         runner = core.model_executor.driver_worker.worker.model_runner
         known = isinstance(runner.requests, dict) and not core.vllm_config.use_v2_model_runner
     except AttributeError as error:
         raise MissingPartError(f"a core's requests are not where they are expected ({error})") from error
     if not known:
-        raise MissingPartError("this version's model runner keeps requests otherwise")
+        raise MissingPartError("this version's model runner keeps requests in another way")
     return runner
 
 

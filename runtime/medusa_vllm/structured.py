@@ -1,4 +1,4 @@
-"""vLLM's own structured outputs, in a core that started without a tokenizer: they are made at the first use."""
+"""vLLM's own structured outputs, for cores that start without a tokenizer. Their manager is made at the first use."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ class TokenizerFolder:
 
 
 class StructuredOutputManagers:
-    """The manager of a running core's masks, made when it is needed. Any thread but the engine's calls ``prepare``."""
+    """Gives cores vLLM's manager of structured outputs, which makes their masks, once a request needs it.
+
+    Any thread but the engine's may call ``prepare`` and ``install``.
+    """
 
     def __init__(
         self, region: Region, inbox: Inbox, files: TokenizerFolder, *, vocab_size: int, eos_token_ids: tuple[int, ...]
@@ -117,7 +120,7 @@ class StructuredOutputManagers:
         self._trials.close()
 
     def install(self, core: Any) -> None:
-        """Make the manager, once. Raises RequestError without a tokenizer."""
+        """Give a running core its manager, once. Raises RequestError without a tokenizer."""
         with self._lock:
             if not self._installed:
                 with without_torch_compile(), avoid_cache_folder():
@@ -125,7 +128,7 @@ class StructuredOutputManagers:
                 self._installed = True
 
     def prepare(self, core: Any, form: StructuredOutputs) -> None:
-        """Make the manager once, and check a form. Raises RequestError for one that cannot be enforced."""
+        """Give a core its manager, and check a form. Raises RequestError for a form that cannot be enforced."""
         self.install(core)
         from vllm.sampling_params import SamplingParams
 
@@ -142,7 +145,7 @@ class StructuredOutputManagers:
         self._inbox.call(lambda: _set_manager(core, manager))
 
     def install_in(self, core: Any) -> None:
-        """Make the manager of another core, which does not run yet, if this one's has been made."""
+        """Give another core, which does not run yet, a manager if the first core has one."""
         with self._lock:
             if self._installed:
                 with without_torch_compile(), avoid_cache_folder():

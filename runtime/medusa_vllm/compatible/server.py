@@ -26,7 +26,7 @@ from ..weights.attached import loader_config
 
 _RETRY_S = 0.1
 _END_S = 10.0
-_GIB = 1024
+_MB_PER_GIB = 1024
 # `vllm serve`. vLLM's own main needs a distribution named vllm, but builds for CPUs have another name.
 _MAIN = """
 import sys
@@ -88,7 +88,9 @@ class VllmServer:
         environment.setdefault("VLLM_RPC_BASE_PATH", str(folder))  # else its sockets stay in /tmp
         environment["TMPDIR"] = str(folder)  # vLLM leaves files of torch's compiler there
         if settings.device == "cpu":
-            environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max((settings.kv_cache_mb or _GIB) // _GIB, 1)))
+            environment.setdefault(
+                "VLLM_CPU_KVCACHE_SPACE", str(max((settings.kv_cache_mb or _MB_PER_GIB) // _MB_PER_GIB, 1))
+            )
         parent = os.getpid()
 
         def prepare() -> None:

@@ -1,6 +1,6 @@
-"""Starts vLLM once on a model so that it compiles, and keeps the result; a new process, offline.
+"""Starts vLLM once on a model so that it compiles, and keeps the result.
 
-Arguments: model, folder. Standard input: the settings as JSON.
+It runs offline, in a new process. Arguments: model, folder. Standard input: the settings as JSON.
 """
 
 from __future__ import annotations

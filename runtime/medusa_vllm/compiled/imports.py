@@ -1,4 +1,4 @@
-"""Imports what loading a compiled model needs. It takes 0.3 s, in which an idle process spares the first request."""
+"""Imports what loading a compiled model needs. An idle process saves the first request these 0.3 s."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Measures the memory that a forward of vLLM takes on this CPU, for the KV plan (MEDUSA §6); a new process, offline.
+"""Measures the memory that a forward of vLLM takes on this CPU, for the KV plan (MEDUSA §6).
 
-Arguments: model, file to write. Standard input: the settings as JSON.
+It runs offline, in a new process. Arguments: model, file to write. Standard input: the settings as JSON.
 """
 
 from __future__ import annotations

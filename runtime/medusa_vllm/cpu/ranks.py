@@ -29,11 +29,12 @@ from vllm.v1.executor import multiproc_executor
 from ..executor import PreparedWorker
 from ..scratch import scratch_folder
 
+# vLLM sets the one that the loaded OpenMP reads.
 _AFFINITY_VARIABLES = (
     "GOMP_CPU_AFFINITY",
     "OMP_PLACES",
     "KMP_AFFINITY",
-)  # vLLM sets that of the loaded OpenMP
+)
 _QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
@@ -49,13 +50,14 @@ class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
         with patch.object(sys, "warnoptions", [*sys.warnoptions, _QUIET]):
             resource_tracker.ensure_running()  # removes the ranks' shared memory at the end, which vLLM does not
         folder = self._scratch.enter_context(scratch_folder("medusa"))
-        # It holds the ranks' sockets and the file by which they meet. Nothing from before the fork is repeated.
+        # The folder holds the ranks' sockets, and the file through which they find each other. A PreparedWorker repeats
+        # nothing that was done before the fork.
         with (
             patch.object(tempfile, "tempdir", str(folder)),
             patch.object(multiproc_executor, "WorkerWrapperBase", PreparedWorker),
         ):
             super()._init_executor()
-        # vLLM's C++ names its own after that file and leaves them. All ranks have opened them by now.
+        # vLLM's C++ code names shared memory after that file, and never removes it. All ranks have opened it by now.
         for meeting in Path(folder).glob("vllm_dist_*"):
             for segment in Path("/dev/shm").glob(f"{meeting.name}-*"):
                 segment.unlink()

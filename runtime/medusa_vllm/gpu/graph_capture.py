@@ -17,11 +17,7 @@ from medusa_runtime.errors import EngineError
 
 from ..offline import fetch_and_import, load
 
-_SHIFTS = (
-    3 << 20,
-    24 << 20,
-    1 << 30,
-)  # bytes allocated for the dump before weights, KV cache and captures
+_SHIFTS = (3 << 20, 24 << 20, 1 << 30)  # bytes allocated for the dump before weights, KV cache and captures
 
 
 def main(arguments: list[str]) -> int:

@@ -81,7 +81,7 @@ class Recording:
         self._shift_tensors: list[Tensor] = []
 
     def open_pool(self, driver: CudaDriver) -> None:
-        """Let vLLM capture all graphs in one pool at the chosen address. Call before it makes what captures."""
+        """Let vLLM capture all graphs in one pool at the chosen address. Call it before vLLM makes its manager."""
         self.pool = open_pool(driver, self._pool_base)
         if self.pool is not None:
             type(current_platform)._global_graph_pool = self.pool.id
@@ -94,10 +94,11 @@ class Recording:
                 torch.mm(one, one)
 
     def attach(self, make_state: Callable[[Any, Any], Any]) -> None:
-        """``make_state(runner, manager)`` makes a VllmGraphState once both are there."""
+        """Set the function that makes a VllmGraphState, which is called once runner and manager are there."""
         self._make_state = make_state
 
     def shift(self, device: torch.device) -> None:
+        """Allocate the next of the ``shifts``, if any are left."""
         if self._shifts:
             self._shift_tensors.append(torch.empty(self._shifts.pop(), dtype=torch.uint8, device=device))
 

@@ -30,7 +30,7 @@ def engine_arguments(words: list[str]) -> dict[str, Any]:
             for word in left:
                 name = word.partition("=")[0]
                 whole = sorted(flag for flag in self._option_string_actions if flag.startswith(name))
-                # The front end's parser would take it for that, and the engine would not have it.
+                # The front end's parser would accept the abbreviation, but the engine would not get the flag.
                 if whole and name.startswith("--") and name not in ("--", "--config"):
                     self.error(f"expected {whole[0]} in full, found {name}")
             return found, []

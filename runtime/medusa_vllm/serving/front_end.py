@@ -41,7 +41,8 @@ from .prebuilt import arguments_for, cached_entry_points, quiet_uvicorn, return_
 
 logger = logging.getLogger(__name__)
 
-_START_LOOKS, _START_LOOK_S = 50, 0.002  # in as many rounds of the loop it is there, unless its middleware waits
+# A server has started after so many rounds of its event loop, unless its middleware waits; then it is checked so often.
+_START_ROUNDS, _START_CHECK_S = 50, 0.002
 _KEEP_ALIVE_S = 75
 
 
@@ -49,11 +50,11 @@ class ServedModel(NamedTuple):
     """The model that a front end serves, and how.
 
     core: the engine's core, of ``serving.core``.
-    folder: gives the folder with the checkpoint's small files, which stays.
-    executor_class: as the core was started with.
-    name: the model's, in answers.
+    folder: returns the folder with the checkpoint's small files, which the engine keeps.
+    executor_class: the class of executor that the core was started with.
+    name: the model's name in answers.
     words: the flags of ``vllm serve``.
-    limit_grammars: has what callers send as grammars tried before vLLM takes it.
+    limit_grammars: has callers' grammars tried within limits before vLLM compiles them.
     """
 
     core: Any
@@ -134,7 +135,7 @@ class FrontEnd:
         server = uvicorn.Server(settings)
         serving = asyncio.create_task(server.serve(sockets=[]))
         with freeze_without_collection():
-            pauses = chain(repeat(0.0, _START_LOOKS), repeat(_START_LOOK_S))
+            pauses = chain(repeat(0.0, _START_ROUNDS), repeat(_START_CHECK_S))
             while not server.started:
                 if serving.done():
                     raise EngineError("vLLM's HTTP server ended while it started; its log says why")
@@ -163,9 +164,9 @@ async def _end(client: Any, core: Any) -> None:
 
 
 async def _build(served: ServedModel, mounted: AsyncExitStack) -> tuple[Any, Any]:
-    """Import vLLM's server, and make its client of the core and its app for this model; with the flags' values.
+    """Import vLLM's server, and return its app for this model, and the values of the flags.
 
-    What it attaches to the core is undone when ``mounted`` is closed.
+    The app's client is attached to the core until ``mounted`` is closed.
     """
     with without_torch_compile(), avoid_cache_folder(), keep_log_levels():
         import_real_modules()

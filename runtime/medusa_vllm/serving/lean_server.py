@@ -1,8 +1,8 @@
 """The lean import of vLLM's HTTP server, which halves the CPU time of a request that waits for it.
 
 vLLM uses a few classes of OpenAI's client, but importing them imports the whole client and 500 modules of types. Here,
-a package of types only imports the names that are looked up. And pydantic builds the checks of each class, and of
-FastAPI's routes, at the definition; here it does so at the first use, and an instance uses few of them.
+a package of types imports only the names that are looked up. Also, pydantic builds the validators of each class, and of
+FastAPI's routes, when it is defined. Here it builds them at their first use, because an instance uses few of them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _TYPES = "openai.types"
 @contextmanager
 def lean_server() -> Iterator[None]:
     """Make the import of vLLM's server lean in this context. Other code gets the real modules and classes."""
-    finder = _LatePackages()
+    finder = _LazyPackages()
     if _CLIENT not in sys.modules:
         sys.meta_path.insert(0, finder)
     try:
-        with _checks_built_late():
+        with _defer_validators():
             yield
     finally:
         if finder in sys.meta_path:
@@ -39,7 +39,7 @@ def lean_server() -> Iterator[None]:
 
 
 @contextmanager
-def _checks_built_late() -> Iterator[None]:
+def _defer_validators() -> Iterator[None]:
     """Give classes and adapters that are made in this context pydantic's option ``defer_build``."""
     try:
         from pydantic import TypeAdapter
@@ -55,7 +55,7 @@ def _checks_built_late() -> Iterator[None]:
             return made
 
     except (ImportError, AttributeError, KeyError) as error:
-        logger.info("importing vLLM's server without deferred checks: %s", error)
+        logger.info("importing vLLM's server without deferred validators: %s", error)
         yield
         return
     options_of_a_class.for_model, adapter._defer_build = classmethod(for_model), property(lambda self: True)
@@ -65,8 +65,8 @@ def _checks_built_late() -> Iterator[None]:
         options_of_a_class.for_model, adapter._defer_build = before, defers
 
 
-class _LatePackages(MetaPathFinder):
-    """A finder of OpenAI's package and its packages of types, which are executed late or never."""
+class _LazyPackages(MetaPathFinder):
+    """Finds OpenAI's package and its packages of types, whose code runs when it is needed, or never."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -76,12 +76,12 @@ class _LatePackages(MetaPathFinder):
         spec = PathFinder.find_spec(name, path, target)
         if spec is None or spec.submodule_search_locations is None or type(spec.loader) is not SourceFileLoader:
             return None
-        spec.loader = _LateLoader(spec.loader)
+        spec.loader = _LazyLoader(spec.loader)
         return spec
 
 
-class _LateLoader(Loader):
-    """Gives a package a ``__getattr__`` in place of what its ``__init__.py`` does, which is executed if need be."""
+class _LazyLoader(Loader):
+    """Gives a package a ``__getattr__`` instead of running its ``__init__.py``, which runs only if a name needs it."""
 
     def __init__(self, real: SourceFileLoader) -> None:
         self._real = real
@@ -95,7 +95,7 @@ class _LateLoader(Loader):
         module.__spec__.loader = module.__loader__ = real
         places = {} if package == _CLIENT else _places(real.get_source(package) or "")
 
-        def find(name: str) -> Any:
+        def look_up(name: str) -> Any:
             if name.startswith("__") and name not in ("__all__", "__version__"):
                 raise AttributeError(f"module {package!r} has no attribute {name!r}")
             if name in places:
@@ -110,13 +110,13 @@ class _LateLoader(Loader):
                 real.exec_module(module)
                 return getattr(module, name)
 
-        vars(module)["__getattr__"] = find
+        vars(module)["__getattr__"] = look_up
 
 
 def _places(source: str) -> dict[str, tuple[str, str]]:
-    """Return where a package takes its names from, and what they are there;
+    """Return the module from which a package imports each of its names, and the name that it has there.
 
-    nothing where it does more than import them.
+    It is empty if the package does more than import names.
     """
     found = {}
     for statement in ast.parse(source).body:

@@ -1,4 +1,4 @@
-"""vLLM's server over a core that already runs. What that has read or made is not read or made again."""
+"""Mounts vLLM's server over a core that already runs, without reading or making again what the core has."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def front_configuration(
     for field in dataclasses.fields(config):
         if dataclasses.is_dataclass(part := getattr(config, field.name)):
             setattr(config, field.name, copy.copy(part))
-    config.cache_config.num_gpu_blocks = None  # the front end adds what the core tells it
+    config.cache_config.num_gpu_blocks = None  # the front end adds the number that the core reports
     model = config.model_config
     model.model = model.tokenizer = folder
     model.served_model_name = get_served_model_name(folder, name)
@@ -44,7 +44,7 @@ def front_configuration(
 def reuse_configuration(config: Any) -> Iterator[None]:
     """A context in which vLLM takes the model's configuration from the core's, instead of reading config.json again.
 
-    Its tokenizers ask for it, and the settings of sampling of a checkpoint without generation_config.json.
+    vLLM's tokenizers ask for it, and so do the sampling defaults of a checkpoint without generation_config.json.
     """
     model = config.model_config
     formats = ("hf", model.config_format)
@@ -179,9 +179,9 @@ def load_processors(model_config: Any) -> None:
 
 
 def declare_no_processor(config: Any, folder: Path) -> None:
-    """Tell vLLM that a model without a processor's files has no processor. It would look for the processor's template.
+    """Tell vLLM that a model without a processor's files has no processor.
 
-    Its search loads the configuration and the tokenizer once more.
+    Otherwise it would look for a processor's chat template, and load the configuration and the tokenizer once more.
     """
     from vllm.renderers import hf
 

@@ -16,9 +16,9 @@ from .replacement import patch_function
 
 logger = logging.getLogger(__name__)
 
-_OF_THE_MODEL = {"model", "model_tag", "served_model_name"}
+_MODEL_ARGUMENTS = {"model", "model_tag", "served_model_name"}
 # Variables that an engine's start sets itself. Any other that differs may concern the server, such as its key.
-_SET_BY_A_START = (
+_SET_BY_ENGINE = (
     "VLLM_CPU_", "VLLM_DISABLE_SHARED_EXPERTS_STREAM", "VLLM_DIST_IDENT", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME",
     "VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_WORKER_MULTIPROC_METHOD",
 )  # fmt: skip
@@ -52,7 +52,7 @@ def prebuild_app(tasks: tuple[str, ...]) -> Any:
 
 
 def arguments_for(words: list[str], model: str) -> argparse.Namespace:
-    """Return the same as ``server_arguments``, but without flags do not make vLLM's parser again."""
+    """Return what ``server_arguments`` returns. Without flags, vLLM's parser is not built again."""
     if words or _prebuilt is None:
         return server_arguments(words, model)
     arguments = copy.copy(_prebuilt.arguments)
@@ -88,11 +88,11 @@ def _key(arguments: argparse.Namespace, tasks: tuple[str, ...]) -> Any:
 
     Those of pooling models also depend on the model, but such models have other tasks.
     """
-    values = {name: value for name, value in vars(arguments).items() if name not in _OF_THE_MODEL}
+    values = {name: value for name, value in vars(arguments).items() if name not in _MODEL_ARGUMENTS}
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith("VLLM_") and not name.startswith(_SET_BY_A_START)
+        if name.startswith("VLLM_") and not name.startswith(_SET_BY_ENGINE)
     }
     return repr(sorted(values.items())), sorted(tasks), environment
 
@@ -119,14 +119,14 @@ def fill_caches() -> None:
 
     Their names differ between versions. A cache that is not found here is filled later, as usual.
     """
-    for fill in (_read_a_template, _compile_patterns, _complete_answers):
+    for fill in (_parse_template, _compile_patterns, _build_validators):
         try:
             fill()
         except Exception as error:  # noqa: BLE001 - nothing depends on it
             logger.debug("%s of vLLM's server: %s: %s", fill.__name__, type(error).__name__, error)
 
 
-def _read_a_template() -> None:
+def _parse_template() -> None:
     from vllm.renderers.hf import _detect_content_format
 
     _detect_content_format(_TEMPLATE, default="string")
@@ -139,8 +139,8 @@ def _compile_patterns() -> None:
         fnmatch.fnmatch("", pattern)
 
 
-def _complete_answers() -> None:
-    """Build the checks of the parts of answers, which OpenAI's package leaves to their first use."""
+def _build_validators() -> None:
+    """Build pydantic's validators for the parts of responses, which OpenAI's package leaves to their first use."""
     from pydantic import BaseModel
     from vllm.entrypoints.openai.responses import serving
 

@@ -27,7 +27,10 @@ def loader_config(region: Region, timeline: Timeline, settings: Settings) -> dic
 
 
 def layers_config(start: int, stop: int) -> dict[str, str]:
-    """Return a setting to add for a process that loads only these layers, and what belongs to the first or the last."""
+    """Return the setting that limits a process to these layers.
+
+    It also loads what belongs to the model's first or last layer, if that is among them.
+    """
     return {_LAYERS: f"{start}:{stop}"}
 
 

@@ -31,11 +31,8 @@ if TYPE_CHECKING:  # torch is imported after the recorder has begun
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 600.0
-_SHIFTS = (
-    3 << 20,
-    24 << 20,
-    1 << 30,
-)  # bytes of tensors that are allocated before the dump, so that torch's own segments lie at other addresses
+# Bytes of tensors that are allocated before the dump, so that torch's own segments lie at other addresses.
+_SHIFTS = (3 << 20, 24 << 20, 1 << 30)
 
 
 def capture(model: str, settings: Settings, folder: Path) -> Path | None:
