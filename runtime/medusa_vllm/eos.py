@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from medusa_runtime.errors import CorruptError
-from medusa_runtime.models.fields import read_object
+from medusa_runtime.models.fields import read_object, token_ids
 from medusa_runtime.region.reader import Region
 
 
@@ -14,9 +14,9 @@ def eos_token_ids(region: Region, config: Any) -> tuple[int, ...]:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     generation = (read_object(region.file, "generation_config.json") or {}).get("eos_token_id")
     found: set[int] = set()
-    for given in (getattr(config, "eos_token_id", None), getattr(text, "eos_token_id", None), generation):
-        ids = given if isinstance(given, list | tuple) else [] if given is None else [given]
-        if not all(isinstance(token, int) for token in ids):
-            raise CorruptError(f"eos_token_id: expected a token id or a list, found {given!r}")
+    for value in (getattr(config, "eos_token_id", None), getattr(text, "eos_token_id", None), generation):
+        ids = token_ids(value)
+        if ids is None:
+            raise CorruptError(f"eos_token_id: expected a token id or a list, found {value!r}")
         found.update(ids)
     return tuple(sorted(found))

@@ -9,7 +9,7 @@ from ..checkpoint.index import WeightIndex
 from ..errors import CorruptError
 from ..models import ModelConfig, model_config
 from ..models.backend import no_config
-from ..models.fields import read_object
+from ..models.fields import read_object, token_ids
 from ..region.reader import Region
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' name → config.json's
@@ -50,10 +50,10 @@ def read_eos_token_ids(region: Region, config: ModelConfig) -> tuple[int, ...]:
     """Return the end-of-sequence ids of config.json and generation_config.json together, sorted.
 
     Often only one of the two files has the token that ends a turn of a chat. Ids outside the vocabulary are left out:
-    some files have them, such as -1 for "none". Raises CorruptError.
+    some files have them. Raises CorruptError.
     """
     raw = (read_object(region.file, "generation_config.json") or {}).get("eos_token_id")
-    found = raw if isinstance(raw, list) else [] if raw is None else [raw]
-    if not all(isinstance(token, int) for token in found):
+    found = token_ids(raw)
+    if found is None:
         raise CorruptError(f"generation_config.json: expected eos_token_id to be a token id or a list, found {raw!r}")
-    return tuple(sorted(token for token in {*config.eos_token_ids, *found} if 0 <= token < config.vocab_size))
+    return tuple(sorted(token for token in {*config.eos_token_ids, *found} if token < config.vocab_size))

@@ -112,11 +112,10 @@ class Fields:
         return found
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """Read a token id or a list of them, as a tuple. It is empty if the key is absent."""
-        value = self.get(name)
-        found = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-        if not all(isinstance(item, int) for item in found):
-            raise self.error(name, "a token id or a list of them", value)
+        """Read token ids, as ``token_ids`` does. The tuple is empty if the key is absent."""
+        found = token_ids(self.get(name))
+        if found is None:
+            raise self.error(name, "a token id or a list of them", self.get(name))
         return found
 
     def quantization(self) -> Quantization | None:
@@ -137,6 +136,17 @@ class Fields:
         if value is not None:
             return value
         return _MISSING if default is None else default
+
+
+def token_ids(value: Any) -> tuple[int, ...] | None:
+    """Return a token id, or a list of them, as a tuple; None if the value is something else.
+
+    Negative ids are left out: some files have -1 for "none". The value None has no ids.
+    """
+    found = [] if value is None else value if isinstance(value, list | tuple) else [value]
+    if not all(type(token) is int for token in found):
+        return None
+    return tuple(token for token in found if token >= 0)
 
 
 def shortened(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
-from medusa_runtime.errors import ConfigError, OverloadedError, RequestError
+from medusa_runtime.errors import ConfigError, CorruptError, OverloadedError, RequestError
 
 PROMPTS = (
     "Tokens flow from storage",
@@ -208,6 +208,9 @@ def test_ids_that_the_model_has_not_end_nothing(serve: Any, make_checkpoint: Any
     answer = served.ask("A", min_tokens=6, max_tokens=12, ignore_eos=False, logit_bias={319: 100.0})
     assert served.engine.info.eos_token_ids == (1,)
     assert answer.tokens == [319] * 12  # -1 would be its index from behind
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, true]}')
+    with pytest.raises(CorruptError, match="expected eos_token_id to be a token id or a list"):
+        serve(folder)
 
 
 def test_a_request_that_ends_before_its_turn_holds_nothing(serve: Any) -> None:

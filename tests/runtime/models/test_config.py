@@ -38,6 +38,10 @@ def test_reads_what_an_engine_asks() -> None:
     assert (config.num_kv_heads, config.head_dim, config.max_positions) == (2, 16, 256)
     assert (config.dtype, config.eos_token_ids, config.tie_word_embeddings) == (torch.bfloat16, (7, 9), False)
     assert llama(dtype="float16", eos_token_id=3).eos_token_ids == (3,)
+    assert llama(eos_token_id=[-1, 3]).eos_token_ids == (3,)
+    for wrong in (True, [3, False], "3", [[3]]):
+        with pytest.raises(ConfigError, match="expected eos_token_id to be a token id or a list"):
+            llama(eos_token_id=wrong)
     assert llama().num_kv_heads == 4
 
 
