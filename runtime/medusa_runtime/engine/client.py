@@ -21,6 +21,7 @@ from .base import Delta, Embedding, EngineInfo, GenerateRequest
 logger = logging.getLogger(__name__)
 
 _CHECK_EVERY_S, _LONG_S = 0.25, 3600.0
+_CLOSED = "the engine client is closed"
 _MOST_ATTEMPTS = 2  # no third engine gets a request that may have killed the first two
 
 
@@ -87,6 +88,7 @@ class EngineClient:
         self._streams: dict[str, TokenStream] = {}
         self._calls: dict[str, queue.SimpleQueue[Any]] = {}
         self._adapters: dict[str, list[int]] = {}  # name → descriptors, kept for the engine that follows a crash
+        self._adapters_lock = threading.Lock()  # also held while descriptors are sent, so that nobody closes them then
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._send_lock = threading.Lock()
@@ -118,7 +120,7 @@ class EngineClient:
             if self._failure:
                 raise self._failure
             if self._closed:
-                raise EngineError("the engine client is closed")
+                raise EngineError(_CLOSED)
             assert self.info is not None
             return self.info
 
@@ -126,13 +128,15 @@ class EngineClient:
         """Send a request, and return the stream of its deltas.
 
         A request that is sent before the engine is up waits for it. The stream raises the request's errors; this method
-        itself raises EngineError for an id that is in use, and the error given to ``fail``.
+        itself raises EngineError for an id that is in use and after ``close``, and the error given to ``fail``.
         """
         self.start()
         stream = TokenStream(self, request)
         with self._state:
             if self._failure:
                 raise self._failure
+            if self._closed:
+                raise EngineError(_CLOSED)
             if request.id in self._streams:
                 raise EngineError(f"a request with the id {request.id!r} is running already")
             self._streams[request.id] = stream
@@ -185,12 +189,16 @@ class EngineClient:
         cannot be used, these requests and ``wait_adapter`` get the error.
         """
         self.start()
-        with self._state:
-            frames.close_all(self._adapters.get(name, ()))
-            self._adapters[name] = descriptors
-            connection = self._socket
-        if connection is not None:
-            self._send(connection, {"type": "adapter", "name": name}, descriptors)
+        with self._adapters_lock:
+            with self._state:
+                if self._closed:
+                    frames.close_all(descriptors)
+                    return
+                frames.close_all(self._adapters.get(name, ()))
+                self._adapters[name] = descriptors
+                connection = self._socket
+            if connection is not None:
+                self._send(connection, {"type": "adapter", "name": name}, descriptors)
 
     def wait_adapter(self, name: str, wait_check: Callable[[], None] | None = None) -> dict[str, Any]:
         """Wait until the engine has loaded an adapter, and return its numbers of layers and bytes.
@@ -201,11 +209,13 @@ class EngineClient:
 
     def drop_adapter(self, name: str) -> None:
         """Remove an adapter from the engine. Requests that use it go on."""
-        with self._state:
-            frames.close_all(self._adapters.pop(name, ()))
-            connection = self._socket
-        if connection is not None:
-            self._send(connection, {"type": "call", "id": "", "method": "drop_adapter", "arguments": {"name": name}})
+        with self._adapters_lock:
+            with self._state:
+                frames.close_all(self._adapters.pop(name, ()))
+                connection = self._socket
+            if connection is not None:
+                frame = {"type": "call", "id": "", "method": "drop_adapter", "arguments": {"name": name}}
+                self._send(connection, frame)
 
     def connect_http(self, wait_check: Callable[[], None]) -> socket.socket:
         """Connect to the engine's own HTTP server. Waits until it is up, calling ``wait_check`` a few times a second.
@@ -235,10 +245,17 @@ class EngineClient:
             stream.incoming.put(error)
 
     def close(self) -> None:
-        with self._state:
+        """Disconnect, and end all requests with an error."""
+        with self._adapters_lock, self._state:
             self._closed = True
             connection, self._socket = self._socket, None
+            streams, self._streams = list(self._streams.values()), {}
+            for descriptors in self._adapters.values():
+                frames.close_all(descriptors)
+            self._adapters.clear()
             self._state.notify_all()
+        for stream in streams:
+            stream.incoming.put(EngineError(_CLOSED))
         if connection is not None:
             hang_up(connection)
 
@@ -293,7 +310,10 @@ class EngineClient:
                     return
                 time.sleep(0.05)
                 continue
-            with self._state:
+            with self._adapters_lock, self._state:
+                if self._closed:
+                    connection.close()
+                    return
                 self._socket = connection
                 waiting = list(self._streams.values())
                 for name, descriptors in self._adapters.items():

@@ -241,6 +241,47 @@ def test_a_crash_ends_running_requests_with_an_error_and_the_next_engine_serves(
     assert "".join(delta.text for delta in held) == "again"
 
 
+def test_closing_a_client_ends_requests_that_no_engine_has_begun(listener: socket.socket, client: EngineClient) -> None:
+    waiting = client.generate(request("hello"))
+    client.close()
+    with pytest.raises(EngineError, match="closed"):
+        assert waiting.get(10) is not None, "it waits for ever"
+    with pytest.raises(EngineError, match="closed"):
+        client.generate(request("hello", "r2"))
+
+
+def test_an_adapter_that_is_dropped_while_it_is_sent_keeps_its_descriptors_until_then(
+    engine: list[int], client: EngineClient
+) -> None:
+    """Their numbers would be another file's by then."""
+    client.wait_ready(10)
+    read, write = os.pipe()
+    os.close(write)
+    send, begun, go, sent = client._send, threading.Event(), threading.Event(), list[str]()
+
+    def slowly(connection: Any, frame: Any, descriptors: Any = ()) -> None:
+        if frame["type"] == "adapter":
+            begun.set()
+            go.wait(10)
+            os.fstat(descriptors[0])
+        sent.append(frame["type"])
+        send(connection, frame, descriptors)
+
+    client._send = slowly  # type: ignore[method-assign]
+    adding = threading.Thread(target=client.add_adapter, args=("one", [read]))
+    dropping = threading.Thread(target=client.drop_adapter, args=("one",))
+    adding.start()
+    assert begun.wait(10)
+    dropping.start()
+    dropping.join(0.2)
+    go.set()
+    adding.join()
+    dropping.join()
+    assert sent == ["adapter", "call"]
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(read)
+
+
 def test_calls_answer_and_fail_clearly(engine: list[int], client: EngineClient) -> None:
     assert client.tokenize("ab") == [97, 98]
     assert client.detokenize([97, 98]) == "ab"
