@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,8 +52,9 @@ def describe_json_error(body: bytes, error: ValueError) -> str:
         return f"bytes that are not UTF-8, the first at {error.start}"
     if not body.strip():
         return "an empty body"
-    place = f" at line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-    return f"something else{place}"
+    if not isinstance(error, json.JSONDecodeError):
+        return f"a number of more than {sys.get_int_max_str_digits()} digits"  # the only other one of the json package
+    return f"something else at line {error.lineno}, column {error.colno}"
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ class CompatibleEngine:
         return self._relay
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self._tokenizer.check_size(text, self.info.max_model_len)
         return self._tokenizer.encode(text, add_special_tokens)
 
     def detokenize(self, token_ids: list[int]) -> str:

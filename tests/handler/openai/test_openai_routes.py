@@ -317,6 +317,7 @@ def test_values_are_shown_as_they_were_sent(served: Any) -> None:
         (b"null", "found null"),
         (b'{"\xff": 1}', "not UTF-8"),
         (b'{"a"', "line 1, column 5"),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "found a number of more than 4300 digits"),
     ):
         assert shown in served.request("POST", "/v1/completions", sent)[1]["error"]["message"], sent
 

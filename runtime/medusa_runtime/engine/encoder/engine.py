@@ -168,6 +168,7 @@ class EncoderEngine:
         self._encoder.wait()
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self._encoder.tokenizer.check_size(text, self.info.max_model_len)
         return self._encoder.tokenizer.encode(text, add_special_tokens)
 
     def detokenize(self, token_ids: list[int]) -> str:

@@ -104,12 +104,11 @@ class Encoder:
         empty input and for ids outside the vocabulary, and ContextLengthError for an input that is too long.
         """
         if isinstance(item, str):
-            if most is None:
-                self.tokenizer.check_length(item, self.max_tokens, name="input")
+            self._check_length(item, most)
             found = Tokens(self.tokenizer.encode(item, True))
         elif len(item) == 2 and isinstance(item[0], str):
             for text in item:
-                self.tokenizer.check_length(str(text), self.max_tokens, name="input")
+                self._check_length(str(text), most)
             found = Tokens(*self.tokenizer.encode_pair(str(item[0]), str(item[1])))
         else:
             found = Tokens(list(item))  # type: ignore[arg-type]
@@ -129,6 +128,13 @@ class Encoder:
             if not 0 <= token < self.config.vocab_size:
                 raise RequestError(f"input: expected token ids below {self.config.vocab_size}, found {token}", "input")
         return found
+
+    def _check_length(self, text: str, most: int | None) -> None:
+        """Refuse a text that takes too long to tokenize. With ``most``, it will be cut, so it may be longer."""
+        if most is None:
+            self.tokenizer.check_length(text, self.max_tokens, name="input")
+        else:
+            self.tokenizer.check_size(text, self.max_tokens, name="input")
 
     def encode(self, texts: Sequence[Tokens]) -> Tensor:
         """Run the model on a batch of texts, and return their vectors, float32 [texts, size].

@@ -11,6 +11,13 @@ from ...errors import ContextLengthError, CorruptError, MedusaError, RequestErro
 from ...timeline import Timeline
 
 _LONG_CHARACTERS = 1 << 16  # a shorter text is tokenized so fast that estimating its length first saves nothing
+# The tokenizers package keeps Python's lock while it tokenizes one text, but not while it tokenizes a batch. From this
+# length on, where it takes some ten milliseconds, a text is a batch of one, so that other requests go on meanwhile.
+_BATCH_CHARACTERS = 1 << 12
+_BATCH_TOKENS = 1 << 12
+# The most characters of a text, unless the model's context may hold more: each takes 130 to 180 bytes for a while.
+_MOST_CHARACTERS = 1 << 20
+_CHARACTERS_PER_TOKEN = 8  # of a text that is to fill a context: twice what languages have
 _HINT = (
     "give the prompt as token ids, or put a tokenizer.json beside the weights (from a tokenizer.model alone "
     "transformers makes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))"
@@ -54,12 +61,28 @@ class Tokenizer:
                 f"characters, which are more; expected a shorter {name}",
                 name,
             )
+        self.check_size(text, most_tokens, name=name)
+
+    def check_size(self, text: str, most_tokens: int, *, name: str = "prompt") -> None:
+        """Refuse a text that takes too much memory and time to tokenize, for a context of ``most_tokens``.
+
+        ``name`` is what the error calls the text. Raises RequestError.
+        """
+        most = max(_MOST_CHARACTERS, _CHARACTERS_PER_TOKEN * most_tokens)
+        if len(text) > most:
+            raise RequestError(
+                f"{name}: expected at most {most} characters in one text, found {len(text)}; split it", name
+            )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return a text's token ids. Raises RequestError without a tokenizer.json, or if it fails on this text."""
         tokenizer = self._for_text()
+        text = _without_surrogates(text)
         with _panics_as_errors():
-            encoding = tokenizer.encode(_without_surrogates(text), add_special_tokens=add_special_tokens)
+            if len(text) < _BATCH_CHARACTERS:
+                encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            else:
+                [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
@@ -70,7 +93,11 @@ class Tokenizer:
         """
         tokenizer = self._for_text()
         with _panics_as_errors():
-            encoding = tokenizer.encode(_without_surrogates(first), _without_surrogates(second))
+            pair = _without_surrogates(first), _without_surrogates(second)
+            if sum(map(len, pair)) < _BATCH_CHARACTERS:
+                encoding = tokenizer.encode(*pair)
+            else:
+                [encoding] = tokenizer.encode_batch_fast([pair])
         return list(encoding.ids), list(encoding.type_ids)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
@@ -80,7 +107,10 @@ class Tokenizer:
             )
         tokenizer = self._loaded()
         with _panics_as_errors():
-            text: str = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            if len(token_ids) < _BATCH_TOKENS:
+                text: str = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            else:
+                [text] = tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def _for_text(self) -> Any:

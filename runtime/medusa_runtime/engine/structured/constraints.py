@@ -160,10 +160,9 @@ class Constraints:
                 continue
             stopped, fault = masks.states[place]
             if fault:
-                text = " ".join(fault.split())
-                ended.append(
-                    EndedSequence(sequence, EngineError(f"the grammar could not be followed any further: {text}"))
-                )
+                # The request's fault: a grammar that is too large or ambiguous would fail again.
+                text = f"{PARAM}: this grammar could not be followed any further: {' '.join(fault.split())}"
+                ended.append(EndedSequence(sequence, RequestError(text, PARAM)))
             elif stopped and not sequence.end_token_ids:
                 ended.append(EndedSequence(sequence, None))
             else:

@@ -212,6 +212,7 @@ class TorchEngine:
         self._check_loaded()
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self._tokenizer.check_size(text, self.info.max_model_len)
         return self._tokenizer.encode(text, add_special_tokens)
 
     def detokenize(self, token_ids: list[int]) -> str:

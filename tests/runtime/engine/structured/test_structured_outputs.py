@@ -199,6 +199,15 @@ def test_a_grammar_whose_masks_take_too_long_ends_alone(serve: Any) -> None:
     assert len(other.text) == 30
 
 
+def test_a_grammar_that_is_too_large_is_the_requests_fault(serve: Any) -> None:
+    """A 503 would make clients send it again."""
+    names = [f"r{number}" for number in range(2100)]
+    grammar = f"start: {' | '.join(names)}\n" + "\n".join(f'{name}: "x{name}"' for name in names)
+    code, message = ask(serve(), StructuredOutputs("grammar", grammar)).last.error
+    assert code == RequestError.code
+    assert message.startswith("structured_outputs: this grammar could not be followed any further: ")
+
+
 def test_the_process_ends_with_its_engine(serve: Any) -> None:
     served = serve()
     ask(served, DIGITS).wait()
