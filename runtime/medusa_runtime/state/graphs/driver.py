@@ -90,7 +90,9 @@ SIGNATURES = {
 }
 
 
-STICKY = (700, 714, 715, 716, 717, 718, 719)  # faults in a kernel, which break the context
+# Errors after which the context cannot be used any more (cuda.h): contained memory errors, faults of a kernel, its
+# timeout, a failed assertion in it (such as torch's checks of indices), and faults outside the device.
+STICKY = (226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 911)
 
 
 class CudaError(DeviceError):

@@ -82,6 +82,16 @@ def test_no_driver() -> None:
         CudaDriver("libno-cuda-here.so")
 
 
+@pytest.mark.parametrize(
+    ("code", "broken"), [(700, True), (710, True), (702, True), (1, False), (2, False), (900, False)]
+)
+def test_errors_that_break_the_context(code: int, broken: bool) -> None:
+    """710 is a failed assertion, such as torch's checks of indices; the context is lost as with an illegal address."""
+    from medusa_runtime.state.graphs.driver import CudaError
+
+    assert CudaError("cuStreamSynchronize", code, "").sticky is broken
+
+
 def test_wrong_handles(python: Any) -> None:
     """A handle of another kind, another process or a closed object is an error and not a crash."""
     said = python(

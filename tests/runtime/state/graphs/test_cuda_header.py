@@ -191,8 +191,8 @@ LISTS = {
     "CUPTI_DRIVER_TRACE_CBID_": (cupti._LOADS, "cuModuleLoadData cuModuleLoadDataEx cuLibraryLoadData"),
     "CUDA_ERROR_": (
         STICKY,
-        "ILLEGAL_ADDRESS HARDWARE_STACK_ERROR ILLEGAL_INSTRUCTION MISALIGNED_ADDRESS INVALID_ADDRESS_SPACE INVALID_PC "
-        "LAUNCH_FAILED",
+        "CONTAINED ILLEGAL_ADDRESS LAUNCH_TIMEOUT ASSERT HARDWARE_STACK_ERROR ILLEGAL_INSTRUCTION MISALIGNED_ADDRESS "
+        "INVALID_ADDRESS_SPACE INVALID_PC LAUNCH_FAILED TENSOR_MEMORY_LEAK EXTERNAL_DEVICE",
     ),
     "CU_GRAPH_NODE_TYPE_": (
         tuple(dump._NODE_KINDS),
@@ -212,6 +212,20 @@ def test_structures_and_constants(tmp_path: Path) -> None:
     includes = "#include <cuda.h>\n#include <cupti.h>\n#include <cstddef>\n#include <cstdio>\n"
     found = compiled(includes + "int main() {\n" + "\n".join(lines) + "\n}\n", tmp_path)
     assert {name: int(value) for name, value in found} == wanted
+
+
+def test_every_error_that_breaks_a_context_is_known() -> None:
+    """The header says of each such error that the process is left in an inconsistent state, or the context unusable."""
+    assert FOLDER is not None
+    found, said = set(), ""
+    for line in (FOLDER / "cuda.h").read_text(errors="replace").splitlines():
+        said += line.replace("*", " ") + " "
+        if number := re.match(r"\s*CUDA_ERROR_\w+\s*= (\d+)", line):
+            words = " ".join(said.split())
+            if "inconsistent state" in words or "cannot be used anymore" in words:
+                found.add(int(number[1]))
+            said = ""
+    assert found == set(STICKY)
 
 
 def test_packed_as_the_structure() -> None:
