@@ -6,11 +6,14 @@ python -m benchmarks.gpu.part NAME OUT [options]
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import logging
+import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +35,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="host memory in place of a GPU")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # sent to a part that takes too long
     began = time.monotonic_ns()
     timeline = Timeline.create("engine")
     context = None if options.dry_run else DeviceContext(timeline=timeline)  # during the imports, as in the engine
     with timeline.stage("import"):
-        import tokenizers  # noqa: F401  imported, as in the zygote
+        with suppress(ImportError):  # what needs no model is measured without it
+            import tokenizers  # noqa: F401  imported, as in the zygote
         from medusa_runtime.imports.lazy_torch import import_torch
 
         import_torch()  # leanly, as there

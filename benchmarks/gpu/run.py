@@ -19,7 +19,6 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.probe import SECONDS, pack
+from benchmarks.gpu.probe import SECONDS, ended, pack
 from benchmarks.gpu.summary import lines
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +43,7 @@ _STRATEGIES = ("capture", "async", "medusa")
 _WITHOUT = {
     "torch": "nothing can be measured",
     "triton": "decode steps cannot be captured, so runs 2 to 4 will fail",
-    "tokenizers": "nothing can be measured",
+    "tokenizers": "only the probe, the transfers and the tests marked gpu can be run",
     "pytest": "the tests marked gpu will fail",
     "vllm": "its worker and its graphs stay unmeasured, all else is measured",
 }
@@ -93,12 +92,7 @@ class Check:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            try:
-                status: int | str = process.wait(min(part.timeout_s, left))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                status = "timeout"
+            status = ended(process, min(part.timeout_s, left))
         took = time.monotonic() - began
         if result.exists() and status == 0:
             self.keep(part.key, {**json.loads(result.read_text()), "took_s": took})

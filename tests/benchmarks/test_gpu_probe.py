@@ -114,6 +114,28 @@ def test_what_was_reached_missed_or_not_measured_is_said(changes: dict[str, Any]
     assert found["fresh process, same addresses"] == ("MISS", "1 of 2 graphs; b was not reached")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("trouble", "why"), [("FAULT", "ILLEGAL_ADDRESS"), ("HANG", "the process ended in it")])
+def test_a_case_that_breaks_the_context_or_never_ends_costs_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str, why: str
+) -> None:
+    """Both in the process that captures and in those that restore; what was captured is never at fault here."""
+    monkeypatch.setenv(f"FAKE_CUDA_{trouble}", "cluster_scale")
+    monkeypatch.setenv("PROBE_CASE_S", "4")
+    monkeypatch.setattr(probe, "_GROUPS", probe._GROUPS[:2])
+    assert probe.main(["--dry-run", "--out", str(tmp_path)]) == 1
+    found = rows_of(tmp_path)
+    for name in probe._PROMISED:
+        judged, details = found[name]
+        assert judged == "MISS"
+        assert details.startswith(f"{len(KEYS) - 1} of {len(KEYS)} graphs; programmatic pair (")
+        assert why in details
+    assert found["two captures"][0] == "ok"
+    log = (tmp_path / "probe/restore.log").read_text()
+    assert ("in run" if trouble == "HANG" else "CUDA_ERROR_ILLEGAL_ADDRESS") in log, "where it was"
+
+
 def test_a_step_that_hangs_or_fails_costs_its_own_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(probe._LIMITS, "hangs", 0.5)
     running = probe.Probe(tmp_path, library=None, seconds=60)

@@ -8,8 +8,12 @@ from medusa_runtime.imports.lazy_torch import import_torch
 import_torch()  # as engines do: each step starts a second earlier
 
 import argparse
+import faulthandler
 import json
 import logging
+import os
+import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -35,7 +39,7 @@ from medusa_runtime.state.graphs import (
     restore_graphs,
 )
 from medusa_runtime.state.graphs.blueprint import GraphBlueprint
-from medusa_runtime.state.graphs.driver import CudaError
+from medusa_runtime.state.graphs.driver import STICKY, CudaError
 from medusa_runtime.state.graphs.materialization.dump import kernel_of, node_kind, nodes_of
 from medusa_runtime.state.graphs.restoration.build import construct
 from medusa_runtime.state.graphs.restoration.kernels import KernelFinder, KernelHandle, set_function_attributes
@@ -46,41 +50,66 @@ from benchmarks.gpu.probing.ground import CHECKED_BYTES, INPUTS, OUTPUTS, Captur
 
 # Away from the bases of both captures.
 _ELSEWHERE = 0x4800_0000_0000
-_PATIENCE_S = 60.0
+_PATIENCE_S = 40.0  # for the other process's capture, from this one's start
+_CASE_S = 20.0  # the most that one case may take; kernels are compiled in it
+RUNNING, DONE = "running", "done"  # the case that the process is in; whether the step has come to its end
 _UPLOAD = 2
 
 
 class Step:
-    """Collects one step's facts in a file, written after each case: a fault costs what comes after it."""
+    """Collects one step's facts in a file, written before and after each case: a fault costs the case that it is in.
 
-    def __init__(self, out: Path) -> None:
+    A case that takes too long ends the process, with a traceback in its log, and one that breaks the context ends it as
+    well. The probe then starts the step again, which leaves out what has failed before.
+    """
+
+    def __init__(self, out: Path, *, case_s: float | None = None) -> None:
         self._out = out
-        self.facts: Facts = {}
+        self._case_s = case_s or float(os.environ.get("PROBE_CASE_S", _CASE_S))  # tests have less patience
         self._began = time.monotonic()
+        self.broken: Callable[[], bool] = lambda: False  # whether the device's context is
+        self.facts: Facts = json.loads(out.read_text()) if out.exists() else {}
+        running = self.facts.pop(RUNNING, None)
+        if running is not None:
+            self.note(running, {"failed": "the process ended in it; the log says where"})
 
     def note(self, key: str, fact: Any) -> None:
         self.facts[key] = fact
-        self.facts["seconds"] = round(time.monotonic() - self._began, 2)
-        self._out.write_text(json.dumps(self.facts, indent=1))
+        self.facts["seconds"] = round(self.seconds, 2)
+        written = self._out.with_suffix(".part")
+        written.write_text(json.dumps(self.facts, indent=1))
+        written.replace(self._out)  # a process that is killed leaves the facts before
 
-    def attempt(self, key: str, work: Callable[[], Any]) -> Any:
-        """Note what ``work`` returns, or how it failed. Ends the step where the context is broken."""
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def attempt(self, key: str, work: Callable[[], Any], *, again: bool = False) -> Any:
+        """Note what ``work`` returns, or how it failed; None if it failed, now or in an earlier process.
+
+        What an earlier process has done is not done a second time, unless ``again`` says that this process needs it.
+        Raises what ``work`` has raised if that broke the context.
+        """
+        found = self.facts.get(key)
+        if found is not None and (not again or (isinstance(found, dict) and "failed" in found)):
+            return None
+        self.note(RUNNING, key)
+        faulthandler.dump_traceback_later(self._case_s, exit=True)
+        failed: Exception | None = None
         try:
             found = work()
-        except CudaError as error:
-            self.note(key, {"failed": str(error)})
-            if error.sticky:
-                raise
-            return None
-        except GraphMismatch as mismatch:
-            self.note(key, {"failed": str(mismatch)})
-            return None
+        except (CudaError, GraphMismatch) as error:
+            found, failed = {"failed": str(error)}, error
         except Exception as error:  # noqa: BLE001 - whatever it is, it is evidence
             end = traceback.format_exc().strip().splitlines()[-4:]
-            self.note(key, {"failed": f"{type(error).__name__}: {error}", "where": end})
-            return None
+            found, failed = {"failed": f"{type(error).__name__}: {error}", "where": end}, error
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        del self.facts[RUNNING]
         self.note(key, found)
-        return found
+        if failed is not None and self.broken():
+            raise failed  # or every later case would fail as well
+        return None if failed is not None else found
 
 
 def capture(ground: Ground, step: Step, folder: Path, *, first: bool) -> None:
@@ -88,10 +117,13 @@ def capture(ground: Ground, step: Step, folder: Path, *, first: bool) -> None:
     ground.prepare()
     captured: dict[str, Captured] = {}
     for key in ground.cases:
-        try:
+
+        def one(key: str = key) -> float:
+            began = time.perf_counter()
             captured[key] = ground.capture(key)
-        except Exception as error:  # noqa: BLE001 - one kernel that cannot be captured is a fact
-            step.note(f"capture {key}", {"failed": f"{type(error).__name__}: {error}"})
+            return round(time.perf_counter() - began, 2)
+
+        step.attempt(f"capture {key}", one, again=True)  # one kernel that cannot be captured is a fact
     images = ground.images()
     step.note("images", {digest: len(data) for digest, data in images.data.items()})
     step.note("handles", len(images.handles))
@@ -115,8 +147,8 @@ def capture(ground: Ground, step: Step, folder: Path, *, first: bool) -> None:
         step.attempt(f"graph {graph.key}", facts)
     if first:
         _save_images(dump, images, folder / "images")
+        _materialize(ground, step, dump, captured, images, folder)  # first, since other processes need what it writes
         _in_this_process(ground, step, dump, captured, images)
-        _materialize(ground, step, dump, captured, images, folder)
 
 
 def _save_images(dump: Blueprints, images: ImageStore, folder: Path) -> None:
@@ -136,7 +168,7 @@ def _in_this_process(
     with_images = replace(dump, images=used)
     for graph in dump.graphs:
         replay = Replay(ground, graph.key, dump)
-        wanted = step.attempt(f"replay {graph.key}", partial(replay.hash_of, captured[graph.key].launch))
+        wanted = step.attempt(f"replay {graph.key}", partial(replay.hash_of, captured[graph.key].launch), again=True)
         if wanted is None:
             continue
 
@@ -220,8 +252,7 @@ def _materialize(
     ground: Ground, step: Step, dump: Blueprints, captured: dict[str, Captured], images: ImageStore, folder: Path
 ) -> None:
     """Compare with the other process's capture, which may still be under way, and write the bundle."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while not (folder / "second.dump").exists() and time.monotonic() < deadline:
+    while not (folder / "second.dump").exists() and step.seconds < _PATIENCE_S:
         time.sleep(0.2)
     second = Blueprints.load((folder / "second.dump").read_bytes()) if (folder / "second.dump").exists() else None
     step.note("second capture", second is not None)
@@ -296,18 +327,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--library", dest="driver", help="a fake driver, for a dry run")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the probe sends it to a step that takes too long
     step = Step(options.folder / f"{options.name}.json")
     base = {"second": OTHER_BASE, "restore-elsewhere": _ELSEWHERE}.get(options.name, BASE)
     recording = options.name in ("first", "second")
     ground = open_ground(base, recording=recording, library=options.driver)
+    step.broken = lambda: ground.driver.result("cuCtxSynchronize") in STICKY
     if recording:
         capture(ground, step, options.folder, first=options.name == "first")
     else:
         restore(ground, step, options.folder, at_recorded=options.name == "restore")
-    step.note("done", True)
+    step.note(DONE, True)
     ground.close()
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        status = main()
+    except Exception:  # noqa: BLE001 - a broken context may also hang where it is torn down
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    raise SystemExit(status)

@@ -222,7 +222,10 @@ def test_a_replay_that_breaks_the_context(toy: Any, materialized: dict[str, Any]
     """It is reported before any token, as an error, because nothing can be captured in this process either."""
     options = {"bundle": materialized["path"], "misplace": {"kv cache": 0x123400000000}}
     lost = toy("restore", options, base=OTHER_BASE)["lost"]
-    assert "broke the context (cuGraphLaunch failed: CUDA_ERROR_ILLEGAL_ADDRESS (700)); start with --state none" in lost
+    assert (
+        "broke the context (cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS (700)); start with --state none"
+        in lost
+    )
 
 
 def test_unknown_sizes(toy: Any, materialized: dict[str, Any]) -> None:

@@ -105,6 +105,7 @@ typedef struct {
   struct Graph *graph;
   Function *target;
   int by_kernel; // added with .kern rather than .func
+  int captured;  // rather than added to a graph by hand
   KernelNodeParams kernel;
   void *pointers[MAX_PARAMS];
   uint8_t storage[1024];
@@ -134,6 +135,7 @@ void memory_finish(void); // what was begun without a stream
 CUresult device_alloc(CUdeviceptr *address, size_t size);
 
 // stream.c
+extern CUresult broken; // what every call returns once a kernel has broken the context; 0 before
 int capture_forbids(void); // whether this thread captures, and must not call what is potentially unsafe then
 
 // kernels.c

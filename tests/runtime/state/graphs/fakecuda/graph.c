@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef struct {
   Node *nodes;
@@ -63,10 +64,14 @@ CUresult node_of_kernel(const KernelNodeParams *params, int launched, Node **mad
   return *made = node, CUDA_SUCCESS;
 }
 
+static int is(const char *name, const char *variable) { return getenv(variable) && !strcmp(getenv(variable), name); }
+
 CUresult node_run(Node *node) {
   if (node->type == NODE_KERNEL) {
     unsigned cluster = *(unsigned *)node->attributes[ATTRIBUTE_CLUSTER];
     if (!node->target->host || !node->target->image) return CUDA_ERROR_NO_BINARY_FOR_GPU;
+    if (!node->captured && is(node->target->name, "FAKE_CUDA_FAULT")) return CUDA_ERROR_ILLEGAL_ADDRESS;
+    while (!node->captured && is(node->target->name, "FAKE_CUDA_HANG")) sleep(1);
     Launch launch = {node->kernel.params, {node->kernel.grid[0], node->kernel.grid[1], node->kernel.grid[2]}, cluster ? cluster : 1,
                      constants_of(node->target)};
     return node->target->host(&launch);
@@ -228,6 +233,7 @@ static void describe(const Graph *graph) {
 CUresult cuGraphInstantiateWithParams(void **handle, void *graph, InstantiateParams *params) {
   Graph *home = handle_get(GRAPH, graph);
   if (!home) return CUDA_ERROR_INVALID_HANDLE;
+  if (broken) return broken;
   if (getenv("FAKE_CUDA_DESCRIBE")) describe(home);
   Exec *exec = calloc(1, sizeof *exec);
   exec->nodes = calloc(home->node_count + 1, sizeof(Node));
@@ -257,12 +263,15 @@ CUresult cuGraphExecDestroy(void *exec) {
   if (!handle_get(EXEC, exec)) return CUDA_ERROR_INVALID_HANDLE;
   return handle_free(exec), CUDA_SUCCESS;
 }
+// A launch only begins the work. A fault in it is reported by the calls that follow, and no call works after it.
 CUresult cuGraphLaunch(void *handle, void *stream) {
   Exec *exec = handle_get(EXEC, handle);
   if (!exec || !handle_get(STREAM, stream)) return CUDA_ERROR_INVALID_HANDLE;
+  if (broken) return broken;
   for (int i = 0; i < exec->count; i++) {
     CUresult result = node_run(&exec->nodes[i]);
-    if (result) return result;
+    if (result != CUDA_ERROR_ILLEGAL_ADDRESS && result) return result;
+    if (result) return broken = result, CUDA_SUCCESS;
   }
   return CUDA_SUCCESS;
 }

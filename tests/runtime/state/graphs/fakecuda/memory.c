@@ -106,6 +106,7 @@ CUresult cuMemAddressFree(CUdeviceptr address, size_t size) {
 }
 // NVIDIA names cudaMalloc as what captures forbid, and does not say whether this is another such call.
 CUresult cuMemCreate(uint64_t *handle, size_t size, const void *prop, uint64_t flags) {
+  if (broken) return broken;
   if (capture_forbids()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   if (!size || size % GRANULE) return CUDA_ERROR_INVALID_VALUE;
   if (taken + size > total()) return CUDA_ERROR_OUT_OF_MEMORY;
@@ -159,6 +160,7 @@ void memory_finish(void) {
   begun_count = 0;
 }
 static CUresult begin(CUdeviceptr to, const void *from, int value, size_t size) {
+  if (broken) return broken;
   if (!device_range(to, size)) return CUDA_ERROR_INVALID_VALUE;
   if (begun_count == 256) memory_finish();
   void *data = malloc(size ? size : 1);
@@ -169,6 +171,7 @@ static CUresult begin(CUdeviceptr to, const void *from, int value, size_t size) 
 CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t size) { return begin(to, from, 0, size); }
 CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t size) {
   memory_finish();
+  if (broken) return broken;
   return device_range(from, size) ? (memcpy(to, (void *)from, size), CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE;
 }
 CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t size) { return begin(to, NULL, value, size); }

@@ -143,6 +143,7 @@ static size_t cubin_size(const uint8_t *code) {
 }
 
 static CUresult load(const void *code, Image **made) {
+  if (broken) return broken;
   size_t size = cubin_size(code);
   if (!size) return CUDA_ERROR_INVALID_IMAGE;
   Image *image = calloc(1, sizeof *image);

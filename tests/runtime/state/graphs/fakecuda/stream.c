@@ -14,6 +14,7 @@ typedef struct {
 enum { RELAXED = 2 };
 static _Thread_local int captures, mode; // not relaxed ones; mode: of the thread's calls during a capture
 
+CUresult broken;
 static void *primary, *current;
 static int initialised;
 
@@ -48,7 +49,7 @@ CUresult cuDevicePrimaryCtxRelease_v2(int device) { return CUDA_SUCCESS; }
 CUresult cuCtxSetCurrent(void *context) { return current = context, CUDA_SUCCESS; }
 CUresult cuCtxGetCurrent(void **context) { return *context = current, CUDA_SUCCESS; }
 CUresult cuCtxGetDevice(int *device) { return *device = 0, current ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT; }
-CUresult cuCtxSynchronize(void) { return memory_finish(), current ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT; }
+CUresult cuCtxSynchronize(void) { return memory_finish(), current ? broken : CUDA_ERROR_INVALID_CONTEXT; }
 CUresult cuGetErrorName(CUresult code, const char **name) {
   static const struct {
     int code;
@@ -66,8 +67,8 @@ CUresult cuStreamCreate(void **stream, unsigned flags) {
 }
 CUresult cuStreamDestroy_v2(void *stream) { return handle_free(stream), CUDA_SUCCESS; }
 CUresult cuStreamSynchronize(void *stream) {
-  if (!stream) return memory_finish(), CUDA_SUCCESS;
-  return handle_get(STREAM, stream) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+  if (!stream) return memory_finish(), broken;
+  return handle_get(STREAM, stream) ? broken : CUDA_ERROR_INVALID_HANDLE;
 }
 CUresult cuEventCreate(void **event, unsigned flags) {
   return *event = handle_new(EVENT, calloc(1, sizeof(Stream))), CUDA_SUCCESS;
@@ -125,8 +126,9 @@ CUresult cuStreamGetCaptureInfo_v3(void *stream, int *status, uint64_t *id, void
 static CUresult submit(void *stream, Node *node, int programmatic) {
   Stream *s = handle_get(STREAM, stream);
   if (!s) return free(node), CUDA_ERROR_INVALID_HANDLE;
+  node->captured = 1;
   if (!s->graph) {
-    CUresult result = node_run(node);
+    CUresult result = broken ? broken : node_run(node);
     return free(node), result;
   }
   EdgeData data[WIDEST] = {0};
