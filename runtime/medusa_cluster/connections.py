@@ -20,7 +20,7 @@ from medusa_runtime.resource_limits import LEAST_FILES, most_files
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _POLL_S = 1.0
-_LATE = {"message": "the head came too slowly", "type": "invalid_request_error", "param": None}
+_TOO_SLOW = {"message": "the head came too slowly", "type": "invalid_request_error", "param": None}
 _MOST_WAITING = 8192  # connections without a request; one more closes the oldest
 
 
@@ -46,15 +46,15 @@ class Connections:
             begun_before = time.monotonic() - self._read_timeout_s
             for connection in list(self._waiting):
                 if connection.since is not None and connection.since < begun_before:
-                    connection.close(late=True)
+                    connection.close(timed_out=True)
 
-    def wait(self, connection: _Connection) -> None:
+    def add_waiting(self, connection: _Connection) -> None:
         """Note that a connection has no request. Closes the oldest such connection if there are too many."""
         if len(self._waiting) >= self._most_waiting:
             next(iter(self._waiting)).close()
         self._waiting[connection] = None
 
-    def end(self, connection: _Connection) -> None:
+    def remove_waiting(self, connection: _Connection) -> None:
         """Note that a request's whole head has come, or that the connection is closed."""
         self._waiting.pop(connection, None)
 
@@ -71,7 +71,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._connections.wait(self)
+        self._connections.add_waiting(self)
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -83,7 +83,7 @@ class _Connection(asyncio.Protocol):
         return self._inner.eof_received()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._connections.end(self)
+        self._connections.remove_waiting(self)
         self._inner.connection_lost(error)
 
     def pause_writing(self) -> None:
@@ -92,39 +92,39 @@ class _Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._inner.resume_writing()
 
-    def begin(self) -> None:
+    def begin_request(self) -> None:
         """Note that a request's whole head has come."""
         self._has_request, self.since = True, None
-        self._connections.end(self)
+        self._connections.remove_waiting(self)
 
-    def end(self) -> None:
+    def end_request(self) -> None:
         """Note that the request has been answered."""
         self._has_request = False
         if self._transport is not None and not self._transport.is_closing():
-            self._connections.wait(self)
+            self._connections.add_waiting(self)
 
-    def close(self, *, late: bool = False) -> None:
-        """Close the connection, with status 408 if a head came too ``late``."""
-        self._connections.end(self)
+    def close(self, *, timed_out: bool = False) -> None:
+        """Close the connection, with status 408 if its head has ``timed_out``."""
+        self._connections.remove_waiting(self)
         assert self._transport is not None
-        if late and not self._transport.is_closing():
-            body = json.dumps({"error": _LATE | {"code": "incomplete_head"}}, separators=(",", ":")).encode()
+        if timed_out and not self._transport.is_closing():
+            body = json.dumps({"error": _TOO_SLOW | {"code": "incomplete_head"}}, separators=(",", ":")).encode()
             head = "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
             self._transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self._transport.close()
 
 
 @web.middleware
-async def tell_connection(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def track_request(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Note at a request's connection when the request begins and ends."""
     connection = None if request.transport is None else request.transport.get_protocol()
     if not isinstance(connection, _Connection):
         return await handler(request)
-    connection.begin()
+    connection.begin_request()
     try:
         return await handler(request)
     finally:
-        connection.end()
+        connection.end_request()
 
 
 def http_logger() -> logging.Logger:

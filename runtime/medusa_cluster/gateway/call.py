@@ -13,19 +13,19 @@ from .faults import Fault
 _SEED_BITS = 48  # so that every JSON parser reads the seed exactly
 _PROMPT_BYTES, _MOST_FOR_PROMPT = 8192, 4.0  # each 8 KiB of a body cost as much as a sequence, up to four sequences
 
-# The routes of an instance. Those in SAMPLING take a seed, with which a second run draws the same tokens.
-SAMPLING = frozenset({"/v1/completions", "/v1/chat/completions"})
-OTHERS = frozenset(
+# The routes of an instance. Those in SAMPLING_ROUTES take a seed, with which a second run draws the same tokens.
+SAMPLING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
+OTHER_ROUTES = frozenset(
     {
         "/v1/responses", "/v1/messages",
         "/v1/embeddings", "/v1/rerank", "/v1/score", "/rerank", "/score", "/classify", "/pooling",
         "/tokenize", "/detokenize", "/medusa/describe", "/medusa/call",
     }
 )  # fmt: skip
-FRAMES = "/medusa/generate"  # takes a frame of the engine's socket, from a function with --engine cluster
+FRAME_ROUTE = "/medusa/generate"  # takes a frame of the engine's socket, from a function with --engine cluster
 _PASSED_ON = ("X-Request-Id", "Traceparent", "Tracestate", "Baggage")
 _NO_TEXT = frozenset({"role", "type", "image_url", "input_audio"})  # fields of a message that are not prompt text
-ROUTES = SAMPLING | OTHERS | {FRAMES}
+ROUTES = SAMPLING_ROUTES | OTHER_ROUTES | {FRAME_ROUTE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Call:
     prompt_bytes: int = 0  # the UTF-8 bytes of prompts given as text
 
 
-def understand(route: str, raw: bytes, given: Mapping[str, str]) -> Call:
-    """Read a request's body. ``given`` are its headers.
+def parse_call(route: str, raw: bytes, request_headers: Mapping[str, str]) -> Call:
+    """Read a request's body. ``request_headers`` are its headers.
 
     A sampling request without a seed gets one, so that it can be run again with the same tokens. Raises Fault 400.
     """
@@ -51,25 +51,25 @@ def understand(route: str, raw: bytes, given: Mapping[str, str]) -> Call:
     if not isinstance(model, str) or not model:
         raise Fault(400, "expected the name of a deployed model as model", code="invalid_value", param="model")
     sequences = 1.0
-    if route in SAMPLING:
+    if route in SAMPLING_ROUTES:
         if body.get("seed") is None:
             body["seed"] = secrets.randbits(_SEED_BITS)
             raw = json.dumps(body, separators=(",", ":")).encode()
         sequences = _sequences(body)
-    elif route == FRAMES:
+    elif route == FRAME_ROUTE:
         raw = _seeded_frame(body)
-    headers = {name: given[name] for name in _PASSED_ON if name in given}
+    headers = {name: request_headers[name] for name in _PASSED_ON if name in request_headers}
     cost = sequences + min(len(raw) / _PROMPT_BYTES, _MOST_FOR_PROMPT)
     return Call(route, model, raw, cost, headers, *_prompt(route, body))
 
 
 def _prompt(route: str, body: dict[str, Any]) -> tuple[int, int]:
     """Return the number of token ids in a prompt, and the UTF-8 bytes of its text."""
-    if route not in SAMPLING and route != FRAMES:
+    if route not in SAMPLING_ROUTES and route != FRAME_ROUTE:
         return 0, 0
     tokens, text_bytes = 0, 0
-    asked = body["frame"] if route == FRAMES else body
-    left = [asked.get("prompt"), asked.get("messages"), asked.get("tools")]
+    request = body["frame"] if route == FRAME_ROUTE else body
+    left = [request.get("prompt"), request.get("messages"), request.get("tools")]
     while left:
         part = left.pop()
         if isinstance(part, str):

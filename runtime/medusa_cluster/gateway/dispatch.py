@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from .faults import Fault
 from .metrics import Metrics
-from .routes import READY, STARTING, Deployed, Instance, Routes
+from .routes import READY, STARTING, DeployedModel, Instance, Routes
 
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _LEAST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
@@ -39,7 +39,7 @@ class _Waiter:
 
 @dataclass(slots=True)
 class _Model:
-    deployed: Deployed
+    deployed: DeployedModel
     waiting: deque[_Waiter] = field(default_factory=deque)
 
 
@@ -90,7 +90,7 @@ class Dispatch:
         for name in self._models:
             self._advance(name)
 
-    def deployed(self, name: str) -> Deployed:
+    def deployed(self, name: str) -> DeployedModel:
         """Return the model of this name, or the model that has an adapter of this name. Raises Fault 404."""
         found = self._models.get(name) or self._models.get(self._adapters.get(name, ""))
         if found is None:
@@ -221,7 +221,7 @@ class Dispatch:
                 standing.requests += 1
                 waiter.future.set_result(Lease(name, instance, waiter.cost))
 
-    def _choose(self, deployed: Deployed, waiter: _Waiter) -> Instance | None:
+    def _choose(self, deployed: DeployedModel, waiter: _Waiter) -> Instance | None:
         """Return the instance with the least work that has room, or None. Instances to avoid come last."""
         now = time.monotonic()
         best: tuple[bool, float, str] | None = None

@@ -15,7 +15,7 @@ from medusa_runtime.errors import MedusaError
 from medusa_runtime.prometheus import gauge
 from medusa_runtime.storage.peer_access import PeerAccess
 
-from .control import Control, NodeServers
+from .controller_api import ControllerApi, NodeServers
 from .dispatch import Dispatch
 from .health import Health
 from .metrics import Metrics
@@ -61,8 +61,8 @@ class Gateway:
         scheme = "https" if options.access.tls else "http"
         urls = [f"{scheme}://{address}" for address in options.addresses]
         self._servers = NodeServers(session, urls, headers, name=name, url=url)
-        self.control: Control = self._servers
-        self.table = RouteTable(self.control, self._use)
+        self.controller: ControllerApi = self._servers
+        self.table = RouteTable(self.controller, self._use)
         self.dispatch = Dispatch(options.max_waiting, self.metrics, self.table.wake)
         self._health = Health(session, headers, self.dispatch)
         self.relay = Relay(session, headers, self.dispatch, self._health, self.metrics, options.hold_s)
@@ -112,6 +112,6 @@ class Gateway:
         async with self._asking:
             if time.monotonic() - self._status_at > _STATUS_S:
                 with suppress(MedusaError):
-                    self._status = await self.control.status()
+                    self._status = await self.controller.status()
                 self._status_at = time.monotonic()
         return self._status | {"controller_away_s": round(self.table.away_s, 1)}

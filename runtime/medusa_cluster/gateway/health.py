@@ -20,7 +20,7 @@ _PROBE_S = 2.0
 _MOST_FAILURES = 3  # probes in a row
 
 
-class LostError(Exception):
+class InstanceLostError(Exception):
     """An instance was lost. ``began``: whether it may have begun to work on the request."""
 
     def __init__(self, reason: str, *, began: bool) -> None:
@@ -36,23 +36,23 @@ class Health:
         self._session = session
         self._headers = headers
         self._dispatch = dispatch
-        self._heard: dict[str, float] = {}
+        self._last_bytes_at: dict[str, float] = {}
         self._failures: dict[str, int] = {}
         self._lost: dict[str, Instance] = {}
         self._scopes: dict[str, set[asyncio.Timeout]] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
 
-    def heard(self, instance_id: str) -> None:
+    def note_bytes(self, instance_id: str) -> None:
         """Note that bytes came from an instance."""
-        self._heard[instance_id] = time.monotonic()
+        self._last_bytes_at[instance_id] = time.monotonic()
         self._failures.pop(instance_id, None)
 
     @asynccontextmanager
-    async def watched(self, instance: Instance) -> AsyncIterator[None]:
-        """Run a block that waits for an instance. Raises LostError if the instance is lost meanwhile."""
+    async def watch(self, instance: Instance) -> AsyncIterator[None]:
+        """Run a block that waits for an instance. Raises InstanceLostError if the instance is lost meanwhile."""
         if instance.id in self._lost:
-            raise LostError("it does not answer", began=True)
-        self._heard.setdefault(instance.id, time.monotonic())
+            raise InstanceLostError("it does not answer", began=True)
+        self._last_bytes_at.setdefault(instance.id, time.monotonic())
         scopes = self._scopes.setdefault(instance.id, set())
         scope = asyncio.timeout(None)
         try:
@@ -61,7 +61,7 @@ class Health:
                 yield
         except TimeoutError:
             if scope.expired():
-                raise LostError("it does not answer", began=True) from None
+                raise InstanceLostError("it does not answer", began=True) from None
             raise
         finally:
             scopes.discard(scope)
@@ -71,24 +71,24 @@ class Health:
         try:
             while True:
                 await asyncio.sleep(_PROBE_EVERY_S)
-                self._look()
+                self._start_probes()
         finally:
             for probe in self._probes.values():
                 probe.cancel()
 
-    def _look(self) -> None:
+    def _start_probes(self) -> None:
         silent_since = time.monotonic() - _PROBE_EVERY_S
         busy = {instance.id: instance for instance in self._dispatch.busy()}
         for key in set(self._lost) - set(self._dispatch.instances):
             del self._lost[key]
             self._dispatch.set_lost(key, False)  # it may come back with its node while it still has a request
-        for key in set(self._heard) - set(busy) - set(self._lost):
-            self._heard.pop(key)
+        for key in set(self._last_bytes_at) - set(busy) - set(self._lost):
+            self._last_bytes_at.pop(key)
             self._failures.pop(key, None)
             if not self._scopes.get(key):
                 self._scopes.pop(key, None)
         for key, instance in {**busy, **self._lost}.items():
-            if key not in self._probes and (key in self._lost or self._heard.get(key, 0.0) < silent_since):
+            if key not in self._probes and (key in self._lost or self._last_bytes_at.get(key, 0.0) < silent_since):
                 self._probes[key] = asyncio.create_task(self._probe(instance))
 
     async def _probe(self, instance: Instance) -> None:

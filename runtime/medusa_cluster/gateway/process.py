@@ -17,7 +17,7 @@ from medusa_runtime.resource_limits import make_room_for_files
 
 from ..connections import Connections, http_logger
 from .gateway import Gateway, GatewayOptions
-from .server import Server
+from .server import GatewayServer
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ async def serve(options: GatewayOptions, listener: socket.socket, on_listening: 
         connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
     ) as session:
         gateway = Gateway(options, session, _url(options, listener))
-        server = Server(gateway)
+        server = GatewayServer(gateway)
         runner = web.AppRunner(
             server.application(),
             handler_cancellation=True,
@@ -68,7 +68,7 @@ async def serve(options: GatewayOptions, listener: socket.socket, on_listening: 
             await runner.cleanup()
 
 
-async def _drain(server: Server, accepting: asyncio.Server, stop: asyncio.Event, drain_s: float) -> int:
+async def _drain(server: GatewayServer, accepting: asyncio.Server, stop: asyncio.Event, drain_s: float) -> int:
     """Accept no more connections, and let running requests end. A second signal ends them at once."""
     server.draining = True
     stop.clear()

@@ -12,11 +12,11 @@ from typing import Protocol
 
 import aiohttp
 
-from .call import SAMPLING, Call
+from .call import SAMPLING_ROUTES, Call
 from .dispatch import Dispatch, Lease
-from .exchange import Answer, BusyError, Exchange, exchange
 from .faults import Fault
-from .health import Health, LostError
+from .health import Health, InstanceLostError
+from .instance_response import Answer, BusyError, InstanceResponse, request_instance
 from .metrics import Metrics, ModelMetrics
 from .streaming import sse
 from .streaming.other_events import DivergedError
@@ -84,7 +84,7 @@ class Relay:
         progress.prompt_tokens = metrics.prompt_tokens(call.prompt_tokens, call.prompt_bytes)
         metrics.arrived.note(progress.prompt_tokens)
         try:
-            return await self._until_answered(call, client, progress, transcript)
+            return await self._run_until_answered(call, client, progress, transcript)
         except Fault as fault:
             if not progress.opened:
                 raise
@@ -93,7 +93,7 @@ class Relay:
         finally:
             _note_times(metrics, transcript, progress)
 
-    async def _until_answered(
+    async def _run_until_answered(
         self, call: Call, client: Client, progress: _Progress, transcript: Transcript
     ) -> Answer | None:
         avoid: frozenset[str] = frozenset()
@@ -103,11 +103,11 @@ class Relay:
             lease = await self._lease(call, avoid, progress, again)
             again = True
             try:
-                answer = await self._on(lease, call, client, progress, transcript)
+                answer = await self._run_on(lease, call, client, progress, transcript)
             except BusyError:
                 self._dispatch.pause(lease.instance.id)
                 metrics.retries["busy"] += 1
-            except LostError as error:
+            except InstanceLostError as error:
                 self._dispatch.pause(lease.instance.id)
                 avoid |= {lease.instance.id}
                 self._note_loss(call, lease, error, progress, metrics)
@@ -134,7 +134,7 @@ class Relay:
             raise Fault(fault.status, text, code=fault.code, retry_after_s=fault.retry_after_s) from None
 
     def _note_loss(
-        self, call: Call, lease: Lease, error: LostError, progress: _Progress, metrics: ModelMetrics
+        self, call: Call, lease: Lease, error: InstanceLostError, progress: _Progress, metrics: ModelMetrics
     ) -> None:
         metrics.retries["lost" if error.began else "absent"] += 1
         progress.runs += error.began
@@ -145,10 +145,10 @@ class Relay:
             text += f"the last one was {progress.lost}"
             raise Fault(503, text, code="instance_lost", retry_after_s=5.0) from None
 
-    async def _on(
+    async def _run_on(
         self, lease: Lease, call: Call, client: Client, progress: _Progress, transcript: Transcript
     ) -> Answer | None:
-        sent = exchange(
+        sent = request_instance(
             self._session,
             lease.instance,
             self._health,
@@ -160,7 +160,7 @@ class Relay:
             if not answer.is_stream:
                 whole = await answer.whole()
                 if progress.opened:  # an earlier run streamed, but this one refuses
-                    raise LostError(f"it answered with status {whole.status}", began=True)
+                    raise InstanceLostError(f"it answered with status {whole.status}", began=True)
                 self._count(call, whole)
                 return whole
             if not progress.opened:
@@ -171,18 +171,18 @@ class Relay:
             return None
 
     async def _stream(
-        self, answer: Exchange, call: Call, client: Client, progress: _Progress, transcript: Transcript
+        self, answer: InstanceResponse, call: Call, client: Client, progress: _Progress, transcript: Transcript
     ) -> None:
         metrics = self._metrics.of(call.model)
         async with aclosing(answer.events()) as events:
             async for event in events:
                 rest: bytes | None = event.raw
                 if event.data is not None and event.raw != sse.DONE:
-                    rest = self._take(event.raw, event.data, metrics, progress, transcript)
+                    rest = self._pass_event(event.raw, event.data, metrics, progress, transcript)
                 if rest is not None:
                     await client.send(rest)
 
-    def _take(
+    def _pass_event(
         self, raw: bytes, data: bytes, metrics: ModelMetrics, progress: _Progress, transcript: Transcript
     ) -> bytes | None:
         before = transcript.tokens
@@ -192,7 +192,7 @@ class Relay:
             progress.runs += 1
             raise
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise LostError(f"it sent an event that cannot be read: {error}", began=True) from None
+            raise InstanceLostError(f"it sent an event that cannot be read: {error}", began=True) from None
         if transcript.tokens > before:
             progress.last_at = time.monotonic()
             if progress.first_at is None:
@@ -203,7 +203,7 @@ class Relay:
 
     def _count(self, call: Call, answer: Answer) -> None:
         """Count the tokens of a whole answer. The time of its first token is unknown."""
-        if call.route in SAMPLING and answer.status == 200:
+        if call.route in SAMPLING_ROUTES and answer.status == 200:
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 usage, metrics = json.loads(answer.body)["usage"], self._metrics.of(call.model)
                 prompt_tokens = _token_count(usage["prompt_tokens"])

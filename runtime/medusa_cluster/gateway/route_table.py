@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from medusa_runtime.errors import MedusaError
 
-from .control import Control
+from .controller_api import ControllerApi
 from .routes import Routes
 
 logger = logging.getLogger(__name__)
@@ -23,12 +23,12 @@ Loads = Mapping[str, Mapping[str, float]]
 
 
 class RouteTable:
-    """The current routes. While the controller is away, the last ones stay. ``changed`` is called with new ones."""
+    """The current routes. While the controller is away, the last ones stay. ``on_change`` is called with new ones."""
 
-    def __init__(self, control: Control, changed: Callable[[Routes], None]) -> None:
-        self._control = control
-        self._changed = changed
-        self._wanted = asyncio.Event()
+    def __init__(self, controller: ControllerApi, on_change: Callable[[Routes], None]) -> None:
+        self._controller = controller
+        self._on_change = on_change
+        self._report_now = asyncio.Event()
         self._next_answer: asyncio.Future[None] | None = None  # to the next report; there if somebody waits for it
         self._away_since: float | None = time.monotonic()
         self._logged = False
@@ -42,13 +42,13 @@ class RouteTable:
 
     def wake(self) -> None:
         """Report at once, because a request waits."""
-        self._wanted.set()
+        self._report_now.set()
 
     async def refresh(self) -> None:
         """Report at once, and return when the controller has answered with its routes, or has not: see ``away_s``."""
         if self._next_answer is None:
             self._next_answer = asyncio.get_running_loop().create_future()
-        self._wanted.set()
+        self._report_now.set()
         await asyncio.shield(self._next_answer)
 
     async def follow(self) -> None:
@@ -56,14 +56,14 @@ class RouteTable:
         pause_s = _LEAST_PAUSE_S
         while True:
             try:
-                routes = await self._control.routes(self.current.version if self.known else "", _WAIT_S)
+                routes = await self._controller.routes(self.current.version if self.known else "", _WAIT_S)
             except MedusaError as error:
                 self._note_away(error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
             pause_s = _LEAST_PAUSE_S
-            self._take(routes)
+            self._on_answer(routes)
 
     async def report(self, loads: Callable[[], Loads]) -> None:
         """Report the load until cancelled: when it has changed, up to ten times a second, and at once after ``wake``.
@@ -71,25 +71,25 @@ class RouteTable:
         A load that has not changed is repeated twice a second, so that the controller knows that this gateway lives.
         """
         pause_s = _REPORT_S
-        told: Loads | None = None
-        told_at = 0.0
+        reported: Loads | None = None
+        reported_at = 0.0
         while True:
-            wanted, found = self._wanted.is_set(), loads()
-            self._wanted.clear()
-            if wanted or found != told or time.monotonic() - told_at >= _REPEAT_S:
+            report_now, found = self._report_now.is_set(), loads()
+            self._report_now.clear()
+            if report_now or found != reported or time.monotonic() - reported_at >= _REPEAT_S:
                 answer, self._next_answer = self._next_answer, None
                 try:
-                    self._take(await self._control.report(found, self.current.version if self.known else ""))
-                    pause_s, told, told_at = _REPORT_S, found, time.monotonic()
+                    self._on_answer(await self._controller.report(found, self.current.version if self.known else ""))
+                    pause_s, reported, reported_at = _REPORT_S, found, time.monotonic()
                 except MedusaError as error:
                     self._note_away(error)
-                    pause_s, told = min(2 * pause_s, _LONGEST_PAUSE_S), None
+                    pause_s, reported = min(2 * pause_s, _LONGEST_PAUSE_S), None
                 finally:
                     if answer is not None:
                         answer.set_result(None)
             try:
                 async with asyncio.timeout(pause_s):
-                    await self._wanted.wait()
+                    await self._report_now.wait()
             except TimeoutError:
                 continue
             if pause_s > _REPORT_S:
@@ -102,7 +102,7 @@ class RouteTable:
             self._logged = True
             logger.warning("the controller is away%s: %s", ", the last routes stay" if self.known else "", error)
 
-    def _take(self, routes: Routes | None) -> None:
+    def _on_answer(self, routes: Routes | None) -> None:
         """Note that the controller has answered, and use these routes if they are new."""
         if self._away_since is not None:
             if self._logged:
@@ -112,4 +112,4 @@ class RouteTable:
             return
         self.known = True
         self.current = routes
-        self._changed(routes)
+        self._on_change(routes)

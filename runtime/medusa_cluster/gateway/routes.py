@@ -27,7 +27,7 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
-class Deployed:
+class DeployedModel:
     """A deployed model: its name, its deployment as JSON, its instances, and the URLs of its adapters by name."""
 
     name: str
@@ -60,7 +60,7 @@ class Routes:
     """All deployed models by name. ``version`` is text to be compared for equality only."""
 
     version: str = ""
-    models: Mapping[str, Deployed] = field(default_factory=dict)
+    models: Mapping[str, DeployedModel] = field(default_factory=dict)
 
     def instances(self) -> dict[str, Instance]:
         """Return all instances of all models, by id."""
@@ -77,7 +77,7 @@ def parse(value: object) -> Routes:
         raise ClusterError(f"expected routes from the controller, found something else: {error!r}") from None
 
 
-def _deployed(name: str, entry: Mapping[str, Any]) -> Deployed:
+def _deployed(name: str, entry: Mapping[str, Any]) -> DeployedModel:
     instances = tuple(
         Instance(str(found["id"]), str(found.get("node", "")), str(found["url"]).rstrip("/"), str(found["state"]))
         for found in entry["instances"]
@@ -85,7 +85,7 @@ def _deployed(name: str, entry: Mapping[str, Any]) -> Deployed:
     deployment = dict(entry.get("deployment") or {})
     settings = deployment.get("settings")
     adapters = adapters_of(str(deployment.get("engine", "torch")), settings if isinstance(settings, Mapping) else {})
-    return Deployed(name, deployment, instances, adapters)
+    return DeployedModel(name, deployment, instances, adapters)
 
 
 def node_server(instance_url: str) -> str | None:

@@ -16,13 +16,13 @@ from aiohttp import web
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.storage.base import redacted
 
-from ..connections import Handler, tell_connection
-from .call import ROUTES, Call, understand
-from .exchange import Answer
+from ..connections import Handler, track_request
+from .call import ROUTES, Call, parse_call
 from .faults import Fault, compact
 from .gateway import Gateway
+from .instance_response import Answer
 from .page import page
-from .routes import Deployed
+from .routes import DeployedModel
 from .streaming import sse
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _OPEN_PATHS = ("/livez", "/readyz", "/health")
 
 
-class Server:
+class GatewayServer:
     """The HTTP server for a gateway's clients."""
 
     def __init__(self, gateway: Gateway) -> None:
@@ -48,7 +48,7 @@ class Server:
 
     def application(self) -> web.Application:
         limit = self._options.max_body_mb * 10**6
-        app = web.Application(middlewares=[tell_connection, self._guard], client_max_size=limit)
+        app = web.Application(middlewares=[track_request, self._guard], client_max_size=limit)
         app.on_response_prepare.append(self._finish_head)
         for route in sorted(ROUTES):
             app.router.add_post(route, self._answer)
@@ -85,7 +85,7 @@ class Server:
         with self._counted():
             try:
                 async with self._read(request) as raw:
-                    call = understand(request.path, raw, request.headers)
+                    call = parse_call(request.path, raw, request.headers)
                     # Requests for an adapter go to the instances of its model.
                     model = (await self._deployed(call.model)).name
                     call = replace(call, model=model)
@@ -102,7 +102,7 @@ class Server:
             finally:
                 self._gateway.metrics.of(model).requests[(request.path, status)] += 1
 
-    async def _deployed(self, model: str) -> Deployed:
+    async def _deployed(self, model: str) -> DeployedModel:
         """Return a deployed model.
 
         Raises Fault 404 if the controller says that it is not deployed, and 503 if the controller cannot be asked.
@@ -260,18 +260,18 @@ class _Client:
         self._write_timeout_s = write_timeout_s
         self._response: web.StreamResponse | None = None
         self._sent_at = 0.0
-        self._beating: asyncio.Task[None] | None = None
+        self._heartbeat_task: asyncio.Task[None] | None = None
 
     async def begin(self, headers: Mapping[str, str]) -> None:
         self._response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
         await self._response.prepare(self._request)
         self._sent_at = time.monotonic()
-        self._beating = asyncio.create_task(self._beat())
+        self._heartbeat_task = asyncio.create_task(self._send_heartbeats())
 
     async def send(self, data: bytes) -> None:
         assert self._response is not None
         self._sent_at = time.monotonic()
-        await self._in_time(self._response.write(data))
+        await self._within_timeout(self._response.write(data))
 
     async def send_whole(self, answer: Answer) -> web.StreamResponse:
         """Send a large answer that is no stream, in pieces. Raises ConnectionError like ``send``."""
@@ -282,7 +282,7 @@ class _Client:
             await self.send(answer.body[start : start + _PIECE_BYTES])
         return await self.end()
 
-    async def _in_time(self, writing: Awaitable[None]) -> None:
+    async def _within_timeout(self, writing: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(self._write_timeout_s):
                 await writing
@@ -294,14 +294,14 @@ class _Client:
     async def end(self) -> web.StreamResponse:
         assert self._response is not None
         self.close()
-        await self._in_time(self._response.write_eof())
+        await self._within_timeout(self._response.write_eof())
         return self._response
 
     def close(self) -> None:
-        if self._beating is not None:
-            self._beating.cancel()
+        if self._heartbeat_task is not None:
+            self._heartbeat_task.cancel()
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         with suppress(ConnectionError):
             while True:
                 await asyncio.sleep(_HEARTBEAT_S)
@@ -309,7 +309,7 @@ class _Client:
                     await self.send(sse.HEARTBEAT)
 
 
-def _entries(deployed: Deployed) -> list[dict[str, Any]]:
+def _entries(deployed: DeployedModel) -> list[dict[str, Any]]:
     """Return the entries of a model and its adapters in ``/v1/models``."""
     about = {"object": "model", "created": 0, "owned_by": "medusa-runtime"}
     model = {"id": deployed.name, **about, "root": deployed.name, "parent": None}

@@ -16,7 +16,7 @@ from medusa_runtime.errors import (
 )
 from medusa_runtime.storage.peer_access import PeerAccess
 
-from ..connections import Connections, http_logger, tell_connection
+from ..connections import Connections, http_logger, track_request
 from ..json_lines import error_answer
 from ..transport.auth import require_token
 from .controller_client import ControllerClient
@@ -44,7 +44,7 @@ class NodeHttpServer:
         self._forwarder = forwarder
         self._access = access
         self.app = web.Application(
-            client_max_size=_LARGEST_CALL_BYTES, middlewares=[tell_connection, require_token(access.token)]
+            client_max_size=_LARGEST_CALL_BYTES, middlewares=[track_request, require_token(access.token)]
         )
         self.app.router.add_get("/healthz", self._health)
         self.app.router.add_post("/cluster/{operation}", self._cluster)

@@ -45,14 +45,14 @@ class ClusterEngine:
         self._gateways = Gateways.of(settings)
         self._timeline = timeline
         self._lock = threading.Lock()
-        self._running: dict[str, _Running] = {}
-        self._generated = 0
-        self._prompted = 0
+        self._running: dict[str, _RunningRequest] = {}
+        self._generated_tokens = 0
+        self._prompt_tokens = 0
         self._first = True
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
         """Begin a request. Raises OverloadedError, and RequestError for a duplicate id. Later errors end the deltas."""
-        running = _Running(request, sink)
+        running = _RunningRequest(request, sink)
         with self._lock:
             if len(self._running) >= self._most:
                 raise OverloadedError(f"{len(self._running)} requests are running, as many as may; try again later")
@@ -66,7 +66,7 @@ class ClusterEngine:
             running = self._running.pop(request_id, None)
         if running is not None:
             running.cancel()
-            running.tell(_last(request_id, "cancelled"))
+            running.deliver(_final_delta(request_id, "cancelled"))
 
     def run(self, stop: threading.Event) -> None:
         stop.wait()
@@ -91,8 +91,8 @@ class ClusterEngine:
                 "running": len(self._running),
                 "waiting": 0,
                 "kv_tokens_used": 0,
-                "prompt_tokens_total": self._prompted,
-                "generated_tokens_total": self._generated,
+                "prompt_tokens_total": self._prompt_tokens,
+                "generated_tokens_total": self._generated_tokens,
             }
 
     def close(self) -> None:
@@ -100,13 +100,13 @@ class ClusterEngine:
             running, self._running = list(self._running.values()), {}
         for one in running:
             one.cancel()
-            one.tell(_last(one.request.id, "error", EngineError("the engine is stopping; try again")))
+            one.deliver(_final_delta(one.request.id, "error", EngineError("the engine is stopping; try again")))
 
     def _call(self, method: str, **arguments: Any) -> Any:
         answer = self._gateways.ask("/medusa/call", {"model": self._model, "method": method, "arguments": arguments})
         return answer["value"]
 
-    def _run(self, running: _Running) -> None:
+    def _run(self, running: _RunningRequest) -> None:
         """Run a request to its end. Runs in the request's own thread."""
         attempts = 0
         while True:
@@ -126,7 +126,7 @@ class ClusterEngine:
                 self._end(running, EngineError(f"the cluster's answer cannot be used: {error}"))
                 break
 
-    def _stream(self, running: _Running) -> None:
+    def _stream(self, running: _RunningRequest) -> None:
         frame = frames.request_to_frame(running.request)
         exchange = self._gateways.post("/medusa/generate", {"model": self._model, "frame": frame})
         running.attach(exchange)
@@ -145,28 +145,28 @@ class ClusterEngine:
         finally:
             exchange.close()
 
-    def _deliver(self, running: _Running, delta: Delta) -> None:
+    def _deliver(self, running: _RunningRequest, delta: Delta) -> None:
         running.begun = True
         with self._lock:
-            self._generated += len(delta.token_ids)
+            self._generated_tokens += len(delta.token_ids)
             first, self._first = self._first, False
             if delta.finish_reason is not None:
                 running.ended = True
-                self._prompted += delta.prompt_tokens
+                self._prompt_tokens += delta.prompt_tokens
                 if self._running.pop(running.request.id, None) is None:
                     return  # cancelled
         if first:
             self._timeline.mark("first_token")
-        running.tell(delta)
+        running.deliver(delta)
 
-    def _end(self, running: _Running, error: MedusaError) -> None:
+    def _end(self, running: _RunningRequest, error: MedusaError) -> None:
         with self._lock:
             if self._running.pop(running.request.id, None) is None:
                 return
-        running.tell(_last(running.request.id, "error", error))
+        running.deliver(_final_delta(running.request.id, "error", error))
 
 
-class _Running:
+class _RunningRequest:
     """A request under way."""
 
     def __init__(self, request: GenerateRequest, sink: Sink) -> None:
@@ -192,12 +192,12 @@ class _Running:
         if exchange is not None:
             exchange.abort()
 
-    def tell(self, delta: Delta) -> None:
+    def deliver(self, delta: Delta) -> None:
         try:
             self._sink(delta)
         except Exception:
             logger.exception("the sink of request %s failed", self.request.id)
 
 
-def _last(request_id: str, reason: str, error: MedusaError | None = None) -> Delta:
+def _final_delta(request_id: str, reason: str, error: MedusaError | None = None) -> Delta:
     return Delta(request_id, "", finish_reason=reason, error=None if error is None else (error.code, str(error)))

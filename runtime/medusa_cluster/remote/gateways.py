@@ -57,7 +57,7 @@ class Gateways:
 
     def __init__(self, addresses: Sequence[Address], token: str | None) -> None:
         self._addresses = list(addresses)
-        self._pulses = {address: _Pulse(address) for address in addresses}
+        self._probes = {address: _LivenessProbe(address) for address in addresses}
         self._headers = {"Content-Type": "application/json"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -102,7 +102,7 @@ class Gateways:
             exchange = self.post(path, body)
             try:
                 return json.loads(exchange.begin().read())
-            except StandstillError as error:
+            except GatewayHungError as error:
                 if not left:
                     raise UnreachableError(str(error)) from None
             except (OSError, http.client.HTTPException, ValueError) as error:
@@ -111,21 +111,21 @@ class Gateways:
                 exchange.close()
 
     def _check(self, address: Address) -> None:
-        """Raise StandstillError when a gateway, asked again and again, has not said that it lives."""
-        if not self._pulses[address].beats():
+        """Raise GatewayHungError when a gateway, asked again and again, has not said that it lives."""
+        if not self._probes[address].is_alive():
             self._put_last(address)
-            raise StandstillError(f"the gateway at {address.url} takes requests and answers none; it may hang")
+            raise GatewayHungError(f"the gateway at {address.url} takes requests and answers none; it may hang")
 
     def _put_last(self, address: Address) -> None:
         """Try the others first from now on. Several threads come here."""
         self._addresses = [*(other for other in self._addresses if other != address), address]
 
 
-class StandstillError(OSError):
+class GatewayHungError(OSError):
     """A gateway's process does not run, though the kernel still takes connections for it."""
 
 
-class _Pulse:
+class _LivenessProbe:
     """Whether a gateway says that it lives. All requests that wait for it share the probes."""
 
     def __init__(self, address: Address) -> None:
@@ -134,7 +134,7 @@ class _Pulse:
         self._probed_at = 0.0
         self._failures = 0
 
-    def beats(self) -> bool:
+    def is_alive(self) -> bool:
         """Probe it, unless that has just been done. False after several failures in a row."""
         with self._lock:
             if time.monotonic() - self._probed_at > _POLL_S / 2:
@@ -165,12 +165,12 @@ class Exchange:
     def begin(self) -> http.client.HTTPResponse:
         """Wait for the answer's head. Raises the MedusaError that an error's answer means, OSError, HTTPException.
 
-        While nothing comes, StandstillError is raised when the gateway stands still.
+        While nothing comes, GatewayHungError is raised when the gateway stands still.
         """
         response = http.client.HTTPResponse(cast("socket.socket", self._reader), method="POST")
         response.begin()
         if response.status != 200:
-            raise _as_error(response.status, response.headers.get("Retry-After"), response.read())
+            raise _error_from(response.status, response.headers.get("Retry-After"), response.read())
         self._reader.most_silent_s = _SILENT_S
         return response
 
@@ -216,7 +216,7 @@ def error_of(value: Any) -> MedusaError:
     return OverloadedError(message) if code == "overloaded" else EngineError(message)
 
 
-def _as_error(status: int, retry_after: str | None, body: bytes) -> MedusaError:
+def _error_from(status: int, retry_after: str | None, body: bytes) -> MedusaError:
     try:
         value = json.loads(body)
         error = value["error"]

@@ -12,7 +12,7 @@ pytest.importorskip("aiohttp")
 
 from aiohttp import web
 from medusa_cluster import connections as module
-from medusa_cluster.connections import Connections, tell_connection
+from medusa_cluster.connections import Connections, track_request
 
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 HEAD = b"GET / HTTP/1.1\r\nHost: g\r\n\r\n"
@@ -27,7 +27,7 @@ def serve(scenario: Callable[[Connect], Awaitable[None]]) -> None:
         return web.Response(text="answered")
 
     async def body() -> None:
-        app = web.Application(middlewares=[tell_connection])
+        app = web.Application(middlewares=[track_request])
         app.router.add_get("/", answer)
         runner = web.AppRunner(app)
         await runner.setup()

@@ -13,7 +13,7 @@ from medusa_cluster.gateway.dispatch import Dispatch, Lease
 from medusa_cluster.gateway.faults import Fault
 from medusa_cluster.gateway.health import Health
 from medusa_cluster.gateway.metrics import Metrics
-from medusa_cluster.gateway.routes import Deployed, Instance, Routes, node_server, parse
+from medusa_cluster.gateway.routes import DeployedModel, Instance, Routes, node_server, parse
 from medusa_runtime.errors import ClusterError
 
 Work = Callable[[Dispatch], Awaitable[None]]
@@ -24,7 +24,7 @@ def routes(**models: list[str]) -> Routes:
     return Routes(
         "1",
         {
-            name: Deployed(
+            name: DeployedModel(
                 name,
                 {"settings": {"max_concurrency": "4"}},
                 tuple(Instance(found, "n", f"http://n:8114/instances/{found}", "ready") for found in instances),
@@ -65,7 +65,7 @@ def test_a_lost_instance_that_left_the_routes_gets_requests_when_it_comes_back()
             held = await lease(dispatch)  # its client takes nothing, so it stays when the instance is lost
             health._lose(held.instance)
             dispatch.update(routes(m=[]))
-            health._look()
+            health._start_probes()
             dispatch.update(routes(m=["a"]))
             assert (await asyncio.wait_for(lease(dispatch), 5.0)).instance.id == "a"
             for probe in health._probes.values():
@@ -227,7 +227,7 @@ def test_routes_are_read_and_what_is_none_is_refused() -> None:
 
 @pytest.mark.parametrize(("value", "expected"), [("8", 8), (None, 64), ("x", 64), ("0", 1), ([], 64)])
 def test_the_places_of_an_instance_are_its_setting(value: object, expected: int) -> None:
-    assert Deployed("m", {"settings": {"max_concurrency": value}}).concurrency == expected
+    assert DeployedModel("m", {"settings": {"max_concurrency": value}}).concurrency == expected
 
 
 def test_those_behind_a_large_request_go_on_when_it_leaves() -> None:
@@ -263,7 +263,7 @@ def test_an_instance_that_was_lost_with_its_node_is_used_when_both_are_back() ->
 
 def test_settings_mean_to_a_gateway_what_they_mean_to_an_instance() -> None:
     settings = {"hold_s": "5s", "max_concurrency": "1" + "0" * 400}
-    deployed = Deployed("m", {"settings": settings})
+    deployed = DeployedModel("m", {"settings": settings})
     assert deployed.hold_s == 5.0
     assert deployed.concurrency == 10**400
-    assert Deployed("m", {"settings": {"hold_s": "nan", "max_concurrency": 0}}).hold_s is None
+    assert DeployedModel("m", {"settings": {"hold_s": "nan", "max_concurrency": 0}}).hold_s is None

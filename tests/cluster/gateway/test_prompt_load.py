@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cluster_stand_in import StandIn
 from gateway_fixtures import GatewayProcess, until
-from medusa_cluster.gateway.call import understand
+from medusa_cluster.gateway.call import parse_call
 from medusa_cluster.gateway.metrics import ModelMetrics, Rate
 
 _LOAD = ("waiting", "running", "tokens_per_s", "prefilled_per_s", "decoded_per_s")
@@ -41,7 +41,7 @@ _LOAD = ("waiting", "running", "tokens_per_s", "prefilled_per_s", "decoded_per_s
     ],
 )
 def test_a_prompt_is_measured_in_ids_and_bytes(route: str, body: dict[str, Any], expected: tuple[int, int]) -> None:
-    call = understand(route, json.dumps({"model": "m", **body}).encode(), {})
+    call = parse_call(route, json.dumps({"model": "m", **body}).encode(), {})
     assert (call.prompt_tokens, call.prompt_bytes) == expected
 
 

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from medusa_cluster.deployment import Deployment
 from medusa_cluster.json_lines import JsonLinesServer
-from medusa_cluster.node import listener as listener_module
+from medusa_cluster.node import http_server as http_server_module
 from medusa_cluster.node.controller_client import ControllerClient
 from medusa_cluster.node.forwarding import Forwarder
 from medusa_cluster.node.http_server import NodeHttpServer
@@ -251,7 +251,7 @@ def test_the_controllers_answers_come_through_any_node(tmp_path: Path) -> None:
 
 
 def test_heads_of_strangers_that_never_end_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_module, "_HEAD_S", 0.4)
+    monkeypatch.setattr(http_server_module, "_HEAD_S", 0.4)
 
     async def scenario(session: aiohttp.ClientSession, url: str, _: Upstream) -> None:
         host, _, port = url.removeprefix("http://").partition("/")[0].partition(":")

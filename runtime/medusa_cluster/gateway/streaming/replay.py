@@ -104,7 +104,7 @@ class Transcript:
             return None
         if known.text == known.tokens == known.others == 0:
             return choice
-        return _cut(choice, _decoded(text), known.tokens)
+        return _without_known(choice, _decoded(text), known.tokens)
 
     def _take_frame(self, raw: bytes, frame: dict[str, Any]) -> bytes | None:
         """Return what to send for a delta frame between engine and function, which has one sequence and token ids."""
@@ -126,7 +126,7 @@ class Transcript:
         ]
         return event(frame | {"values": values})
 
-    def _compare(self, record: _Choice, piece: _Piece) -> _Known:
+    def _compare(self, record: _Choice, piece: _Piece) -> _Overlap:
         """Compare a piece with what was sent, and record its new part. Raises DivergedError."""
         was_finished = record.finish_reason
         text = _overlap(record.text, record.repeated_text, piece.text)
@@ -145,11 +145,11 @@ class Transcript:
         if piece.finish_reason is not None and record.repeated_text < len(record.text):
             raise DivergedError  # the run ended before it repeated everything that was sent
         self.tokens += len(new_tokens) or bool(new_text)
-        return _Known(text, tokens, others, piece.finish_reason is not None and was_finished is None)
+        return _Overlap(text, tokens, others, piece.finish_reason is not None and was_finished is None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _Overlap:
     """The part of a piece that the client has already, and whether the piece ends the choice."""
 
     text: int
@@ -175,7 +175,7 @@ def _piece(choice: Mapping[str, Any]) -> _Piece:
     delta = choice.get("delta")
     if isinstance(delta, Mapping):
         text = delta.get("content") or ""
-        others = [_plain(name, value) for name, value in delta.items() if name not in _SILENT and value]
+        others = [_comparable(name, value) for name, value in delta.items() if name not in _SILENT and value]
         if isinstance(logprobs, Mapping):
             tokens = [str(entry.get("token")) for entry in logprobs.get("content") or []]
     else:
@@ -186,7 +186,7 @@ def _piece(choice: Mapping[str, Any]) -> _Piece:
     return _Piece(_encoded(text), tokens, others, choice.get("finish_reason"))
 
 
-def _plain(name: str, value: Any) -> str:
+def _comparable(name: str, value: Any) -> str:
     """Return a field of a delta as text, without the ids of tool calls, which differ from run to run."""
     if name == "tool_calls" and isinstance(value, list):
         value = [{key: part for key, part in call.items() if key != "id"} for call in value if isinstance(call, dict)]
@@ -201,7 +201,7 @@ def _decoded(text: bytes) -> str:
     return text.decode("utf-8", "surrogatepass")
 
 
-def _cut(choice: dict[str, Any], text: str, known_tokens: int) -> dict[str, Any]:
+def _without_known(choice: dict[str, Any], text: str, known_tokens: int) -> dict[str, Any]:
     """Return a choice with only ``text`` as its text, and without the log-probabilities of the first tokens."""
     logprobs = choice.get("logprobs")
     if isinstance(logprobs, dict):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import aiohttp
 
 from .faults import error_code, error_message
-from .health import Health, LostError
+from .health import Health, InstanceLostError
 from .routes import Instance
 from .streaming.sse import DONE, Event, Splitter
 
@@ -36,8 +36,8 @@ class Answer(NamedTuple):
     body: bytes
 
 
-class Exchange:
-    """An instance's answer whose head has arrived. Made by the context manager ``exchange``."""
+class InstanceResponse:
+    """An instance's answer whose head has arrived. Made by the context manager ``request_instance``."""
 
     def __init__(self, response: aiohttp.ClientResponse, instance: Instance, health: Health) -> None:
         self._response = response
@@ -54,39 +54,39 @@ class Exchange:
         return {name: self._response.headers[name] for name in _KEPT_HEADERS if name in self._response.headers}
 
     async def whole(self) -> Answer:
-        """Read the whole answer. Raises LostError and BusyError."""
+        """Read the whole answer. Raises InstanceLostError and BusyError."""
         pieces, size = [], 0
-        async with self._health.watched(self._instance):
-            with _breaking():
+        async with self._health.watch(self._instance):
+            with _as_instance_lost():
                 async for piece in self._response.content.iter_any():
-                    self._health.heard(self._instance.id)
+                    self._health.note_bytes(self._instance.id)
                     pieces.append(piece)
                     size += len(piece)
                     if size > _LARGEST_ANSWER_BYTES:
-                        raise LostError("its answer has no end", began=True)
+                        raise InstanceLostError("its answer has no end", began=True)
         body = b"".join(pieces)
         status = self._response.status
         if status in (404, 429) or status >= 500:
-            _judge(status, body)
+            _raise_if_unusable(status, body)
         return Answer(status, self.head(), body)
 
     async def events(self) -> AsyncGenerator[Event]:
-        """Yield the events of a stream, up to ``[DONE]``. Raises LostError if the stream ends before it."""
+        """Yield the events of a stream, up to ``[DONE]``. Raises InstanceLostError if the stream ends before it."""
         splitter = Splitter()
         while True:
-            async with self._health.watched(self._instance):
-                with _breaking():
+            async with self._health.watch(self._instance):
+                with _as_instance_lost():
                     piece = await self._response.content.readany()
             if not piece:
-                raise LostError("its stream ended early", began=True)
-            self._health.heard(self._instance.id)
+                raise InstanceLostError("its stream ended early", began=True)
+            self._health.note_bytes(self._instance.id)
             try:
                 events = splitter.feed(piece)
             except ValueError as error:
-                raise LostError(f"it sent {error}", began=True) from None
+                raise InstanceLostError(f"it sent {error}", began=True) from None
             for event in events:
                 if event.data is not None and event.data.startswith(b'{"error"'):
-                    _judge_event(event.data)
+                    _raise_if_error_event(event.data)
                 yield event
                 if event.raw == DONE:
                     self._done = True
@@ -102,7 +102,7 @@ class Exchange:
 
 
 @asynccontextmanager
-async def exchange(
+async def request_instance(
     session: aiohttp.ClientSession,
     instance: Instance,
     health: Health,
@@ -110,23 +110,23 @@ async def exchange(
     path: str,
     body: bytes,
     headers: Mapping[str, str],
-) -> AsyncIterator[Exchange]:
-    """Send a request to an instance, and wait for the head of its answer. Raises LostError."""
+) -> AsyncIterator[InstanceResponse]:
+    """Send a request to an instance, and wait for the head of its answer. Raises InstanceLostError."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-    health.heard(instance.id)
+    health.note_bytes(instance.id)
     try:
-        async with health.watched(instance):
+        async with health.watch(instance):
             response = await session.post(
                 instance.url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
             )
     except aiohttp.ClientConnectorError as error:
-        raise LostError(f"it cannot be reached ({error.os_error.strerror or error})", began=False) from None
+        raise InstanceLostError(f"it cannot be reached ({error.os_error.strerror or error})", began=False) from None
     except TimeoutError:
-        raise LostError("it cannot be reached in time", began=False) from None
+        raise InstanceLostError("it cannot be reached in time", began=False) from None
     except (aiohttp.ClientError, OSError) as error:
-        raise LostError(f"the connection broke ({error})", began=True) from None
-    health.heard(instance.id)
-    answer = Exchange(response, instance, health)
+        raise InstanceLostError(f"the connection broke ({error})", began=True) from None
+    health.note_bytes(instance.id)
+    answer = InstanceResponse(response, instance, health)
     try:
         yield answer
     finally:
@@ -134,33 +134,33 @@ async def exchange(
 
 
 @contextmanager
-def _breaking() -> Iterator[None]:
-    """Turn the errors of a broken connection into LostError."""
+def _as_instance_lost() -> Iterator[None]:
+    """Turn the errors of a broken connection into InstanceLostError."""
     try:
         yield
     except TimeoutError:
         raise
     except (aiohttp.ClientError, OSError) as error:
-        raise LostError(f"the connection broke ({error or type(error).__name__})", began=True) from None
+        raise InstanceLostError(f"the connection broke ({error or type(error).__name__})", began=True) from None
 
 
-def _judge(status: int, body: bytes) -> None:
-    """Raise LostError or BusyError for an error that another instance would probably not give."""
+def _raise_if_unusable(status: int, body: bytes) -> None:
+    """Raise InstanceLostError or BusyError for an error that another instance would probably not give."""
     code = error_code(body)
     if code in _ABSENT_CODES:
-        raise LostError(f"its node server answers {_said(status, body)}", began=False)
+        raise InstanceLostError(f"its node server answers {_describe_error(status, body)}", began=False)
     if status == 429 or (status == 503 and code in _BUSY_CODES):
         raise BusyError
     if status in (502, 503):  # its engine ended; a new engine does not know this request
-        raise LostError(f"it failed ({_said(status, body)})", began=True)
+        raise InstanceLostError(f"it failed ({_describe_error(status, body)})", began=True)
 
 
-def _said(status: int, body: bytes) -> str:
+def _describe_error(status: int, body: bytes) -> str:
     parts = [part for part in (error_code(body), error_message(body)) if part]
     return ": ".join(parts) or str(status)
 
 
-def _judge_event(data: bytes) -> None:
+def _raise_if_error_event(data: bytes) -> None:
     code = error_code(data)
     if code in _BUSY_CODES or code.startswith(_ENGINE_CODES):
-        raise LostError(f"it gave up ({code})", began=True)
+        raise InstanceLostError(f"it gave up ({code})", began=True)

@@ -13,7 +13,7 @@ from .routes import Routes, node_server, parse
 _CALL_S, _REPORT_S = 10.0, 3.0
 
 
-class Control(Protocol):
+class ControllerApi(Protocol):
     """The controller's operations that a gateway uses. Every call raises MedusaError if it gets no answer."""
 
     async def routes(self, version: str, wait_s: float) -> Routes:
@@ -42,8 +42,8 @@ class NodeServers:
         url: str,
     ) -> None:
         self._session = session
-        self._given = list(urls)
-        self._known = list(self._given)
+        self._configured = list(urls)
+        self._urls = list(self._configured)
         self._headers = headers
         self._name = name
         self.url = url
@@ -51,8 +51,8 @@ class NodeServers:
     def learn(self, found: Routes) -> None:
         """Use the node servers of all instances as well, so that the controller stays reachable if a node ends."""
         others = {node_server(instance.url) for instance in found.instances().values()}
-        known = [url for url in self._known if url in others or url in self._given]
-        self._known = known + [url for url in sorted(filter(None, others)) if url not in known]
+        known = [url for url in self._urls if url in others or url in self._configured]
+        self._urls = known + [url for url in sorted(filter(None, others)) if url not in known]
 
     async def routes(self, version: str, wait_s: float) -> Routes:
         answer = await self._call("routes", {"version": version, "wait_s": wait_s}, wait_s + _CALL_S)
@@ -69,16 +69,16 @@ class NodeServers:
 
     async def _call(self, operation: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
         failure: MedusaError = UnreachableError("no node server is known")
-        for url in tuple(self._known):
+        for url in tuple(self._urls):
             try:
                 return await self._ask(url, operation, arguments, timeout_s)
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 failure = UnreachableError(f"the node server {url} does not answer: {error or type(error).__name__}")
             except MedusaError as error:
                 failure = error
-            if url in self._known:  # ask another one first from now on
-                self._known.remove(url)
-                self._known.append(url)
+            if url in self._urls:  # ask another one first from now on
+                self._urls.remove(url)
+                self._urls.append(url)
         raise failure
 
     async def _ask(self, url: str, operation: str, arguments: Mapping[str, Any], timeout_s: float) -> Any:
