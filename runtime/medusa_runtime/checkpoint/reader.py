@@ -60,7 +60,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownArchive:
+class ArchiveRecord:
     """The recorded index of a PyTorch file.
 
     It is valid if the file still has this size, and its bytes from ``start`` on have this digest (SHA-256).
@@ -72,36 +72,36 @@ class KnownArchive:
     tensors: Mapping[str, TensorEntry]
 
 
-class Known(Protocol):
+class CheckpointRecord(Protocol):
     """A record that was made of a checkpoint earlier (in a state bundle)."""
 
     def begin(self, store: Store) -> None:
         """Start reading the record; ``store`` is the checkpoint's."""
 
     def files(self) -> Collection[str] | None:
-        """Wait for the record, and return the names of the checkpoint's small files; None if nothing is known."""
+        """Wait for the record, and return the names of the checkpoint's small files; None if there is no record."""
 
-    def archive(self, name: str) -> KnownArchive | None:
+    def archive(self, name: str) -> ArchiveRecord | None:
         """Return the recorded index of a PyTorch file, or None. Without it, several reads must follow each other."""
 
     def confirms(self, index: WeightIndex, files: Mapping[str, bytes]) -> bool:
         """Return whether the record describes this checkpoint."""
 
 
-def open_checkpoint(url: str, known: Known | None = None, store: Store | None = None) -> Checkpoint:
+def open_checkpoint(url: str, record: CheckpointRecord | None = None, store: Store | None = None) -> Checkpoint:
     """Index the checkpoint at ``url``, which is a folder, or a single safetensors or PyTorch file.
 
-    All requests are made at once, the weights' header first. Small files that do not exist according to ``known`` are
+    All requests are made at once, the weights' header first. Small files that do not exist according to ``record`` are
     not requested. ``store`` is the folder's store, if it is already open; it is closed if this function fails. Raises
     the store's errors, and CorruptError.
     """
     folder, name = split(url)
     store = store or open_store(folder)
     try:
-        if known is not None:
-            known.begin(store)
+        if record is not None:
+            record.begin(store)
         with ThreadPoolExecutor(_THREADS, "index") as pool:
-            return _Reader(store, pool, known).read(name)
+            return _Reader(store, pool, record).read(name)
     except BaseException:
         store.close()
         raise
@@ -129,10 +129,10 @@ _Entries = Mapping[str, HeaderEntry] | Mapping[str, TensorEntry]
 
 
 class _Reader:
-    def __init__(self, store: Store, pool: ThreadPoolExecutor, known: Known | None) -> None:
+    def __init__(self, store: Store, pool: ThreadPoolExecutor, record: CheckpointRecord | None) -> None:
         self._store = store
         self._pool = pool
-        self._known = known
+        self._record = record
 
     def read(self, name: str | None) -> Checkpoint:
         if name in ADAPTER_FILES:
@@ -144,7 +144,7 @@ class _Reader:
         single = self._pool.submit(self._header, name or SINGLE)
         sharded = None if name else self._pool.submit(self._small, SHARDED)
         small = {key: self._pool.submit(self._small, key) for key in _FIRST_FILES}
-        listed = self._known.files() if self._known else None
+        listed = self._record.files() if self._record else None
         left_out = [key for key in SMALL_FILES if listed is not None and key not in small and key not in listed]
         small |= {key: self._pool.submit(self._small, key) for key in SMALL_FILES if key not in (*small, *left_out)}
         try:
@@ -154,7 +154,7 @@ class _Reader:
                 future.cancel()
             raise
         files = {key: body for key, future in small.items() if (body := future.result()) is not None}
-        if left_out and self._known and not self._known.confirms(index, files):
+        if left_out and self._record and not self._record.confirms(index, files):
             files |= {key: body for key in left_out if (body := self._small(key)) is not None}
         return Checkpoint(self._store, index, files | self._of_modules(files.get(MODULES)) | names)
 
@@ -252,11 +252,11 @@ class _Reader:
         return self._shard(name, info, data_start), entries
 
     def _archive(self, name: str) -> tuple[Shard, _Entries]:
-        known = self._known.archive(name) if self._known else None
-        if known is not None and known.size_bytes - known.start <= _MOST_DIRECTORY_BYTES:
-            end, info = self._store.read(name, known.start, known.size_bytes)
-            if info.size == known.size_bytes and _digest(end) == known.digest:
-                return self._shard(name, info), known.tensors
+        record = self._record.archive(name) if self._record else None
+        if record is not None and record.size_bytes - record.start <= _MOST_DIRECTORY_BYTES:
+            end, info = self._store.read(name, record.start, record.size_bytes)
+            if info.size == record.size_bytes and _digest(end) == record.digest:
+                return self._shard(name, info), record.tensors
         head, info = self._store.read(name, 0, PREFIX_BYTES + 512)
 
         def read(start: int, stop: int) -> bytes:

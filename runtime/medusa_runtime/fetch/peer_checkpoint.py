@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from ..checkpoint.index import WeightIndex
-from ..checkpoint.reader import Checkpoint, Known
+from ..checkpoint.reader import Checkpoint, CheckpointRecord
 from ..errors import CorruptError
 from ..storage.framing import is_bundle_file, is_sent_to_peers
 from ..storage.peer import PeerIndex
@@ -23,10 +23,10 @@ class PeerCheckpoint(NamedTuple):
     chunk_bytes: int
 
 
-def open_peer_checkpoint(sources: SourcesStore, known: Known | None) -> PeerCheckpoint | None:
+def open_peer_checkpoint(sources: SourcesStore, record: CheckpointRecord | None) -> PeerCheckpoint | None:
     """Return the checkpoint of the first peer whose version the object store does not contradict; None without one.
 
-    ``known`` starts to read its record of the checkpoint meanwhile.
+    ``record``, the checkpoint's, is read meanwhile.
     """
     begun = False
     with closing(sources.peer_indexes()) as indexes:
@@ -37,13 +37,13 @@ def open_peer_checkpoint(sources: SourcesStore, known: Known | None) -> PeerChec
                 sources.exclude(found.node_url, f"it sends wrong bytes ({error})")
                 continue
             bundle = {name: body for name, body in found.files.items() if is_bundle_file(name)}
-            if known is not None and not begun and not bundle:
-                known.begin(sources)  # meanwhile
+            if record is not None and not begun and not bundle:
+                record.begin(sources)  # meanwhile
                 begun = True
             if sources.is_current({shard.name: shard.version for shard in index.shards}):
-                if known is not None and not begun:
+                if record is not None and not begun:
                     sources.take_bundle(bundle)
-                    known.begin(sources)
+                    record.begin(sources)
                 files = {name: body for name, body in found.files.items() if not is_bundle_file(name)}
                 return PeerCheckpoint(Checkpoint(sources, index, files), found.chunk_bytes)
             sources.exclude(found.node_url, "it has an older version of the model than the object store")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..checkpoint.index import WeightIndex
 from ..checkpoint.order import layers_first
-from ..checkpoint.reader import Checkpoint, Known, open_checkpoint
+from ..checkpoint.reader import Checkpoint, CheckpointRecord, open_checkpoint
 from ..errors import TooLargeError
 from ..region.chunks import chunk_bytes_for
 from ..region.layout import State
@@ -67,7 +67,7 @@ class Restored:
     late: Mapping[str, int]
 
 
-class Restoring(Known, Protocol):
+class Restoring(CheckpointRecord, Protocol):
     """A state bundle in use: ``state.restore.BundleRestorer``."""
 
     def restore(self, checkpoint: Checkpoint) -> Restored:

@@ -23,7 +23,7 @@ from .unused import report_unused
 # The modules that read a bundle are imported only if there is one: they take 10 ms, half of it for hashlib.
 if TYPE_CHECKING:
     from ..checkpoint.index import WeightIndex
-    from ..checkpoint.reader import Checkpoint, KnownArchive
+    from ..checkpoint.reader import ArchiveRecord, Checkpoint
     from ..config import Settings
     from ..region.late_files import LateFiles
     from ..region.writer import RegionWriter
@@ -116,12 +116,12 @@ class BundleRestorer:
         return self._remote if self._settings.state is None else scheme_of(self._settings.state) not in ("", "file")
 
     def files(self) -> Collection[str] | None:
-        """Return the files that the manifest lists (see ``Known``); None for a local checkpoint, which needs none."""
+        """Return the files that the manifest lists; None for a local checkpoint, which needs none."""
         manifest = self._wait()
         return manifest.files if manifest and self._remote else None
 
-    def archive(self, name: str) -> KnownArchive | None:
-        """Return a recorded index (see ``Known``). It may come from any artifact, because the reader verifies it."""
+    def archive(self, name: str) -> ArchiveRecord | None:
+        """Return a recorded index. It may come from any artifact, because the reader verifies it."""
         manifest = self._wait()
         for artifact in manifest.of_kind(WEIGHT_INDEX.name) if manifest and self._bundle else ():
             from .weight_index import RecordedIndex

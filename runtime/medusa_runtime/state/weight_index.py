@@ -21,7 +21,7 @@ from ..checkpoint.archive import directory_start
 from ..checkpoint.checksums import ALGORITHMS, Checksums, checksum_function
 from ..checkpoint.header import DTYPE_BITS
 from ..checkpoint.index import Shard, WeightIndex
-from ..checkpoint.reader import ARCHIVE_SUFFIXES, KnownArchive
+from ..checkpoint.reader import ARCHIVE_SUFFIXES, ArchiveRecord
 from ..errors import CorruptError, StateError
 from ..region.chunks import Chunks, chunk_bytes_for
 from ..region.reader import Region
@@ -45,14 +45,14 @@ class RecordedIndex:
     checksums: dict[str, array[int]]
     directories: dict[str, tuple[int, str]] = field(default_factory=dict)
 
-    def archive(self, name: str) -> KnownArchive | None:
+    def archive(self, name: str) -> ArchiveRecord | None:
         """Return the recorded index of a PyTorch file; None if there is none."""
         if name not in self.directories:
             return None
         number, shard = next((n, shard) for n, shard in enumerate(self.index.shards) if shard.name == name)
         tensors = {key: entry for key, entry in self.index.tensors.items() if entry.shard == number}
         start, digest = self.directories[name]
-        return KnownArchive(shard.size_bytes, start, digest, tensors)
+        return ArchiveRecord(shard.size_bytes, start, digest, tensors)
 
     @property
     def versions(self) -> list[str | None]:
