@@ -37,7 +37,7 @@ def index_s(url: str, state: str | None) -> float:
     if not child:
         settings = Settings(state=state)
         timeline = Timeline.create("prefetcher")
-        prefetch(region, url, settings=settings, timeline=timeline, restoring=BundleRestorer(settings, timeline))
+        prefetch(region, url, settings=settings, timeline=timeline, bundle=BundleRestorer(settings, timeline))
         os._exit(0)
     try:
         region.wait_index(60)

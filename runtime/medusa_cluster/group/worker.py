@@ -91,8 +91,8 @@ def run(settings: Settings, path: str, timeline_path: str | None = None, *, warm
         from medusa_runtime.state.restore import BundleRestorer
 
         assert settings.model is not None
-        restoring = BundleRestorer(settings, timeline)
-        prefetch(region, settings.model, settings=settings, timeline=timeline, nice=BESIDE_IMPORTS, restoring=restoring)
+        bundle = BundleRestorer(settings, timeline)
+        prefetch(region, settings.model, settings=settings, timeline=timeline, nice=BESIDE_IMPORTS, bundle=bundle)
         return 0
 
     def engine(timeline: Timeline) -> int:

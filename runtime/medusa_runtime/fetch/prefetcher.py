@@ -54,7 +54,7 @@ class Keeper(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredCheckpoint:
     """What a state bundle knows about a checkpoint.
 
     This is the index in its recorded order, the chunks' checksums, files for the engine, and the sizes of late files in
@@ -67,10 +67,10 @@ class Restored:
     late: Mapping[str, int]
 
 
-class Restoring(CheckpointRecord, Protocol):
+class OpenBundle(CheckpointRecord, Protocol):
     """A state bundle in use: ``state.restore.BundleRestorer``."""
 
-    def restore(self, checkpoint: Checkpoint) -> Restored:
+    def restore(self, checkpoint: Checkpoint) -> RestoredCheckpoint:
         """Return the parts of the bundle that are valid here. Never raises because of a bad bundle."""
 
     def start(self, writer: RegionWriter) -> None:
@@ -93,7 +93,7 @@ def prefetch(
     order: Sequence[str] | None = None,
     nice: int = 0,
     keeper: Keeper | None = None,
-    restoring: Restoring | None = None,
+    bundle: OpenBundle | None = None,
     store: Store | None = None,
     sources: SourcesStore | None = None,
 ) -> None:
@@ -106,7 +106,7 @@ def prefetch(
     ``order`` is a recorded execution order (``trace.py``); without it, the order is derived from the tensors' names.
     ``nice`` is added to the threads' niceness: BESIDE_IMPORTS if the first token also waits for imports here.
     ``keeper`` grants the memory, and is called when the region can be read.
-    ``restoring`` brings what a state bundle knows about the checkpoint.
+    ``bundle`` brings what a state bundle knows about the checkpoint.
     ``store`` is the checkpoint's, if the caller has opened it; it is closed here. ``sources`` is the store where peers
     may have the checkpoint; the region is then laid out for peers, too.
     """
@@ -120,29 +120,29 @@ def prefetch(
             if sources is not None:
                 from .peer_checkpoint import open_peer_checkpoint
 
-                peer_checkpoint = open_peer_checkpoint(sources, restoring)
+                peer_checkpoint = open_peer_checkpoint(sources, bundle)
             if peer_checkpoint is None:
-                checkpoint = open_checkpoint(url, restoring, sources or store)
+                checkpoint = open_checkpoint(url, bundle, sources or store)
             else:
                 checkpoint = peer_checkpoint.checkpoint
             if order is not None:
                 checkpoint = replace(checkpoint, index=checkpoint.index.reordered(order))
             detail |= {"tensors": len(checkpoint.index.tensors), "shards": len(checkpoint.index.shards)}
         try:
-            restored = Restored(checkpoint.index, checksums, {}, {})
-            if restoring is not None:
-                restored = restoring.restore(checkpoint)
+            restored = RestoredCheckpoint(checkpoint.index, checksums, {}, {})
+            if bundle is not None:
+                restored = bundle.restore(checkpoint)
             with Load(settings.load_priority) as load:
                 chunk_bytes = None if peer_checkpoint is None else peer_checkpoint.chunk_bytes
                 _fill(
                     writer,
                     checkpoint,
                     restored,
-                    FetchOptions(settings, timeline, nice, keeper, restoring, load, sources, chunk_bytes),
+                    FetchOptions(settings, timeline, nice, keeper, bundle, load, sources, chunk_bytes),
                 )
         finally:
-            if restoring is not None:
-                restoring.close()
+            if bundle is not None:
+                bundle.close()
             checkpoint.store.close()
     except BaseException as error:
         writer.fail(as_medusa(error))
@@ -159,7 +159,7 @@ class FetchOptions:
     timeline: Timeline
     nice: int
     keeper: Keeper | None
-    restoring: Restoring | None
+    bundle: OpenBundle | None
     load: Load
     sources: SourcesStore | None = None
     peers_chunk_bytes: int | None = None  # the chunk size of the peers' regions
@@ -180,7 +180,7 @@ class FetchOptions:
 
 
 def _admitted(
-    writer: RegionWriter, restored: Restored, files: Mapping[str, bytes], options: FetchOptions
+    writer: RegionWriter, restored: RestoredCheckpoint, files: Mapping[str, bytes], options: FetchOptions
 ) -> Mapping[str, int]:
     """Return the sizes of the late files if there is room for them beside the weights, or else nothing.
 
@@ -204,9 +204,9 @@ def _admitted(
     return late
 
 
-def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, options: FetchOptions) -> None:
+def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: RestoredCheckpoint, options: FetchOptions) -> None:
     index, checksums = restored.index, restored.checksums
-    settings, restoring = options.settings, options.restoring
+    settings, bundle = options.settings, options.bundle
     own: Sequence[str] = ()
     if settings.layers is not None:
         start, _, stop = settings.layers.partition(":")
@@ -218,8 +218,8 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, opti
         index = writer.lay_out(index, files, late, options.peer_chunk_bytes(restored))
         if options.keeper is not None:
             options.keeper.on_laid_out(writer)
-        if restoring is not None:
-            restoring.start(writer)
+        if bundle is not None:
+            bundle.start(writer)
         if checksums and not checksums.fits(writer.chunks.chunk_bytes, writer.chunks.count):
             checksums = None
         if options.sources is not None:
@@ -246,8 +246,8 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, opti
 
             assert isinstance(checkpoint.store, LocalStore)
             warm(writer, index, checksums, checkpoint.store)
-        if restoring is not None:
-            restoring.finish()
+        if bundle is not None:
+            bundle.finish()
         # A function that builds its module itself is the only reader, and may free memory.
         writer.finish(seal=settings.engine != "none")
 

@@ -24,8 +24,8 @@ def run_prefetcher(shared: Shared, timeline: Timeline) -> int:
     region, settings = shared.region, shared.settings
     assert region is not None
     assert settings.model is not None
-    restoring = BundleRestorer(settings, timeline)
-    prefetch(region, settings.model, settings=settings, timeline=timeline, nice=BESIDE_IMPORTS, restoring=restoring)
+    bundle = BundleRestorer(settings, timeline)
+    prefetch(region, settings.model, settings=settings, timeline=timeline, nice=BESIDE_IMPORTS, bundle=bundle)
     return 0
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import StateError
-from ..fetch.prefetcher import Restored
+from ..fetch.prefetcher import RestoredCheckpoint
 from ..storage.base import Store, open_store, redacted, scheme_of
 from .bundle.locate import BLOBS, FOLDER, MANIFEST, read_manifest
 from .kinds import KINDS, WEIGHT_INDEX, file_name
@@ -144,12 +144,12 @@ class BundleRestorer:
             artifact.key.get("layout") == layout for artifact in manifest.of_kind(WEIGHT_INDEX.name)
         )
 
-    def restore(self, checkpoint: Checkpoint) -> Restored:
+    def restore(self, checkpoint: Checkpoint) -> RestoredCheckpoint:
         """Return what the bundle adds to a fetch of this checkpoint: an order, checksums and more files."""
         manifest = self._wait()
         index, checksums = checkpoint.index, None
         if manifest is None:
-            return Restored(index, None, {}, {})
+            return RestoredCheckpoint(index, None, {}, {})
         from .bundle.reader import check_size
         from .key import Facts, Subject, choose_artifact
         from .trust import Trust
@@ -188,7 +188,9 @@ class BundleRestorer:
                 self._record_restored(kind.name, artifact, began_ns)
             except Exception as error:  # noqa: BLE001  a bundle is not trusted, and the start goes on without this one
                 report_unused(kind.name, error, self._timeline, began_ns)
-        return Restored(index, checksums, files, {name: artifact.size for name, artifact in self._late.items()})
+        return RestoredCheckpoint(
+            index, checksums, files, {name: artifact.size for name, artifact in self._late.items()}
+        )
 
     def start(self, writer: RegionWriter) -> None:
         """Start to fetch the large artifacts into the laid-out region, beside the weights."""

@@ -158,7 +158,7 @@ def region() -> Iterator[Region]:
 )
 def test_the_engine_starts_by_the_plan_in_its_region(region: Region, recorded: str | None, source: str) -> None:
     from medusa_runtime.engine.torch.engine import TorchEngine
-    from medusa_runtime.fetch.prefetcher import Restored, prefetch
+    from medusa_runtime.fetch.prefetcher import RestoredCheckpoint, prefetch
 
     block_bytes, tokens = 32768, 512
     layout = (("layers", 4), ("keys and values", 2), ("blocks", 0), ("tokens", 16), ("kv_heads", 4), ("head_dim", 32))
@@ -178,8 +178,8 @@ def test_the_engine_starts_by_the_plan_in_its_region(region: Region, recorded: s
         def confirms(self, *_: object) -> bool:
             return True
 
-        def restore(self, checkpoint: Any) -> Restored:
-            return Restored(checkpoint.index, None, {file_name("kv-plan"): data} if data else {}, {})
+        def restore(self, checkpoint: Any) -> RestoredCheckpoint:
+            return RestoredCheckpoint(checkpoint.index, None, {file_name("kv-plan"): data} if data else {}, {})
 
         def start(self, writer: object) -> None: ...
 
@@ -188,7 +188,7 @@ def test_the_engine_starts_by_the_plan_in_its_region(region: Region, recorded: s
         def close(self) -> None: ...
 
     settings, timeline = Settings(max_concurrency=4, threads=1), Timeline.create("engine")
-    prefetch(region, str(EXAMPLE), settings=settings, timeline=timeline, restoring=Given())
+    prefetch(region, str(EXAMPLE), settings=settings, timeline=timeline, bundle=Given())
     engine = TorchEngine(region, settings, timeline)
     try:
         stage = next(stage for stage in timeline.stages() if stage.name == "kv_plan")

@@ -110,7 +110,7 @@ def fill(region: Region, url: str, *, state: str | None = None, **settings_: str
     settings_ = {"trust_state": url, **settings_}
     settings = Settings(engine="vllm", state=state, connections=2, **settings_)  # type: ignore[arg-type]
     timeline = Timeline.create("prefetcher")
-    prefetch(region, url, settings=settings, timeline=timeline, restoring=BundleRestorer(settings, timeline))
+    prefetch(region, url, settings=settings, timeline=timeline, bundle=BundleRestorer(settings, timeline))
     return [stage for stage in timeline.stages() if stage.name == "restore"]
 
 
@@ -254,7 +254,7 @@ import medusa_vllm
 settings = Settings(engine="vllm", connections=2, trust_state=sys.argv[2])
 timeline = Timeline.create("prefetcher")
 region = Region(int(sys.argv[1]))
-prefetch(region, sys.argv[2], settings=settings, timeline=timeline, restoring=BundleRestorer(settings, timeline))
+prefetch(region, sys.argv[2], settings=settings, timeline=timeline, bundle=BundleRestorer(settings, timeline))
 """
 
 

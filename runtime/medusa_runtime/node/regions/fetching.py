@@ -243,7 +243,7 @@ def _fetch(
 
     in_cluster = cluster is not None and folder is None
     # For all engines, because it is not known yet which functions will use the model.
-    restoring = BundleRestorer(settings, timeline, engines=engine_names(), for_peers=in_cluster)
+    bundle = BundleRestorer(settings, timeline, engines=engine_names(), for_peers=in_cluster)
     writer.demand.listen(entry.demand_fd, paced=cluster is not None or settings.layers is not None)
     store = open_store_of(entry.key, policy) if folder is None else _open_folder(entry.key, folder)
     entry.heartbeats.keep("prefetcher")  # not earlier: this starts a thread, which must have the final rights
@@ -255,7 +255,7 @@ def _fetch(
         timeline=timeline,
         writer=writer,
         keeper=_Agent(channel, store if isinstance(store, LocalStore) else None),
-        restoring=restoring,
+        bundle=bundle,
         store=store,
         sources=sources,
     )
