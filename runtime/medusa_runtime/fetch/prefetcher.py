@@ -43,7 +43,7 @@ _MOST_PEER_CHUNKS = 1024
 BESIDE_IMPORTS = 10
 
 
-class Keeper(Protocol):
+class RegionOwner(Protocol):
     """The owner of regions that several functions share: the node agent."""
 
     def admit(self, region_bytes: int) -> None:
@@ -92,7 +92,7 @@ def prefetch(
     writer: RegionWriter | None = None,
     order: Sequence[str] | None = None,
     nice: int = 0,
-    keeper: Keeper | None = None,
+    owner: RegionOwner | None = None,
     bundle: OpenBundle | None = None,
     store: Store | None = None,
     sources: SourcesStore | None = None,
@@ -105,7 +105,7 @@ def prefetch(
     ``writer`` is the region's, if the caller already has it, to reserve memory ahead of time.
     ``order`` is a recorded execution order (``trace.py``); without it, the order is derived from the tensors' names.
     ``nice`` is added to the threads' niceness: BESIDE_IMPORTS if the first token also waits for imports here.
-    ``keeper`` grants the memory, and is called when the region can be read.
+    ``owner`` grants the memory, and is called when the region can be read.
     ``bundle`` brings what a state bundle knows about the checkpoint.
     ``store`` is the checkpoint's, if the caller has opened it; it is closed here. ``sources`` is the store where peers
     may have the checkpoint; the region is then laid out for peers, too.
@@ -138,7 +138,7 @@ def prefetch(
                     writer,
                     checkpoint,
                     restored,
-                    FetchOptions(settings, timeline, nice, keeper, bundle, load, sources, chunk_bytes),
+                    FetchOptions(settings, timeline, nice, owner, bundle, load, sources, chunk_bytes),
                 )
         finally:
             if bundle is not None:
@@ -158,13 +158,13 @@ class FetchOptions:
     settings: Settings
     timeline: Timeline
     nice: int
-    keeper: Keeper | None
+    owner: RegionOwner | None
     bundle: OpenBundle | None
     load: Load
     sources: SourcesStore | None = None
     peers_chunk_bytes: int | None = None  # the chunk size of the peers' regions
 
-    def peer_chunk_bytes(self, restored: Restored) -> int | None:
+    def peer_chunk_bytes(self, restored: RestoredCheckpoint) -> int | None:
         """Return the chunk size of a region for peers: that of their regions, or of the recorded checksums.
 
         None means that no peers read this region.
@@ -190,9 +190,9 @@ def _admitted(
     for late in (restored.late, {}):
         region_bytes = index.region_bytes + sum(late.values())
         try:
-            if options.keeper is not None:
+            if options.owner is not None:
                 plan = RegionPlan.of(index, files, late, options.peer_chunk_bytes(restored))
-                options.keeper.admit(plan.memory_bytes)
+                options.owner.admit(plan.memory_bytes)
             if writer.state == State.EMPTY:
                 more_bytes = max(region_bytes - writer.reserved_bytes, 0)
                 check_memory(index.total_bytes, more_bytes, options.settings.memory_limit_mb)
@@ -216,8 +216,8 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: RestoredCheckp
     late = _admitted(writer, restored, files, options)
     with options.timeline.stage("fetch", bytes=index.total_bytes) as detail:
         index = writer.lay_out(index, files, late, options.peer_chunk_bytes(restored))
-        if options.keeper is not None:
-            options.keeper.on_laid_out(writer)
+        if options.owner is not None:
+            options.owner.on_laid_out(writer)
         if bundle is not None:
             bundle.start(writer)
         if checksums and not checksums.fits(writer.chunks.chunk_bytes, writer.chunks.count):

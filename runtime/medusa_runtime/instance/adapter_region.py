@@ -97,29 +97,29 @@ def _from_agent(url: str, settings: Settings) -> HeldAdapter | None:
 
 def _fetched(url: str, settings: Settings, timeline: Timeline) -> Region:
     """Make a region that a thread fills, and return it when it is sealed, or its fetch has failed."""
-    region, keeper = Region.create(), _Keeper(settings)
+    region, owner = Region.create(), _AdapterOwner(settings)
     threading.Thread(
-        target=_fetch, args=(region, url, settings, timeline, keeper), name="adapter-fetch", daemon=True
+        target=_fetch, args=(region, url, settings, timeline, owner), name="adapter-fetch", daemon=True
     ).start()
-    keeper.sealed.wait()
+    owner.sealed.wait()
     return region
 
 
-def _fetch(region: Region, url: str, settings: Settings, timeline: Timeline, keeper: _Keeper) -> None:
+def _fetch(region: Region, url: str, settings: Settings, timeline: Timeline, owner: _AdapterOwner) -> None:
     from ..fetch.prefetcher import prefetch  # 20 ms, and only functions with adapters need it
 
     own = replace(settings, layers=None, memory_limit_mb=None, engine="torch")
     try:
-        prefetch(region, url, settings=own, timeline=timeline.named("adapter"), keeper=keeper)
+        prefetch(region, url, settings=own, timeline=timeline.named("adapter"), owner=owner)
     except MedusaError:
         pass  # the error is stored in the region, where everything that waits for the adapter finds it
     except Exception:
         logger.exception("an adapter could not be fetched")
     finally:
-        keeper.sealed.set()
+        owner.sealed.set()
 
 
-class _Keeper:
+class _AdapterOwner:
     """Limits an adapter's size, and seals its region before the engine gets it."""
 
     def __init__(self, settings: Settings) -> None:

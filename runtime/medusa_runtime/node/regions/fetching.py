@@ -254,7 +254,7 @@ def _fetch(
         settings=settings,
         timeline=timeline,
         writer=writer,
-        keeper=_Agent(channel, store if isinstance(store, LocalStore) else None),
+        owner=_Agent(channel, store if isinstance(store, LocalStore) else None),
         bundle=bundle,
         store=store,
         sources=sources,
@@ -297,7 +297,7 @@ def _limit_memory() -> None:
 
 
 class _Agent:
-    """The agent as the prefetcher's ``Keeper``."""
+    """The agent as the prefetcher's ``RegionOwner``."""
 
     def __init__(self, channel: socket.socket, store: LocalStore | None) -> None:
         self._channel = channel
