@@ -83,7 +83,7 @@ def unload_adapter(service: Service, body: Body) -> Response:
 
 def _check_allowed(service: Service, url: str) -> None:
     from medusa_runtime.state.trust import place_of  # only this route needs it
-    from medusa_runtime.storage.places import is_below
+    from medusa_runtime.storage.canonical_urls import is_below
 
     allowed = (service.settings.allow_lora or "").split(",")
     place = place_of(url)

@@ -23,7 +23,7 @@ from ..config import (
 from ..errors import ConfigError
 from ..limits import memory_available_bytes, memory_limit_bytes
 from ..registry import engine_names, is_remote
-from ..storage.places import canonical
+from ..storage.canonical_urls import canonical_url
 
 if TYPE_CHECKING:
     from ..storage.peer_access import PeerAccess
@@ -148,7 +148,7 @@ def _parts(text: str) -> list[str]:
 
 def _is_prefix(text: str) -> bool:
     """Return whether this is a valid prefix for a rule: ``*``, a folder, or a URL with a host or bucket."""
-    return text == "*" or canonical(text) is not None
+    return text == "*" or canonical_url(text) is not None
 
 
 def _prewarm(text: str) -> dict[str, int]:

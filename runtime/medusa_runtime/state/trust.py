@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from ..config import Settings
 from ..errors import MissingPackageError
 from ..storage.base import Store, redacted, scheme_of
-from ..storage.places import canonical, is_below
+from ..storage.canonical_urls import canonical_url, is_below
 from .bundle.locate import MANIFEST
 from .bundle.manifest import Manifest
 
@@ -120,7 +120,7 @@ def place_of(url: str, prefix: str = "") -> str | None:
     except ValueError:
         return None
     host = parts.netloc.rpartition("@")[2] if scheme in ("http", "https") else parts.netloc
-    return canonical(f"{scheme}://{host}{parts.path.rstrip('/')}/{prefix}")
+    return canonical_url(f"{scheme}://{host}{parts.path.rstrip('/')}/{prefix}")
 
 
 __all__ = ["Trust", "place_of"]

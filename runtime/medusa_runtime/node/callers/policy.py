@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...errors import NodeRefusedError
 from ...storage.base import redacted, scheme_of
-from ...storage.places import canonical, is_below
+from ...storage.canonical_urls import canonical_url, is_below
 from ..settings import AllowRule
 from .peer import Caller
 
@@ -67,7 +67,7 @@ class Policy:
         An agent that fetches only for its own user follows every redirect. One that serves other users follows only
         those to a URL below a prefix that a rule has opened, since it fetches from its own place in the network.
         """
-        place = canonical(url.partition("?")[0])
+        place = canonical_url(url.partition("?")[0])
         return not self._open_prefixes or (
             place is not None and any(is_below_prefix(place, prefix) for prefix in self._open_prefixes)
         )

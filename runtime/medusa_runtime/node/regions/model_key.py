@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from ...errors import NodeError
 from ...storage.base import FSSPEC_EXTRAS, redacted, scheme_of
-from ...storage.places import canonical
+from ...storage.canonical_urls import canonical_url
 
 # The stores that an agent fetches from. fsspec knows many more schemes, and some of them (local, reference, zip,
 # simplecache …) read files of the machine they run on.
@@ -40,7 +40,7 @@ def _local_key(url: str) -> str:
     if not path.isprintable():
         raise NodeError(f"{url}: expected a path of printable characters")
     path.encode()
-    key = canonical(path)
+    key = canonical_url(path)
     assert key is not None
     return key
 
@@ -49,7 +49,7 @@ def _store_key(url: str, scheme: str) -> str:
     if scheme not in FETCHED_SCHEMES or "::" in url:
         known = ", ".join(f"{name}://" for name in sorted(FETCHED_SCHEMES))
         raise NodeError(f"{redacted(url)[:200]}: expected an absolute path or one of {known} for the node agent")
-    key = canonical(url)
+    key = canonical_url(url)
     if key is None:
         raise NodeError(f"{redacted(url)}: expected a URL without '..', '.', a backslash or empty parts")
     return key

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from medusa_runtime.errors import UnreachableError
 from medusa_runtime.storage.base import open_store
-from medusa_runtime.storage.places import canonical, is_below
+from medusa_runtime.storage.canonical_urls import canonical_url, is_below
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ from medusa_runtime.storage.places import canonical, is_below
     ],
 )
 def test_one_spelling(url: str, place: str) -> None:
-    assert canonical(url) == place
-    assert canonical(place) == place
+    assert canonical_url(url) == place
+    assert canonical_url(place) == place
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_one_spelling(url: str, place: str) -> None:
     ],
 )  # fmt: skip
 def test_what_may_lead_elsewhere_has_none(url: str) -> None:
-    assert canonical(url) is None
+    assert canonical_url(url) is None
     assert not is_below("https://host/m", url)
 
 

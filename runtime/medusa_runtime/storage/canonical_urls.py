@@ -13,7 +13,7 @@ _UNRESERVED = re.compile("[A-Za-z0-9._~-]")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
-def canonical(url: str) -> str | None:
+def canonical_url(url: str) -> str | None:
     """Return the canonical spelling of a URL or an absolute path; None for one that may lead to another place.
 
     The scheme and a web server's name are in lower case, without the scheme's own port. Only characters that need it
@@ -31,7 +31,7 @@ def canonical(url: str) -> str | None:
 
 def is_below(place: str, prefix: str) -> bool:
     """Return whether a canonical place is ``prefix`` or below it. ``s3://b/team-b`` is not below ``s3://b/team``."""
-    named = canonical(prefix)
+    named = canonical_url(prefix)
     return named is not None and (place == named or place.startswith(named.rstrip("/") + "/"))
 
 
