@@ -52,7 +52,7 @@ class Filling:
         for name in names:
             data = memoryview(self._data[name])
             for chunk in self.writer.chunks.covering(self.index.tensors[name].shard, 0, len(data)):
-                _, start, stop = self.writer.chunks.place(chunk)
+                _, start, stop = self.writer.chunks.shard_range(chunk)
                 with self.writer.buffer(chunk) as buffer:
                     buffer[:] = data[start:stop]
                 self.writer.publish(chunk)

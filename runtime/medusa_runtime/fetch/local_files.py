@@ -71,7 +71,7 @@ def warm(writer: RegionWriter, index: WeightIndex, checksums: Checksums | None, 
         schedule = Schedule(writer)
         while (span := schedule.take(1)) is not None:
             for chunk in span.chunks:
-                place, start, stop = chunks.place(chunk)
+                place, start, stop = chunks.shard_range(chunk)
                 files[place].pull(start, stop)
                 if checksums:
                     with files[place].view(start, stop) as data:

@@ -193,7 +193,7 @@ class Schedule:
         chunk, position = first + count, self._next + count
         if chunk >= self._chunks.count or self._taken[chunk] or (chunk in self._urgent) != (first in self._urgent):
             return False
-        if self._chunks.place(chunk).shard != self._chunks.place(first).shard:
+        if self._chunks.shard_range(chunk).shard != self._chunks.shard_range(first).shard:
             return False
         return not in_order or (position < len(self._pending) and self._pending[position] == chunk)
 

@@ -198,7 +198,7 @@ class Streams:
         chunks = self._writer.chunks
         if self._peers is not None or not late.span.first <= chunk < late.span.first + late.span.length:
             return 0
-        begun = late.done_bytes - (chunks.place(chunk).start - chunks.place(late.span.first).start)
+        begun = late.done_bytes - (chunks.shard_range(chunk).start - chunks.shard_range(late.span.first).start)
         return begun if 0 < begun < chunks.size(chunk) else 0
 
     def _hold(self, flight: InFlightRange) -> None:
@@ -311,7 +311,7 @@ class Streams:
     def _fetch(self, span: Span, late: InFlightRange | None = None) -> None:
         """Fetch one range, unless another request for it is faster. For a hedge, ``late`` is the first request."""
         chunks = self._writer.chunks
-        size_bytes = chunks.place(span.first + span.length - 1).stop - chunks.place(span.first).start
+        size_bytes = chunks.shard_range(span.first + span.length - 1).stop - chunks.shard_range(span.first).start
         flights, failure, given_back = self._schedule.flights, None, False
         begun = 0 if late is None else self._begun_bytes(span.first, late)
         flight = flights.begin(span, size_bytes - begun, is_hedge=late is not None)
@@ -342,7 +342,7 @@ class Streams:
                 return
             except Mismatch as wrong:
                 chunks = self._writer.chunks
-                place = chunks.place(wrong.chunk)
+                place = chunks.shard_range(wrong.chunk)
                 where = f"{self._index.shards[place.shard].name}, bytes {place.start} to {place.stop} of its data"
                 checksums = self._checksums  # None: another connection has just found that they belong to other weights
                 if wrong.chunk == again and checksums and checksums.pinned:
@@ -361,7 +361,7 @@ class Streams:
     def _fetch_once(self, span: Span, flight: InFlightRange, begun: int) -> None:
         """Fetch a range. Another request has already brought its first ``begun`` bytes into the region."""
         chunks = self._writer.chunks
-        place = chunks.place(span.first)
+        place = chunks.shard_range(span.first)
         shard = self._index.shards[place.shard]
         start = shard.data_start + place.start
 

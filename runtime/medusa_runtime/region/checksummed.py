@@ -124,7 +124,7 @@ class ChecksummedRegion:
 
     def send_job(self, chunks: range) -> SendJob:
         """Return the argument of ``CompiledChunks.send`` for neighbouring chunks of one shard."""
-        places = ChunkPointers(
+        pointers = ChunkPointers(
             count=len(chunks),
             bytes=self.chunk_bytes,
             last_bytes=self.chunks.size(chunks.stop - 1),
@@ -132,11 +132,11 @@ class ChecksummedRegion:
             checksums=self._address + self._sums_offset + 8 * chunks.start,
             fetched=self._address + 8 * Word.FETCHED_BYTES,
         )
-        return SendJob(chunks=places, offset=self.offset(chunks.start), file=self.file.fileno())
+        return SendJob(chunks=pointers, offset=self.offset(chunks.start), file=self.file.fileno())
 
     def offset(self, chunk: int) -> int:
         """Return where a chunk begins in the region's file."""
-        shard, start, _ = self.chunks.place(chunk)
+        shard, start, _ = self.chunks.shard_range(chunk)
         return int(self._data_offset + self.index.shards[shard].offset + start)
 
     def close(self) -> None:

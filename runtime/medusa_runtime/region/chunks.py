@@ -12,7 +12,7 @@ _LARGEST_BYTES = 8 << 20
 _MOST = 8192
 
 
-class Place(NamedTuple):
+class ShardRange(NamedTuple):
     """Bytes [start, stop) of a shard's data section."""
 
     shard: int
@@ -61,11 +61,11 @@ class Chunks:
         """Return the size of a chunk in bytes."""
         return self._short.get(chunk, self.chunk_bytes)
 
-    def place(self, chunk: int) -> Place:
+    def shard_range(self, chunk: int) -> ShardRange:
         # Shards without data share their first number with the next one; the last of them holds the chunk.
         shard = bisect_right(self._firsts, chunk) - 1
         start = (chunk - self._firsts[shard]) * self.chunk_bytes
-        return Place(shard, start, start + self.size(chunk))
+        return ShardRange(shard, start, start + self.size(chunk))
 
     def order(self) -> list[int]:
         """Return all chunks that hold tensors, in the order in which the execution order first needs them."""

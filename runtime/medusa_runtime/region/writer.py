@@ -184,9 +184,9 @@ class RegionWriter:
 
     def buffer(self, chunk: int, count: int = 1) -> memoryview:
         """Return the memory of ``count`` neighbouring chunks of one shard. Release the view before ``finish``."""
-        stop = self.chunks.place(chunk + count - 1).stop
+        stop = self.chunks.shard_range(chunk + count - 1).stop
         start = self._offset(chunk)
-        return self._memory.bytes[start : start + stop - self.chunks.place(chunk).start]
+        return self._memory.bytes[start : start + stop - self.chunks.shard_range(chunk).start]
 
     def prepare(self, chunk: int) -> None:
         """Allocate the pages of a chunk that is about to be received straight into its ``buffer``."""
@@ -204,7 +204,7 @@ class RegionWriter:
 
     def _offset(self, chunk: int) -> int:
         """Return where a chunk begins in the region."""
-        shard, start, _ = self.chunks.place(chunk)
+        shard, start, _ = self.chunks.shard_range(chunk)
         return self._memory.words[Word.DATA_OFFSET] + self._index.shards[shard].offset + start
 
     def publish(self, chunk: int, checksum: int | None = None) -> None:

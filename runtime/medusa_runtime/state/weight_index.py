@@ -157,7 +157,7 @@ def record_index(region: Region, order: Sequence[str] | None) -> RecordedIndex:
     functions = {name: function for name in ALGORITHMS if (function := checksum_function(name)) is not None}
     checksums = {name: array("Q", bytes(8 * chunks.count)) for name in functions}
     for chunk in range(chunks.count):
-        shard, start, stop = chunks.place(chunk)
+        shard, start, stop = chunks.shard_range(chunk)
         region.wait(start, stop, shard)
         with region.shard(shard)[start:stop] as data:
             for name, function in functions.items():

@@ -45,7 +45,7 @@ def publish(model: Model, folder: Path) -> list[str]:
     checkpoint.store.close()
     index = checkpoint.index.reordered(sorted(checkpoint.index.order, reverse=True))
     chunks = Chunks(index, chunk_bytes_for(index))
-    places = [chunks.place(chunk) for chunk in range(chunks.count)]
+    places = [chunks.shard_range(chunk) for chunk in range(chunks.count)]
     sums = array("Q", [zlib.crc32(model.data[place.start : place.stop]) for place in places])
     blob = RecordedIndex(index, chunks.chunk_bytes, {"crc32": sums}).to_bytes()
     key = Facts(Subject(index, {}, Settings(engine="torch"))).key(WEIGHT_INDEX.facts)

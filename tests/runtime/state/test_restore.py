@@ -57,7 +57,7 @@ class Published:
         index = self.index.reordered(ORDER)
         chunks = Chunks(index, chunk_bytes_for(index))
         data = self.origin.objects["/m/model.safetensors"][index.shards[0].data_start :]
-        places = [chunks.place(chunk) for chunk in range(chunks.count)]
+        places = [chunks.shard_range(chunk) for chunk in range(chunks.count)]
         values = array("Q", [zlib.crc32(data[place.start : place.stop]) for place in places])
         if not pinned:
             index = type(index)(
