@@ -203,7 +203,7 @@ def trust_prefixes(value: str) -> str:
     Returns them without spaces. Raises ValueError with the accepted form.
     """
     parts = [part.strip() for part in value.split(",") if part.strip()]
-    if not parts or not all(map(_is_prefix, parts)):
+    if not parts or not all(map(_is_trust_prefix, parts)):
         raise ValueError(
             "absolute folders and URL prefixes with a host or bucket, such as /models/ or s3://bucket/team/, "
             "with commas between them"
@@ -211,7 +211,7 @@ def trust_prefixes(value: str) -> str:
     return ",".join(parts)
 
 
-def _is_prefix(text: str) -> bool:
+def _is_trust_prefix(text: str) -> bool:
     scheme, separator, rest = text.partition("://")
     if ".." in text.split("/") or any(mark in text for mark in "?#*\\"):
         return False

@@ -146,7 +146,7 @@ def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _is_prefix(text: str) -> bool:
+def _is_rule_prefix(text: str) -> bool:
     """Return whether this is a valid prefix for a rule: ``*``, a folder, or a URL with a host or bucket."""
     return text == "*" or canonical_url(text) is not None
 
@@ -173,7 +173,7 @@ def _allow(text: str) -> tuple[AllowRule, ...]:
             raise ValueError(f"users with numbers of at most {_MOST_UID_DIGITS} digits")
         else:
             found.append(AllowRule(prefix, frozenset(map(int, users.split("+")))))
-    if not found or not all(_is_prefix(allowed.prefix) for allowed in found):
+    if not found or not all(_is_rule_prefix(allowed.prefix) for allowed in found):
         raise ValueError("URL prefixes such as s3://bucket/team/, each with =uid or =uid+uid for these users alone")
     return tuple(found)
 
@@ -182,7 +182,7 @@ def _quota(text: str) -> dict[str, int]:
     found = {}
     for part in _parts(text):
         prefix, sign, size = part.rpartition("=")
-        if not sign or not _is_prefix(prefix):
+        if not sign or not _is_rule_prefix(prefix):
             raise ValueError("prefix=size such as s3://bucket/team/=20GB")
         found[prefix] = size_bytes(size)
     return found
@@ -197,7 +197,7 @@ def _sockets(text: str) -> tuple[ListenSocket, ...]:
     for part in filter(None, (part.strip() for part in text.split(";"))):
         path, sign, prefixes = part.partition("=")
         listener = ListenSocket(path, tuple(_parts(prefixes)))
-        if not path.startswith("/") or (sign and not listener.prefixes) or not all(map(_is_prefix, listener.prefixes)):
+        if not path.startswith("/") or (sign and not listener.prefixes) or not all(map(_is_rule_prefix, listener.prefixes)):
             raise ValueError(
                 "an absolute path, or PATH=PREFIX[,PREFIX] such as /run/a.sock=s3://bucket/a/ for a tenant"
             )
