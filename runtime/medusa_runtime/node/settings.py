@@ -197,7 +197,8 @@ def _sockets(text: str) -> tuple[ListenSocket, ...]:
     for part in filter(None, (part.strip() for part in text.split(";"))):
         path, sign, prefixes = part.partition("=")
         listener = ListenSocket(path, tuple(_parts(prefixes)))
-        if not path.startswith("/") or (sign and not listener.prefixes) or not all(map(_is_rule_prefix, listener.prefixes)):
+        lacks_prefixes = sign and not listener.prefixes
+        if not path.startswith("/") or lacks_prefixes or not all(map(_is_rule_prefix, listener.prefixes)):
             raise ValueError(
                 "an absolute path, or PATH=PREFIX[,PREFIX] such as /run/a.sock=s3://bucket/a/ for a tenant"
             )
