@@ -189,14 +189,14 @@ class Adapters:
 
     def _fetch(self, entry: _Entry) -> None:
         from medusa_runtime.instance.adapter_region import open_adapter
-        from medusa_runtime.region.handed import descriptors_of
+        from medusa_runtime.region.fd_passing import descriptors_to_pass
 
         held: HeldAdapter | None = None
         error: MedusaError | None = None
         descriptors: list[int] = []
         try:
             held = open_adapter(entry.url, self._settings, self._timeline)
-            descriptors = descriptors_of(held.region)
+            descriptors = descriptors_to_pass(held.region)
         except MedusaError as found:
             error = found
         except Exception as found:

@@ -185,7 +185,7 @@ class EngineClient:
     def add_adapter(self, name: str, descriptors: list[int]) -> None:
         """Give an adapter to this socket's engine, and to every later one. Takes over the descriptors.
 
-        ``region.handed`` says what the descriptors are. Requests that are sent from now on may name the adapter. If it
+        ``region.fd_passing`` says what the descriptors are. Requests that are sent from now on may name the adapter. If it
         cannot be used, these requests and ``wait_adapter`` get the error.
         """
         self.start()

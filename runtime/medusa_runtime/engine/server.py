@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import MedusaError, OverloadedError, RequestError
 from ..process import hang_up
-from ..region.handed import open_handed
+from ..region.fd_passing import region_from_descriptors
 from ..resource_limits import as_limit_error
 from . import frames
 from .base import Delta, Engine, GenerateRequest
@@ -191,7 +191,7 @@ class _Connection:
             name = frame.get("name")
             if not isinstance(name, str) or not descriptors or not hasattr(self._engine, "add_adapter"):
                 raise RequestError("expected the name of an adapter, its region, and an engine that takes adapters")
-            region = open_handed(descriptors)
+            region = region_from_descriptors(descriptors)
             descriptors = []
             self._engine.add_adapter(name, region)
         except MedusaError as error:

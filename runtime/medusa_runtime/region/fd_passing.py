@@ -10,8 +10,8 @@ from .reader import Region
 from .seals import SEAL_SHRINK, seals_of
 
 
-def descriptors_of(region: Region, timeout_s: float | None = None) -> list[int]:
-    """Return new descriptors of a region, and of its shards that are local files, for ``open_handed``.
+def descriptors_to_pass(region: Region, timeout_s: float | None = None) -> list[int]:
+    """Return new descriptors of a region, and of its shards that are local files, for ``region_from_descriptors``.
 
     Waits for the region's index. The files are opened with the rights of this process, not of the one that gets them.
     Raises the error of a fetch that has failed, and OSError for a file that cannot be opened.
@@ -29,7 +29,7 @@ def descriptors_of(region: Region, timeout_s: float | None = None) -> list[int]:
     return found
 
 
-def open_handed(descriptors: Sequence[int]) -> Region:
+def region_from_descriptors(descriptors: Sequence[int]) -> Region:
     """Return a region that takes over these descriptors. If this function raises, they still belong to the caller.
 
     Paths in the index are never opened, since this process may have other rights than the one that wrote them. Raises
@@ -53,4 +53,4 @@ def open_handed(descriptors: Sequence[int]) -> Region:
     return Region(descriptors[0], shard_fds=tuple(descriptors[1:]))
 
 
-__all__ = ["descriptors_of", "open_handed"]
+__all__ = ["descriptors_to_pass", "region_from_descriptors"]
