@@ -116,7 +116,7 @@ class ChecksummedRegion:
 
     def demand(self, chunk: int) -> None:
         """Ask the prefetcher to fetch a chunk before others, because a peer waits for it."""
-        demand(self._region.asking_fd, [chunk])
+        demand(self._region.request_fd, [chunk])
 
     def checksum(self, chunk: int) -> int:
         """Return the checksum of a chunk that is there."""

@@ -283,7 +283,7 @@ class Region:
         wait_for_change(address_of(self._words()) + 8 * Word.FETCHED_BYTES, fetched_bytes, timeout_s)
 
     @property
-    def asking_fd(self) -> int:
+    def request_fd(self) -> int:
         """The descriptor through which this reader sends its requests; see ``demand.py``."""
         return self.fd if self.demand_fd < 0 else self.demand_fd
 
@@ -291,18 +291,18 @@ class Region:
         """Ask for these tensors to be fetched before all others. Does not wait."""
         if names and self._attach():
             missing = [chunk for name in names for chunk in self._chunks.of_tensor(name)]
-            demand(self.asking_fd, [chunk for chunk in missing if not self._present(range(chunk, chunk + 1))])
+            demand(self.request_fd, [chunk for chunk in missing if not self._present(range(chunk, chunk + 1))])
 
     def hint(self, names: Sequence[str]) -> None:
         """Ask for these tensors to be fetched next, in this order, if no forward waits for others. Does not wait."""
         if self._attach():
             wanted = dict.fromkeys(chunk for name in names for chunk in self._chunks.of_tensor(name))
             missing = [chunk for chunk in wanted if not self._present(range(chunk, chunk + 1))]
-            hint(self.asking_fd, missing)
+            hint(self.request_fd, missing)
 
     def pace(self, share: float, lease_s: float) -> None:
         """Limit the fetch of what no reader waits for to a share of the link, for ``lease_s``; see ``demand.pace``."""
-        pace(self.asking_fd, share, lease_s)
+        pace(self.request_fd, share, lease_s)
 
     def release(self, name: str) -> None:
         """Free the memory of a tensor that will not be read again, in this process or another one."""
