@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _FIRST_BITS = 32
 _FIRST_MASK = (1 << _FIRST_BITS) - 1
 _HINT = 1 << 63
-_PROMOTE_WORD = 0  # the index of that word in a ``demand_memory``
+_PROMOTE_WORD = 0  # the index of that word in a demand memfd
 _MOST = RING_WORDS // 2  # how many words one reader may write at a time
 _SHARE_BITS = 10
 _WHOLE = 1000  # the whole link, in a pace's word; the bits above the share are the millisecond in which it ends
@@ -43,7 +43,7 @@ def runs(chunks: Iterable[int]) -> list[range]:
     return found
 
 
-def demand_memory() -> int:
+def create_demand_memfd() -> int:
     """Make a memfd with only a ring, for readers that may not write to the region. Its size is sealed."""
     from .seals import seal_size  # here, because only a node agent needs it, and every start imports this module
 
@@ -54,7 +54,7 @@ def demand_memory() -> int:
 
 
 def promote(demand_fd: int) -> None:
-    """Tell the prefetcher, through a ``demand_memory``, that a reader waits for the whole region."""
+    """Tell the prefetcher, through a demand memfd, that a reader waits for the whole region."""
     os.pwrite(demand_fd, (1).to_bytes(8, "little"), _PROMOTE_WORD * 8)
 
 
@@ -91,7 +91,7 @@ def _ask(fd: int, words: Sequence[int], behind: int) -> None:
 
 
 class DemandRings:
-    """The rings that the prefetcher reads: the region header's and, after ``listen``, that of a ``demand_memory``."""
+    """The rings that the prefetcher reads: the region header's and, after ``listen``, that of a demand memfd."""
 
     def __init__(self, memory: WriterMemory) -> None:
         self._memory = memory
@@ -99,7 +99,7 @@ class DemandRings:
         self._paced = True
 
     def listen(self, demand_fd: int, *, paced: bool = True) -> None:
-        """Also read the requests in ``demand_fd``, a ``demand_memory`` for readers that may not write to the region.
+        """Also read the requests in ``demand_fd``, a demand memfd for readers that may not write to the region.
 
         ``paced`` says whether their paces count. They should not if several users share the region, since one could
         hold up the others.

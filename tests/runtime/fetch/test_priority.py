@@ -18,7 +18,7 @@ from medusa_runtime.fetch.in_flight import InFlightRanges, Span
 from medusa_runtime.fetch.load_priority import Load, interactive_load
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.fetch.schedule import Schedule
-from medusa_runtime.region.demand import demand, demand_memory, pace, promote
+from medusa_runtime.region.demand import create_demand_memfd, demand, pace, promote
 from medusa_runtime.region.layout import RING_OFFSET
 from medusa_runtime.region.reader import Region
 from medusa_runtime.storage.retry import RetryPolicy
@@ -72,7 +72,7 @@ def test_what_is_asked_for_is_fetched_first(served: Any, region: Region) -> None
 
 
 def test_what_nobody_waits_for_is_held_back_as_long_as_a_reader_says_so(served: Any, region: Region) -> None:
-    outside = demand_memory()
+    outside = create_demand_memfd()
     pace(outside, 0.0, 60.0)
     writer = region.writer()
     writer.demand.listen(outside)
@@ -291,7 +291,7 @@ def test_a_background_load_has_one_range_at_a_time_unless_it_is_waited_for(
     import torch
 
     filled = filling({f"{n}": torch.zeros(10) for n in range(6)}).lay_out()
-    demand_fd = demand_memory()
+    demand_fd = create_demand_memfd()
     filled.writer.demand.listen(demand_fd)
     taken: list[Any] = []
     with Load("background") as load:
@@ -349,12 +349,12 @@ def test_one_range_at_a_time_is_large_until_something_else_comes_first(filling: 
     assert not schedule.gives_way(alone=True)
     assert schedule.large is large
 
-    demand_fd, last = demand_memory(), writer.chunks.count - 1
+    demand_fd, last = create_demand_memfd(), writer.chunks.count - 1
     writer.demand.listen(demand_fd)
     demand(demand_fd, [small.first])  # it comes next
     assert not schedule.gives_way(alone=True)
     os.close(demand_fd)
-    demand_fd = demand_memory()
+    demand_fd = create_demand_memfd()
     writer.demand.listen(demand_fd)
     demand(demand_fd, [last])
     assert schedule.gives_way(alone=True)
@@ -370,7 +370,7 @@ def test_a_request_for_no_chunk_of_the_region_is_ignored(filling: Callable[..., 
     import torch
 
     writer = filling({f"{n}": torch.zeros(10) for n in range(4)}).lay_out().writer
-    demand_fd = demand_memory()
+    demand_fd = create_demand_memfd()
     writer.demand.listen(demand_fd)
     os.pwrite(demand_fd, word.to_bytes(8, "little"), RING_OFFSET)
     schedule = Schedule(writer)

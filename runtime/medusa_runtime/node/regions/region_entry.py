@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import MedusaError
 from ...liveness import Heartbeats
-from ...region.demand import demand_memory, promote
+from ...region.demand import create_demand_memfd, promote
 from ...region.layout import HEADER_BYTES, reopen
 from ...region.reader import Region
 from ...storage.base import redacted, scheme_of
@@ -34,7 +34,7 @@ def open_region(fd: int | None = None) -> tuple[Region, int]:
     """
     opened = []
     try:
-        opened.append(demand_memory())
+        opened.append(create_demand_memfd())
         if fd is not None:
             return Region(os.dup(fd)), opened[0]
         region = Region.create()
