@@ -279,7 +279,7 @@ class Region:
         Raises the prefetcher's error, or StorageError if it died and none took over.
         """
         self._raise_failure()
-        self._look_at_writer()
+        self._require_writer()
         wait_for_change(address_of(self._words()) + 8 * Word.FETCHED_BYTES, fetched_bytes, timeout_s)
 
     @property
@@ -360,10 +360,10 @@ class Region:
 
     def _check_writer(self, waiter: Waiter) -> None:
         """Raise StorageError if no writer has been filling this region for some time."""
-        if waiter.slow_look():
-            self._look_at_writer()
+        if waiter.is_check_due():
+            self._require_writer()
 
-    def _look_at_writer(self) -> None:
+    def _require_writer(self) -> None:
         if is_locked(self.fd) or self._words()[Word.STATE] == State.DONE:
             self._no_writer_since = None
         elif self._no_writer_since is None:

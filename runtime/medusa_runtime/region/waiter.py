@@ -17,7 +17,7 @@ class Waiter:
         self._timeout_s = timeout_s
         self._began = time.monotonic()
         self._pause_s = 20e-6
-        self._next_slow_look = self._began + 0.05
+        self._next_check = self._began + 0.05
 
     def pause(self) -> None:
         if self._timeout_s is not None and time.monotonic() - self._began >= self._timeout_s:
@@ -25,10 +25,10 @@ class Waiter:
         time.sleep(self._pause_s)
         self._pause_s = min(self._pause_s * 1.3, _LONGEST_S)
 
-    def slow_look(self) -> bool:
+    def is_check_due(self) -> bool:
         """Return, every 50 ms, that it is time for a check that costs a system call."""
         now = time.monotonic()
-        if now < self._next_slow_look:
+        if now < self._next_check:
             return False
-        self._next_slow_look = now + 0.05
+        self._next_check = now + 0.05
         return True
