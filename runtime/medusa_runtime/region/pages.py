@@ -76,7 +76,7 @@ def address_of(memory: memoryview) -> int:
     return int(address or 0)
 
 
-def own_pages() -> None:
+def prefault_private_pages() -> None:
     """Copy now the pages that a forked process shares with its parent, instead of by faults at the first writes.
 
     Mappings of which less than half exists, such as threads' stacks, are left alone. Before Linux 5.14, this does

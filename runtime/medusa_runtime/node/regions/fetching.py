@@ -16,7 +16,7 @@ from ...config import Settings
 from ...errors import NodeError, from_code
 from ...liveness import Heartbeats
 from ...process import ReportPipe, end_first, name_process
-from ...region.pages import own_pages
+from ...region.pages import prefault_private_pages
 from ...region.reader import Region
 from ...registry import engine_names
 from ...storage.base import Store, open_store
@@ -172,7 +172,7 @@ def _wait(
     reserving.start()
     reserving.join()
     gc.freeze()  # or a collection during the fetch would write to, and so copy, the pages of all objects
-    own_pages()
+    prefault_private_pages()
     send(channel, "ready")
     message = receive(channel)
     if message is None:
