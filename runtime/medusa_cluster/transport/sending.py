@@ -227,7 +227,7 @@ class Sending:
                 region.demand(first)
             if region.received_bytes != received_bytes:
                 received_bytes, changed = region.received_bytes, now
-            if (now - changed > _QUIET_S or not region.is_filled) and not region.has(first):
+            if (now - changed > _QUIET_S or not region.is_live) and not region.has(first):
                 raise NodeError("the region is not being filled")
         return ready
 

@@ -84,7 +84,7 @@ class ChecksummedRegion:
         return self._words[Word.STARTED_NS], self._words[Word.FIRST_NS], self._words[Word.ENDED_NS]
 
     @property
-    def is_filled(self) -> bool:
+    def is_live(self) -> bool:
         """Whether the region is complete, or a prefetcher is filling it. Costs a system call."""
         state = self.state
         return state == State.DONE or (state == State.INDEXED and is_locked(self._region.fd))
