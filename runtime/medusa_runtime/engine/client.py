@@ -185,8 +185,8 @@ class EngineClient:
     def add_adapter(self, name: str, descriptors: list[int]) -> None:
         """Give an adapter to this socket's engine, and to every later one. Takes over the descriptors.
 
-        ``region.fd_passing`` says what the descriptors are. Requests that are sent from now on may name the adapter. If it
-        cannot be used, these requests and ``wait_adapter`` get the error.
+        ``region.fd_passing`` says what the descriptors are. Requests that are sent from now on may name the adapter. If
+        it cannot be used, these requests and ``wait_adapter`` get the error.
         """
         self.start()
         with self._adapters_lock:
