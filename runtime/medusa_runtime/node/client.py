@@ -103,7 +103,7 @@ class NodeClient:
         if answer.kind != "region" or len(answer.descriptors) != 2:
             answer.close()
             raise NodeError(f"the node agent answered {answer.kind!r}; expected a region")
-        return Region(answer.descriptors[0], demand_fd=answer.descriptors[1], shared=True)
+        return Region(answer.descriptors[0], demand_fd=answer.descriptors[1], from_agent=True)
 
     def engine(self, kind: str, settings: dict[str, Any], descriptors: Sequence[int]) -> int:
         """Let an idle engine process serve this function, and return its pid. Raises NodeError if none is idle."""

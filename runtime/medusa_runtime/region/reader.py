@@ -52,7 +52,7 @@ class Region:
     """A reader's view of a region. Each reader maps it read-only, so nothing that it does can change the weights.
 
     With ``private``, the mapping is writable for this reader alone: pages that it writes to are copied. This is for
-    modules of unknown code. ``shared`` means that the region came from the node agent, whose regions may be filled for
+    modules of unknown code. ``from_agent`` means that the region came from the node agent, whose regions may be filled for
     other users, so that no code in it may be run.
     """
 
@@ -64,7 +64,7 @@ class Region:
         *,
         private: bool = False,
         demand_fd: int = -1,
-        shared: bool = False,
+        from_agent: bool = False,
         shard_fds: Sequence[int] = (),
     ) -> None:
         """Take over ``fd``, a region's memfd, and ``demand_fd``, the memfd for demands if the region is read-only.
@@ -74,7 +74,7 @@ class Region:
         self.fd = fd
         self._shard_fds = tuple(shard_fds)
         self.demand_fd = demand_fd
-        self.shared = shared
+        self.from_agent = from_agent
         self._flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
         self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if private else 0)
         self._release: Release | None = None
@@ -184,14 +184,14 @@ class Region:
 
         Trusted files were attached in this process, or fetched by this instance's own prefetcher.
         """
-        if name in self._attached or not self.shared:
+        if name in self._attached or not self.from_agent:
             return self.file(name, timeout_s)
         return None
 
     def has_code(self, name: str) -> bool:
         """Return, without waiting for the file, whether ``code`` finds it or may find it later."""
         self.wait_index()
-        return name in self._attached or (not self.shared and name in self._files)
+        return name in self._attached or (not self.from_agent and name in self._files)
 
     def attach_file(self, name: str, data: bytes) -> None:
         """Add a file that only this reader sees in the region."""

@@ -23,7 +23,7 @@ def loader_config(region: Region, timeline: Timeline, settings: Settings) -> dic
     """Return the ``model_loader_extra_config`` for processes that load from this region."""
     own = f"/proc/{os.getpid()}/fd"
     paths = {_REGION: f"{own}/{region.fd}", _TIMELINE: f"{own}/{timeline.fd}", _KERNELS: settings.kernels}
-    return paths | ({_SHARED: "1"} if region.shared else {})
+    return paths | ({_SHARED: "1"} if region.from_agent else {})
 
 
 def layers_config(start: int, stop: int) -> dict[str, str]:
@@ -65,7 +65,7 @@ class AttachedRegion:
     @cached_property
     def region(self) -> Region:
         """Map the region private and writable: a page that vLLM changes in place becomes this process's own copy."""
-        return Region(os.open(self._paths[0], os.O_RDONLY | os.O_CLOEXEC), private=True, shared=self._shared)
+        return Region(os.open(self._paths[0], os.O_RDONLY | os.O_CLOEXEC), private=True, from_agent=self._shared)
 
     @cached_property
     def timeline(self) -> Timeline:

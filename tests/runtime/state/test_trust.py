@@ -292,7 +292,7 @@ def test_code_of_a_shared_region_is_nobodys() -> None:
     writer.finish()
     writer.close()
     for shared, wanted in ((False, True), (True, False)):
-        reader = Region(os.dup(region.fd), shared=shared)
+        reader = Region(os.dup(region.fd), from_agent=shared)
         assert reader.file("config.json") == b"{}"
         assert reader.has_code(file_name(COMPILE_CACHE.name)) is wanted
         assert (reader.code(file_name(COMPILE_CACHE.name)) is not None) is wanted
