@@ -64,7 +64,7 @@ class RestoredCheckpoint:
     index: WeightIndex
     checksums: Checksums | None
     files: Mapping[str, bytes]
-    late: Mapping[str, int]
+    late_sizes: Mapping[str, int]
 
 
 class OpenBundle(CheckpointRecord, Protocol):
@@ -187,21 +187,21 @@ def _admitted(
     Raises TooLargeError if there is no room for the weights.
     """
     index = restored.index
-    for late in (restored.late, {}):
-        region_bytes = index.region_bytes + sum(late.values())
+    for late_sizes in (restored.late_sizes, {}):
+        region_bytes = index.region_bytes + sum(late_sizes.values())
         try:
             if options.owner is not None:
-                plan = RegionPlan.of(index, files, late, options.peer_chunk_bytes(restored))
+                plan = RegionPlan.of(index, files, late_sizes, options.peer_chunk_bytes(restored))
                 options.owner.admit(plan.memory_bytes)
             if writer.state == State.EMPTY:
                 more_bytes = max(region_bytes - writer.reserved_bytes, 0)
                 check_memory(index.total_bytes, more_bytes, options.settings.memory_limit_mb)
             break
         except TooLargeError as error:
-            if not late:
+            if not late_sizes:
                 raise
             logger.warning("there is no room for large artifacts of the state bundle: %s", error)
-    return late
+    return late_sizes
 
 
 def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: RestoredCheckpoint, options: FetchOptions) -> None:
@@ -213,9 +213,9 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: RestoredCheckp
         own, rest = layers_first(index.order, int(start), int(stop))
         index = WeightIndex(index.shards, index.tensors, [*own, *rest], recorded=index.recorded)
     files = {**checkpoint.files, **restored.files}
-    late = _admitted(writer, restored, files, options)
+    late_sizes = _admitted(writer, restored, files, options)
     with options.timeline.stage("fetch", bytes=index.total_bytes) as detail:
-        index = writer.lay_out(index, files, late, options.peer_chunk_bytes(restored))
+        index = writer.lay_out(index, files, late_sizes, options.peer_chunk_bytes(restored))
         if options.owner is not None:
             options.owner.on_laid_out(writer)
         if bundle is not None:

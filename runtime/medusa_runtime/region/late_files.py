@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 
-from .layout import Late, Word
+from .layout import LateFileState, Word
 from .memory import WriterMemory
 
 
@@ -28,17 +28,17 @@ class LateFiles:
         return {
             name: data[start : start + length]
             for name, (start, length, state) in self._places.items()
-            if data[state] == Late.PENDING
+            if data[state] == LateFileState.PENDING
         }
 
     def publish(self, name: str) -> None:
         """Let readers have a file, whose bytes must all be in its memory."""
-        self._settle(name, Late.PRESENT)
+        self._settle(name, LateFileState.PRESENT)
 
     def withhold(self, name: str) -> None:
         """Let readers know that a file will not come."""
-        self._settle(name, Late.WITHHELD)
+        self._settle(name, LateFileState.WITHHELD)
 
-    def _settle(self, name: str, state: Late) -> None:
+    def _settle(self, name: str, state: LateFileState) -> None:
         with self._settling:  # a memory barrier, so that CPUs that reorder stores store the bytes before the state
             self._memory.bytes[self._places[name][2]] = state

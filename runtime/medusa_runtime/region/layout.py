@@ -26,7 +26,7 @@ class State(IntEnum):
     FAILED = 3
 
 
-class Late(IntEnum):
+class LateFileState(IntEnum):
     """The state of a late file: PENDING (not there yet), PRESENT, or WITHHELD (will never come)."""
 
     PENDING = 0

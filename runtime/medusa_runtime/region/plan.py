@@ -36,12 +36,12 @@ class RegionPlan(NamedTuple):
         cls,
         index: WeightIndex,
         files: Mapping[str, bytes],
-        late: Mapping[str, int],
+        late_sizes: Mapping[str, int],
         peer_chunk_bytes: int | None = None,
     ) -> RegionPlan:
         """Plan the region of a checkpoint.
 
-        ``late`` has the sizes of late files, in bytes. ``peer_chunk_bytes`` is the chunks' size in a region that other
+        ``late_sizes`` has the sizes of late files, in bytes. ``peer_chunk_bytes`` is the chunks' size in a region that other
         machines read, which has room for checksums.
         """
         chunks = Chunks(index, peer_chunk_bytes or chunk_bytes_for(index))
@@ -54,7 +54,7 @@ class RegionPlan(NamedTuple):
         for name, body in files.items():
             places[name] = (at, len(body))
             at += len(body)
-        for name, length in late.items():
+        for name, length in late_sizes.items():
             places[name] = (at + 1, length, at)  # the byte in front of it is its state
             at += 1 + length
         directory = json.dumps(places).encode()

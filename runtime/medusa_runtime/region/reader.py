@@ -18,7 +18,7 @@ from ..errors import MedusaError, ObjectChangedError, StorageError, WeightsError
 from ..storage.local import file_version
 from .chunks import Chunks
 from .demand import demand, hint, pace
-from .layout import ERROR_OFFSET, HEADER_BYTES, TABLE_OFFSET, Late, State, Word, reopen
+from .layout import ERROR_OFFSET, HEADER_BYTES, TABLE_OFFSET, LateFileState, State, Word, reopen
 from .lock import is_locked
 from .pages import address_of, drop
 from .waiter import Waiter
@@ -166,11 +166,11 @@ class Region:
             return None
         if len(place) == 3:
             waiter = Waiter(timeout_s)
-            while self._memory[place[2]] == Late.PENDING:
+            while self._memory[place[2]] == LateFileState.PENDING:
                 self._raise_failure()
                 self._check_writer(waiter)
                 waiter.pause()
-            if self._memory[place[2]] == Late.WITHHELD:
+            if self._memory[place[2]] == LateFileState.WITHHELD:
                 return None
         return bytes(self._memory[place[0] : place[0] + place[1]])
 

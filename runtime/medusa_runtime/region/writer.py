@@ -79,12 +79,12 @@ class RegionWriter:
         self,
         index: WeightIndex,
         files: Mapping[str, bytes],
-        late: Mapping[str, int] | None = None,
+        late_sizes: Mapping[str, int] | None = None,
         peer_chunk_bytes: int | None = None,
     ) -> WeightIndex:
         """Lay out the region, let readers in, and return the index that they see.
 
-        ``late`` has the sizes of late files, in bytes. ``peer_chunk_bytes`` is given if other machines read the region:
+        ``late_sizes`` has the sizes of late files, in bytes. ``peer_chunk_bytes`` is given if other machines read the region:
         it is the size of the chunks, and each of them is then published with its checksum.
 
         If an earlier writer has laid out the region for the same versions, it is continued, and what was published
@@ -93,7 +93,7 @@ class RegionWriter:
         if self._memory.words[Word.REGION_BYTES]:
             self.chunks = self._continue(index)
         else:
-            self.chunks = self._begin(index, files, late or {}, peer_chunk_bytes)
+            self.chunks = self._begin(index, files, late_sizes or {}, peer_chunk_bytes)
         self.late_files = LateFiles(self._memory)
         if self.has_checksums:
             from ..storage.compiled_chunks import compiled_functions  # only for nodes of a cluster
@@ -112,9 +112,13 @@ class RegionWriter:
         return self._index
 
     def _begin(
-        self, index: WeightIndex, files: Mapping[str, bytes], late: Mapping[str, int], peer_chunk_bytes: int | None
+        self,
+        index: WeightIndex,
+        files: Mapping[str, bytes],
+        late_sizes: Mapping[str, int],
+        peer_chunk_bytes: int | None,
     ) -> Chunks:
-        plan = RegionPlan.of(index, files, late, peer_chunk_bytes)
+        plan = RegionPlan.of(index, files, late_sizes, peer_chunk_bytes)
         self._memory.grow(plan.size_bytes)
         memory, words = self._memory.bytes, self._memory.words
         memory[plan.index_offset : plan.index_offset + len(plan.index_text)] = plan.index_text
