@@ -41,8 +41,8 @@ class RegionPlan(NamedTuple):
     ) -> RegionPlan:
         """Plan the region of a checkpoint.
 
-        ``late_sizes`` has the sizes of late files, in bytes. ``peer_chunk_bytes`` is the chunks' size in a region that other
-        machines read, which has room for checksums.
+        ``late_sizes`` has the sizes of late files, in bytes. ``peer_chunk_bytes`` is the chunks' size in a region that
+        other machines read, which has room for checksums.
         """
         chunks = Chunks(index, peer_chunk_bytes or chunk_bytes_for(index))
         text = index.to_json()

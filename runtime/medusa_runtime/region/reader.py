@@ -52,8 +52,8 @@ class Region:
     """A reader's view of a region. Each reader maps it read-only, so nothing that it does can change the weights.
 
     With ``private``, the mapping is writable for this reader alone: pages that it writes to are copied. This is for
-    modules of unknown code. ``from_agent`` means that the region came from the node agent, whose regions may be filled for
-    other users, so that no code in it may be run.
+    modules of unknown code. ``from_agent`` means that the region came from the node agent, whose regions may be filled
+    for other users, so that no code in it may be run.
     """
 
     _chunks: Chunks  # set once the index is attached

@@ -84,8 +84,8 @@ class RegionWriter:
     ) -> WeightIndex:
         """Lay out the region, let readers in, and return the index that they see.
 
-        ``late_sizes`` has the sizes of late files, in bytes. ``peer_chunk_bytes`` is given if other machines read the region:
-        it is the size of the chunks, and each of them is then published with its checksum.
+        ``late_sizes`` has the sizes of late files, in bytes. ``peer_chunk_bytes`` is given if other machines read the
+        region: it is the size of the chunks, and each of them is then published with its checksum.
 
         If an earlier writer has laid out the region for the same versions, it is continued, and what was published
         stays. Raises ObjectChangedError if the versions differ, since readers may already have used the old ones.

@@ -101,7 +101,7 @@ def _serve(engine_class: EngineClass, kind: str, message: Message) -> int:
             engine_class = load_engine_class(settings)
     if settings.torch_import == "plain":
         importlib.import_module("medusa_runtime.imports.lazy_torch").complete()  # the agent's import may have been lean
-    region = Region(descriptors["region"], demand_fd=descriptors["demand"], shared=True, shard_fds=shard_fds)
+    region = Region(descriptors["region"], demand_fd=descriptors["demand"], from_agent=True, shard_fds=shard_fds)
     if (bundle_model := message.body.get("bundle_model")) and settings.state is None:
         state = importlib.import_module(_ATTACH_ARTIFACTS)
         state.attach_artifacts(region, bundle_model, settings, timeline, state.Trust.parse(*message.body["trust"]))
