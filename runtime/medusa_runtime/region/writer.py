@@ -233,11 +233,11 @@ class RegionWriter:
         if checksum is not None:  # peers may wait for it
             wake_all(self._memory.address + 8 * Word.FETCHED_BYTES)
 
-    def receive(self, count: int) -> None:
+    def count_received(self, count: int) -> None:
         """Count bytes that have come, also for unfinished chunks. Only one thread at a time may call this."""
         self._memory.words[Word.RECEIVED_BYTES] += count
 
-    def count(self) -> None:
+    def raise_watermark(self) -> None:
         """Raise the watermark over chunks that compiled code has published."""
         with self._publishing:
             self._raise_watermark()
@@ -245,7 +245,8 @@ class RegionWriter:
     def receive_target(self, key: str, start: int, stop: int) -> ReceiveTarget | None:
         """Return where bytes [start, stop) of the file ``key`` are in the region; None if compiled code cannot be used.
 
-        They must be whole chunks. Compiled code publishes them without this writer, so call ``count`` afterwards.
+        They must be whole chunks. Compiled code publishes them without this writer, so call ``raise_watermark``
+        afterwards.
         """
         from ..storage.compiled_chunks import ReceiveTarget
 
