@@ -42,7 +42,7 @@ def prefer_huge(address: int, size_bytes: int) -> None:
     _advise(address, size_bytes, _MADV_HUGEPAGE)
 
 
-def drop(address: int, size_bytes: int) -> None:
+def drop_pages(address: int, size_bytes: int) -> None:
     """Drop whole pages from this process's memory. A mapped file keeps them."""
     _advise(address, size_bytes, _MADV_DONTNEED)
 

@@ -20,7 +20,7 @@ from .chunks import Chunks
 from .demand import demand, hint, pace
 from .layout import ERROR_OFFSET, HEADER_BYTES, TABLE_OFFSET, LateFileState, State, Word, reopen
 from .lock import is_locked
-from .pages import address_of, drop
+from .pages import address_of, drop_pages
 from .waiter import Waiter
 from .wake import wait_for_change
 
@@ -323,7 +323,7 @@ class Region:
             return
         address = address_of(self.shard(shard))
         begin = -(-(address + start) // PAGE_BYTES) * PAGE_BYTES
-        drop(begin, (address + stop) // PAGE_BYTES * PAGE_BYTES - begin)
+        drop_pages(begin, (address + stop) // PAGE_BYTES * PAGE_BYTES - begin)
 
     @property
     def released_elsewhere(self) -> bool:

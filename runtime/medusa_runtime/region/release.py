@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from ..checkpoint.index import PAGE_BYTES, WeightIndex
 from .layout import Word
-from .pages import drop
+from .pages import drop_pages
 
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 
@@ -41,9 +41,9 @@ class Release:
         begin, end = self._intervals.setdefault(shard, Intervals()).add(base + start, base + stop)
         if begin < end:
             if self._index.shards[shard].path is not None:
-                drop(address + begin, end - begin)
+                drop_pages(address + begin, end - begin)
             else:
-                punch(self._fd, begin, end)
+                punch_hole(self._fd, begin, end)
         self._bytes += stop - start
         try:
             os.pwrite(self._fd, self._bytes.to_bytes(8, "little"), Word.RELEASED_BYTES * 8)
@@ -73,7 +73,7 @@ class Intervals:
         return max(low, -(-start // PAGE_BYTES) * PAGE_BYTES), min(high, stop - stop % PAGE_BYTES)
 
 
-def punch(fd: int, start: int, stop: int) -> None:
+def punch_hole(fd: int, start: int, stop: int) -> None:
     """Free whole pages of a memfd, unless it is sealed against writing."""
     call = ctypes.CDLL(None, use_errno=True).fallocate
     call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
