@@ -49,16 +49,16 @@ class Arrival:
     def write(self, data: memoryview) -> None:
         """Write the next bytes, unless the first request is ahead. OvertakenError if another request has taken over."""
         flight = self._flight
-        if flight.late is not None and not flight.alone:
-            if self.size_bytes - self.filled - len(data) >= flight.late.left_bytes:
+        if flight.first_request is not None and not flight.took_over:
+            if self.size_bytes - self.filled - len(data) >= flight.first_request.left_bytes:
                 return  # the first request is ahead
             self._take_over()
-            flight.alone = True
+            flight.took_over = True
         with flight.writing:
             if flight.overtaken:
                 raise OvertakenError
             at = self.filled
-            if flight.late is None:
+            if flight.first_request is None:
                 self._writer.write(self._span.first, at, data)
                 return
             while data:  # chunk by chunk, since the first request has published some of them
@@ -71,7 +71,7 @@ class Arrival:
     def publish(self, *, prepare: bool) -> None:
         """Publish the chunks that are complete. With ``prepare``, also allocate the pages of the next one."""
         flight = self._flight
-        if flight.late is not None and not flight.alone:
+        if flight.first_request is not None and not flight.took_over:
             return
         with flight.writing:
             if flight.overtaken:

@@ -50,9 +50,9 @@ class OvertakenError(Exception):
 class InFlightRange:
     """One request for a range. Of its ``size_bytes``, ``done_bytes`` have come.
 
-    If this is a hedge (a second request for a late range), ``late`` is the first request. ``alone`` says that the hedge
-    has taken over from it. ``writing`` is held while the region is changed; an ``overtaken`` request does not change it
-    any more.
+    If this is a hedge (a second request for a late range), ``first_request`` is that one. ``took_over`` says that the
+    hedge has taken over from it. ``writing`` is held while the region is changed; an ``overtaken`` request does not
+    change it any more.
     """
 
     span: Span
@@ -63,10 +63,10 @@ class InFlightRange:
     hedged: bool = False  # a second request was made for the same range
     is_hedge: bool = False  # this is such a second request
     awaited: bool = False  # a forward waits for it
-    held: bool = False  # it was paused, so its time says nothing about the link
+    was_paused: bool = False  # it was paused, so its time says nothing about the link
     first_s: float | None = None  # how long the first bytes took
-    late: InFlightRange | None = None
-    alone: bool = False
+    first_request: InFlightRange | None = None
+    took_over: bool = False
     direct: bool = True  # the store writes straight into the region
     overtaken: bool = False
     writing: threading.Lock = field(default_factory=threading.Lock)
@@ -84,7 +84,7 @@ class InFlightRange:
 
     def pause(self, seconds: float) -> None:
         """Do not count this time, in which the range was paused in favour of another one."""
-        self.held = True
+        self.was_paused = True
         self.began += seconds
 
     def rate(self, now: float) -> float:
@@ -122,7 +122,7 @@ class InFlightRanges:
                 self._least_s = min(self._least_s, flight.first_s)
                 self._answered = nlargest(_OVERTAKERS, (*self._answered, flight.began))
             seconds = time.monotonic() - flight.began
-            if flight.done_bytes == flight.size_bytes and seconds > 0 and not flight.held:
+            if flight.done_bytes == flight.size_bytes and seconds > 0 and not flight.was_paused:
                 self._bytes_per_s = _averaged(self._bytes_per_s, flight.size_bytes / seconds)
                 if flight.first_s is not None and not flight.is_hedge:
                     self._first_s = _averaged(self._first_s, flight.first_s)
@@ -133,8 +133,8 @@ class InFlightRanges:
 
         Raises OvertakenError if the fetch is ``over`` before that.
         """
-        if late.late is not None:
-            self.take_over(late.late, interrupt, over)
+        if late.first_request is not None:
+            self.take_over(late.first_request, interrupt, over)
         with late.writing:
             late.overtaken = True
         while not late.ended.is_set():
@@ -185,7 +185,7 @@ class InFlightRanges:
             seconds = sum(flight.is_hedge for flight in self._flying)
             return max(max((len(self._flying) - seconds) // _DOUBLED, 1) - seconds, 0)
 
-    def late(self, *, ending: bool = False) -> list[InFlightRange]:
+    def stragglers(self, *, ending: bool = False) -> list[InFlightRange]:
         """Return the ranges without a hedge that are late, compared with the others.
 
         ``ending`` says that every range has been begun.

@@ -204,7 +204,7 @@ class Schedule:
         )
         return [chunk for chunk in demanded if not self._writer.present(chunk)]
 
-    def late(self, *, patient: bool = False) -> list[InFlightRange]:
+    def stragglers(self, *, patient: bool = False) -> list[InFlightRange]:
         """Return the late ranges that may be hedged now, first those that a forward waits for.
 
         A range that no forward waits for is hedged only if nothing of it has come, so that the hedge takes no bandwidth
@@ -212,7 +212,7 @@ class Schedule:
         earlier; with ``patient``, neither is so.
         """
         ending = self.exhausted and not patient
-        late = self.flights.late(ending=ending)
+        late = self.flights.stragglers(ending=ending)
         if late and not ending:
             wanted = set(self.wanted())
             for flight in late:

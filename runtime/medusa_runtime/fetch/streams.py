@@ -174,9 +174,9 @@ class Streams:
         if self._few():
             return []
         if self._peers is None:
-            return self._schedule.late()
+            return self._schedule.stragglers()
         silent_since = time.monotonic() - _SILENT_S
-        late = self._schedule.late(patient=True)
+        late = self._schedule.stragglers(patient=True)
         return [flight for flight in late if flight.awaited or (flight.first_s is None and flight.began < silent_since)]
 
     def _hedge(self, late: InFlightRange) -> None:
@@ -315,7 +315,7 @@ class Streams:
         flights, failure, given_back = self._schedule.flights, None, False
         begun = 0 if late is None else self._begun_bytes(span.first, late)
         flight = flights.begin(span, size_bytes - begun, is_hedge=late is not None)
-        flight.late, flight.alone = late, late is not None and late.overtaken
+        flight.first_request, flight.took_over = late, late is not None and late.overtaken
         flight.awaited = late is not None and late.awaited
         try:
             self._fetch_right(span, flight, begun)
@@ -389,7 +389,12 @@ class Streams:
             advance(more)
 
         arrival = Arrival(
-            self._writer, span, flight, begun=begun, publish=publish, take_over=partial(self._take_over, flight.late)
+            self._writer,
+            span,
+            flight,
+            begun=begun,
+            publish=publish,
+            take_over=partial(self._take_over, flight.first_request),
         )
         with flight.writing:
             if flight.overtaken:

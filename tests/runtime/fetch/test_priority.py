@@ -134,15 +134,15 @@ def test_an_answer_that_has_not_begun_is_late_before_one_that_is_slow() -> None:
     slow.advance(1)
     for flight in (silent, slow):
         flight.began -= 100.0  # at most 10 MB a second: a gigabyte takes longer
-    assert flights.late() == []  # nothing tells yet how soon an answer begins
+    assert flights.stragglers() == []  # nothing tells yet how soon an answer begins
     flights.end(first)
-    assert flights.late() == [silent], "two that were begun later are answered"
+    assert flights.stragglers() == [silent], "two that were begun later are answered"
     slow.began -= 100.0
-    assert flights.late() == [], "one is no proof"
-    assert flights.late(ending=True) == [silent]
+    assert flights.stragglers() == [], "one is no proof"
+    assert flights.stragglers(ending=True) == [silent]
     slow.began += 150.0
     silent.hedged = True
-    assert flights.late() == []
+    assert flights.stragglers() == []
 
 
 def test_ranges_that_a_shared_link_slows_are_not_late() -> None:
@@ -154,25 +154,25 @@ def test_ranges_that_a_shared_link_slows_are_not_late() -> None:
     peers = [flights.begin(Span(number, 1), 8 * MIB) for number in range(1, 17)]
     for peer in peers:
         peer.began -= 0.2
-    assert flights.late() == [], "no answer has begun anywhere, so it is no single one's fault"
-    assert flights.late(ending=True) == peers, "but then nothing is lost by asking again"
+    assert flights.stragglers() == [], "no answer has begun anywhere, so it is no single one's fault"
+    assert flights.stragglers(ending=True) == peers, "but then nothing is lost by asking again"
     for peer in peers:
         peer.began -= 2.8
         peer.advance(6 * MIB)
-    assert flights.late() == []
+    assert flights.stragglers() == []
     newer = [flights.begin(Span(number, 1), 8 * MIB) for number in range(17, 25)]
     for flight in newer:
         flight.began -= 1.0
         flight.advance(2 * MIB)
     for peer in peers[:2]:
         peer.began -= 6.0
-    assert flights.late() == peers[:2], "twice what a range needs now is over"
+    assert flights.stragglers() == peers[:2], "twice what a range needs now is over"
     assert flights.room() == 6
     peers[0].hedged = True
     flights.begin(Span(1, 1), 8 * MIB, is_hedge=True)
     assert flights.room() == 5
     peers[1].pause(6.0)
-    assert flights.late() == [], "it was suspended for that long"
+    assert flights.stragglers() == [], "it was suspended for that long"
 
 
 @pytest.mark.parametrize("number", [0, 5])
