@@ -83,7 +83,7 @@ class Arrival:
                     return
                 chunk = self._span.first + self.published
                 if self._writer.present(chunk):
-                    self._writer.count()
+                    self._writer.raise_watermark()
                 else:
                     self._publish(chunk, first, end)
                 self.published += 1

@@ -50,7 +50,7 @@ class OvertakenError(Exception):
 class InFlightRange:
     """One request for a range. Of its ``size_bytes``, ``done_bytes`` have come.
 
-    If this is a hedge (a second request for a late range), ``first_request`` is that one. ``took_over`` says that the
+    If this is a hedge (a second request for a late range), ``first_request`` is the first one. ``took_over`` says that the
     hedge has taken over from it. ``writing`` is held while the region is changed; an ``overtaken`` request does not
     change it any more.
     """

@@ -426,7 +426,7 @@ class Streams:
     def _count(self, flight: InFlightRange, arrival: Arrival, filled: int) -> None:
         with self._lock:
             self._received += filled - arrival.filled
-            self._writer.receive(filled - arrival.filled)
+            self._writer.count_received(filled - arrival.filled)
             if not self._heard:
                 self._changed.set()
             self._heard.add(threading.get_ident())
