@@ -24,8 +24,8 @@ _RANGE_S, _ANSWERS = 0.1, 8
 _FIRST_BYTES = 2 << 20  # the size of a range before any rate is known
 _BURST_S = 0.05  # bytes that come in less time say nothing about the link: they were already on their way, or buffered
 _LOOK_S = 0.01
-_OVERTAKERS = 2  # an answer is late if this many ranges that were begun later have been answered
-_DOUBLED = 4  # one in this many ranges may have a second request at the same time
+_LATER_ANSWERS = 2  # an answer is late if this many ranges that were begun later have been answered
+_RANGES_PER_HEDGE = 4  # one in this many ranges may have a second request at the same time
 
 
 class Span(NamedTuple):
@@ -50,8 +50,8 @@ class OvertakenError(Exception):
 class InFlightRange:
     """One request for a range. Of its ``size_bytes``, ``done_bytes`` have come.
 
-    If this is a hedge (a second request for a late range), ``first_request`` is the first one. ``took_over`` says that the
-    hedge has taken over from it. ``writing`` is held while the region is changed; an ``overtaken`` request does not
+    If this is a hedge (a second request for a late range), ``first_request`` is the first one. ``took_over`` says that
+    the hedge has taken over from it. ``writing`` is held while the region is changed; an ``overtaken`` request does not
     change it any more.
     """
 
@@ -97,93 +97,93 @@ class InFlightRanges:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._flying: list[InFlightRange] = []
+        self._in_flight: list[InFlightRange] = []
         self._bytes_per_s: float | None = None
         self._first_s: float | None = None
         self._least_s = math.inf  # the shortest time until an answer began: the store's latency, without queueing
         self._began = 0.0
         self._done_bytes = 0  # of ranges that have ended
-        self._answered: list[float] = []  # when the newest _OVERTAKERS of the answered ranges were begun
+        self._answered: list[float] = []  # when the newest _LATER_ANSWERS of the answered ranges were begun
 
     def begin(self, span: Span, size_bytes: int, *, is_hedge: bool = False) -> InFlightRange:
         flight = InFlightRange(span, size_bytes, is_hedge=is_hedge)
         with self._lock:
             self._began = self._began or flight.began
-            self._flying.append(flight)
+            self._in_flight.append(flight)
         return flight
 
     def end(self, flight: InFlightRange) -> bool:
         """End a request, and return whether no other one is fetching any of its range."""
         with self._lock:
-            self._flying.remove(flight)
+            self._in_flight.remove(flight)
             flight.ended.set()
             self._done_bytes += flight.done_bytes
             if flight.first_s is not None:
                 self._least_s = min(self._least_s, flight.first_s)
-                self._answered = nlargest(_OVERTAKERS, (*self._answered, flight.began))
+                self._answered = nlargest(_LATER_ANSWERS, (*self._answered, flight.began))
             seconds = time.monotonic() - flight.began
             if flight.done_bytes == flight.size_bytes and seconds > 0 and not flight.was_paused:
                 self._bytes_per_s = _averaged(self._bytes_per_s, flight.size_bytes / seconds)
                 if flight.first_s is not None and not flight.is_hedge:
                     self._first_s = _averaged(self._first_s, flight.first_s)
-            return not any(flight.span.overlaps(other.span) for other in self._flying)
+            return not any(flight.span.overlaps(other.span) for other in self._in_flight)
 
-    def take_over(self, late: InFlightRange, interrupt: Callable[[int], None], over: Callable[[], bool]) -> None:
+    def take_over(self, late: InFlightRange, interrupt: Callable[[int], None], is_over: Callable[[], bool]) -> None:
         """End a range's first request, and wait until its store can no longer be writing into the region.
 
-        Raises OvertakenError if the fetch is ``over`` before that.
+        Raises OvertakenError if the fetch is over before that.
         """
         if late.first_request is not None:
-            self.take_over(late.first_request, interrupt, over)
+            self.take_over(late.first_request, interrupt, is_over)
         with late.writing:
             late.overtaken = True
         while not late.ended.is_set():
             with self._lock:  # so that the thread cannot begin another range before it is interrupted
-                if late in self._flying:
+                if late in self._in_flight:
                     interrupt(late.thread)
             if not late.direct or late.ended.wait(_LOOK_S):
                 return
-            if over():
+            if is_over():
                 raise OvertakenError
 
-    def interrupt(self, there: Callable[[Span], bool], interrupt: Callable[[int], None]) -> None:
+    def interrupt(self, is_present: Callable[[Span], bool], interrupt: Callable[[int], None]) -> None:
         """Interrupt the threads whose ranges another request has brought."""
         with self._lock:  # so that no thread can begin another range before it is interrupted
-            for flight in self._flying:
-                if (flight.hedged or flight.is_hedge) and there(flight.span):
+            for flight in self._in_flight:
+                if (flight.hedged or flight.is_hedge) and is_present(flight.span):
                     interrupt(flight.thread)
 
     @property
     def count(self) -> int:
-        return len(self._flying)
+        return len(self._in_flight)
 
     @property
     def average_bytes_per_s(self) -> float | None:
         """The bytes a second since the first range was begun; None before anything has come."""
         with self._lock:
-            done_bytes = self._done_bytes + sum(flight.done_bytes for flight in self._flying)
+            done_bytes = self._done_bytes + sum(flight.done_bytes for flight in self._in_flight)
             return done_bytes / max(time.monotonic() - self._began, _BURST_S) if done_bytes else None
 
-    def most_bytes(self, takers: int, largest: int) -> int:
-        """Return the size of a range that one of ``takers`` connections receives soon, at most ``largest`` bytes."""
+    def range_bytes(self, connections: int, largest: int) -> int:
+        """Return the size of a range that one of ``connections`` connections receives soon, at most ``largest`` bytes."""
         now = time.monotonic()
         with self._lock:
-            done_bytes = self._done_bytes + sum(flight.done_bytes for flight in self._flying)
-            present = sum(flight.done_bytes / max(now - flight.began, _BURST_S) for flight in self._flying)
+            done_bytes = self._done_bytes + sum(flight.done_bytes for flight in self._in_flight)
+            present = sum(flight.done_bytes / max(now - flight.began, _BURST_S) for flight in self._in_flight)
             seconds = max(_RANGE_S, _ANSWERS * self._least_s) if self._least_s < math.inf else _RANGE_S
         if not done_bytes:
             return min(_FIRST_BYTES, largest)
         # The present rate may be higher than the average, if the fetch was held up by others.
         rate = max(present, done_bytes / max(now - self._began, _BURST_S))
-        return min(int(rate * seconds / takers), largest)
+        return min(int(rate * seconds / connections), largest)
 
-    def room(self, *, ending: bool = False) -> int:
+    def hedge_budget(self, *, ending: bool = False) -> int:
         """Return how many more ranges may be hedged. Each hedge takes bandwidth from the first requests."""
         with self._lock:
             if ending:
-                return len(self._flying)
-            seconds = sum(flight.is_hedge for flight in self._flying)
-            return max(max((len(self._flying) - seconds) // _DOUBLED, 1) - seconds, 0)
+                return len(self._in_flight)
+            seconds = sum(flight.is_hedge for flight in self._in_flight)
+            return max(max((len(self._in_flight) - seconds) // _RANGES_PER_HEDGE, 1) - seconds, 0)
 
     def stragglers(self, *, ending: bool = False) -> list[InFlightRange]:
         """Return the ranges without a hedge that are late, compared with the others.
@@ -195,10 +195,10 @@ class InFlightRanges:
         """
         now = time.monotonic()
         with self._lock:
-            flying, rate, first_s = list(self._flying), self._bytes_per_s, self._first_s
+            flying, rate, first_s = list(self._in_flight), self._bytes_per_s, self._first_s
             answered = (*self._answered, *(flight.began for flight in flying if flight.first_s is not None))
         # If hardly any later request was answered, it is not this answer that is slow, but the link or the store.
-        overtaken = math.inf if ending else min(nlargest(_OVERTAKERS, (*answered, *[-math.inf] * _OVERTAKERS)))
+        overtaken = math.inf if ending else min(nlargest(_LATER_ANSWERS, (*answered, *[-math.inf] * _LATER_ANSWERS)))
         rates = sorted((flight.rate(now), id(flight)) for flight in flying if flight.done_bytes)
         places = {flight: place for place, (_, flight) in enumerate(rates)}
         late = []

@@ -64,10 +64,10 @@ class Schedule:
         """The number of bytes that have not been handed out yet. A short last chunk counts in full."""
         return (len(self._pending) - self._next) * self._chunks.chunk_bytes
 
-    def take(self, takers: int, *, whole: bool = False) -> Span | None:
+    def take(self, connections: int, *, whole: bool = False) -> Span | None:
         """Return the next range; None when there is none left.
 
-        It has up to 8 MiB, and less if few bytes are left for ``takers`` connections, or if they come slowly.
+        It has up to 8 MiB, and less if few bytes are left for ``connections`` connections, or if they come slowly.
 
         ``whole`` is for ranges that come one after the other, each of which costs both ends CPU time. The first of them
         has up to 64 MiB, and is given back if it ``gives_way``. The others have 8 MiB.
@@ -85,7 +85,7 @@ class Schedule:
                 if not self._leaves_room(asked, wanted) and (wanted or not self._must_wait()):
                     share = self._share(asked, wanted)
                     if share == 1.0:
-                        return self._take(asked, 0 if whole else takers)
+                        return self._take(asked, 0 if whole else connections)
                     if share and not self.flights.count and time.monotonic() >= self._paced_until:
                         return self._take_paced(asked, share)
                     pause_s = _PACED_YIELD_S
@@ -162,14 +162,14 @@ class Schedule:
             return False
         return interactive_load()
 
-    def _take(self, asked: int | None, takers: int) -> Span:
-        """Take a range from the chunk ``asked`` on, or else the next one. ``takers`` is 0 for a whole range."""
+    def _take(self, asked: int | None, connections: int) -> Span:
+        """Take a range from the chunk ``asked`` on, or else the next one. ``connections`` is 0 for a whole range."""
         first = self._pending[self._next] if asked is None else asked
-        most = (_LARGEST_SPAN_BYTES if takers else self._whole_bytes(first)) // self._chunks.chunk_bytes
-        if takers:
-            most = min(most, self.flights.most_bytes(takers, _LARGEST_SPAN_BYTES) // self._chunks.chunk_bytes)
+        most = (_LARGEST_SPAN_BYTES if connections else self._whole_bytes(first)) // self._chunks.chunk_bytes
+        if connections:
+            most = min(most, self.flights.range_bytes(connections, _LARGEST_SPAN_BYTES) // self._chunks.chunk_bytes)
             left = sum(not self._taken[chunk] for chunk in self._urgent) if first in self._urgent else 0
-            most = max(min(most, (left or len(self._pending) - self._next) // (2 * takers)), 1)
+            most = max(min(most, (left or len(self._pending) - self._next) // (2 * connections)), 1)
         count = 1
         while count < most and self._follows(first, count, in_order=asked is None):
             count += 1
@@ -219,7 +219,7 @@ class Schedule:
                 flight.awaited = not wanted.isdisjoint(flight.span.chunks)
             late = [flight for flight in late if flight.awaited or flight.first_s is None]
             late.sort(key=lambda flight: not flight.awaited)
-        return late[: self.flights.room(ending=ending)] if late else []
+        return late[: self.flights.hedge_budget(ending=ending)] if late else []
 
     def stop(self) -> None:
         """Hand out no more ranges. Every connection ends after its present one."""

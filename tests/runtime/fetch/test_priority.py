@@ -112,17 +112,17 @@ def test_a_paced_fetch_takes_its_share_of_the_link(served: Any, region: Region) 
 def test_a_range_is_as_long_as_what_comes_soon() -> None:
     """Else all of a slow link's bytes are under way at once, and come in no order."""
     flights = InFlightRanges()
-    assert flights.most_bytes(4, 8 * MIB) == 2 * MIB
+    assert flights.range_bytes(4, 8 * MIB) == 2 * MIB
     flight = flights.begin(Span(0, 1), 50 * MIB)
     flight.advance(10 * MIB)
     flight.began = flights._began = time.monotonic() + 1e6  # just now, however long this test is held up
-    assert flights.most_bytes(4, 8 * MIB) == 5 * MIB  # 10 MiB in 50 ms: nothing is known of a shorter time
+    assert flights.range_bytes(4, 8 * MIB) == 5 * MIB  # 10 MiB in 50 ms: nothing is known of a shorter time
     flight.began = flights._began = time.monotonic() - 1.0
-    assert 0 < flights.most_bytes(4, 8 * MIB) < 0.3 * MIB
+    assert 0 < flights.range_bytes(4, 8 * MIB) < 0.3 * MIB
     flight.first_s = 0.5  # of a store that answers late a range is longer
     flight.advance(flight.size_bytes)
     flights.end(flight)
-    assert flights.most_bytes(4, 8 * MIB) == 8 * MIB
+    assert flights.range_bytes(4, 8 * MIB) == 8 * MIB
 
 
 def test_an_answer_that_has_not_begun_is_late_before_one_that_is_slow() -> None:
@@ -167,10 +167,10 @@ def test_ranges_that_a_shared_link_slows_are_not_late() -> None:
     for peer in peers[:2]:
         peer.began -= 6.0
     assert flights.stragglers() == peers[:2], "twice what a range needs now is over"
-    assert flights.room() == 6
+    assert flights.hedge_budget() == 6
     peers[0].hedged = True
     flights.begin(Span(1, 1), 8 * MIB, is_hedge=True)
-    assert flights.room() == 5
+    assert flights.hedge_budget() == 5
     peers[1].pause(6.0)
     assert flights.stragglers() == [], "it was suspended for that long"
 
