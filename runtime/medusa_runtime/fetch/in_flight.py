@@ -165,7 +165,7 @@ class InFlightRanges:
             return done_bytes / max(time.monotonic() - self._began, _BURST_S) if done_bytes else None
 
     def range_bytes(self, connections: int, largest: int) -> int:
-        """Return the size of a range that one of ``connections`` connections receives soon, at most ``largest`` bytes."""
+        """Return the size of a range that one of the ``connections`` receives soon, at most ``largest`` bytes."""
         now = time.monotonic()
         with self._lock:
             done_bytes = self._done_bytes + sum(flight.done_bytes for flight in self._in_flight)

@@ -67,7 +67,7 @@ class Schedule:
     def take(self, connections: int, *, whole: bool = False) -> Span | None:
         """Return the next range; None when there is none left.
 
-        It has up to 8 MiB, and less if few bytes are left for ``connections`` connections, or if they come slowly.
+        It has up to 8 MiB, and less if few bytes are left for the ``connections``, or if they come slowly.
 
         ``whole`` is for ranges that come one after the other, each of which costs both ends CPU time. The first of them
         has up to 64 MiB, and is given back if it ``gives_way``. The others have 8 MiB.
