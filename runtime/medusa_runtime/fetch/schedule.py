@@ -70,7 +70,7 @@ class Schedule:
         It has up to 8 MiB, and less if few bytes are left for the ``connections``, or if they come slowly.
 
         ``whole`` is for ranges that come one after the other, each of which costs both ends CPU time. The first of them
-        has up to 64 MiB, and is given back if it ``gives_way``. The others have 8 MiB.
+        has up to 64 MiB, and is given back if something else should come first. The others have 8 MiB.
 
         Waits while a more important load has the right of way, or memory must be freed first.
         """
@@ -79,11 +79,11 @@ class Schedule:
             with self._lock:
                 if self.exhausted:
                     return None
-                wanted = self.wanted()
-                first = (*wanted, *self._writer.hinted())
+                awaited = self.awaited()
+                first = (*awaited, *self._writer.hinted())
                 asked = next((chunk for chunk in first if not self._taken[chunk]), None)
-                if not self._leaves_room(asked, wanted) and (wanted or not self._must_wait()):
-                    share = self._share(asked, wanted)
+                if not self._leaves_room(asked, awaited) and (awaited or not self._must_wait()):
+                    share = self._share(asked, awaited)
                     if share == 1.0:
                         return self._take(asked, 0 if whole else connections)
                     if share and not self.flights.count and time.monotonic() >= self._paced_until:
@@ -91,7 +91,7 @@ class Schedule:
                     pause_s = _PACED_YIELD_S
             time.sleep(pause_s)
 
-    def gives_way(self, *, alone: bool) -> bool:
+    def should_give_back(self, *, alone: bool) -> bool:
         """Return whether the rest of the large range should be given back.
 
         This is so if it is no longer ``alone`` on the link, if something else should come first, or if readers have set
@@ -103,10 +103,10 @@ class Schedule:
         if len(missing) <= soon:
             return False
         with self._lock:
-            wanted = self.wanted()
-            first = next((chunk for chunk in (*wanted, *self._writer.hinted()) if not present(chunk)), missing[0])
+            awaited = self.awaited()
+            first = next((chunk for chunk in (*awaited, *self._writer.hinted()) if not present(chunk)), missing[0])
             comes_soon = first in missing[:soon] or (self._taken[first] and first not in span.chunks)
-            paced = self._writer.demand.share != 1.0 or (not wanted and self._is_less_important())
+            paced = self._writer.demand.share != 1.0 or (not awaited and self._is_less_important())
             return paced or not alone or not comes_soon
 
     def give_back(self, span: Span) -> None:
@@ -117,24 +117,24 @@ class Schedule:
             self._next = 0
             self._skip_taken()
 
-    def _leaves_room(self, asked: int | None, wanted: Collection[int]) -> bool:
+    def _leaves_room(self, asked: int | None, awaited: Collection[int]) -> bool:
         """Return whether to wait because urgent chunks are under way, from which any other would take bandwidth.
 
         After the last urgent chunk, the load is demoted to a background one.
         """
         chunk = self._pending[self._next] if asked is None else asked
-        if not self._urgent or chunk in self._urgent or asked in wanted:
+        if not self._urgent or chunk in self._urgent or asked in awaited:
             return False
         self._urgent = frozenset(chunk for chunk in self._urgent if not self._writer.present(chunk))
         if not self._urgent and self._load is not None:
             self._load.demote()
         return bool(self._urgent)
 
-    def _share(self, asked: int | None, wanted: Collection[int]) -> float:
+    def _share(self, asked: int | None, awaited: Collection[int]) -> float:
         """Return the share of the link that the next range may have: 1 if a reader waits for it or has hinted at it."""
         first = self._pending[self._next] if asked is None else asked
         share = 1.0 if first in self._urgent or asked is not None else self._writer.demand.share
-        if share == 1.0 and not wanted:
+        if share == 1.0 and not awaited:
             self._link_bytes_per_s = None
         elif self._link_bytes_per_s is None:
             self._link_bytes_per_s = self.flights.average_bytes_per_s
@@ -197,7 +197,7 @@ class Schedule:
             return False
         return not in_order or (position < len(self._pending) and self._pending[position] == chunk)
 
-    def wanted(self) -> list[int]:
+    def awaited(self) -> list[int]:
         """Return the chunks that forwards wait for and that are not there."""
         demanded = dict.fromkeys(
             chunk for run in self._writer.demanded() for chunk in run if chunk < self._chunks.count
@@ -214,9 +214,9 @@ class Schedule:
         ending = self.exhausted and not patient
         late = self.flights.stragglers(ending=ending)
         if late and not ending:
-            wanted = set(self.wanted())
+            awaited = set(self.awaited())
             for flight in late:
-                flight.awaited = not wanted.isdisjoint(flight.span.chunks)
+                flight.awaited = not awaited.isdisjoint(flight.span.chunks)
             late = [flight for flight in late if flight.awaited or flight.first_s is None]
             late.sort(key=lambda flight: not flight.awaited)
         return late[: self.flights.hedge_budget(ending=ending)] if late else []

@@ -380,7 +380,7 @@ class Streams:
             self._hold(flight)
             arrival.publish(prepare=flight.direct)
             large = span is self._schedule.large and not flight.hedged
-            if large and self._schedule.gives_way(alone=self._few() is not None):
+            if large and self._schedule.should_give_back(alone=self._few() is not None):
                 raise _GivenBack
 
         def keep(more: int) -> None:

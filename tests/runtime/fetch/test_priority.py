@@ -346,18 +346,18 @@ def test_one_range_at_a_time_is_large_until_something_else_comes_first(filling: 
     assert large is not None
     assert small is not None
     assert [span.length * writer.chunks.chunk_bytes for span in (large, small)] == [64 * MIB, 8 * MIB]
-    assert not schedule.gives_way(alone=True)
+    assert not schedule.should_give_back(alone=True)
     assert schedule.large is large
 
     demand_fd, last = create_demand_memfd(), writer.chunks.count - 1
     writer.demand.listen(demand_fd)
     demand(demand_fd, [small.first])  # it comes next
-    assert not schedule.gives_way(alone=True)
+    assert not schedule.should_give_back(alone=True)
     os.close(demand_fd)
     demand_fd = create_demand_memfd()
     writer.demand.listen(demand_fd)
     demand(demand_fd, [last])
-    assert schedule.gives_way(alone=True)
+    assert schedule.should_give_back(alone=True)
     os.close(demand_fd)
     schedule.give_back(large)
     assert schedule.take(2, whole=True) == Span(last, 1)
