@@ -233,7 +233,7 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: RestoredCheckp
                 index,
                 writer,
                 schedule,
-                fixed=settings.connections,
+                fixed_connections=settings.connections,
                 checksums=checksums,
                 nice=options.nice,
                 peers=options.sources,

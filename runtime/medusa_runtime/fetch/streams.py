@@ -37,9 +37,9 @@ _BUSY = 0.7  # threads that run, or wait to run, for a larger share of all CPUs'
 _GAIN = 1.2  # the factor by which more connections must speed up the fetch for still more to be opened
 _LOSS = 1.05  # the factor by which they must speed it up to be kept
 _CHUNK_S = 0.5  # connections that each need longer than this for a chunk are kept only if they help
-_HEARD_S = 1.0  # how long to wait for a new connection to bring something before measuring
+_DELIVERING_S = 1.0  # how long to wait for a new connection to bring something before measuring
 _SOON_S = 1.0  # a fetch that ends within this time is not worth the largest number of connections
-_HOLD_S = 2.0  # the longest time for which other ranges are suspended for a late one; less than any store's patience
+_SUSPEND_S = 2.0  # the longest time for which other ranges are suspended for a late one; less than any store's patience
 _SILENT_S = 1.0  # how long to wait before a hedge, if the store sends one copy for many nodes
 _END_S = 0.2  # how long to wait for connections to end when everything is there; one that hangs is left behind
 _SCRATCH_BYTES = 256 << 10  # small enough to stay in a core's cache between receiving and writing
@@ -57,7 +57,7 @@ class _GivenBack(Exception):
     """The rest of a range is to be fetched later, because something else comes first."""
 
 
-class Peers(Protocol):
+class PeerSource(Protocol):
     """What a store with several sources decides by itself (``storage.sources.SourcesStore``)."""
 
     @property
@@ -71,8 +71,8 @@ class Peers(Protocol):
 class Streams:
     """Fetches all ranges of a schedule.
 
-    ``fixed`` is the number of connections; None measures and adapts it. ``nice`` is added to the threads' niceness.
-    ``peers`` is the store, if it is one with several sources.
+    ``fixed_connections`` is the number of connections; None measures and adapts it. ``nice`` is added to the threads'
+    niceness. ``peers`` is the store, if it is one with several sources.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Streams:
         writer: RegionWriter,
         schedule: Schedule,
         *,
-        fixed: int | None = None,
+        fixed_connections: int | None = None,
         checksums: Checksums | None = None,
         nice: int = 0,
-        peers: Peers | None = None,
+        peers: PeerSource | None = None,
     ) -> None:
         self._store = store
         self._peers = peers
@@ -93,13 +93,13 @@ class Streams:
         self._index = index
         self._writer = writer
         self._schedule = schedule
-        self._fixed = fixed
+        self._fixed = fixed_connections
         self._checksums = checksums
         self._nice = nice
         self._threads: list[threading.Thread] = []
-        self._wanted = 0  # how many connections take ranges; those with a higher number end
+        self._target = 0  # how many connections take ranges; those with a higher number end
         self._received = 0  # bytes of all connections; changed under the lock
-        self._heard: set[int] = set()  # the threads that have received something
+        self._delivering: set[int] = set()  # the threads that have received something
         self._lock = threading.Lock()
         self._local = threading.local()
         self._error: BaseException | None = None
@@ -117,13 +117,13 @@ class Streams:
 
     def run(self) -> None:
         """Fetch until everything is published. Raises the first error of any connection."""
-        few = self._few()
+        from_peers = self._peer_connections()
         monitor = threading.Thread(target=self._watch, name="hedge", daemon=True)
         try:
-            if few:
-                self._run_peers(self._fixed or few)
-            if not few or self._alive():  # only the object store is left
-                self._grow(self._fixed or min(max(cpu_count(), _FEWEST), _FIRST))
+            if from_peers:
+                self._run_peers(self._fixed or from_peers)
+            if not from_peers or self._alive():  # only the object store is left
+                self._open_connections(self._fixed or min(max(cpu_count(), _FEWEST), _FIRST))
                 monitor.start()
                 if self._fixed is None:
                     self._adapt()
@@ -146,17 +146,17 @@ class Streams:
 
         In a chain, many machines begin at the same time, and whatever the first chunk does not need can wait.
         """
-        self._grow(1)
-        while self._alive() and self._few():
+        self._open_connections(1)
+        while self._alive() and self._peer_connections():
             self._changed.wait(0.5)
             self._changed.clear()
-            self._grow(connections)
+            self._open_connections(connections)
 
     @property
     def _chunk_bytes(self) -> int:
         return self._writer.chunks.chunk_bytes
 
-    def _few(self) -> int | None:
+    def _peer_connections(self) -> int | None:
         """Return the number of connections that peers should be read with, or None without peers."""
         return None if self._peers is None else self._peers.connections
 
@@ -171,7 +171,7 @@ class Streams:
 
     def _late_ranges(self) -> list[InFlightRange]:
         """Return the ranges to hedge. In a cluster, not those that are only slow: its store sends one copy for all."""
-        if self._few():
+        if self._peer_connections():
             return []
         if self._peers is None:
             return self._schedule.stragglers()
@@ -201,25 +201,25 @@ class Streams:
         begun = late.done_bytes - (chunks.shard_range(chunk).start - chunks.shard_range(late.span.first).start)
         return begun if 0 < begun < chunks.size(chunk) else 0
 
-    def _hold(self, flight: InFlightRange) -> None:
+    def _suspend(self, flight: InFlightRange) -> None:
         """Suspend this range while a late one, which a forward waits for, is being hedged."""
         late = self._late
         if late is None or flight.is_hedge:
             return
         begin = time.monotonic()
-        while self._alive() and time.monotonic() < self._late_until and not self._there(late.span):
+        while self._alive() and time.monotonic() < self._late_until and not self._is_present(late.span):
             time.sleep(1e-3)
         flight.pause(time.monotonic() - begin)
         self._late = None
 
-    def _there(self, span: Span) -> bool:
+    def _is_present(self, span: Span) -> bool:
         return all(self._writer.present(chunk) for chunk in span.chunks)
 
     def _alive(self) -> bool:
         return self._error is None and self._working > 0 and not self._schedule.complete
 
-    def _grow(self, count: int) -> None:
-        self._wanted = count
+    def _open_connections(self, count: int) -> None:
+        self._target = count
         while (number := self.connections) < count:
             self._start(partial(self._take_all, number))
 
@@ -237,7 +237,7 @@ class Streams:
         answers. But if the link is so slow that each of them would need long for a chunk, they end, too: the layers
         that come next would have to wait for them.
         """
-        before, fewer, window_s = 0.0, self._wanted, _WINDOW_S
+        before, fewer, window_s = 0.0, self._target, _WINDOW_S
         for count in (_SECOND, _MOST, None):
             if not self._alive() or self._schedule.exhausted:
                 return
@@ -246,16 +246,16 @@ class Streams:
             if rate is None:
                 return
             busy = (self._busy_s() - busy_s) / (time.monotonic() - begin)
-            short = busy > _BUSY * min(self._wanted, cpu_count())  # CPU time is short; the connections could bring more
-            crowded = rate / self._wanted * _CHUNK_S < self._chunk_bytes
+            short = busy > _BUSY * min(self._target, cpu_count())  # CPU time is short; the connections could bring more
+            crowded = rate / self._target * _CHUNK_S < self._chunk_bytes
             if (short and rate < before * _LOSS) or (crowded and rate < before * _GAIN):
-                self._wanted = fewer
-            if short or count is None or rate / self._wanted > _FAST_BYTES_PER_S or rate < before * _GAIN:
+                self._target = fewer
+            if short or count is None or rate / self._target > _FAST_BYTES_PER_S or rate < before * _GAIN:
                 return
             if count == _MOST and self._schedule.left_bytes < rate * _SOON_S:
                 return
-            before, fewer, window_s = rate, self._wanted, _LATER_WINDOW_S
-            self._grow(count)
+            before, fewer, window_s = rate, self._target, _LATER_WINDOW_S
+            self._open_connections(count)
 
     def _busy_s(self) -> float:
         """Return the sum of the seconds for which the connections' threads have run or waited for a CPU."""
@@ -271,8 +271,8 @@ class Streams:
 
     def _measure(self, window_s: float) -> float | None:
         """Measure the bytes a second of all connections, once each is up to speed. None if the fetch is over."""
-        deadline = time.monotonic() + _HEARD_S
-        while len(self._heard) < self._wanted and time.monotonic() < deadline:  # handshakes and slow start
+        deadline = time.monotonic() + _DELIVERING_S
+        while len(self._delivering) < self._target and time.monotonic() < deadline:  # handshakes and slow start
             if not self._pause():
                 return None
         begin, start = time.monotonic(), self._received
@@ -289,8 +289,8 @@ class Streams:
         return self._alive() and not self._schedule.exhausted
 
     def _take_all(self, number: int) -> None:
-        while number < self._wanted:
-            span = self._schedule.take(self._wanted, whole=self._few() is not None)
+        while number < self._target:
+            span = self._schedule.take(self._target, whole=self._peer_connections() is not None)
             if span is None:
                 return
             self._fetch(span)
@@ -318,7 +318,7 @@ class Streams:
         flight.first_request, flight.took_over = late, late is not None and late.overtaken
         flight.awaited = late is not None and late.awaited
         try:
-            self._fetch_right(span, flight, begun)
+            self._fetch_verified(span, flight, begun)
         except OvertakenError:
             pass
         except _GivenBack:
@@ -328,12 +328,12 @@ class Streams:
         alone = flights.end(flight)
         if given_back and not flight.hedged:
             self._schedule.give_back(span)
-        if failure and alone and not flight.overtaken and not self._there(span):
+        if failure and alone and not flight.overtaken and not self._is_present(span):
             raise failure
         if flight.hedged or flight.is_hedge:
-            flights.interrupt(self._there, self._store.interrupt)
+            flights.interrupt(self._is_present, self._store.interrupt)
 
-    def _fetch_right(self, span: Span, flight: InFlightRange, begun: int) -> None:
+    def _fetch_verified(self, span: Span, flight: InFlightRange, begun: int) -> None:
         """Fetch one range. A chunk with a wrong checksum is fetched once more; the second time it is an error."""
         again: int | None = None
         while True:
@@ -373,14 +373,14 @@ class Streams:
 
         def advance(more: int) -> None:
             self._count(flight, arrival, begun + more)
-            if (flight.hedged or flight.is_hedge) and not arrival.complete and self._there(span):
+            if (flight.hedged or flight.is_hedge) and not arrival.complete and self._is_present(span):
                 raise OvertakenError
             if flight.is_hedge and flight.awaited and self._late is not flight:
-                self._late, self._late_until = flight, time.monotonic() + _HOLD_S
-            self._hold(flight)
+                self._late, self._late_until = flight, time.monotonic() + _SUSPEND_S
+            self._suspend(flight)
             arrival.publish(prepare=flight.direct)
             large = span is self._schedule.large and not flight.hedged
-            if large and self._schedule.should_give_back(alone=self._few() is not None):
+            if large and self._schedule.should_give_back(alone=self._peer_connections() is not None):
                 raise _GivenBack
 
         def keep(more: int) -> None:
@@ -427,9 +427,9 @@ class Streams:
         with self._lock:
             self._received += filled - arrival.filled
             self._writer.count_received(filled - arrival.filled)
-            if not self._heard:
+            if not self._delivering:
                 self._changed.set()
-            self._heard.add(threading.get_ident())
+            self._delivering.add(threading.get_ident())
         arrival.filled = filled
         flight.advance(flight.size_bytes - arrival.size_bytes + filled)
 
