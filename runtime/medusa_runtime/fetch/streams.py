@@ -45,7 +45,7 @@ _END_S = 0.2  # how long to wait for connections to end when everything is there
 _SCRATCH_BYTES = 256 << 10  # small enough to stay in a core's cache between receiving and writing
 
 
-class Mismatch(Exception):
+class ChecksumMismatch(Exception):
     """The checksum of a chunk is wrong."""
 
     def __init__(self, chunk: int) -> None:
@@ -340,7 +340,7 @@ class Streams:
             try:
                 self._fetch_once(span, flight, begun)
                 return
-            except Mismatch as wrong:
+            except ChecksumMismatch as wrong:
                 chunks = self._writer.chunks
                 place = chunks.shard_range(wrong.chunk)
                 where = f"{self._index.shards[place.shard].name}, bytes {place.start} to {place.stop} of its data"
@@ -368,7 +368,7 @@ class Streams:
         def publish(chunk: int, first: int, end: int) -> None:
             checksums = self._checksums
             if checksums and not checksums.right(chunk, buffer[first:end]):
-                raise Mismatch(chunk)
+                raise ChecksumMismatch(chunk)
             self._publish(chunk, shard.name, start + first, buffer[first:end])
 
         def advance(more: int) -> None:
