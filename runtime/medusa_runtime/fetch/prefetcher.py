@@ -21,7 +21,7 @@ from ..resource_limits import check_files
 from ..storage.framing import PEER_CHUNK_BYTES
 from .load_priority import Load
 from .schedule import Schedule
-from .streams import Streams, as_medusa
+from .streams import Streams, as_medusa_error
 
 if TYPE_CHECKING:
     from ..checkpoint.checksums import Checksums
@@ -145,7 +145,7 @@ def prefetch(
                 bundle.close()
             checkpoint.store.close()
     except BaseException as error:
-        writer.fail(as_medusa(error))
+        writer.fail(as_medusa_error(error))
         raise
     finally:
         writer.close()

@@ -449,7 +449,7 @@ class Streams:
         return scratch
 
 
-def as_medusa(error: BaseException) -> MedusaError:
+def as_medusa_error(error: BaseException) -> MedusaError:
     """Return a MedusaError unchanged, and for any other error one that can be sent to other processes."""
     if isinstance(error, MedusaError):
         return error

@@ -217,12 +217,12 @@ def _fill(
     timeline: Timeline,
     writer: RegionWriter,
 ) -> int:
-    from ...fetch.streams import as_medusa
+    from ...fetch.streams import as_medusa_error
 
     try:
         _fetch(entry, settings, policy, cluster, channel, timeline, writer)
     except Exception as error:  # noqa: BLE001  it stands in the region, where the agent finds it
-        writer.fail(as_medusa(error))
+        writer.fail(as_medusa_error(error))
         return 1
     return 0
 
