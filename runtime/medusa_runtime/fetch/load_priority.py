@@ -12,7 +12,7 @@ from typing import Self
 from ..region.lock import is_locked, lock, unlock
 
 
-class Load:
+class LoadPriority:
     """One load of this process. Other processes see whether an interactive one is under way."""
 
     def __init__(self, priority: str) -> None:
@@ -44,7 +44,7 @@ class Load:
         os.close(self._fd)
 
 
-def interactive_load() -> bool:
+def is_interactive_load_running() -> bool:
     """Return whether an interactive load is under way on this machine."""
     fd = os.open(__file__, os.O_RDONLY | os.O_CLOEXEC)
     try:

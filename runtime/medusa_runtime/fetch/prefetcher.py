@@ -19,7 +19,7 @@ from ..region.layout import State
 from ..region.plan import RegionPlan
 from ..resource_limits import check_files
 from ..storage.framing import PEER_CHUNK_BYTES
-from .load_priority import Load
+from .load_priority import LoadPriority
 from .schedule import Schedule
 from .streams import Streams, as_medusa_error
 
@@ -132,7 +132,7 @@ def prefetch(
             restored = RestoredCheckpoint(checkpoint.index, checksums, {}, {})
             if bundle is not None:
                 restored = bundle.restore(checkpoint)
-            with Load(settings.load_priority) as load:
+            with LoadPriority(settings.load_priority) as load:
                 chunk_bytes = None if peer_checkpoint is None else peer_checkpoint.chunk_bytes
                 _fill(
                     writer,
@@ -160,7 +160,7 @@ class FetchOptions:
     nice: int
     owner: RegionOwner | None
     bundle: OpenBundle | None
-    load: Load
+    load: LoadPriority
     sources: SourcesStore | None = None
     peers_chunk_bytes: int | None = None  # the chunk size of the peers' regions
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from ..region.writer import RegionWriter
 from .in_flight import InFlightRange, InFlightRanges, Span
-from .load_priority import Load, interactive_load
+from .load_priority import LoadPriority, is_interactive_load_running
 
 _LARGEST_SPAN_BYTES = 8 << 20
 _LARGEST_WHOLE_BYTES = 64 << 20  # of the first range, which may be given back; a peer's answer is not longer
@@ -31,7 +31,7 @@ class Schedule:
     most.
     """
 
-    def __init__(self, writer: RegionWriter, load: Load | None = None, urgent: Collection[int] = ()) -> None:
+    def __init__(self, writer: RegionWriter, load: LoadPriority | None = None, urgent: Collection[int] = ()) -> None:
         """``urgent`` are chunks that come first. After them, the load goes on in the background."""
         self._writer = writer
         self._chunks = writer.chunks
@@ -160,7 +160,7 @@ class Schedule:
         if self._writer.demand.promoted:
             load.promote()
             return False
-        return interactive_load()
+        return is_interactive_load_running()
 
     def _take(self, asked: int | None, connections: int) -> Span:
         """Take a range from the chunk ``asked`` on, or else the next one. ``connections`` is 0 for a whole range."""

@@ -15,7 +15,7 @@ import pytest
 from medusa_runtime.checkpoint.order import layers_first
 from medusa_runtime.config import Settings
 from medusa_runtime.fetch.in_flight import InFlightRanges, Span
-from medusa_runtime.fetch.load_priority import Load, interactive_load
+from medusa_runtime.fetch.load_priority import LoadPriority, is_interactive_load_running
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.fetch.schedule import Schedule
 from medusa_runtime.region.demand import create_demand_memfd, demand, pace, promote
@@ -267,13 +267,13 @@ def test_a_second_request_that_fails_leaves_the_first_alone(served: Any, region:
 
 
 def test_a_background_load_gives_way_and_still_ends(served: Any, region: Region, own_lock: None) -> None:
-    assert not interactive_load()
-    with Load("interactive"):
-        assert interactive_load()
+    assert not is_interactive_load_running()
+    with LoadPriority("interactive"):
+        assert is_interactive_load_running()
         fetching(region, served.url + "/m", Timeline.create("test"), load_priority="background").join(60)
-        with Load("background"):
-            assert interactive_load()
-    assert not interactive_load()
+        with LoadPriority("background"):
+            assert is_interactive_load_running()
+    assert not is_interactive_load_running()
     check(region)
 
 
@@ -294,9 +294,9 @@ def test_a_background_load_has_one_range_at_a_time_unless_it_is_waited_for(
     demand_fd = create_demand_memfd()
     filled.writer.demand.listen(demand_fd)
     taken: list[Any] = []
-    with Load("background") as load:
+    with LoadPriority("background") as load:
         schedule = Schedule(filled.writer, load)
-        with Load("interactive"):
+        with LoadPriority("interactive"):
             span = schedule.take(1)
             assert span is not None
             schedule.flights.begin(span, 40)
@@ -309,9 +309,9 @@ def test_a_background_load_has_one_range_at_a_time_unless_it_is_waited_for(
             else:
                 promote(demand_fd)
             thread.join(120)
-        assert interactive_load() == (by == "somebody"), "a load that is waited for is interactive itself"
+        assert is_interactive_load_running() == (by == "somebody"), "a load that is waited for is interactive itself"
         assert [span.first for span in taken] == [filled.writer.chunks.of_tensor("4").start if by == "a forward" else 1]
-    assert not interactive_load()
+    assert not is_interactive_load_running()
     os.close(demand_fd)
 
 
@@ -388,7 +388,7 @@ def test_a_workers_layers_are_fetched_first_and_the_others_in_the_background(
     region.wait_tensor(LAST)
     assert not region.has("layers.6.w")
     region.wait_tensor("layers.1.w")
-    assert not interactive_load()
+    assert not is_interactive_load_running()
     thread.join()
     check(region)
 
