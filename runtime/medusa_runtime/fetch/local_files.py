@@ -60,7 +60,7 @@ class _File:
         os.close(self._fd)
 
 
-def warm(writer: RegionWriter, index: WeightIndex, checksums: Checksums | None, store: LocalStore) -> None:
+def warm_page_cache(writer: RegionWriter, index: WeightIndex, checksums: Checksums | None, store: LocalStore) -> None:
     """Publish every chunk as soon as it is in the page cache."""
     chunks = writer.chunks
     files: dict[int, _File] = {}

@@ -242,10 +242,10 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: RestoredCheckp
             detail |= {"connections": streams.connections, "hedges": streams.hedges}
         else:
             from ..storage.local import LocalStore
-            from .local_files import warm
+            from .local_files import warm_page_cache
 
             assert isinstance(checkpoint.store, LocalStore)
-            warm(writer, index, checksums, checkpoint.store)
+            warm_page_cache(writer, index, checksums, checkpoint.store)
         if bundle is not None:
             bundle.finish()
         # A function that builds its module itself is the only reader, and may free memory.
