@@ -19,8 +19,8 @@ from ..region.writer import RegionWriter
 from ..resource_limits import as_limit_error
 from ..storage.base import Store
 from ..storage.framing import import_xxh3_64
-from .arrival import Arrival
 from .in_flight import InFlightRange, OvertakenError, Span
+from .range_writer import RangeWriter
 from .schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -372,23 +372,23 @@ class Streams:
             self._publish(chunk, shard.name, start + first, buffer[first:end])
 
         def advance(more: int) -> None:
-            self._count(flight, arrival, begun + more)
-            if (flight.hedged or flight.is_hedge) and not arrival.complete and self._is_present(span):
+            self._count(flight, range_writer, begun + more)
+            if (flight.hedged or flight.is_hedge) and not range_writer.complete and self._is_present(span):
                 raise OvertakenError
             if flight.is_hedge and flight.awaited and self._late is not flight:
                 self._late, self._late_until = flight, time.monotonic() + _SUSPEND_S
             self._suspend(flight)
-            arrival.publish(prepare=flight.direct)
+            range_writer.publish(prepare=flight.direct)
             large = span is self._schedule.large and not flight.hedged
             if large and self._schedule.should_give_back(alone=self._peer_connections() is not None):
                 raise _GivenBack
 
         def keep(more: int) -> None:
-            at = (arrival.filled - begun) % len(own)
-            arrival.write(own[at : at + begun + more - arrival.filled])
+            at = (range_writer.filled - begun) % len(own)
+            range_writer.write(own[at : at + begun + more - range_writer.filled])
             advance(more)
 
-        arrival = Arrival(
+        range_writer = RangeWriter(
             self._writer,
             span,
             flight,
@@ -400,7 +400,7 @@ class Streams:
             if flight.overtaken:
                 raise OvertakenError
             flight.direct = self._is_direct(flight)
-        left = arrival.size_bytes - begun
+        left = range_writer.size_bytes - begun
         with self._writer.buffer(span.first, span.length) as buffer:
             if flight.direct:
                 self._writer.prepare(span.first)
@@ -423,15 +423,15 @@ class Streams:
         assert late is not None
         self._schedule.flights.take_over(late, self._store.interrupt, self._over.is_set)
 
-    def _count(self, flight: InFlightRange, arrival: Arrival, filled: int) -> None:
+    def _count(self, flight: InFlightRange, range_writer: RangeWriter, filled: int) -> None:
         with self._lock:
-            self._received += filled - arrival.filled
-            self._writer.count_received(filled - arrival.filled)
+            self._received += filled - range_writer.filled
+            self._writer.count_received(filled - range_writer.filled)
             if not self._delivering:
                 self._changed.set()
             self._delivering.add(threading.get_ident())
-        arrival.filled = filled
-        flight.advance(flight.size_bytes - arrival.size_bytes + filled)
+        range_writer.filled = filled
+        flight.advance(flight.size_bytes - range_writer.size_bytes + filled)
 
     def _publish(self, chunk: int, key: str, start: int, data: memoryview) -> None:
         """Publish a chunk: the bytes of the shard ``key`` from ``start`` on."""

@@ -13,7 +13,7 @@ from ..region.writer import RegionWriter
 from .in_flight import InFlightRange, OvertakenError, Span
 
 
-class Arrival:
+class RangeWriter:
     """Writes the bytes of a request for ``span``, and publishes whole chunks.
 
     The request starts ``begun`` bytes behind the start of the span. ``publish(chunk, first, end)`` verifies and
@@ -91,4 +91,4 @@ class Arrival:
                     self._writer.prepare(self._span.first + self.published)
 
 
-__all__ = ["Arrival"]
+__all__ = ["RangeWriter"]
