@@ -56,6 +56,6 @@ class Checksums:
         """Return whether these are the checksums of a region of ``count`` chunks of ``chunk_bytes``."""
         return self.chunk_bytes == chunk_bytes and len(self.values) == count
 
-    def right(self, chunk: int, data: memoryview) -> bool:
+    def matches(self, chunk: int, data: memoryview) -> bool:
         """Return whether a chunk's checksum is right. If no installed package computes it, all chunks are right."""
         return self._function is None or self._function(data) == self.values[chunk]

@@ -75,7 +75,7 @@ def warm_page_cache(writer: RegionWriter, index: WeightIndex, checksums: Checksu
                 files[place].pull(start, stop)
                 if checksums:
                     with files[place].view(start, stop) as data:
-                        if not checksums.right(chunk, data):
+                        if not checksums.matches(chunk, data):
                             raise CorruptError(
                                 f"{index.shards[place].path}: the checksum of bytes {start} to {stop} is wrong"
                             )

@@ -367,7 +367,7 @@ class Streams:
 
         def publish(chunk: int, first: int, end: int) -> None:
             checksums = self._checksums
-            if checksums and not checksums.right(chunk, buffer[first:end]):
+            if checksums and not checksums.matches(chunk, buffer[first:end]):
                 raise ChecksumMismatch(chunk)
             self._publish(chunk, shard.name, start + first, buffer[first:end])
 

@@ -53,16 +53,16 @@ def test_chunks_are_verified_by_the_fastest_algorithm_there_is(region: Region, m
     found = recorded.checksums_for(index)
     assert found
     assert found.algorithm == "xxh3_64"
-    assert found.right(0, data)
+    assert found.matches(0, data)
     wrong = bytearray(data)
     wrong[-1] ^= 1
-    assert not found.right(0, memoryview(wrong))
+    assert not found.matches(0, memoryview(wrong))
     monkeypatch.setitem(checksums._IMPLEMENTATIONS, "xxh3_64", (("no_such_package", "digest"),))
     found = recorded.checksums_for(index)
     assert found
     assert found.algorithm == "crc32"
-    assert found.right(0, data)
-    assert not found.right(0, memoryview(wrong))
+    assert found.matches(0, data)
+    assert not found.matches(0, memoryview(wrong))
 
 
 def test_checksums_are_held_against_the_store_only_for_its_very_version(region: Region) -> None:
