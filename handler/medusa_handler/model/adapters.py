@@ -31,11 +31,11 @@ _MOST_NAMES = 1000
 
 @dataclass(eq=False)
 class _Entry:
-    """An adapter. It takes one of ``max_loras`` places while it is ``opening`` or ``held``."""
+    """An adapter. It takes one of ``max_loras`` places while it is ``opening`` or has its ``adapter``."""
 
     name: str
     url: str
-    held: HeldAdapter | None = None
+    adapter: HeldAdapter | None = None
     opening: bool = False
     attempts: int = 0
     error: MedusaError | None = None
@@ -43,11 +43,11 @@ class _Entry:
     used_at: float = 0.0
 
     @property
-    def takes_place(self) -> bool:
-        return self.opening or self.held is not None
+    def occupies_slot(self) -> bool:
+        return self.opening or self.adapter is not None
 
 
-class AdapterUse:
+class AdapterLease:
     """A request's use of an adapter, which keeps it in memory until ``close``. ``close`` may be called twice."""
 
     def __init__(self, adapters: Adapters, entry: _Entry) -> None:
@@ -80,7 +80,7 @@ class Adapters:
         with self._changed:
             return {name: entry.url for name, entry in self._entries.items()}
 
-    def use(self, name: str, wait_check: Callable[[], None]) -> AdapterUse:
+    def acquire(self, name: str, wait_check: Callable[[], None]) -> AdapterLease:
         """Wait until the engine has this adapter, which then stays at least until the use is closed.
 
         Meanwhile ``wait_check`` is called a few times a second, and an error that it raises ends the wait. Raises the
@@ -97,7 +97,7 @@ class Adapters:
         except BaseException:
             self.release(entry)
             raise
-        return AdapterUse(self, entry)
+        return AdapterLease(self, entry)
 
     def release(self, entry: _Entry) -> None:
         """End a use."""
@@ -143,11 +143,11 @@ class Adapters:
         self.first_token.wait(_FIRST_TOKEN_S)
         for name in list(self.urls())[: self._settings.max_loras]:
             with self._changed:
-                full = sum(entry.takes_place for entry in self._entries.values()) >= self._settings.max_loras
+                full = sum(entry.occupies_slot for entry in self._entries.values()) >= self._settings.max_loras
             if full:
                 return
             try:
-                self.use(name, lambda: None).close()
+                self.acquire(name, lambda: None).close()
             except Exception as error:  # noqa: BLE001  a request that names it gets the error
                 logger.warning("the adapter %s could not be fetched: %s", name, error)
 
@@ -156,9 +156,9 @@ class Adapters:
         with self._changed:
             failed_before = entry.attempts - entry.opening
             while True:
-                if entry.held is not None and entry.held.failed:
+                if entry.adapter is not None and entry.adapter.failed:
                     self._close(entry)
-                if entry.held is not None:
+                if entry.adapter is not None:
                     return
                 if entry.error is not None and entry.attempts > failed_before:
                     raise entry.error
@@ -176,14 +176,14 @@ class Adapters:
 
     def _make_room(self) -> bool:
         """Return whether an adapter has a place. If all are taken, drop the idle one used least recently."""
-        taken = [entry for entry in self._entries.values() if entry.takes_place]
+        taken = [entry for entry in self._entries.values() if entry.occupies_slot]
         if len(taken) < self._settings.max_loras:
             return True
-        idle = [entry for entry in taken if entry.held is not None and not entry.users]
+        idle = [entry for entry in taken if entry.adapter is not None and not entry.users]
         if not idle:
             return False
         oldest = min(idle, key=lambda entry: entry.used_at)
-        self._engine_drop(oldest)
+        self._drop_from_engine(oldest)
         self._close(oldest)
         return True
 
@@ -191,12 +191,12 @@ class Adapters:
         from medusa_runtime.instance.adapter_region import open_adapter
         from medusa_runtime.region.fd_passing import descriptors_to_pass
 
-        held: HeldAdapter | None = None
+        opened: HeldAdapter | None = None
         error: MedusaError | None = None
         descriptors: list[int] = []
         try:
-            held = open_adapter(entry.url, self._settings, self._timeline)
-            descriptors = descriptors_to_pass(held.region)
+            opened = open_adapter(entry.url, self._settings, self._timeline)
+            descriptors = descriptors_to_pass(opened.region)
         except MedusaError as found:
             error = found
         except Exception as found:
@@ -205,32 +205,32 @@ class Adapters:
         with self._changed:
             entry.opening = False
             if error is None and self._entries.get(entry.name) is entry and self._engine is not None:
-                assert held is not None
-                entry.held = held
+                assert opened is not None
+                entry.adapter = opened
                 self._engine.add_adapter(entry.name, descriptors)
             else:
                 entry.error = error or MedusaError(f"the adapter {entry.name} was removed")
                 close_all(descriptors)
-                if held is not None:
-                    held.close()
+                if opened is not None:
+                    opened.close()
             self._changed.notify_all()
 
     def _forget(self, name: str) -> None:
         entry = self._entries.pop(name, None)
         if entry is not None:
-            self._engine_drop(entry)
+            self._drop_from_engine(entry)
             if not entry.users:
                 self._close(entry)
 
-    def _engine_drop(self, entry: _Entry) -> None:
-        if entry.held is not None and self._engine is not None:
+    def _drop_from_engine(self, entry: _Entry) -> None:
+        if entry.adapter is not None and self._engine is not None:
             self._engine.drop_adapter(entry.name)
 
     def _close(self, entry: _Entry) -> None:
-        if entry.held is not None:
+        if entry.adapter is not None:
             with suppress(OSError):
-                entry.held.close()
-            entry.held = None
+                entry.adapter.close()
+            entry.adapter = None
 
 
-__all__ = ["AdapterUse", "Adapters"]
+__all__ = ["AdapterLease", "Adapters"]

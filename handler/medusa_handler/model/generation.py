@@ -15,7 +15,7 @@ from ..merge import Item, Merge
 if TYPE_CHECKING:
     from medusa_runtime.engine.client import TokenStream
 
-    from .adapters import AdapterUse
+    from .adapters import AdapterLease
     from .served_model import ServedModel
 
 
@@ -36,10 +36,10 @@ class Generation:
         self._streams: list[TokenStream] = []
         self._merge: Merge[Delta] | None = None
         self._closed = False
-        self._use: AdapterUse | None = None
+        self._lease: AdapterLease | None = None
         try:
             if requests and requests[0].adapter is not None:
-                self._use = model.adapters.use(requests[0].adapter, model.wait_check(is_disconnected))
+                self._lease = model.adapters.acquire(requests[0].adapter, model.wait_check(is_disconnected))
             for request in requests:
                 self._streams.append(model.engine.generate(request))
             if len(self._streams) > 1:  # it starts threads, which may fail
@@ -102,8 +102,8 @@ class Generation:
             stream.close()
         if self._merge is not None:
             self._merge.close()
-        if self._use is not None:
-            self._use.close()
+        if self._lease is not None:
+            self._lease.close()
 
     def __enter__(self) -> Generation:
         return self

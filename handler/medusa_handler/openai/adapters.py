@@ -56,11 +56,11 @@ def load_adapter(service: Service, body: Body, is_disconnected: Callable[[], boo
     adapters.add(name, url, replace=inplace)
     wait_check = service.model.wait_check(is_disconnected)
     try:
-        use = adapters.use(name, wait_check)
+        lease = adapters.acquire(name, wait_check)
         try:
             engine.wait_adapter(name, wait_check)
         finally:
-            use.close()
+            lease.close()
     except BaseException as error:
         adapters.remove(name)
         if before is not None:

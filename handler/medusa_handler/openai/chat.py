@@ -97,13 +97,13 @@ class ChatFormatter:
     named: bool = False
     object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
-    _streams: dict[int, _Parsing] = field(default_factory=dict)
+    _streams: dict[int, _CallParsing] = field(default_factory=dict)
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         reason = choice.finish_reason
         if self.parser is not None:
-            parsing = _Parsing(self.parser(), self.parallel)
+            parsing = _CallParsing(self.parser(), self.parallel)
             found = parsing.take(choice.text, last=True)
             if found.calls:
                 message |= {"content": found.content or None, "tool_calls": [_call(call) for call in found.calls]}
@@ -128,7 +128,7 @@ class ChatFormatter:
             content: dict[str, Any] = {"content": delta.text} if delta.text or not last else {}
             return _chunk(index, content) | {"logprobs": logprobs, "finish_reason": delta.finish_reason}
         if index not in self._streams:
-            self._streams[index] = _Parsing(self.parser(), self.parallel)
+            self._streams[index] = _CallParsing(self.parser(), self.parallel)
         parsing = self._streams[index]
         found = parsing.take(delta.text, last=last)
         content = {"content": found.content} if found.content else {}
@@ -137,12 +137,12 @@ class ChatFormatter:
         reason = self._reason(delta.finish_reason, parsing)
         return _chunk(index, content) | {"logprobs": logprobs, "finish_reason": reason}
 
-    def _reason(self, reason: str | None, parsing: _Parsing) -> str | None:
+    def _reason(self, reason: str | None, parsing: _CallParsing) -> str | None:
         """Return the finish reason as OpenAI does: "tool_calls" after calls, but "stop" if one function was forced."""
         return "tool_calls" if reason == "stop" and parsing.called and not self.named else reason
 
 
-class _Parsing:
+class _CallParsing:
     """The parser of one answer, and whether it has found a call."""
 
     def __init__(self, parser: ToolParser, parallel: bool) -> None:

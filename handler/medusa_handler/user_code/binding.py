@@ -69,9 +69,9 @@ def _resolver(parameter: inspect.Parameter, context: Context, name: str) -> Reso
     if _is_cloud_event(kind):
         return lambda request: _cloud_event(kind, request)
     if hasattr(kind, "model_validate_json"):
-        return lambda request: _validated(kind.model_validate_json, request)
+        return lambda request: _validate(kind.model_validate_json, request)
     if kind in (dict, list) or get_origin(kind) is not None or dataclasses.is_dataclass(kind):
-        return _adapted(kind, name, parameter.name)
+        return _type_adapter(kind, name, parameter.name)
     if parameter.default is not inspect.Parameter.empty:
         return None
     raise HandlerLoadError(
@@ -80,7 +80,7 @@ def _resolver(parameter: inspect.Parameter, context: Context, name: str) -> Reso
     )
 
 
-def _adapted(kind: Any, name: str, parameter: str) -> Resolve:
+def _type_adapter(kind: Any, name: str, parameter: str) -> Resolve:
     try:
         from pydantic import TypeAdapter  # 75 ms, and only where types are declared
     except ImportError:
@@ -88,10 +88,10 @@ def _adapted(kind: Any, name: str, parameter: str) -> Resolve:
             f"{name}: to validate {parameter!r} as {kind!r} pydantic is needed: pip install 'medusa-runtime[typed]'"
         ) from None
     adapter = TypeAdapter(kind)
-    return lambda request: _validated(adapter.validate_json, request)
+    return lambda request: _validate(adapter.validate_json, request)
 
 
-def _validated(validate: Callable[[bytes], Any], request: Request) -> Any:
+def _validate(validate: Callable[[bytes], Any], request: Request) -> Any:
     from pydantic import ValidationError
 
     try:
@@ -101,8 +101,8 @@ def _validated(validate: Callable[[bytes], Any], request: Request) -> Any:
         if any(problem["type"] == "json_invalid" for problem in problems):
             raise HttpError(400, f"expected a JSON body: {problems[0]['msg']}") from None
         fields = [{"field": ".".join(map(str, p["loc"])) or "body", "message": str(p["msg"])} for p in problems]
-        said = "; ".join(f"{entry['field']}: {entry['message']}" for entry in fields)
-        raise InvalidBodyError(422, f"the body does not fit: {said}", fields) from None
+        problems_text = "; ".join(f"{entry['field']}: {entry['message']}" for entry in fields)
+        raise InvalidBodyError(422, f"the body does not fit: {problems_text}", fields) from None
 
 
 def _is_cloud_event(kind: Any) -> bool:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class _ThisThread(EventLoop):
+class _CallingThreadLoop(EventLoop):
     """A loop that runs asynchronous code in the calling thread, because torch's work is recorded in one thread."""
 
     def __init__(self, runner: asyncio.Runner) -> None:
@@ -51,7 +51,7 @@ def execution_order(region: Region, settings: Settings, body: bytes) -> list[str
 
     weights = Weights(region, settings, Timeline.create("materialize"))
     with asyncio.Runner() as runner:
-        code = UserCode(_ThisThread(runner))
+        code = UserCode(_CallingThreadLoop(runner))
         try:
             code.load(settings.handler, Context(None, settings, weights))
             _answer(code, body)

@@ -8,7 +8,16 @@ from typing import Any
 
 import openai
 import pytest
-from medusa_handler.openai.tools.formats import FORMATS, Forced, Hermes, Llama3, Mistral, Named, ToolParser, format_of
+from medusa_handler.openai.tools.formats import (
+    FORMATS,
+    ForcedCallsParser,
+    HermesParser,
+    Llama3Parser,
+    MistralParser,
+    NamedCallParser,
+    ToolParser,
+    format_of,
+)
 
 NAMES = frozenset(("weather", "time"))
 TEMPLATE = (
@@ -87,14 +96,14 @@ LLAMA = [
     ("<|pyth", "<|pyth", []),
 ]
 CASES = [
-    *((Hermes, *case) for case in HERMES),
-    *((Mistral, *case) for case in MISTRAL),
-    *((lambda: Llama3(NAMES), *case) for case in LLAMA),
-    (Forced, '[{"name": "time", "parameters": {}}, {"name": "weather", "parameters": {"city": "x"}}]', "",
+    *((HermesParser, *case) for case in HERMES),
+    *((MistralParser, *case) for case in MISTRAL),
+    *((lambda: Llama3Parser(NAMES), *case) for case in LLAMA),
+    (ForcedCallsParser, '[{"name": "time", "parameters": {}}, {"name": "weather", "parameters": {"city": "x"}}]', "",
      [("time", "{}"), ("weather", '{"city": "x"}')]),
-    (Forced, '[{"name": "time", "parameters": {}}, {"na', "", [("time", "{}")]),
-    (Forced, '[{"name": "ti', "", []),
-    (lambda: Named("weather"), '{"city": "x"}', "", [("weather", '{"city": "x"}')]),
+    (ForcedCallsParser, '[{"name": "time", "parameters": {}}, {"na', "", [("time", "{}")]),
+    (ForcedCallsParser, '[{"name": "ti', "", []),
+    (lambda: NamedCallParser("weather"), '{"city": "x"}', "", [("weather", '{"city": "x"}')]),
 ]  # fmt: skip
 
 

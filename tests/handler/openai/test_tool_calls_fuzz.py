@@ -11,15 +11,28 @@ from fuzzing import fuzz
 from hypothesis import strategies as st
 from medusa_handler.faults import ApiError
 from medusa_handler.openai.tools.choice import tools_of
-from medusa_handler.openai.tools.formats import Forced, Hermes, Llama3, Mistral, Named, ToolParser
+from medusa_handler.openai.tools.formats import (
+    ForcedCallsParser,
+    HermesParser,
+    Llama3Parser,
+    MistralParser,
+    NamedCallParser,
+    ToolParser,
+)
 
 NAMES = frozenset(("f", "g"))
-PARSERS: tuple[Callable[[], ToolParser], ...] = (Hermes, Mistral, lambda: Llama3(NAMES), Forced, lambda: Named("f"))
+PARSERS: tuple[Callable[[], ToolParser], ...] = (
+    HermesParser,
+    MistralParser,
+    lambda: Llama3Parser(NAMES),
+    ForcedCallsParser,
+    lambda: NamedCallParser("f"),
+)
 PIECES = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "{", "}", "[", "]", '"',
     ":", ",", ";", "\\", " ", "\n", '"name"', '"arguments"', '"parameters"', "f", "1", "\\ud800", "é", "null", "<",
 ]  # fmt: skip
-MARKERS = {"<tool_call>": Hermes, "[TOOL_CALLS]": Mistral, "": lambda: Llama3(NAMES)}
+MARKERS = {"<tool_call>": HermesParser, "[TOOL_CALLS]": MistralParser, "": lambda: Llama3Parser(NAMES)}
 SECONDS = 2.0  # of CPU time; a tenth of it is needed
 
 

@@ -12,7 +12,7 @@ from medusa_runtime.engine.base import StructuredOutputs
 
 from ...faults import ApiError
 from ..body.parameters import Body, flag, invalid
-from .formats import Forced, Format, Named, ToolParser
+from .formats import ForcedCallsParser, Format, NamedCallParser, ToolParser
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
@@ -66,9 +66,9 @@ class Tools:
             return None
         named = () if found is None else (found.new_id,)
         if self.forced == "required":
-            return lambda: Forced(*named)
+            return lambda: ForcedCallsParser(*named)
         if self.forced:
-            return lambda: Named(self.forced, *named)
+            return lambda: NamedCallParser(self.forced, *named)
         return None if found is None else lambda: found.parser(self.names)
 
 

@@ -50,7 +50,7 @@ def _short_id() -> str:
     return os.urandom(16).hex()[:9]
 
 
-class _Parser:
+class _CharacterParser:
     """A parser that takes the text character by character. Subclasses handle the characters outside of a call."""
 
     new_id: Callable[[], str] = staticmethod(_call_id)
@@ -61,7 +61,7 @@ class _Parser:
         self._calls: list[CallDelta] = []
         self._count = 0
         self._scanner: CallScanner | None = None
-        self._announced = False
+        self._call_started = False
 
     def push(self, text: str) -> Parsed:
         for character in text:
@@ -72,7 +72,7 @@ class _Parser:
         return self._flush()
 
     def finish(self) -> Parsed:
-        if self._scanner is not None and not self._announced:
+        if self._scanner is not None and not self._call_started:
             self.refuse(self.opening() + self._scanner.raw)
         self._scanner = None
         self.end()
@@ -93,7 +93,7 @@ class _Parser:
     def accepts(self, name: str) -> bool:
         return True
 
-    def say(self, text: str) -> None:
+    def add_content(self, text: str) -> None:
         """Add content. Trailing space is held back until more content follows."""
         kept = text.rstrip(_SPACE)
         if kept:
@@ -103,29 +103,29 @@ class _Parser:
 
     def begin(self) -> None:
         self._scanner = CallScanner()
-        self._announced = False
+        self._call_started = False
 
-    def announce(self, name: str) -> None:
+    def start_call(self, name: str) -> None:
         """Begin a call in the answer."""
         self._space = []
         self._calls.append(CallDelta(self._count, self.new_id(), name, ""))
         self._count += 1
-        self._announced = True
+        self._call_started = True
 
-    def argue(self, text: str) -> None:
+    def add_arguments(self, text: str) -> None:
         if text:
             self._calls.append(CallDelta(self._count - 1, None, None, text))
 
     def _scan(self, scanner: CallScanner, character: str) -> None:
         scanner.feed(character)
-        if scanner.name is not None and not self._announced:
+        if scanner.name is not None and not self._call_started:
             if self.accepts(scanner.name):
-                self.announce(scanner.name)
+                self.start_call(scanner.name)
             else:
                 scanner.failed = True
-        if self._announced:
-            self.argue(scanner.take())
-        if scanner.failed and not self._announced:
+        if self._call_started:
+            self.add_arguments(scanner.take())
+        if scanner.failed and not self._call_started:
             self._scanner = None
             self.refuse(self.opening() + scanner.raw)
         elif scanner.done or scanner.failed:
@@ -133,15 +133,15 @@ class _Parser:
 
     def refuse(self, raw: str) -> None:
         """Take text that looked like a call as content."""
-        self.say(raw)
+        self.add_content(raw)
 
     def _flush(self) -> Parsed:
-        found = Parsed(self._content, _joined(self._calls))
+        found = Parsed(self._content, _merge_deltas(self._calls))
         self._content, self._calls = "", []
         return found
 
 
-class Marked(_Parser):
+class MarkerParser(_CharacterParser):
     """Content up to a marker, calls behind it."""
 
     marker = ""
@@ -154,24 +154,24 @@ class Marked(_Parser):
         self._held += character
         if self._held == self.marker:
             self._held = ""
-            self.marked()
+            self.after_marker()
             return
         while self._held and not self.marker.startswith(self._held):
-            self.say(self._held[0])
+            self.add_content(self._held[0])
             self._held = self._held[1:]
 
     def end(self) -> None:
-        self.say(self._held)
+        self.add_content(self._held)
         self._held = ""
 
     def opening(self) -> str:
         return self.marker
 
-    def marked(self) -> None:
+    def after_marker(self) -> None:
         self.begin()
 
 
-class Hermes(Marked):
+class HermesParser(MarkerParser):
     marker = "<tool_call>"
     _closing = "</tool_call>"
 
@@ -192,12 +192,12 @@ class Hermes(Marked):
             return
         super().outside(character)
 
-    def announce(self, name: str) -> None:
-        super().announce(name)
+    def start_call(self, name: str) -> None:
+        super().start_call(name)
         self._behind = ""
 
 
-class Mistral(Marked):
+class MistralParser(MarkerParser):
     marker = "[TOOL_CALLS]"
     new_id = staticmethod(_short_id)
 
@@ -207,7 +207,7 @@ class Mistral(Marked):
         self._name: list[str] = []
         self._value: ValueScanner | None = None
 
-    def marked(self) -> None:
+    def after_marker(self) -> None:
         self._state = "open"
         self._name = []
 
@@ -235,14 +235,14 @@ class Mistral(Marked):
         elif character == "]" or character not in _SPACE + ",":
             self._state = "text"
             if character != "]":
-                self.say(character)
+                self.add_content(character)
 
     def _in_name(self, character: str) -> None:
         if character != "{":
             self._name.append(character)
             return
         name = "".join(self._name).split("[CALL_ID]")[0].removesuffix("[ARGS]").strip()
-        self.announce(name)
+        self.start_call(name)
         self._value = ValueScanner()
         self._state = "arguments"
         self._in_arguments(character)
@@ -250,7 +250,7 @@ class Mistral(Marked):
     def _in_arguments(self, character: str) -> None:
         assert self._value is not None
         self._value.feed(character)
-        self.argue(character)
+        self.add_arguments(character)
         if self._value.done:
             self._state = "text"
 
@@ -259,11 +259,11 @@ class Mistral(Marked):
 
     def end(self) -> None:
         if self._state in ("open", "name"):
-            self.say("".join((self.marker, *self._name)))
+            self.add_content("".join((self.marker, *self._name)))
         super().end()
 
 
-class Llama3(_Parser):
+class Llama3Parser(_CharacterParser):
     """Calls only count if the text is nothing but calls. ``names`` are those of the request's tools."""
 
     _tag = "<|python_tag|>"
@@ -280,7 +280,7 @@ class Llama3(_Parser):
 
     def outside(self, character: str) -> None:
         if self._is_text:
-            self.say(character)
+            self.add_content(character)
         elif character == "{" and self._bare in ("", self._tag):
             self.begin()
             assert self._scanner is not None
@@ -297,21 +297,21 @@ class Llama3(_Parser):
     def opening(self) -> str:
         return "".join(self._before)
 
-    def announce(self, name: str) -> None:
-        super().announce(name)
+    def start_call(self, name: str) -> None:
+        super().start_call(name)
         self._before, self._bare = [], ""
 
     def refuse(self, raw: str) -> None:
         self._is_text = True
         self._before, self._bare = [], ""
-        self.say(raw)
+        self.add_content(raw)
 
     def end(self) -> None:
         if not self._count:
-            self.say(self.opening())
+            self.add_content(self.opening())
 
 
-class Forced(_Parser):
+class ForcedCallsParser(_CharacterParser):
     """A list of calls, to which structured outputs restrict the text. No part is content, even if it is cut off."""
 
     def __init__(self, new_id: Callable[[], str] = _call_id) -> None:
@@ -328,7 +328,7 @@ class Forced(_Parser):
         """Drop the beginning of a call that ``max_tokens`` cut before its name."""
 
 
-class Named:
+class NamedCallParser:
     """A text that is nothing but the arguments of one call."""
 
     def __init__(self, name: str, new_id: Callable[[], str] = _call_id) -> None:
@@ -337,36 +337,36 @@ class Named:
     def push(self, text: str) -> Parsed:
         calls = [self._first] if self._first is not None else []
         self._first = None
-        return Parsed("", _joined([*calls, CallDelta(0, None, None, text)] if text else calls))
+        return Parsed("", _merge_deltas([*calls, CallDelta(0, None, None, text)] if text else calls))
 
     def finish(self) -> Parsed:
         return self.push("")
 
 
 class Format(NamedTuple):
-    """A format of calls. ``signs`` are what chat templates of it contain; ``new_id`` makes a call's id."""
+    """A format of calls. ``template_markers`` are what chat templates of it contain; ``new_id`` makes a call's id."""
 
     name: str
-    signs: tuple[str, ...]
+    template_markers: tuple[str, ...]
     parser: Callable[[frozenset[str]], ToolParser]
     new_id: Callable[[], str] = _call_id
 
 
 FORMATS = (
-    Format("mistral", ("[TOOL_CALLS]",), lambda names: Mistral(), _short_id),
-    Format("hermes", ("<tool_call>",), lambda names: Hermes()),
-    Format("llama3_json", ("<|python_tag|>", '{"name": function name, "parameters":'), Llama3),
+    Format("mistral", ("[TOOL_CALLS]",), lambda names: MistralParser(), _short_id),
+    Format("hermes", ("<tool_call>",), lambda names: HermesParser()),
+    Format("llama3_json", ("<|python_tag|>", '{"name": function name, "parameters":'), Llama3Parser),
 )
 
 
 def format_of(name: str, template: str) -> Format | None:
     """Return the format with this name; for ``auto``, the one that a chat template describes. None if there is none."""
     if name == "auto":
-        return next((format for format in FORMATS if any(sign in template for sign in format.signs)), None)
+        return next((format for format in FORMATS if any(sign in template for sign in format.template_markers)), None)
     return next((format for format in FORMATS if format.name == name), None)
 
 
-def _joined(calls: list[CallDelta]) -> list[CallDelta]:
+def _merge_deltas(calls: list[CallDelta]) -> list[CallDelta]:
     """Merge the deltas of each call into one."""
     first: dict[int, CallDelta] = {}
     arguments: dict[int, list[str]] = {}
