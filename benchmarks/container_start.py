@@ -122,7 +122,7 @@ def _said_ns(instance: ServedInstance) -> int:
 
 def ask(instance: ServedInstance, question: Question, exec_ns: Callable[[], int]) -> Sample:
     """Poll /livez, and then request tokens immediately. The instance holds the request until the model is loaded."""
-    with instance.answering(), closing(instance.connect()) as connection:
+    with instance.explained_failures(), closing(instance.connect()) as connection:
         connection.request("GET", "/livez")
         response = connection.getresponse()
         response.read()

@@ -56,14 +56,14 @@ def measure(model: Path, runs: int) -> dict[str, Any]:
     from medusa_adapters.bench.bytecode import compile_packages
     from medusa_adapters.bench.coldstart.command import median_sample, take_turns
     from medusa_adapters.bench.coldstart.contestants import Question
-    from medusa_adapters.bench.coldstart.rows import contestants
+    from medusa_adapters.bench.coldstart.rows import make_contestants
 
     from benchmarks.coldstart.rows import ROWS
 
     compile_packages(sys.executable)
     folder = str(model.resolve(strict=True))
     question = Question(model=folder, folder=folder, prompt="This function returns", max_tokens=2)
-    taking_part = contestants(list(_ROWS), ROWS)
+    taking_part = make_contestants(list(_ROWS), ROWS)
     try:
         samples = take_turns(taking_part, question, runs)
     finally:

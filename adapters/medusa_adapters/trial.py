@@ -7,7 +7,7 @@ from typing import Self
 
 from medusa_runtime.errors import MedusaError
 
-from .bench.served_instance import Answer, ServedInstance, serve_command
+from .bench.served_instance import HttpResponse, ServedInstance, serve_command
 
 _STOP_S = 40.0
 _DONE = "[DONE]"
@@ -56,11 +56,11 @@ class Trial:
             self._instance.close()
         self._instance = None
 
-    def post(self, path: str, body: str | bytes, headers: Mapping[str, str] | None = None) -> Answer:
+    def post(self, path: str, body: str | bytes, headers: Mapping[str, str] | None = None) -> HttpResponse:
         """Send a POST and return its answer. A status of 400 or more raises nothing."""
         return self._request("POST", path, body.encode() if isinstance(body, str) else body, headers)
 
-    def get(self, path: str) -> Answer:
+    def get(self, path: str) -> HttpResponse:
         return self._request("GET", path, None, None)
 
     def events(self, path: str, body: str | bytes, headers: Mapping[str, str] | None = None) -> list[str]:
@@ -75,7 +75,7 @@ class Trial:
             raise TrialError(f"expected a stream that ends with {_DONE}, found status {answer.status}: {answer.text}")
         return events[:-1]
 
-    def _request(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None) -> Answer:
+    def _request(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None) -> HttpResponse:
         assert self._instance is not None, "a function that is not running"
         given = {"Content-Type": "application/json"} | {key.title(): text for key, text in (headers or {}).items()}
         return self._instance.exchange(method, path, body, given, timeout_s=self._timeout_s)

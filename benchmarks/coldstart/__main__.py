@@ -14,9 +14,9 @@ from medusa_adapters.bench.bytecode import compile_packages
 from medusa_adapters.bench.coldstart import command as coldstart
 from medusa_adapters.bench.coldstart.command import Samples
 from medusa_adapters.bench.coldstart.contestants import Contestant, Medusa, Question, Sample
-from medusa_adapters.bench.coldstart.rows import contestants
+from medusa_adapters.bench.coldstart.rows import make_contestants
 from medusa_adapters.bench.result import Result, Target
-from medusa_adapters.cli.flags import unify
+from medusa_adapters.cli.flags import add_common_options
 from medusa_runtime.errors import ConfigError, MedusaError
 
 from benchmarks import command_line
@@ -37,17 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--model={question.model!r}: expected a folder, which all contestants read; see --origin")
     ours = Medusa(arguments.engine, python=arguments.vllm_python if arguments.engine == "vllm" else sys.executable)
     if arguments.rows:
-        taking_part = contestants(arguments.rows.split(","), ROWS, arguments.vllm_python)
+        contestants = make_contestants(arguments.rows.split(","), ROWS, arguments.vllm_python)
     else:
         measured_by = [] if arguments.no_yardsticks else yardsticks()
-        taking_part = [ours, *(transformers() for _ in others), *measured_by]
+        contestants = [ours, *(transformers() for _ in others), *measured_by]
     for python in {sys.executable, arguments.vllm_python}:
         compile_packages(python)
     result = Result()
     with origin(question, arguments.origin, counting=arguments.instances > 1) as question:
-        samples = measure(result, arguments, taking_part, ours, question)
-    found = targets(result, taking_part[0].name)
-    coldstart.present(result, samples, arguments, taking_part[0].name, question, targets=found, labels=LABELS)
+        samples = measure(result, arguments, contestants, ours, question)
+    found = targets(result, contestants[0].name)
+    coldstart.present(result, samples, arguments, contestants[0].name, question, targets=found, labels=LABELS)
     return 0
 
 
@@ -64,25 +64,25 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-yardsticks", action="store_true", help="leave out torch-import and floor")
     parser.add_argument("--steady", action="store_true", help="tokens/s at batch 1 and 8 instead of starts")
     parser.add_argument("--steady-tokens", type=int, default=64, metavar="N", help="tokens of each sequence then")
-    unify(parser)
+    add_common_options(parser)
     return parser.parse_args(argv)
 
 
 def measure(
     result: Result,
     arguments: argparse.Namespace,
-    taking_part: Sequence[Contestant],
+    contestants: Sequence[Contestant],
     ours: Medusa,
     question: Question,
 ) -> Samples:
     if not arguments.steady:
-        return coldstart.measure(result, arguments, taking_part, ours, question, check_same_tokens)
+        return coldstart.measure(result, arguments, contestants, ours, question, check_same_tokens)
     from benchmarks.coldstart.steady import measure_steady
 
     with ExitStack() as stack:
-        for contestant in taking_part:
+        for contestant in contestants:
             stack.callback(contestant.close)
-        timed = [contestant for contestant in taking_part if not isinstance(contestant, Script)]
+        timed = [contestant for contestant in contestants if not isinstance(contestant, Script)]
         measure_steady(result, timed, question, tokens=arguments.steady_tokens, runs=arguments.runs)
     return {}
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from medusa_adapters.bench.coldstart.contestants import Question, Sample
-from medusa_adapters.bench.coldstart.prewarmed import Prewarmed
+from medusa_adapters.bench.coldstart.prewarmed import PrewarmedMedusa
 from medusa_adapters.bench.served_instance import ServedInstance
 from medusa_runtime.errors import MedusaError
 
@@ -45,7 +45,7 @@ class Bundled:
         self._scratch.cleanup()
 
 
-class Compiled(Prewarmed):
+class Compiled(PrewarmedMedusa):
     """The contestant `vllm-compiled`: a pre-warmed engine process, with the compile cache of a bundle."""
 
     def __init__(self, *, name: str, python: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from medusa_adapters.bench.coldstart.rows import ROWS as OURS
-from medusa_adapters.bench.coldstart.rows import Maker
+from medusa_adapters.bench.coldstart.rows import ContestantFactory
 from medusa_adapters.report.labels import OURS as OUR_LABELS
 from medusa_adapters.report.labels import Label, Labels
 
@@ -14,7 +14,7 @@ from benchmarks.coldstart.vllm_baselines import STARTS, VllmBaseline
 # vllm imports its parts only when they are used, so one of them is named.
 _IMPORT = "import vllm; vllm.LLM; print(vllm.__version__, flush=True)"
 
-ROWS: dict[str, Maker] = {
+ROWS: dict[str, ContestantFactory] = {
     **OURS,
     "vllm-compiled": lambda python: Compiled(name="vllm-compiled", python=python),
     "vllm-import": lambda python: Script("vllm-import", lambda _: ["-c", _IMPORT], python=python),

@@ -63,7 +63,7 @@ def _served(instance: ServedInstance, question: Question, tokens: int, named: di
     """Measure an instance over HTTP. All servers are measured with the same client."""
     body = question.body | {"stream_options": {"include_usage": True}} | named
     instance.completion(body | {"max_tokens": 4})
-    with instance.answering():
+    with instance.explained_failures():
         return {batch: _together(instance, body | {"max_tokens": tokens}, batch) for batch in BATCHES}
 
 

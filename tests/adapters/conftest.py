@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from fork_server import MEDUSA_MAIN, ForkServer
-from medusa_adapters.bench.served_instance import Answer, ServedInstance
+from medusa_adapters.bench.served_instance import HttpResponse, ServedInstance
 
 FUNCTIONS = Path(__file__).parents[1] / "functions"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
@@ -41,7 +41,9 @@ class Instance(ServedInstance):
     def start(self, *, env: dict[str, str], stdout: Any, **options: Any) -> Any:
         return self.server.start(MEDUSA_MAIN, self.command[1:], folder=self.folder, environ=env, log=stdout)
 
-    def request(self, method: str, path: str, body: bytes | dict[str, Any] | None = None, **headers: str) -> Answer:
+    def request(
+        self, method: str, path: str, body: bytes | dict[str, Any] | None = None, **headers: str
+    ) -> HttpResponse:
         """Header names are written with ``_`` for ``-``."""
         sent = json.dumps(body).encode() if isinstance(body, dict) else body
         if isinstance(body, dict):

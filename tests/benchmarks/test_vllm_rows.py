@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from medusa_adapters.bench.coldstart.contestants import Question, Sample
-from medusa_adapters.bench.coldstart.rows import contestants
+from medusa_adapters.bench.coldstart.rows import make_contestants
 from medusa_adapters.bench.node import Node
 from medusa_adapters.bench.result import Result
 from medusa_adapters.bench.served_instance import ServedInstance
@@ -71,7 +71,7 @@ def with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_each_baseline_starts_vllm_in_its_way(name: str, texts: list[str]) -> None:
     assert set(STARTS) <= set(ROWS)
-    (baseline,) = contestants([name], ROWS, sys.executable)
+    (baseline,) = make_contestants([name], ROWS, sys.executable)
     try:
         for text in texts:
             sample = baseline.sample(QUESTION)
@@ -94,9 +94,9 @@ def test_a_baseline_that_fails_is_quoted() -> None:
 
 def test_names_and_interpreters_are_checked() -> None:
     with pytest.raises(ConfigError, match="torch-prewarmed"):
-        contestants(["torch", "tgi"], ROWS)
+        make_contestants(["torch", "tgi"], ROWS)
     with pytest.raises(MissingPackageError, match="/nowhere/python has no vllm"):
-        contestants(["vllm-cold"], ROWS, "/nowhere/python")
+        make_contestants(["vllm-cold"], ROWS, "/nowhere/python")
 
 
 def test_the_same_code_must_give_the_same_text() -> None:

@@ -83,9 +83,9 @@ def test_metrics_of_other_engines_are_those_that_they_report() -> None:
 
 
 def test_metrics_of_openfaas_are_those_on_its_port() -> None:
-    from medusa_adapters.platforms.metrics_server import Calls
+    from medusa_adapters.platforms.metrics_server import CallMetrics
 
-    calls = Calls()
+    calls = CallMetrics()
     calls.count("GET", 200, 0.1)
     assert kinds(calls.page(0)) == documented_kinds("On OpenFaaS")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from medusa_runtime.errors import ConfigError, MedusaError
 
-from ..cli.flags import add_model, given_model
+from ..cli.flags import add_model, model_argument
 from ..cli.progress import note
 from .process import Process
 from .result import Result
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the medians. Raises MedusaError, with the output of the fetching process, if that fails."""
-    model = given_model(arguments)
+    model = model_argument(arguments)
     if not model:
         raise ConfigError("expected a checkpoint: medusa bench fetch URL, or --model URL")
     if arguments.runs < 1:

@@ -83,7 +83,7 @@ class Process:
         return self.process.poll() is None
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
+    def explained_failures(self) -> Iterator[None]:
         """Raise a broken connection or stream to this process as MedusaError with the end of its output.
 
         An instance that fails closes its connections before it says why and ends, so it is given a moment for that.

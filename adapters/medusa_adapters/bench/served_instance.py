@@ -22,7 +22,7 @@ _RETRY_S = 0.002
 _START_TIMEOUT_S = 600.0
 
 
-class Answer(NamedTuple):
+class HttpResponse(NamedTuple):
     """A whole HTTP response; header names are compared without regard to case."""
 
     status: int
@@ -110,18 +110,18 @@ class ServedInstance(Process):
         headers: Mapping[str, str] | None = None,
         *,
         timeout_s: float = 60.0,
-    ) -> Answer:
+    ) -> HttpResponse:
         """Send one request on a connection of its own. Raises OSError or HTTPException when the connection breaks."""
         with contextlib.closing(self.connect(timeout_s)) as connection:
             connection.request(method, path, body, dict(headers or {}))
             response = connection.getresponse()
-            return Answer(response.status, response.headers, response.read())
+            return HttpResponse(response.status, response.headers, response.read())
 
     def wait_ready(self, path: str = "/readyz", every_s: float = 0.01) -> None:
         """Ask ``path`` until it answers 200. Raises MedusaError with what the process printed when it ends before."""
         deadline = time.monotonic() + self._start_timeout_s
         while True:
-            with self.answering():
+            with self.explained_failures():
                 if self.exchange("GET", path).status == 200:
                     return
             self._pause(deadline, f"did not answer {path} with 200", every_s)
@@ -129,18 +129,18 @@ class ServedInstance(Process):
     def completion(self, body: Mapping[str, Any]) -> Completion:
         """Stream a completion, requested as soon as the port accepts. Raises MedusaError when it fails."""
         connection = self.connect()
-        with self.answering(), contextlib.closing(connection):
+        with self.explained_failures(), contextlib.closing(connection):
             return stream(connection, dict(body))
 
     def stages(self) -> tuple[Stage, ...]:
         """Return the stages of the server's start so far, as it reports them."""
-        with self.answering():
+        with self.explained_failures():
             answer = self.exchange("GET", "/timeline")
             return stages_from_json(answer.json) if answer.status == 200 else ()
 
     def metric(self, name: str) -> float | None:
         """Return a metric, summed over its labels; None if no metric has this name."""
-        with self.answering():
+        with self.explained_failures():
             lines = self.exchange("GET", "/metrics").text.splitlines()
         found = [float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
         return sum(found) if found else None

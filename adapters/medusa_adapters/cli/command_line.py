@@ -19,7 +19,7 @@ import medusa_vllm  # noqa: F401  makes --engine vllm known
 from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.resource_limits import as_limit_error
 
-from .flags import announce_renamed, chosen_parser, log_level, unify
+from .flags import add_common_options, chosen_parser, log_level, warn_of_renamed
 
 # Name, module with ``add_arguments(parser)`` and ``run(arguments) -> int``, and a line of help.
 _COMMANDS = (
@@ -56,14 +56,16 @@ class _Parser(argparse.ArgumentParser):
         except argparse.ArgumentError:
             if (expected := _NUMBERS.get(action.type)) is None:
                 raise
-            raise ConfigError(f"{_called(action)}={text!r} cannot be used: expected {expected}") from None
+            raise ConfigError(f"{_argument_name(action)}={text!r} cannot be used: expected {expected}") from None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
         known = [str(choice) for choice in action.choices]
-        meant = _meant(str(value), known)
-        raise ConfigError(f"{_called(action)}={str(value)!r} cannot be used: expected one of {', '.join(known)}{meant}")
+        meant = _suggestion(str(value), known)
+        raise ConfigError(
+            f"{_argument_name(action)}={str(value)!r} cannot be used: expected one of {', '.join(known)}{meant}"
+        )
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise ConfigError(f"{message}{'' if message.endswith('?') else ';'} see {self.prog} --help")
@@ -108,7 +110,7 @@ def run(argv: Sequence[str], *, in_child: bool = False) -> int:
         leftovers = module.leftovers(arguments) if hasattr(module, "leftovers") else ()
         return run_in_child(command, leftovers, scratch=arguments.module in _WITH_SCRATCH)
     except MedusaError as error:
-        return _tell(error, argv)
+        return _print_error(error, argv)
     except BrokenPipeError:
         _drop_output()  # the reader of stdout has gone (`medusa inspect … | head`)
         return 141
@@ -120,7 +122,7 @@ def run(argv: Sequence[str], *, in_child: bool = False) -> int:
             sys.stdout.flush()
         except OSError:
             _drop_output()
-        return _tell(known, argv)
+        return _print_error(known, argv)
 
 
 def _drop_output() -> None:
@@ -133,7 +135,7 @@ def _logs_itself(arguments: argparse.Namespace) -> bool:
     return str(arguments.module) in ("medusa_adapters.cli.serve", "medusa_adapters.cli.node")
 
 
-def _tell(error: MedusaError, argv: Sequence[str]) -> int:
+def _print_error(error: MedusaError, argv: Sequence[str]) -> int:
     with suppress(ConfigError):  # for an invalid log level: this error reports it, or came before it
         if log_level(argv, os.environ) == "debug":
             import traceback
@@ -165,14 +167,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if sys.platform != "linux" and name not in _ANYWHERE:
         raise _needs_linux(name)
     parser = _parser(command)
-    argv, behind = _parted(argv)
-    parser.set_defaults(module=module, behind=behind)
+    argv, engine_flags = _split_at_dashes(argv)
+    parser.set_defaults(module=module, engine_flags=engine_flags)
     arguments, unknown = parser.parse_known_args(argv[1:])
     chosen = chosen_parser(parser, argv[1:])
-    announce_renamed(argv, chosen)
+    warn_of_renamed(argv, chosen)
     if unknown:
         flag = unknown[0].partition("=")[0]
-        meant = _meant(flag, list(chosen._option_string_actions))
+        meant = _suggestion(flag, list(chosen._option_string_actions))
         if name == "serve" and flag.startswith("--") and (not meant or "vllm" in argv):
             meant += f"{'' if meant else ';'} flags of vllm serve follow behind --: --engine vllm … -- {flag}"
         chosen.error(f"unrecognized arguments: {' '.join(_before_program(unknown, argv))}{meant}")
@@ -180,16 +182,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _before_program(unknown: Sequence[str], argv: Sequence[str]) -> Sequence[str]:
-    """Return the unknown words before ``--``. Those behind it only count as unknown if there is one before."""
+    """Return the unknown words before ``--``. Those after it only count as unknown if there is one before."""
     program = list(argv[argv.index("--") :]) if "--" in argv else []
-    for behind in filter(None, (program, program[1:])):
-        if list(unknown[-len(behind) :]) == behind and len(unknown) > len(behind):
-            return unknown[: -len(behind)]
+    for program_words in filter(None, (program, program[1:])):
+        if list(unknown[-len(program_words) :]) == program_words and len(unknown) > len(program_words):
+            return unknown[: -len(program_words)]
     return unknown
 
 
-def _parted(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split ``medusa serve … -- …`` at ``--``, behind which the flags of the engine's own server are."""
+def _split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split ``medusa serve … -- …`` at ``--``, after which the flags of the engine's own server stand."""
     if argv[0] != "serve" or "--" not in argv:
         return list(argv), []
     place = list(argv).index("--")
@@ -211,7 +213,7 @@ def _parse_without_command(argv: Sequence[str]) -> argparse.Namespace:
     if not argv[0].startswith("-"):
         names = [name for name, *_ in _COMMANDS]
         raise ConfigError(
-            f"{argv[0]!r} is no command{_meant(argv[0], names) or '.'} Expected one of {', '.join(names)}"
+            f"{argv[0]!r} is no command{_suggestion(argv[0], names) or '.'} Expected one of {', '.join(names)}"
         )
     parser.parse_args(argv)
     raise ConfigError("expected the command first: medusa COMMAND …; see medusa --help")
@@ -222,7 +224,7 @@ def _parser(command: tuple[str, str, str]) -> _Parser:
     name, module, text = command
     parser = _Parser(prog=f"medusa {name}", description=text[0].upper() + text[1:] + ".")
     importlib.import_module(module).add_arguments(parser)
-    unify(parser)
+    add_common_options(parser)
     return parser
 
 
@@ -244,12 +246,12 @@ def _needs_linux(name: str) -> ConfigError:
     )
 
 
-def _called(action: argparse.Action) -> str:
+def _argument_name(action: argparse.Action) -> str:
     """Return the name by which an error refers to an argument: its flag or, without one, its name in the help."""
     return action.option_strings[-1] if action.option_strings else str(action.metavar or action.dest)
 
 
-def _meant(word: str, known: Sequence[str]) -> str:
+def _suggestion(word: str, known: Sequence[str]) -> str:
     from difflib import get_close_matches
 
     # Letters in another order are the likelier slip: --modle is --model, although --mode is as close.

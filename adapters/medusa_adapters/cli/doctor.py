@@ -22,7 +22,7 @@ from medusa_runtime.errors import MedusaError
 from medusa_runtime.limits import cpu_count, memory_available_bytes, memory_limit_bytes
 from medusa_runtime.resource_limits import LEAST_FILES
 
-from .flags import add_model, given_model
+from .flags import add_model, model_argument
 from .progress import printable, size
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Return status 1 if something is missing that `medusa serve` needs."""
     flags = {name: getattr(arguments, name) for name in _FLAGS}
-    settings = from_env(os.environ, model=given_model(arguments), **flags)
+    settings = from_env(os.environ, model=model_argument(arguments), **flags)
     failed = False
     for finding in examine(settings):
         failed |= finding.level == "fail"

@@ -35,13 +35,13 @@ class RawHelpFormatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
 
 
 def add_model(parser: argparse.ArgumentParser, text: str | None = None) -> None:
-    """Add the checkpoint, as ``URL`` or ``--model URL``; see ``given_model``."""
+    """Add the checkpoint, as ``URL`` or ``--model URL``; see ``model_argument``."""
     option = next(option for option in OPTIONS if option.field == "model")
     parser.add_argument("checkpoint", nargs="?", metavar="URL", help=text or option.help)
     parser.add_argument("--model", metavar=option.form, help="the same [MEDUSA_MODEL]")
 
 
-def given_model(arguments: argparse.Namespace) -> str | None:
+def model_argument(arguments: argparse.Namespace) -> str | None:
     """Return the checkpoint that was given. Raises ConfigError when two were."""
     if arguments.checkpoint is not None and arguments.model is not None:
         raise ConfigError(
@@ -53,7 +53,7 @@ def given_model(arguments: argparse.Namespace) -> str | None:
     return found
 
 
-def unify(parser: argparse.ArgumentParser) -> None:
+def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Give the parsers of a command and of its subcommands the names and the help that all commands share."""
     if parser.formatter_class is not RawHelpFormatter:
         parser.formatter_class = HelpFormatter
@@ -66,12 +66,12 @@ def unify(parser: argparse.ArgumentParser) -> None:
     subcommands = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     for action in subcommands:
         for subparser in {id(value): value for value in action.choices.values()}.values():
-            unify(subparser)
+            add_common_options(subparser)
     if not subcommands and _LOG_LEVEL.flag not in known:
         parser.add_argument(_LOG_LEVEL.flag, metavar=_LOG_LEVEL.form, help=f"{_LOG_LEVEL.help} [MEDUSA_LOG_LEVEL]")
 
 
-def announce_renamed(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
+def warn_of_renamed(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Print a line for each flag that was given by its earlier name; ``parser`` is the chosen command's."""
     known = {name for action in parser._actions for name in action.option_strings}
     for word in argv:

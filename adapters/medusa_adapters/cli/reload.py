@@ -20,7 +20,7 @@ _SKIPPED = ("__pycache__", "node_modules", "site-packages")
 _MOST_FILES = 10_000
 
 
-def serve_again(argv: Sequence[str], handler: str | None) -> int:
+def serve_with_reload(argv: Sequence[str], handler: str | None) -> int:
     """Run ``medusa`` with these arguments in a child, until a signal. Each change beside the handler restarts it."""
     if handler is None:
         raise ConfigError("--reload: expected --handler, whose code can change, found none")

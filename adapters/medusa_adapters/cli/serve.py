@@ -15,7 +15,7 @@ from medusa_runtime.errors import ConfigError
 from medusa_runtime.registry import is_remote
 
 from ..platforms.base import load, resolve
-from .flags import add_model, given_model
+from .flags import add_model, model_argument
 from .progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 # Flags that only one engine reads, with its name. Their variables may be set in an image, for any engine.
-_OF_ONE_ENGINE = {
+_ENGINE_ONLY_FLAGS = {
     "compile": "vllm",
     "kernels": "vllm",
     "tensor_parallel": "vllm",
@@ -66,19 +66,19 @@ def run(arguments: argparse.Namespace) -> int:
     for variable, meant in misspelt(os.environ):
         print(f"WARNING: {variable} is no setting and has no effect; did you mean {meant}?", file=sys.stderr)
     flags = {option.field: getattr(arguments, option.field) for option in OPTIONS}
-    settings = settle(os.environ, flags | {"model": given_model(arguments)})
-    for field, engine in _OF_ONE_ENGINE.items():
+    settings = resolve_settings(os.environ, flags | {"model": model_argument(arguments)})
+    for field, engine in _ENGINE_ONLY_FLAGS.items():
         if flags[field] is not None and not settings.engine.startswith(engine):
             flag = f"--{field.replace('_', '-')}"
             print(
                 f"WARNING: {flag} has no effect with --engine {settings.engine}; it is for --engine {engine}",
                 file=sys.stderr,
             )
-    if arguments.behind:
+    if arguments.engine_flags:
         import shlex
 
         settings = replace(
-            settings, vllm_args=" ".join(filter(None, (settings.vllm_args, shlex.join(arguments.behind))))
+            settings, vllm_args=" ".join(filter(None, (settings.vllm_args, shlex.join(arguments.engine_flags))))
         )
     if settings.vllm_args and settings.engine not in ("vllm", "vllm-group"):
         raise ConfigError(
@@ -86,16 +86,16 @@ def run(arguments: argparse.Namespace) -> int:
             f"found --engine {settings.engine}"
         )
     if arguments.reload:
-        from .reload import serve_again
+        from .reload import serve_with_reload
 
-        return serve_again(sys.argv[1:], settings.handler)
+        return serve_with_reload(sys.argv[1:], settings.handler)
     configure_logging(settings.log_level)
     from medusa_runtime.instance import serve
 
-    return serve(settings, _function, Console(sys.stdout))
+    return serve(settings, _run_function_process, Console(sys.stdout))
 
 
-def settle(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
+def resolve_settings(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
     """Return the settings for the platform around us. Our variables override its own ones, except PORT.
 
     Raises ConfigError, also when there is nothing to serve.
@@ -106,7 +106,7 @@ def settle(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
     settings = replace(from_env({**environ, **known}, **flags), platform=name)
     if is_remote(settings.engine) and settings.served_model_name is None:
         settings = replace(settings, served_model_name=settings.model)  # a model's name in the cluster, no location
-    if settings.model is None and settings.handler is None and not _is_host(name, environ):
+    if settings.model is None and settings.handler is None and not _hosts_models(name, environ):
         where = ", or on SageMaker a checkpoint in /opt/ml/model" if name == "sagemaker" else ""
         raise ConfigError(
             f"there is nothing to serve: expected --model (a checkpoint), --handler (user code), or both{where}"
@@ -114,7 +114,7 @@ def settle(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
     return settings
 
 
-def _is_host(name: str, environ: Mapping[str, str]) -> bool:
+def _hosts_models(name: str, environ: Mapping[str, str]) -> bool:
     """Return whether models are loaded by request, so that none has to be given now."""
     if name != "sagemaker":
         return False
@@ -130,7 +130,7 @@ def configure_logging(level: str) -> None:
     logging.basicConfig(level=level.upper(), format=form, stream=sys.stderr)
 
 
-def _function(listener: socket.socket, handle: InstanceHandle, settings: Settings) -> int:
+def _run_function_process(listener: socket.socket, handle: InstanceHandle, settings: Settings) -> int:
     with handle.timeline.stage("import"):
         from medusa_handler.server.function_process import serve
 

@@ -20,7 +20,7 @@ _FLAGS = ("image", "memory", "cpu", "prewarm", "secret", "allow", "trust_state")
 
 
 @dataclass(frozen=True)
-class Agent:
+class AgentDeployment:
     """The manifests of the node agent, and the notes and warnings for their reader."""
 
     manifests: Sequence[dict[str, Any]] = ()
@@ -58,18 +58,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def wanted(arguments: argparse.Namespace) -> bool:
+def is_requested(arguments: argparse.Namespace) -> bool:
     """Return True if the function uses a node agent."""
     return bool(arguments.node_agent or arguments.node_agent_of_cluster)
 
 
-def agent(arguments: argparse.Namespace, placement: Placement, *, image: str, model: str | None) -> Agent:
+def plan_agent(
+    arguments: argparse.Namespace, placement: Placement, *, image: str, model: str | None
+) -> AgentDeployment:
     """Return the agent for one function. Raises ConfigError for a bad flag, or one that needs ``--node-agent``."""
     if not arguments.node_agent:
         for flag in _FLAGS:
             if getattr(arguments, f"node_agent_{flag}"):
                 raise ConfigError(f"--node-agent-{flag.replace('_', '-')} needs --node-agent")
-        return _of_cluster(placement, model) if arguments.node_agent_of_cluster else Agent()
+        return _of_cluster(placement, model) if arguments.node_agent_of_cluster else AgentDeployment()
     if arguments.node_agent_of_cluster:
         raise ConfigError("expected --node-agent or --node-agent-of-cluster, found both; a machine has one agent")
     allow = [*_own_model(model), *arguments.node_agent_allow]
@@ -83,19 +85,19 @@ def agent(arguments: argparse.Namespace, placement: Placement, *, image: str, mo
             "MEDUSA_NODE_ALLOW": ",".join(allow),
             "MEDUSA_TRUST_STATE": ",".join(arguments.node_agent_trust_state),
         },
-        secrets=[secret.secret(text, "--node-agent-secret") for text in arguments.node_agent_secret],
+        secrets=[secret.parse_secret(text, "--node-agent-secret") for text in arguments.node_agent_secret],
         pull_secrets=placement.pull_secrets,
         node_selector=placement.node_selector,
         tolerations=placement.tolerations,
     )
-    return Agent(manifests, _notes(placement, allow), _warnings(arguments, placement, allow))
+    return AgentDeployment(manifests, _notes(placement, allow), _warnings(arguments, placement, allow))
 
 
-def _of_cluster(placement: Placement, model: str | None) -> Agent:
+def _of_cluster(placement: Placement, model: str | None) -> AgentDeployment:
     notes = [f"Needs, for the nodes' folder: {node_agent.label_command(placement.namespace)}"]
     if rules := _own_model(model):
         notes.append(f"The cluster's nodes must give the model out: medusa deploy cluster … --allow {rules[0]}")
-    return Agent(notes=notes)
+    return AgentDeployment(notes=notes)
 
 
 def _own_model(model: str | None) -> list[str]:
@@ -166,7 +168,7 @@ def check_namespace(namespace: str) -> None:
         )
 
 
-def keep_rules(documents: Sequence[Mapping[str, Any]]) -> None:
+def merge_running_rules(documents: Sequence[Mapping[str, Any]]) -> None:
     """Add to the agent in ``documents`` the rules of the one that already runs in the cluster, for other functions."""
     running = kubectl(
         *("get", "daemonset", node_agent.NAME, "-n", node_agent.NAMESPACE, "--ignore-not-found", "-o", "json")

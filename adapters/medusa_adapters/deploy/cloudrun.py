@@ -13,7 +13,7 @@ from .client import run_client
 from .manifests import cloudrun, document, values
 from .manifests.flags import add_labels, add_list, check_scale
 from .manifests.function import add_arguments as add_function_arguments
-from .manifests.function import add_timeout, function
+from .manifests.function import add_timeout, parse_function
 from .manifests.kubernetes import secret
 from .placement import labels
 
@@ -57,11 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def render(arguments: argparse.Namespace) -> str:
     """Return the service as YAML. Raises ConfigError, which names the flag that cannot be used."""
-    values.within(arguments.timeout, 1, cloudrun.MOST_TIMEOUT_S, "--timeout-s", "seconds")
+    values.check_range(arguments.timeout, 1, cloudrun.MOST_TIMEOUT_S, "--timeout-s", "seconds")
     check_scale(arguments, _MOST_INSTANCES)
     if arguments.region and not _REGION.fullmatch(arguments.region):
         raise ConfigError(f"--region={arguments.region!r} cannot be used: expected a region such as europe-west1")
-    described = function(arguments, platform="knative", timeout_s=arguments.timeout)
+    function = parse_function(arguments, platform="knative", timeout_s=arguments.timeout)
     where = cloudrun.CloudRun(
         region=arguments.region,
         cpu=arguments.cpu,
@@ -70,11 +70,11 @@ def render(arguments: argparse.Namespace) -> str:
         min_scale=arguments.min_scale,
         max_scale=arguments.max_scale,
         service_account=arguments.service_account,
-        secrets=[secret.secret(text, "--secret") for text in arguments.secret],
+        secrets=[secret.parse_secret(text, "--secret") for text in arguments.secret],
         labels=labels(arguments),
         annotations=values.annotation_pairs(arguments.annotation),
     )
     comments = [
         "Made by `medusa deploy cloudrun`. Bring it there with: gcloud run services replace FILE --region REGION"
     ]
-    return document.text([cloudrun.service(described, where)], comments)
+    return document.text([cloudrun.service(function, where)], comments)

@@ -15,7 +15,7 @@ from .manifests import values
 from .manifests.flags import add_list
 from .manifests.kubernetes import node_agent, raycluster
 from .manifests.kubernetes.raycluster import RayCluster
-from .placement import add_node_arguments, placement
+from .placement import add_node_arguments, parse_placement
 
 _MOST_NODES = 10_000
 _MOST_GATEWAYS = 100
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     return print_or_apply(
         raycluster.manifests(cluster),
         _comments(cluster),
-        agent=agent.Agent(),
+        agent=agent.AgentDeployment(),
         namespace=cluster.placement.namespace,
         apply=arguments.apply,
     )
@@ -78,10 +78,10 @@ def _cluster(arguments: argparse.Namespace) -> RayCluster:
     if len(values.name(arguments.name)) > _LONGEST_NAME:
         raise ConfigError(f"NAME={arguments.name!r} cannot be used: expected at most {_LONGEST_NAME} characters")
     most = arguments.nodes if arguments.max_nodes is None else arguments.max_nodes
-    values.within(arguments.nodes, 1, _MOST_NODES, "--nodes")
-    values.within(most, arguments.nodes, _MOST_NODES, "--max-nodes")
-    values.within(arguments.gateways, 1, _MOST_GATEWAYS, "--gateways")
-    placed = placement(argparse.Namespace(**(vars(arguments) | _PLACEMENT_DEFAULTS)))
+    values.check_range(arguments.nodes, 1, _MOST_NODES, "--nodes")
+    values.check_range(most, arguments.nodes, _MOST_NODES, "--max-nodes")
+    values.check_range(arguments.gateways, 1, _MOST_GATEWAYS, "--gateways")
+    placed = parse_placement(argparse.Namespace(**(vars(arguments) | _PLACEMENT_DEFAULTS)))
     if placed.runtime_class:
         values.subdomain(placed.runtime_class, "--runtime-class")
     given = arguments.token_secret

@@ -20,7 +20,7 @@ def print_or_apply(
     documents: Sequence[Mapping[str, Any]],
     comments: Sequence[str],
     *,
-    agent: node_agent.Agent,
+    agent: node_agent.AgentDeployment,
     namespace: str,
     apply: bool,
 ) -> int:
@@ -31,7 +31,7 @@ def print_or_apply(
         return 0
     if agent.manifests:
         node_agent.check_namespace(namespace)
-        node_agent.keep_rules(agent.manifests)
+        node_agent.merge_running_rules(agent.manifests)
     sys.stdout.write(kubectl("apply", "-f", "-", stdin=document.text(documents, comments)))
     for warning in agent.warnings:
         print(f"medusa: {warning}", file=sys.stderr)

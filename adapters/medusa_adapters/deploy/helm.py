@@ -11,7 +11,7 @@ from medusa_runtime.errors import ConfigError
 
 from ..cli.project.template_folder import write_files
 from .client import run_client
-from .kubernetes import add_shared_arguments, comments, described
+from .kubernetes import add_shared_arguments, comments, parse_deployment
 from .manifests.kubernetes import helm
 
 _HELM_TIMEOUT_S = 600
@@ -25,10 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    wanted, placed, scaling = described(arguments)
+    function, placed, scaling = parse_deployment(arguments)
     chart = helm.chart(
-        wanted.name,
-        replace(wanted, name=helm.RELEASE),
+        function.name,
+        replace(function, name=helm.RELEASE),
         replace(placed, namespace=helm.NAMESPACE),
         scaling,
         ["Made by `medusa deploy helm`.", *comments(scaling)],

@@ -13,11 +13,11 @@ from . import agent
 from .client import kubectl
 from .delivery import add_apply, print_or_apply
 from .manifests import values
-from .manifests.function import function
+from .manifests.function import parse_function
 from .manifests.kubernetes import features, knative
-from .manifests.measured import Measured
+from .manifests.measured import MeasuredStart
 from .placement import add_arguments as add_pod_arguments
-from .placement import placement
+from .placement import parse_placement
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,24 +32,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    values.within(arguments.timeout, knative.LEAST_TIMEOUT_S, knative.MOST_TIMEOUT_S, "--timeout-s", "seconds")
-    placed = placement(arguments, node_agent=agent.wanted(arguments))
-    described = function(arguments, platform="knative", timeout_s=arguments.timeout)
-    shared = agent.agent(arguments, placed, image=described.image, model=described.env.get("MEDUSA_MODEL"))
-    rendered = knative.service(described, placed)
+    values.check_range(arguments.timeout, knative.LEAST_TIMEOUT_S, knative.MOST_TIMEOUT_S, "--timeout-s", "seconds")
+    placed = parse_placement(arguments, node_agent=agent.is_requested(arguments))
+    function = parse_function(arguments, platform="knative", timeout_s=arguments.timeout)
+    shared = agent.plan_agent(arguments, placed, image=function.image, model=function.env.get("MEDUSA_MODEL"))
+    rendered = knative.service(function, placed)
     policy = [knative.network_policy_of(rendered)] if arguments.network_policy else []
     if arguments.apply:
         _check_features(features.required(rendered))
     return print_or_apply(
         [*shared.manifests, *policy, rendered],
-        _comments(rendered, described.measured),
+        _comments(rendered, function.measured),
         agent=shared,
         namespace=placed.namespace,
         apply=arguments.apply,
     )
 
 
-def _comments(service: Mapping[str, Any], measured: Measured | None) -> list[str]:
+def _comments(service: Mapping[str, Any], measured: MeasuredStart | None) -> list[str]:
     lines = ["Made by `medusa deploy knative`."]
     if measured is None:
         lines.append("No --timeline was given: scaling is as Knative's defaults have it.")

@@ -7,10 +7,10 @@ import argparse
 from . import agent
 from .delivery import add_apply, print_or_apply
 from .manifests import values
-from .manifests.function import function
+from .manifests.function import parse_function
 from .manifests.kubernetes import knative, kserve
 from .placement import add_arguments as add_pod_arguments
-from .placement import placement
+from .placement import parse_placement
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,15 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    values.within(arguments.timeout, knative.LEAST_TIMEOUT_S, knative.MOST_TIMEOUT_S, "--timeout-s", "seconds")
-    placed = placement(arguments)
-    described = function(
+    values.check_range(arguments.timeout, knative.LEAST_TIMEOUT_S, knative.MOST_TIMEOUT_S, "--timeout-s", "seconds")
+    placed = parse_placement(arguments)
+    function = parse_function(
         arguments, platform="knative" if arguments.mode == "knative" else "local", timeout_s=arguments.timeout
     )
     return print_or_apply(
-        kserve.manifests(described, placed, mode=arguments.mode),
+        kserve.manifests(function, placed, mode=arguments.mode),
         ["Made by `medusa deploy kserve`.", "The instance fetches the model itself, so there is no storageUri."],
-        agent=agent.Agent(),
+        agent=agent.AgentDeployment(),
         namespace=placed.namespace,
         apply=arguments.apply,
     )

@@ -11,11 +11,11 @@ from . import agent
 from .delivery import add_apply, print_or_apply
 from .manifests import values
 from .manifests.flags import add_list
-from .manifests.function import Function, function
+from .manifests.function import Function, parse_function
 from .manifests.kubernetes import deployment
 from .manifests.kubernetes.pod import Placement
 from .placement import add_arguments as add_pod_arguments
-from .placement import placement
+from .placement import parse_placement
 
 _MOST_TIMEOUT_S = 12 * 3600
 _HOST = re.compile(r"(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that ``described`` reads, which a Helm chart has, too."""
+    """Add the flags that ``parse_deployment`` reads, which a Helm chart has, too."""
     add_pod_arguments(parser)
     parser.add_argument(
         "--autoscaler",
@@ -46,11 +46,11 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    wanted, placed, scaling = described(arguments, node_agent=agent.wanted(arguments))
-    shared = agent.agent(arguments, placed, image=wanted.image, model=wanted.env.get("MEDUSA_MODEL"))
-    documents = [*shared.manifests, *deployment.manifests(wanted, placed, scaling)]
+    function, placed, scaling = parse_deployment(arguments, node_agent=agent.is_requested(arguments))
+    shared = agent.plan_agent(arguments, placed, image=function.image, model=function.env.get("MEDUSA_MODEL"))
+    documents = [*shared.manifests, *deployment.manifests(function, placed, scaling)]
     if arguments.network_policy:
-        documents.append(deployment.network_policy_of(wanted, placed))
+        documents.append(deployment.network_policy_of(function, placed))
     return print_or_apply(
         documents,
         ["Made by `medusa deploy kubernetes`.", *comments(scaling)],
@@ -60,12 +60,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
 
-def described(
+def parse_deployment(
     arguments: argparse.Namespace, *, node_agent: bool = False
 ) -> tuple[Function, Placement, deployment.Scaling]:
     """Return the validated values for the manifests. Raises ConfigError, which names the flag that cannot be used."""
-    values.within(arguments.timeout, 1, _MOST_TIMEOUT_S, "--timeout-s", "seconds")
-    placed = placement(arguments, node_agent=node_agent)
+    values.check_range(arguments.timeout, 1, _MOST_TIMEOUT_S, "--timeout-s", "seconds")
+    placed = parse_placement(arguments, node_agent=node_agent)
     for host in arguments.host:
         if not _HOST.fullmatch(host):
             raise ConfigError(f"--host={host!r} cannot be used: expected a host name such as fn.example.com")
@@ -73,7 +73,7 @@ def described(
         arguments.autoscaler or ("hpa" if arguments.cpu else "none"), arguments.prometheus, tuple(arguments.host)
     )
     deployment.check(scaling, placed)
-    return function(arguments, platform="local", timeout_s=arguments.timeout), placed, scaling
+    return parse_function(arguments, platform="local", timeout_s=arguments.timeout), placed, scaling
 
 
 def comments(scaling: deployment.Scaling) -> list[str]:

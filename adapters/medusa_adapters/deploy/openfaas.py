@@ -13,7 +13,7 @@ from .client import run_client
 from .manifests import document, openfaas, values
 from .manifests.flags import add_labels, add_list
 from .manifests.function import add_arguments as add_function_arguments
-from .manifests.function import add_timeout, function
+from .manifests.function import add_timeout, parse_function
 from .placement import labels, pull_secrets
 
 _MOST_TIMEOUT_S = 12 * 3600
@@ -108,12 +108,12 @@ def _sources(arguments: argparse.Namespace) -> dict[str, bytes]:
 
 def render(arguments: argparse.Namespace) -> str:
     """Return stack.yaml. Raises ConfigError, which names the flag that cannot be used."""
-    values.within(arguments.timeout, 1, _MOST_TIMEOUT_S, "--timeout-s", "seconds")
-    values.within(arguments.min_scale, 1, _MOST_INSTANCES, "--min-scale")
-    values.within(arguments.max_scale, arguments.min_scale, _MOST_INSTANCES, "--max-scale")
+    values.check_range(arguments.timeout, 1, _MOST_TIMEOUT_S, "--timeout-s", "seconds")
+    values.check_range(arguments.min_scale, 1, _MOST_INSTANCES, "--min-scale")
+    values.check_range(arguments.max_scale, arguments.min_scale, _MOST_INSTANCES, "--max-scale")
     if not arguments.gateway.startswith(("http://", "https://")):
         raise ConfigError(f"--gateway={arguments.gateway!r} cannot be used: expected http://… or https://…")
-    described = function(arguments, platform="openfaas", timeout_s=arguments.timeout)
+    function = parse_function(arguments, platform="openfaas", timeout_s=arguments.timeout)
     stack = openfaas.Stack(
         gateway=arguments.gateway,
         lang=arguments.lang,
@@ -143,4 +143,4 @@ def render(arguments: argparse.Namespace) -> str:
         )
     if arguments.scale_to_zero:
         comments.append("Scaling to zero needs OpenFaaS Pro; the Community Edition keeps the instances.")
-    return document.text([openfaas.stack(described, stack)], comments)
+    return document.text([openfaas.stack_yaml(function, stack)], comments)

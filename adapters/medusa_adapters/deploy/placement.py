@@ -20,7 +20,7 @@ _OWN_LABELS = ("app.kubernetes.io/name", "app.kubernetes.io/managed-by")
 
 
 def add_arguments(parser: argparse.ArgumentParser, timeouts: str = "") -> None:
-    """Add the flags of ``function`` and of ``placement``, and the time limit, whose range ``timeouts`` describes."""
+    """Add the flags that ``parse_function`` and ``parse_placement`` read, and the time limit, within ``timeouts``."""
     add_function_arguments(parser)
     add_timeout(parser, bounds=timeouts)
     parser.add_argument("--namespace", default="default", help="default: %(default)s")
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser, timeouts: str = "") -> None:
 
 
 def add_node_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``placement`` that say which nodes may have pods, and what pods are marked with."""
+    """Add the flags of ``parse_placement`` that say which nodes may have pods, and what pods are marked with."""
     add_list(parser, "--node-selector", "KEY=VALUE")
     add_list(parser, "--toleration", "KEY[=VALUE][:EFFECT]")
     parser.add_argument("--runtime-class", help="e.g. nvidia")
@@ -48,9 +48,9 @@ def add_node_arguments(parser: argparse.ArgumentParser) -> None:
     add_labels(parser)
 
 
-def placement(arguments: argparse.Namespace, *, node_agent: bool = False) -> Placement:
+def parse_placement(arguments: argparse.Namespace, *, node_agent: bool = False) -> Placement:
     """Return the checked placement. Raises ConfigError, which names the flag that cannot be used."""
-    values.within(arguments.gpu, 0, _MOST_GPUS, "--gpu")
+    values.check_range(arguments.gpu, 0, _MOST_GPUS, "--gpu")
     check_scale(arguments, _MOST_INSTANCES)
     return Placement(
         namespace=values.namespace(arguments.namespace),
@@ -63,7 +63,7 @@ def placement(arguments: argparse.Namespace, *, node_agent: bool = False) -> Pla
         tolerations=[_toleration(text) for text in arguments.toleration],
         runtime_class=arguments.runtime_class,
         service_account=arguments.service_account,
-        secrets=[secret.secret(text, "--secret") for text in arguments.secret],
+        secrets=[secret.parse_secret(text, "--secret") for text in arguments.secret],
         pull_secrets=pull_secrets(arguments),
         labels=labels(arguments),
         annotations=values.annotation_pairs(arguments.annotation),

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from medusa_runtime.config import Settings
 
 
-class Place(NamedTuple):
+class PlatformEntry(NamedTuple):
     """An adapter's module, and how its platform is recognized before the module is imported.
 
     One of the ``variables`` is set (a name with ``*`` at its end stands for all that begin so), or ``folder`` exists.
@@ -22,7 +22,7 @@ class Place(NamedTuple):
     variables: tuple[str, ...] = ()
     folder: str = ""
 
-    def is_here(self, environ: Mapping[str, str]) -> bool:
+    def matches(self, environ: Mapping[str, str]) -> bool:
         for name in self.variables:
             if environ.get(name) or (name.endswith("*") and any(each.startswith(name[:-1]) for each in environ)):
                 return True
@@ -32,21 +32,21 @@ class Place(NamedTuple):
 _LOCAL = "local"
 # In the order in which they are looked for.
 ADAPTERS = {
-    "knative": Place("medusa_adapters.platforms.knative", ("K_SERVICE", "K_REVISION")),
-    "openfaas": Place(
+    "knative": PlatformEntry("medusa_adapters.platforms.knative", ("K_SERVICE", "K_REVISION")),
+    "openfaas": PlatformEntry(
         "medusa_adapters.platforms.openfaas",
         (
             *("OPENFAAS_NAME", "OPENFAAS_NAMESPACE", "fprocess", "exec_timeout", "read_timeout", "write_timeout"),
             *("max_inflight", "healthcheck_interval", "ready_path", "suppress_lock"),
         ),
     ),
-    "sagemaker": Place("medusa_adapters.platforms.sagemaker", ("SAGEMAKER_*",), "/opt/ml/model"),
-    "lambda": Place("medusa_adapters.platforms.lambda_", ("AWS_LAMBDA_RUNTIME_API",)),
-    _LOCAL: Place("medusa_adapters.platforms.local"),
+    "sagemaker": PlatformEntry("medusa_adapters.platforms.sagemaker", ("SAGEMAKER_*",), "/opt/ml/model"),
+    "lambda": PlatformEntry("medusa_adapters.platforms.lambda_", ("AWS_LAMBDA_RUNTIME_API",)),
+    _LOCAL: PlatformEntry("medusa_adapters.platforms.local"),
 }
 
 
-class Adapter(Protocol):
+class PlatformAdapter(Protocol):
     """A module of this package; pure translation, and imports nothing heavy."""
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -59,12 +59,12 @@ class Adapter(Protocol):
         """Return the platform's protocol. Called in the function process."""
 
 
-def load(name: str) -> Adapter:
-    return cast("Adapter", importlib.import_module(ADAPTERS[name].module))
+def load(name: str) -> PlatformAdapter:
+    return cast("PlatformAdapter", importlib.import_module(ADAPTERS[name].module))
 
 
 def resolve(name: str, environ: Mapping[str, str]) -> str:
     """Return the platform's name; ``auto`` is resolved from the environment."""
     if name != "auto":
         return name
-    return next((name for name, place in ADAPTERS.items() if place.is_here(environ)), _LOCAL)
+    return next((name for name, place in ADAPTERS.items() if place.matches(environ)), _LOCAL)

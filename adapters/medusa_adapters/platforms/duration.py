@@ -9,7 +9,7 @@ _PART = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
 _MOST_S = 2**63 / 1e9  # Go counts nanoseconds in 64 bits
 
 
-def seconds(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Return the seconds of ``30s``, ``1m30s`` or ``500ms``. As in of-watchdog, a bare number is seconds.
 
     Raises ValueError.

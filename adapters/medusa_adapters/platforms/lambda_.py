@@ -42,11 +42,11 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
     from medusa_handler.platform import Platform
 
-    from .negotiation import collected
+    from .negotiation import collect_stream
 
     return Platform(
         name="lambda",
-        translate_result=lambda request, result: collected(result),
+        translate_result=lambda request, result: collect_stream(result),
         timeout_s=_timeout_s,
         streams=False,
         early_heartbeats=False,

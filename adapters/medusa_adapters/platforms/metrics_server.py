@@ -14,7 +14,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
-class Calls:
+class CallMetrics:
     """Counts of calls under of-watchdog's names and labels, which dashboards know."""
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class Calls:
             histograms = [self._seconds[key] for key in sorted(self._seconds)]
         samples = [(histogram.labels, histogram.count) for histogram in histograms]
         lines = [
-            *gauge("http_requests_total", "Calls by status and method.", *samples),
-            *gauge("http_requests_in_flight", "Calls that are not answered yet.", ((), in_flight)),
+            *gauge("http_requests_total", "CallMetrics by status and method.", *samples),
+            *gauge("http_requests_in_flight", "CallMetrics that are not answered yet.", ((), in_flight)),
         ]
         if histograms:
             lines += histograms[0].lines(*histograms[1:])

@@ -33,7 +33,7 @@ _CHILD = (
     "import sys; from medusa_runtime.process import die_with_parent; die_with_parent(int(sys.argv.pop(1)));"
     "from medusa_adapters.cli.main import main; sys.exit(main())"
 )
-_NOT_THEIRS = (
+_NOT_INHERITED = (
     *("SAGEMAKER_MULTI_MODEL", "SAGEMAKER_BIND_TO_PORT", "MEDUSA_MODEL", "MEDUSA_HANDLER", "MEDUSA_TOKEN"),
     *("MEDUSA_HOST", "PORT"),
 )
@@ -46,7 +46,7 @@ _END_S = 30.0
 
 
 @dataclass
-class Loaded:
+class LoadedModel:
     """A loaded model: its instance's process, and the port on which the instance listens."""
 
     url: str
@@ -55,15 +55,15 @@ class Loaded:
     ready: bool = False
 
 
-class Models:
+class ModelHost:
     """The models of one host, each in an instance of its own."""
 
     def __init__(self, settings: Settings, environ: Mapping[str, str]) -> None:
         """``settings`` apply to every model: the host's flags reach the instances as environment variables."""
         given = {**environ, **to_env(settings)}
-        self._environ = {name: value for name, value in given.items() if name not in _NOT_THEIRS}
+        self._environ = {name: value for name, value in given.items() if name not in _NOT_INHERITED}
         self._lock = threading.Lock()
-        self._loaded: dict[str, Loaded] = {}
+        self._loaded: dict[str, LoadedModel] = {}
         # A child is killed when the thread that started it ends, so one thread starts them all.
         self._starter = ThreadPoolExecutor(1, "start-model")
 
@@ -73,13 +73,13 @@ class Models:
         return [
             Route("GET", "/models", self._list),
             Route("POST", "/models", self._load, metric="/models"),
-            Route("GET", "/models/<name>", lambda _, name: _described(name, self._find(name))),
-            Route("DELETE", "/models/<name>", lambda _, name: _described(name, self.unload(name))),
+            Route("GET", "/models/<name>", lambda _, name: _describe(name, self._find(name))),
+            Route("DELETE", "/models/<name>", lambda _, name: _describe(name, self.unload(name))),
             Route("POST", "/models/<name>/invoke", self._invoke, metric="/models/invoke"),
         ]
 
     @staticmethod
-    def described_paths() -> dict[str, Any]:
+    def openapi_paths() -> dict[str, Any]:
         """Describe the routes for /openapi.json."""
         text = {"type": "string"}
         fields = {
@@ -103,16 +103,16 @@ class Models:
 
     def _list(self, _: Request) -> dict[str, Any]:
         with self._lock:
-            return {"models": [_described(name, loaded) for name, loaded in self._loaded.items()]}
+            return {"models": [_describe(name, loaded) for name, loaded in self._loaded.items()]}
 
     def _load(self, request: Request) -> dict[str, str]:
         name, url = request.object.get("model_name"), request.object.get("url")
-        return _described(str(name), self.load(name, url))
+        return _describe(str(name), self.load(name, url))
 
     def _invoke(self, request: Request, name: str) -> Response:
-        return _pass_on(self._find(name).port, request)
+        return _proxy(self._find(name).port, request)
 
-    def load(self, name: Any, url: Any) -> Loaded:
+    def load(self, name: Any, url: Any) -> LoadedModel:
         """Start the model's instance and wait until it is ready. Raises HttpError 400, 409, 500 or 507."""
         from medusa_handler.contract import HttpError
 
@@ -124,7 +124,7 @@ class Models:
         with self._lock:
             if name in self._loaded:
                 raise HttpError(409, f"the model {name!r} is loaded, from {self._loaded[name].url}")
-            loaded = self._loaded[name] = Loaded(url, self._starter.submit(self._start, url).result())
+            loaded = self._loaded[name] = LoadedModel(url, self._starter.submit(self._start, url).result())
         try:
             self._wait(loaded)
         except BaseException:
@@ -141,7 +141,7 @@ class Models:
             command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
-    def _wait(self, loaded: Loaded) -> None:
+    def _wait(self, loaded: LoadedModel) -> None:
         from medusa_handler.contract import HttpError
 
         process, last = loaded.process, [""]
@@ -164,14 +164,14 @@ class Models:
                 status = next((status for code, status in _STATUSES.items() if last[0].endswith(f"[{code}]")), 500)
                 raise HttpError(status, f"the model could not be loaded: {last[0].removeprefix('medusa: ')}")
 
-    def unload(self, name: str) -> Loaded:
+    def unload(self, name: str) -> LoadedModel:
         loaded = self._find(name)
         with self._lock:
             self._loaded.pop(name, None)
         terminate(loaded.process, _END_S)
         return loaded
 
-    def _find(self, name: str) -> Loaded:
+    def _find(self, name: str) -> LoadedModel:
         from medusa_handler.contract import HttpError
 
         with self._lock:
@@ -187,7 +187,7 @@ class Models:
                 loaded.process.terminate()
 
 
-def _described(name: str, loaded: Loaded) -> dict[str, str]:
+def _describe(name: str, loaded: LoadedModel) -> dict[str, str]:
     return {"modelName": name, "modelUrl": loaded.url}
 
 
@@ -220,12 +220,12 @@ def _ping(port: int) -> int:
             return 0
 
 
-def _pass_on(port: int, request: Request) -> Response:
+def _proxy(port: int, request: Request) -> Response:
     """Return the answer of the instance on ``port``. A stream is passed on piece by piece."""
     from medusa_handler.contract import Headers, HttpError, Response
 
-    not_theirs = (*_HOP_BY_HOP, "authorization")
-    kept = {name: value for name, value in request.headers.items() if name.lower() not in not_theirs}
+    not_passed_on = (*_HOP_BY_HOP, "authorization")
+    kept = {name: value for name, value in request.headers.items() if name.lower() not in not_passed_on}
     connection = http.client.HTTPConnection("127.0.0.1", port)
     try:
         connection.request("POST", "/invocations", request.body, kept)
@@ -234,10 +234,10 @@ def _pass_on(port: int, request: Request) -> Response:
         connection.close()
         raise HttpError(503, f"the model's instance does not answer: {error}") from None
     found = Headers((name, value) for name, value in answer.getheaders() if name.lower() not in _HOP_BY_HOP)
-    return Response(_Pieces(connection, answer), answer.status, found, found.get("content-type"))
+    return Response(_ResponseStream(connection, answer), answer.status, found, found.get("content-type"))
 
 
-class _Pieces:
+class _ResponseStream:
     """The bytes of an answer, as they come. ``close`` closes the connection."""
 
     def __init__(self, connection: http.client.HTTPConnection, answer: http.client.HTTPResponse) -> None:

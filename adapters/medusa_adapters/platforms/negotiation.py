@@ -13,7 +13,7 @@ _EVENTS, _JSON, _LINES = "text/event-stream", "application/json", "application/j
 _TEXT, _BYTES = "text/plain", "application/octet-stream"
 
 
-def collected(result: Any) -> Any:
+def collect_stream(result: Any) -> Any:
     """Return a stream as a whole, for a platform without streams: texts are joined, other items are a list."""
     if not isinstance(result, Iterator):
         return result
@@ -27,16 +27,16 @@ def negotiate(accept: str, result: Any) -> Any:
     Raises HttpError 406, which lists the possible forms.
     """
     if isinstance(result, tuple) and len(result) > 1 and isinstance(result[1], int):
-        return result if result[1] >= 400 else _again(negotiate(accept, result[0]), result)
-    return _chosen(accept, result, _forms(result))
+        return result if result[1] >= 400 else _with_body(negotiate(accept, result[0]), result)
+    return _choose_form(accept, result, _result_forms(result))
 
 
 def negotiate_answer(accept: str, answer: Response) -> Any:
     """Like ``negotiate``, for a model's own answer."""
-    return _chosen(accept, answer, _answer_forms(answer))
+    return _choose_form(accept, answer, _answer_forms(answer))
 
 
-def _chosen(accept: str, result: Any, forms: dict[str, Any]) -> Any:
+def _choose_form(accept: str, result: Any, forms: dict[str, Any]) -> Any:
     accepted = _ranges(accept)
     if not accepted or not forms:
         return result
@@ -47,7 +47,7 @@ def _chosen(accept: str, result: Any, forms: dict[str, Any]) -> Any:
     raise HttpError(406, f"expected Accept to be one of {', '.join(forms)}, found {accept}")
 
 
-def _again(body: Any, result: tuple[Any, ...]) -> Any:
+def _with_body(body: Any, result: tuple[Any, ...]) -> Any:
     """Return ``result``, a tuple (body, status[, headers]), with another body."""
     if not isinstance(body, Response):
         return (body, *result[1:])
@@ -69,7 +69,7 @@ def _ranges(accept: str) -> list[str]:
     return [kind for _, kind in sorted(weighed, key=lambda item: -item[0])]
 
 
-def _forms(result: Any) -> dict[str, Any]:
+def _result_forms(result: Any) -> dict[str, Any]:
     """Return, by content type, functions that make the forms a result can have, its own first.
 
     There are none for a result that must not be changed.
@@ -87,7 +87,7 @@ def _forms(result: Any) -> dict[str, Any]:
 
 
 def _answer_forms(answer: Response) -> dict[str, Any]:
-    """Return the forms of a model's answer, like ``_forms``; none for an error."""
+    """Return the forms of a model's answer, like ``_result_forms``; none for an error."""
     if (answer.content_type or "").partition(";")[0] != _JSON or answer.status >= 400:
         return {}
     assert isinstance(answer.body, bytes)

@@ -47,12 +47,12 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
     from medusa_handler.platform import ACCEPTING, READY, Platform
 
-    from .metrics_server import Calls, serve
+    from .metrics_server import CallMetrics, serve
 
     lock = None if environ.get("suppress_lock", "").lower() in ("true", "1") else Path("/tmp/.lock")
     metrics_port = _count(environ, "metrics_port", _METRICS_PORT)
 
-    calls = Calls()
+    calls = CallMetrics()
 
     def start(page: Callable[[], str], in_flight: Callable[[], int]) -> None:
         serve(lambda: page() + calls.page(in_flight()), settings.host, metrics_port)
@@ -84,7 +84,7 @@ def _call_id(headers: Mapping[str, str]) -> str | None:
 def _timeout_s(headers: Mapping[str, str]) -> float | None:
     """Return the seconds of X-Timeout, which can only shorten exec_timeout. Like of-watchdog, ignore an invalid one."""
     try:
-        return duration.seconds(headers.get("X-Timeout", "")) or None
+        return duration.parse_duration(headers.get("X-Timeout", "")) or None
     except ValueError:
         return None
 
@@ -107,7 +107,7 @@ def _linger_s(environ: Mapping[str, str]) -> float:
 
 def _seconds(environ: Mapping[str, str], name: str) -> float:
     try:
-        return duration.seconds(environ.get(name) or "0")
+        return duration.parse_duration(environ.get(name) or "0")
     except ValueError as error:
         raise ConfigError(f"{name}={environ[name]!r} cannot be used: expected {error}") from None
 

@@ -54,9 +54,9 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
     streams = not is_serverless(environ)
     models = None
     if is_multi_model(environ):
-        from .multi_model import Models
+        from .multi_model import ModelHost
 
-        models = Models(settings, environ)
+        models = ModelHost(settings, environ)
     return Platform(
         name="sagemaker",
         probes={"/ping": READY},
@@ -67,7 +67,7 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
         translate_result=_send_answer if settings.handler is None else partial(_send, streams=streams),
         stop=None if models is None else models.close,
         streams=streams,
-        openapi_paths={} if models is None else models.described_paths(),
+        openapi_paths={} if models is None else models.openapi_paths(),
         early_heartbeats=False,  # a client of InvokeEndpointWithResponseStream sees the status that is sent first
     )
 
@@ -120,9 +120,9 @@ def _one_body(lines: bytes) -> bytes:
 
 
 def _send(request: Request, result: Any, *, streams: bool) -> Any:
-    from .negotiation import collected, negotiate
+    from .negotiation import collect_stream, negotiate
 
-    return negotiate(request.headers.get("accept", ""), result if streams else collected(result))
+    return negotiate(request.headers.get("accept", ""), result if streams else collect_stream(result))
 
 
 def _send_answer(request: Request, answer: Response) -> Any:

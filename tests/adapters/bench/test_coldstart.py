@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from medusa_adapters.bench.coldstart import command as coldstart
 from medusa_adapters.bench.coldstart.contestants import Medusa, Question, Sample
-from medusa_adapters.bench.coldstart.rows import contestants
+from medusa_adapters.bench.coldstart.rows import make_contestants
 from medusa_adapters.bench.process import Process, pss_bytes, rss_bytes
 from medusa_adapters.bench.served_instance import ServedInstance, stages_from_json
 from medusa_runtime.errors import MedusaError, MissingPackageError
@@ -80,7 +80,7 @@ def test_bad_calls_are_refused(arguments: tuple[str, ...], said: str) -> None:
 
 def test_vllm_must_be_installed() -> None:
     with pytest.raises(MissingPackageError, match="pip install 'medusa-runtime"):
-        contestants(["vllm-cold"], python="/nowhere/python")
+        make_contestants(["vllm-cold"], python="/nowhere/python")
 
 
 def test_a_process_that_fails_is_quoted() -> None:

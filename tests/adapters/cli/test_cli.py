@@ -61,7 +61,7 @@ def test_the_way_to_serve_imports_nothing_heavy() -> None:
     script = (
         "import sys\nfrom medusa_adapters.cli.command_line import _parse\n"
         "_parse(['serve', '--model', 'x'])\nimport medusa_runtime.instance\n"
-        "from medusa_adapters.cli.serve import settle\nsettle({}, {'model': 'x'})\n"
+        "from medusa_adapters.cli.serve import resolve_settings\nresolve_settings({}, {'model': 'x'})\n"
         "heavy = {'torch', 'flask', 'gunicorn', 'tokenizers', 'numpy', 'boto3', 'medusa_adapters.cli.doctor', "
         "'zipfile', 'medusa_adapters.platforms.sagemaker', 'medusa_adapters.platforms.lambda_', "
         "'medusa_adapters.report.html', 'importlib.metadata'}\n"

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from deploying import CRD, knative_service
 from medusa_adapters.deploy.manifests.kubernetes import features, node_agent, scaling
-from medusa_adapters.deploy.manifests.measured import Measured, measure
+from medusa_adapters.deploy.manifests.measured import MeasuredStart, read_measured_start
 from medusa_runtime.errors import NodeRefusedError
 from medusa_runtime.node.callers.peer import Caller, Peer
 from medusa_runtime.node.callers.policy import Policy
@@ -243,10 +243,10 @@ def test_gated_fields_which_the_crd_leaves_open_are_a_pods_own() -> None:
 
 
 def test_scaling_follows_the_measured_start(tmp_path: Path) -> None:
-    found = measure(str(timeline(tmp_path, ready_s=12, token_s=12.5)))
+    found = read_measured_start(str(timeline(tmp_path, ready_s=12, token_s=12.5)))
     assert (found.cold_start_s, found.ttft_s) == (12.0, 12.5)
     slow = scaling.scale(found, concurrency=8, min_scale=0, max_scale=0)
-    fast = scaling.scale(Measured(0.4, 0.5, "x"), concurrency=8, min_scale=0, max_scale=0)
+    fast = scaling.scale(MeasuredStart(0.4, 0.5, "x"), concurrency=8, min_scale=0, max_scale=0)
 
     def seconds(annotations: dict[str, str], key: str) -> int:
         return int(annotations[f"autoscaling.knative.dev/{key}"].removesuffix("s"))
@@ -256,7 +256,7 @@ def test_scaling_follows_the_measured_start(tmp_path: Path) -> None:
     assert seconds(slow, "target-utilization-percentage") < seconds(fast, "target-utilization-percentage")
     assert seconds(slow, "target-burst-capacity") == -1
     # What Knative accepts, at both ends.
-    for measured in (Measured(0, None, "x"), Measured(0.4, 0.5, "x"), Measured(590, 599, "x")):
+    for measured in (MeasuredStart(0, None, "x"), MeasuredStart(0.4, 0.5, "x"), MeasuredStart(590, 599, "x")):
         some = scaling.scale(measured, concurrency=1, min_scale=0, max_scale=0)
         assert 6 <= seconds(some, "window") <= 3600
         assert 0 <= seconds(some, "scale-down-delay") <= 3600
@@ -275,7 +275,7 @@ def test_a_token_long_after_the_start_is_none_of_it(tmp_path: Path) -> None:
     at = document["origin_ns"] + 900 * 10**9
     document["stages"].append({"name": "first_token", "process": "engine", "start_ns": at, "end_ns": at, "detail": {}})
     path.write_text(json.dumps(document))
-    assert measure(str(path))[:2] == (1.0, None)
+    assert read_measured_start(str(path))[:2] == (1.0, None)
 
 
 def test_bad_timelines(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.storage.base import redacted
 
-from ...cli.flags import add_model, given_model
+from ...cli.flags import add_model, model_argument
 from ...cli.progress import note, size
 from ...report.gantt import largest_gap_ms, render_text
 from ...report.labels import OURS, Labels
@@ -21,7 +21,7 @@ from ..result import Result, Target, targets_table
 from .contestants import Contestant, Medusa, Question, Sample, weights_mb
 from .metrics import add
 from .node_sharing import measure_node, node_targets
-from .rows import ROWS, contestants
+from .rows import ROWS, make_contestants
 from .stages import stages_table
 
 Samples = dict[str, list[Sample]]
@@ -46,17 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser, rows: Iterable[str] = ROWS) -
 def run(arguments: argparse.Namespace) -> int:
     question = question_of(arguments)
     ours = Medusa(arguments.engine)
-    taking_part = contestants(arguments.rows.split(",")) if arguments.rows else [ours]
+    contestants = make_contestants(arguments.rows.split(",")) if arguments.rows else [ours]
     compile_packages(sys.executable)
     result = Result()
-    samples = measure(result, arguments, taking_part, ours, question)
-    present(result, samples, arguments, taking_part[0].name, question)
+    samples = measure(result, arguments, contestants, ours, question)
+    present(result, samples, arguments, contestants[0].name, question)
     return 0
 
 
 def question_of(arguments: argparse.Namespace) -> Question:
     """Return what to ask of which model. Raises ConfigError for a bad option or a folder without a checkpoint."""
-    model = given_model(arguments)
+    model = model_argument(arguments)
     if not model:
         raise ConfigError("expected a checkpoint: medusa bench coldstart MODEL, or --model MODEL")
     if arguments.runs < 1 or arguments.max_tokens < 1 or arguments.instances < 1:
@@ -72,14 +72,14 @@ def question_of(arguments: argparse.Namespace) -> Question:
 def measure(
     result: Result,
     arguments: argparse.Namespace,
-    taking_part: Sequence[Contestant],
+    contestants: Sequence[Contestant],
     ours: Medusa,
     question: Question,
     check: Check | None = None,
 ) -> Samples:
     """Measure and add the rows that the arguments ask for. The samples are empty when memory was measured."""
     with ExitStack() as stack:
-        for contestant in taking_part:
+        for contestant in contestants:
             stack.callback(contestant.close)
         if arguments.instances > 1 and arguments.node:
             measure_node(result, ours, question, runs=arguments.runs, functions=arguments.instances)
@@ -89,12 +89,12 @@ def measure(
 
             measure_sharing(result, ours, question, runs=arguments.runs, instances=arguments.instances)
             return {}
-        samples = take_turns(taking_part, question, arguments.runs, check)
+        samples = take_turns(contestants, question, arguments.runs, check)
     add_rows(result, samples)
     return samples
 
 
-def take_turns(taking_part: Sequence[Contestant], question: Question, runs: int, check: Check | None = None) -> Samples:
+def take_turns(contestants: Sequence[Contestant], question: Question, runs: int, check: Check | None = None) -> Samples:
     """Sample all contestants once in each of ``runs`` rounds. A first round fills the page cache and is thrown away.
 
     Raises MedusaError when first tokens differ: the times would then compare different work.
@@ -102,9 +102,9 @@ def take_turns(taking_part: Sequence[Contestant], question: Question, runs: int,
     samples: Samples = defaultdict(list)
     for number in range(runs + 1):
         # Back and forth, so that no contestant always follows the same other.
-        for contestant in taking_part if number % 2 == 0 else reversed(taking_part):
+        for contestant in contestants if number % 2 == 0 else reversed(contestants):
             sample = contestant.sample(question)
-            check_agreement(taking_part[0].name, contestant.name, samples, sample)
+            check_agreement(contestants[0].name, contestant.name, samples, sample)
             if check:
                 check(samples, contestant.name, sample)
             note(f"{'warm-up' if number == 0 else f'run {number}'}: {contestant.name} {sample.ttft_s:.3f} s")

@@ -11,7 +11,7 @@ from .contestants import Medusa, Question, Sample
 _LOOK_EVERY_S = 0.01
 
 
-class Prewarmed(Medusa):
+class PrewarmedMedusa(Medusa):
     """`medusa serve --engine-start request`, timed from the request to the first token.
 
     ``ready_s`` is from exec until the function answers probes, which no request waits for. Raises MedusaError when the

@@ -9,22 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 from medusa_runtime.errors import ConfigError, MissingPackageError
 
 from .contestants import Contestant, Medusa
-from .prewarmed import Prewarmed
+from .prewarmed import PrewarmedMedusa
 
 _EAGER = ("--compile", "never")
-Maker = Callable[[str], Contestant]
+ContestantFactory = Callable[[str], Contestant]
 
 # Name → a function from the interpreter that has vLLM to the contestant.
-ROWS: dict[str, Maker] = {
+ROWS: dict[str, ContestantFactory] = {
     "torch": lambda _: Medusa(),
-    "torch-prewarmed": lambda _: Prewarmed("torch", name="torch-prewarmed", python=sys.executable),
+    "torch-prewarmed": lambda _: PrewarmedMedusa("torch", name="torch-prewarmed", python=sys.executable),
     "vllm-cold": lambda python: Medusa("vllm", name="vllm-cold", python=python, flags=_EAGER),
-    "vllm-prewarmed": lambda python: Prewarmed("vllm", name="vllm-prewarmed", python=python, flags=_EAGER),
+    "vllm-prewarmed": lambda python: PrewarmedMedusa("vllm", name="vllm-prewarmed", python=python, flags=_EAGER),
 }
 
 
-def contestants(
-    names: Sequence[str], known: Mapping[str, Maker] = ROWS, python: str = sys.executable
+def make_contestants(
+    names: Sequence[str], known: Mapping[str, ContestantFactory] = ROWS, python: str = sys.executable
 ) -> list[Contestant]:
     """Make the contestants of these names. Raises ConfigError for an unknown one, MissingPackageError without vLLM."""
     for name in names:

@@ -96,10 +96,10 @@ def as_text(found: dict[str, Any] | None) -> list[str]:
     signed = f", signed with {found['signed'][:60]}" if found.get("signed") else ""
     lines = [f"  state    {count} artifact{'s' * (count != 1)} in {found['url']}{signed}"]
     for artifact in found["artifacts"]:
-        told = artifact.get("content") or ""
+        text = artifact.get("content") or ""
         if artifact["problem"]:
-            told = f"not used here: {artifact['problem']}"
-        lines.append(f"    {artifact['kind']:14} {size(artifact.get('bytes', 0)):>10}  {told}")
+            text = f"not used here: {artifact['problem']}"
+        lines.append(f"    {artifact['kind']:14} {size(artifact.get('bytes', 0)):>10}  {text}")
     return lines
 
 

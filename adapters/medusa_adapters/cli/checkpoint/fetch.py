@@ -13,7 +13,7 @@ from pathlib import Path
 from medusa_runtime.config import NODE_SOCKET, Settings, from_env
 from medusa_runtime.errors import ConfigError, NodeError, StorageError, from_code
 
-from ..flags import add_model, given_model
+from ..flags import add_model, model_argument
 from ..leftovers import Leftovers
 from ..progress import ProgressLine, size
 
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     settings = from_env(
         os.environ,
-        model=given_model(arguments),
+        model=model_argument(arguments),
         connections=arguments.connections,
         node_socket=arguments.node_socket,
     )

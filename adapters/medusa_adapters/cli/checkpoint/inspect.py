@@ -17,7 +17,7 @@ from medusa_runtime.models.backend import backend
 from medusa_runtime.models.fields import read_object
 from medusa_runtime.storage.base import redacted
 
-from ..flags import add_model, given_model
+from ..flags import add_model, model_argument
 from ..progress import printable, size
 from . import bundle_summary
 
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    flags = {name: getattr(arguments, name) for name in _STATE_FLAGS} | {"model": given_model(arguments)}
+    flags = {name: getattr(arguments, name) for name in _STATE_FLAGS} | {"model": model_argument(arguments)}
     settings = from_env(os.environ, **flags)
     if settings.model is None:
         raise ConfigError("expected a checkpoint: medusa inspect URL, or --model URL")

@@ -22,7 +22,7 @@ from medusa_runtime.state.stage_times import StageTimes, summarize
 from medusa_runtime.storage.base import redacted
 
 from ...bench.coldstart.contestants import Medusa, Question
-from ..flags import add_model, given_model
+from ..flags import add_model, model_argument
 from ..leftovers import Leftovers
 from ..progress import note, printable, size
 
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    flags = {name: getattr(arguments, name) for name in _FLAGS} | {"model": given_model(arguments)}
+    flags = {name: getattr(arguments, name) for name in _FLAGS} | {"model": model_argument(arguments)}
     settings = from_env(os.environ, **flags)
     if settings.model is None:
         raise ConfigError("expected a checkpoint: medusa materialize URL, or --model URL")
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         installed_version()
     began = time.monotonic()
-    with Materialization(settings, arguments.out, _tell, _ordered(settings, arguments.request), signer) as making:
+    with Materialization(settings, arguments.out, _print_made, _ordered(settings, arguments.request), signer) as making:
         making.prepare()
         manifest = making.commit()
         if arguments.starts and settings.engine != "none" and making.continues_text:
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
             try:
                 times = measure(settings, making.folder, arguments.starts)
             except MedusaError as error:
-                _tell(ArtifactResult(STAGE_TIMES.name, left_out=str(error)))
+                _print_made(ArtifactResult(STAGE_TIMES.name, left_out=str(error)))
             else:
                 making.add(STAGE_TIMES, times.to_bytes(), measuring)
                 manifest = making.commit()
@@ -104,18 +104,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def leftovers(arguments: argparse.Namespace) -> list[Leftovers | _Uncommitted]:
-    found: list[Leftovers | _Uncommitted] = []
+def leftovers(arguments: argparse.Namespace) -> list[Leftovers | _UncommittedBlobs]:
+    found: list[Leftovers | _UncommittedBlobs] = []
     if (file := arguments.convert) is not None:
         found.append(Leftovers(file.parent, f".{file.name}.*"))
-    model = from_env(os.environ, model=given_model(arguments)).model
+    model = from_env(os.environ, model=model_argument(arguments)).model
     with suppress(MedusaError):  # the command itself says what is wrong
         if model is not None:
-            found.append(_Uncommitted(arguments.out or bundle_folder(model)))
+            found.append(_UncommittedBlobs(arguments.out or bundle_folder(model)))
     return found
 
 
-class _Uncommitted:
+class _UncommittedBlobs:
     """Files that an interrupted command wrote into a bundle's folder, and that no manifest names."""
 
     def __init__(self, folder: Path) -> None:
@@ -136,7 +136,7 @@ def _ordered(settings: Settings, request: str | None) -> Callable[[Region], Sequ
             raise ConfigError("--request is for a handler that builds its own module: expected --engine none --handler")
         return None
     if request is None:
-        _tell(
+        _print_made(
             ArtifactResult(
                 "order", left_out="expected --request BODY, which the handler answers by a forward of its module"
             )
@@ -212,7 +212,7 @@ def measure(settings: Settings, folder: Path, starts: int) -> StageTimes:
     return summarize(timelines, decode_s)
 
 
-def _tell(made: ArtifactResult) -> None:
+def _print_made(made: ArtifactResult) -> None:
     if made.left_out is None:
         print(f"  {made.kind:14} {size(made.size_bytes):>10}  {made.took_s:6.2f} s")
     else:

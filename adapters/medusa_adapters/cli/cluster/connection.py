@@ -79,15 +79,15 @@ def _ask_socket(path: Path, operation: str, given: dict[str, Any]) -> Any:
     return _result(line, str(path))
 
 
-def _ask_network(address: tuple[str, int], shown: PeerAccess, operation: str, given: dict[str, Any]) -> Any:
+def _ask_network(address: tuple[str, int], peer_access: PeerAccess, operation: str, given: dict[str, Any]) -> Any:
     host, port = address
     connection: http.client.HTTPConnection
-    context = shown.client_context()
+    context = peer_access.client_context()
     if context is None:
         connection = http.client.HTTPConnection(host, port, timeout=_ANSWERS_WITHIN_S)
     else:
         connection = http.client.HTTPSConnection(host, port, timeout=_ANSWERS_WITHIN_S, context=context)
-    headers = {"Authorization": f"Bearer {shown.token}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Bearer {peer_access.token}", "Content-Type": "application/json"}
     try:
         connection.request("POST", f"/cluster/{operation}", json.dumps(given), headers)
         response = connection.getresponse()

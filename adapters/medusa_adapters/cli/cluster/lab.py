@@ -78,18 +78,18 @@ def _cluster(lab: Laboratory, arguments: argparse.Namespace) -> int:
     flags = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("prewarm", "memory-budget")]
     cluster = LabCluster(lab, [flag for flag in flags if not flag.endswith("=None")])
     try:
-        _say("starting the head …")
+        _log("starting the head …")
         cluster.start_head()
         inside = cluster.start_gateway(arguments.gateway_port)
         outside = lab.forward(arguments.gateway_port, "switch", arguments.gateway_port)
         for name in lab.served:
             most = len(lab.nodes) if arguments.max is None else arguments.max
             cluster.deploy(name, engine=arguments.engine, min=arguments.min, max=most)
-            _say(f"model {name}: {lab.origin_url}/{name}")
-        _say(f"gateway: {outside} (for nodes {inside}); requests are answered from now on, while other nodes join")
+            _log(f"model {name}: {lab.origin_url}/{name}")
+        _log(f"gateway: {outside} (for nodes {inside}); requests are answered from now on, while other nodes join")
         folder = str(lab.node_folder(lab.nodes[0]))
-        _say(f"commands: export {DIR_VARIABLE}={folder}, then medusa cluster status")
-        cluster.start_others(lambda node: _say(f"  {node} has joined"))
+        _log(f"commands: export {DIR_VARIABLE}={folder}, then medusa cluster status")
+        cluster.start_others(lambda node: _log(f"  {node} has joined"))
         if arguments.program:
             return _program(lab, arguments.program, env=os.environ | {DIR_VARIABLE: folder})
         return _wait(cluster.servers)
@@ -102,11 +102,11 @@ def _cluster(lab: Laboratory, arguments: argparse.Namespace) -> int:
 
 def _describe(lab: Laboratory, models: dict[str, Path]) -> None:
     link = f"links of {lab.link} each way" if lab.link else "links without a limit"
-    _say(f"{len(lab.nodes)} nodes, {link}; {lab.quotas}")
+    _log(f"{len(lab.nodes)} nodes, {link}; {lab.quotas}")
     for node in lab.nodes:
-        _say(f"  {node}  {lab.address(node)}  a shell in it: sudo nsenter -at {lab.pid(node)}")
+        _log(f"  {node}  {lab.address(node)}  a shell in it: sudo nsenter -at {lab.pid(node)}")
     if models:
-        _say(f"  origin  {lab.origin_url}  {', '.join(models)}")
+        _log(f"  origin  {lab.origin_url}  {', '.join(models)}")
 
 
 def _program(lab: Laboratory, command: list[str], **options: Any) -> int:
@@ -116,14 +116,14 @@ def _program(lab: Laboratory, command: list[str], **options: Any) -> int:
 
 def _wait(servers: dict[str, subprocess.Popen[bytes]]) -> int:
     """Wait until Ctrl-C, and name node servers that end meanwhile."""
-    _say("Ctrl-C ends it")
+    _log("Ctrl-C ends it")
     ended: set[str] = set()
     while True:
         time.sleep(_LOOK_S)
         for node, server in servers.items():
             if node not in ended and server.poll() is not None:
                 ended.add(node)
-                _say(f"{node} has ended with {server.returncode}")
+                _log(f"{node} has ended with {server.returncode}")
 
 
 def _models(given: list[str]) -> dict[str, Path]:
@@ -148,6 +148,6 @@ def _stop(number: int, _frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     with suppress(BrokenPipeError):
         print(line, file=sys.stderr, flush=True)

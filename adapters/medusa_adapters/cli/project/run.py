@@ -84,7 +84,7 @@ def _run_served(settings: Settings, body: bytes, content_type: str) -> int:
     flags = ("--handler", settings.handler, "--model", settings.model, "--engine", settings.engine)
     with ServedInstance(serve_command(*flags)) as instance:
         try:
-            with instance.answering():
+            with instance.explained_failures():
                 answer = instance.exchange("POST", "/", body, {"Content-Type": content_type}, timeout_s=_ANSWER_S)
         except MedusaError:
             if instance.alive():

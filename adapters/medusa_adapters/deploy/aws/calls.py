@@ -13,7 +13,7 @@ from medusa_runtime.errors import ConfigError, DeployError, MissingPackageError
 from ..manifests.flags import add_list
 from ..manifests.service_model import check_call
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 Calls = list[tuple[str, Mapping[str, Any]]]
 
 _MISSING = 'deploying to AWS needs an optional package: pip install "medusa-runtime[deploy]"'
@@ -63,7 +63,7 @@ _NAMES = {"sagemaker": "SageMaker", "application-autoscaling": "Application Auto
 def add_arguments(
     parser: argparse.ArgumentParser, *, updates: str, deletes: str, vpc: str = "", tags: str = ""
 ) -> None:
-    """Add the flags of all services of AWS. ``updates`` … ``tags`` say in their help what is meant."""
+    """Add the flags of all services of AWS. ``updates`` … ``tags`` print_line in their help what is meant."""
     parser.add_argument("--role", metavar="ARN", help="execution role")
     add_list(parser, "--subnet", "ID", f"{vpc}of a VPC to join")
     add_list(parser, "--security-group", "ID", "with --subnet")
@@ -88,7 +88,7 @@ def check_role(arguments: argparse.Namespace) -> None:
         )
 
 
-def planned(calls: Calls, service: str) -> Calls:
+def validated(calls: Calls, service: str) -> Calls:
     """Return the calls, each checked against the service's own model. Raises ConfigError."""
     try:
         for operation, parameters in calls:
@@ -115,6 +115,6 @@ def tags(given: list[str]) -> dict[str, str]:
     return found
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line at once."""
     print(line, flush=True)

@@ -10,19 +10,19 @@ from typing import Any
 from medusa_runtime.errors import ConfigError, DeployError
 
 from ..manifests import sagemaker
-from .calls import Aws, Calls, Tell
+from .calls import Aws, Calls, Report
 
 _AUTOSCALING = "application-autoscaling"
-_LATE_POLLS = 3
-_MOVING = ("Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting")
+_STALE_POLLS = 3
+_TRANSITIONAL = ("Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting")
 
 
 class EndpointClient:
     """Calls SageMaker and reports each status once. AWS' errors become DeployError, in AWS' words."""
 
-    def __init__(self, region: str | None, tell: Tell, *, poll_s: float = 10.0, timeout_s: float = 3600.0) -> None:
+    def __init__(self, region: str | None, report: Report, *, poll_s: float = 10.0, timeout_s: float = 3600.0) -> None:
         self._aws = Aws(region)
-        self._tell = tell
+        self._report = report
         self._poll_s = poll_s
         self._timeout_s = timeout_s
 
@@ -34,13 +34,13 @@ class EndpointClient:
         """Make the calls of Application Auto Scaling. The endpoint must be in service."""
         for operation, parameters in calls:
             self._aws.call(_AUTOSCALING, operation, parameters)
-            self._tell(f"{operation} {parameters['ResourceId']}")
+            self._report(f"{operation} {parameters['ResourceId']}")
 
     def tag(self, endpoint: Mapping[str, Any], tags: Mapping[str, str]) -> None:
         """Add tags to an endpoint that is there; UpdateEndpoint takes none."""
         if tags:
             self.call("AddTags", ResourceArn=endpoint["EndpointArn"], **sagemaker.tagged(tags))
-            self._tell(f"AddTags {endpoint['EndpointName']}")
+            self._report(f"AddTags {endpoint['EndpointName']}")
 
     def _stop_scaling(self, name: str) -> None:
         """Deregister what scales an endpoint: Application Auto Scaling would keep it after the endpoint has gone."""
@@ -50,9 +50,9 @@ class EndpointClient:
             for target in found["ScalableTargets"]:
                 given = {key: target[key] for key in ("ServiceNamespace", "ResourceId", "ScalableDimension")}
                 self._aws.call(_AUTOSCALING, "DeregisterScalableTarget", given)
-                self._tell(f"DeregisterScalableTarget {target['ResourceId']}")
+                self._report(f"DeregisterScalableTarget {target['ResourceId']}")
         except DeployError as error:  # a role without the right to look has hardly set up any scaling
-            self._tell(str(error))
+            self._report(str(error))
 
     def describe(self, name: str) -> dict[str, Any] | None:
         """Return SageMaker's description of an endpoint; None when there is none of this name."""
@@ -83,12 +83,12 @@ class EndpointClient:
             for operation, parameters in calls:
                 self.call(operation, **parameters)
                 made.append((operation, parameters))
-                self._tell(f"{operation} {next(iter(parameters.values()))}")
+                self._report(f"{operation} {next(iter(parameters.values()))}")
         except DeployError:
             for operation, parameters in reversed(made):
                 kind = operation.removeprefix("Create")
                 if kind != "Endpoint":
-                    self._quietly("Delete" + kind, **{f"{kind}Name": parameters[f"{kind}Name"]})
+                    self._call_ignoring_errors("Delete" + kind, **{f"{kind}Name": parameters[f"{kind}Name"]})
             raise
 
     def wait(self, name: str, config: str) -> None:
@@ -96,13 +96,13 @@ class EndpointClient:
 
         If SageMaker rolls an update back, the new configuration is deleted, because nothing uses it.
         """
-        status = self._settled(name)
-        for _ in range(_LATE_POLLS):
+        status = self._wait_until_stable(name)
+        for _ in range(_STALE_POLLS):
             # Just after UpdateEndpoint, the endpoint may still be reported as before.
             if status is None or status["EndpointStatus"] != "InService" or status["EndpointConfigName"] == config:
                 break
             time.sleep(self._poll_s)
-            status = self._settled(name)
+            status = self._wait_until_stable(name)
         if status is not None and status["EndpointStatus"] == "InService" and status["EndpointConfigName"] != config:
             reason = status.get("FailureReason", "no reason given")
             with contextlib.suppress(DeployError):
@@ -121,19 +121,19 @@ class EndpointClient:
             raise ConfigError(f"NAME={name!r}: there is no endpoint of this name in {self._aws.region}")
         self._stop_scaling(name)
         self.call("DeleteEndpoint", EndpointName=name)
-        self._tell(f"DeleteEndpoint {name}")
-        self._settled(name)
+        self._report(f"DeleteEndpoint {name}")
+        self._wait_until_stable(name)
         self.delete_config(found["EndpointConfigName"])
 
     def delete_config(self, config: str) -> None:
         """Delete a configuration and the model that carries its name; models that others use too are kept."""
         described = self.call("DescribeEndpointConfig", EndpointConfigName=config)
         self.call("DeleteEndpointConfig", EndpointConfigName=config)
-        self._tell(f"DeleteEndpointConfig {config}")
+        self._report(f"DeleteEndpointConfig {config}")
         for variant in described["ProductionVariants"]:
             if variant["ModelName"] == config:
                 self.call("DeleteModel", ModelName=config)
-                self._tell(f"DeleteModel {config}")
+                self._report(f"DeleteModel {config}")
 
     def image_bytes(self, image: str) -> int | None:
         """Return an image's (compressed) size according to ECR; None if it is elsewhere, or ECR cannot be asked."""
@@ -148,18 +148,18 @@ class EndpointClient:
             found = ecr.describe_images(registryId=host.partition(".")[0], repositoryName=repository, imageIds=[which])
             return int(found["imageDetails"][0].get("imageSizeInBytes", 0))
         except self._aws.failures as error:
-            self._tell(f"the image's size is unknown: {error}")
+            self._report(f"the image's size is unknown: {error}")
             return None
 
-    def _settled(self, name: str) -> dict[str, Any] | None:
-        began, told = time.monotonic(), ""
+    def _wait_until_stable(self, name: str) -> dict[str, Any] | None:
+        began, reported = time.monotonic(), ""
         while True:
             found = self.describe(name)
             status = "gone" if found is None else str(found["EndpointStatus"])
-            if status != told:
-                self._tell(f"{time.monotonic() - began:5.0f} s  {name}: {status}")
-                told = status
-            if status not in _MOVING:
+            if status != reported:
+                self._report(f"{time.monotonic() - began:5.0f} s  {name}: {status}")
+                reported = status
+            if status not in _TRANSITIONAL:
                 return found
             if time.monotonic() - began > self._timeout_s:
                 raise DeployError(
@@ -167,11 +167,11 @@ class EndpointClient:
                 )
             time.sleep(self._poll_s)
 
-    def _quietly(self, operation: str, **parameters: Any) -> None:
+    def _call_ignoring_errors(self, operation: str, **parameters: Any) -> None:
         try:
             self.call(operation, **parameters)
         except DeployError as error:
-            self._tell(str(error))
+            self._report(str(error))
 
 
 def creation(

@@ -8,8 +8,8 @@ from medusa_runtime.errors import ConfigError, DeployError
 
 from ..manifests import lambda_, values
 from ..manifests.function import add_arguments as add_function_arguments
-from ..manifests.function import add_timeout, function
-from .calls import Aws, Calls, check_action, check_role, planned, print_calls, say, tags
+from ..manifests.function import add_timeout, parse_function
+from .calls import Aws, Calls, check_action, check_role, print_calls, print_line, tags, validated
 from .calls import add_arguments as add_aws_arguments
 
 _CREATED, _UPDATED = "function_active_v2", "function_updated_v2"
@@ -39,23 +39,23 @@ def run(arguments: argparse.Namespace) -> int:
         for operation, parameters in calls:
             aws.call("lambda", operation, parameters)
             made.append((operation, parameters))
-            say(f"{operation} {parameters['FunctionName']}")
+            print_line(f"{operation} {parameters['FunctionName']}")
             _wait(aws, operation, arguments.name)
     except DeployError:
         if made and made[0][0] == "CreateFunction":
             aws.call("lambda", "DeleteFunction", {"FunctionName": arguments.name})
-            say(f"DeleteFunction {arguments.name}")
+            print_line(f"DeleteFunction {arguments.name}")
         raise
     if arguments.url and not arguments.update and not arguments.delete:
-        say(aws.call("lambda", "GetFunctionUrlConfig", {"FunctionName": arguments.name})["FunctionUrl"])
+        print_line(aws.call("lambda", "GetFunctionUrlConfig", {"FunctionName": arguments.name})["FunctionUrl"])
     return 0
 
 
 def plan(arguments: argparse.Namespace) -> Calls:
     """Return the calls, checked against the limits and against Lambda's own model. Raises ConfigError."""
     if arguments.delete:
-        return planned([("DeleteFunction", {"FunctionName": values.name(arguments.name)})], "lambda")
-    values.within(arguments.timeout, 1, lambda_.MOST_TIMEOUT_S, "--timeout-s", "seconds")
+        return validated([("DeleteFunction", {"FunctionName": values.name(arguments.name)})], "lambda")
+    values.check_range(arguments.timeout, 1, lambda_.MOST_TIMEOUT_S, "--timeout-s", "seconds")
     check_role(arguments)
     if arguments.update and (arguments.url or arguments.tag):
         raise ConfigError("--url and --tag: expected without --update; they stay as they were made")
@@ -70,9 +70,9 @@ def plan(arguments: argparse.Namespace) -> Calls:
         url=None if arguments.url is None else {"iam": "AWS_IAM", "public": "NONE"}[arguments.url],
     )
     lambda_.check(capacity)
-    described = function(arguments, platform="lambda", timeout_s=arguments.timeout)
+    function = parse_function(arguments, platform="lambda", timeout_s=arguments.timeout)
     make = lambda_.update if arguments.update else lambda_.creation
-    return planned([*make(described, capacity)], "lambda")
+    return validated([*make(function, capacity)], "lambda")
 
 
 def _wait(aws: Aws, operation: str, name: str) -> None:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from medusa_runtime.errors import ConfigError
 
 from ..manifests import sagemaker
-from ..manifests.function import Function, function
+from ..manifests.function import Function, parse_function
 from ..manifests.function import add_arguments as add_function_arguments
-from .calls import Calls, check_action, check_role, planned, print_calls, say, tags
+from .calls import Calls, check_action, check_role, print_calls, print_line, tags, validated
 from .calls import add_arguments as add_aws_arguments
 from .endpoint import EndpointClient, creation
 
@@ -111,15 +111,15 @@ def plan(arguments: argparse.Namespace, name: str) -> Plan:
     sagemaker.check_network(capacity, vpc)
     given = tags(arguments.tag)
     check_role(arguments)
-    described = function(arguments, platform="sagemaker", timeout_s=sagemaker.TIMEOUT_S)
+    function = parse_function(arguments, platform="sagemaker", timeout_s=sagemaker.TIMEOUT_S)
     now = datetime.now(UTC)
     version = f"{name}-{now:%Y%m%d-%H%M%S}-{now.microsecond // 1000:03}"
     startup_s = _LEAST_STARTUP_S * 10
-    if described.measured is not None:
-        startup_s = min(max(round(_STARTS * described.measured.cold_start_s), _LEAST_STARTUP_S), _MOST_STARTUP_S)
-    scaling = _scaling(arguments, capacity, described)
+    if function.measured is not None:
+        startup_s = min(max(round(_STARTS * function.measured.cold_start_s), _LEAST_STARTUP_S), _MOST_STARTUP_S)
+    scaling = _scaling(arguments, capacity, function)
     model = sagemaker.model(
-        *(version, described),
+        *(version, function),
         role=arguments.role,
         model_data=arguments.model_data,
         serverless=capacity.serverless,
@@ -129,14 +129,14 @@ def plan(arguments: argparse.Namespace, name: str) -> Plan:
     config = sagemaker.endpoint_config(version, capacity, startup_timeout_s=startup_s, tags=given)
     scalers: Calls = [] if scaling is None else [*sagemaker.autoscaling(name, capacity, scaling)]
     return Plan(
-        planned(creation(name, model, config, update=arguments.update, tags=given), "sagemaker"),
-        planned(scalers, "application-autoscaling"),
+        validated(creation(name, model, config, update=arguments.update, tags=given), "sagemaker"),
+        validated(scalers, "application-autoscaling"),
         given,
     )
 
 
 def _scaling(
-    arguments: argparse.Namespace, capacity: sagemaker.Capacity, described: Function
+    arguments: argparse.Namespace, capacity: sagemaker.Capacity, function: Function
 ) -> sagemaker.Autoscaling | None:
     """Return between how many instances the endpoint scales; None without ``--max-scale``."""
     if arguments.max_scale is None:
@@ -146,12 +146,12 @@ def _scaling(
     if arguments.no_wait:
         raise ConfigError("--max-scale and --no-wait: only an endpoint that is in service can scale; leave one out")
     cooldown_s = 300
-    if described.measured is not None:
-        cooldown_s = min(max(round(_STARTS * described.measured.answer_s), 60), 3600)
+    if function.measured is not None:
+        cooldown_s = min(max(round(_STARTS * function.measured.answer_s), 60), 3600)
     scaling = sagemaker.Autoscaling(
         arguments.min_scale or 1,
         arguments.max_scale,
-        _UTILIZATION if capacity.serverless else max(1.0, _UTILIZATION * described.concurrency),
+        _UTILIZATION if capacity.serverless else max(1.0, _UTILIZATION * function.concurrency),
         cooldown_s,
     )
     sagemaker.check_scaling(capacity, scaling)
@@ -184,4 +184,4 @@ def _delete(arguments: argparse.Namespace, name: str) -> int:
 
 
 def _client(arguments: argparse.Namespace) -> EndpointClient:
-    return EndpointClient(arguments.region, say, poll_s=arguments.poll_s)
+    return EndpointClient(arguments.region, print_line, poll_s=arguments.poll_s)

@@ -51,7 +51,7 @@ def check(where: CloudRun) -> None:
                 f"--label {key}={value} cannot be used: expected lower-case letters, digits, '-' and '_' on Cloud Run"
             )
     gib = values.amount(values.memory(where.memory, "--memory")) / 2**30
-    values.within(gib, 0.5, 32, "--memory", "GiB")
+    values.check_range(gib, 0.5, 32, "--memory", "GiB")
     if where.accelerator and (int(where.cpu) < 4 or gib < 16):
         raise ConfigError(
             f"--gpu-type={where.accelerator}: Cloud Run gives a GPU only with --cpu 4 and --memory 16Gi or more, found "

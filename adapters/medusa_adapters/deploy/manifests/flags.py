@@ -23,7 +23,7 @@ def add_labels(parser: argparse.ArgumentParser) -> None:
 
 def check_scale(arguments: argparse.Namespace, most: int) -> None:
     """Raise ConfigError for an impossible ``--min-scale`` or ``--max-scale``, where 0 is no limit."""
-    values.within(arguments.min_scale, 0, most, "--min-scale")
-    values.within(arguments.max_scale, 0, most, "--max-scale")
+    values.check_range(arguments.min_scale, 0, most, "--min-scale")
+    values.check_range(arguments.max_scale, 0, most, "--max-scale")
     if 0 < arguments.max_scale < arguments.min_scale:
         raise ConfigError(f"--min-scale={arguments.min_scale} is above --max-scale={arguments.max_scale}")

@@ -16,7 +16,7 @@ from medusa_runtime.storage.base import redacted
 from ...platforms.base import load
 from . import values
 from .flags import add_list
-from .measured import Measured, measure
+from .measured import MeasuredStart, read_measured_start
 
 _MOST_CONCURRENCY = 1000  # Knative's own limit for containerConcurrency
 _HOLD_FACTOR = 10  # a request is held for ten measured starts
@@ -31,7 +31,7 @@ class Function:
     concurrency: int
     timeout_s: int
     env: Mapping[str, str] = field(default_factory=dict)
-    measured: Measured | None = None
+    measured: MeasuredStart | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,13 +63,13 @@ def add_timeout(parser: argparse.ArgumentParser, default_s: int = 300, bounds: s
     )
 
 
-def function(arguments: argparse.Namespace, *, platform: str, timeout_s: int) -> Function:
+def parse_function(arguments: argparse.Namespace, *, platform: str, timeout_s: int) -> Function:
     """Return the checked function. Raises ConfigError, which names the flag that cannot be used."""
     values.name(arguments.name)
     # SageMaker's own --max-concurrency counts instances.
     flag = "--concurrency" if platform == "sagemaker" else "--max-concurrency"
-    values.within(arguments.concurrency, 1, _MOST_CONCURRENCY, flag, "requests")
-    measured = measure(arguments.timeline) if arguments.timeline else None
+    values.check_range(arguments.concurrency, 1, _MOST_CONCURRENCY, flag, "requests")
+    measured = read_measured_start(arguments.timeline) if arguments.timeline else None
     if measured is not None and measured.answer_s > timeout_s:
         raise ConfigError(
             f"--timeout-s={timeout_s}: the measured start takes {measured.answer_s:.1f} s to its first answer, no "
@@ -105,7 +105,7 @@ def _check_environment(env: Mapping[str, str], platform: str) -> None:
         print(f"medusa: {', '.join(readable)}: everybody who reads what is deployed sees the value", file=sys.stderr)
 
 
-def hold_s(measured: Measured | None, timeout_s: int) -> int:
+def hold_s(measured: MeasuredStart | None, timeout_s: int) -> int:
     """Return how long a request waits for the model before it gets 503 and Retry-After:
 
     below the platform's own timeout.

@@ -35,8 +35,8 @@ class Capacity:
 
 def check(capacity: Capacity) -> None:
     """Raise ConfigError for values that Lambda refuses. It names the flag."""
-    values.within(capacity.memory_mb, _LEAST_MEMORY_MB, _MOST_MEMORY_MB, "--memory-mb")
-    values.within(capacity.storage_mb, _LEAST_STORAGE_MB, _MOST_MEMORY_MB, "--storage-mb")
+    values.check_range(capacity.memory_mb, _LEAST_MEMORY_MB, _MOST_MEMORY_MB, "--memory-mb")
+    values.check_range(capacity.storage_mb, _LEAST_STORAGE_MB, _MOST_MEMORY_MB, "--storage-mb")
     if bool(capacity.subnets) is not bool(capacity.security_groups):
         raise ConfigError("--subnet and --security-group: expected both of them or neither")
 

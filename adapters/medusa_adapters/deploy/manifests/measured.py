@@ -18,7 +18,7 @@ _MOST_BYTES = 16_000_000
 _NS = 1e9
 
 
-class Measured(NamedTuple):
+class MeasuredStart(NamedTuple):
     """A measured start. ``cold_start_s`` ends when the instance was ready, ``ttft_s`` at the first token, if any."""
 
     cold_start_s: float
@@ -31,7 +31,7 @@ class Measured(NamedTuple):
         return max(self.cold_start_s, self.ttft_s or 0.0)
 
 
-def measure(source: str) -> Measured:
+def read_measured_start(source: str) -> MeasuredStart:
     """Return the times of a ``/timeline`` document: a file, or an instance's URL (``/timeline`` is added if missing).
 
     Raises ConfigError if it cannot be read, is not a timeline, or ends before the instance was ready.
@@ -46,7 +46,7 @@ def measure(source: str) -> Measured:
     start, end = window(stages)
     # A first token after the window belongs to a request to an idle instance, and says nothing about a start.
     ttft = (token - start) / _NS if token is not None and token <= end else None
-    return Measured((ready - start) / _NS, ttft, redacted(source))
+    return MeasuredStart((ready - start) / _NS, ttft, redacted(source))
 
 
 def _read(source: str) -> Any:

@@ -35,7 +35,7 @@ class Stack:
     base_image: str | None = None  # None: as the template's Dockerfile has it
 
 
-def stack(function: Function, stack: Stack) -> dict[str, Any]:
+def stack_yaml(function: Function, stack: Stack) -> dict[str, Any]:
     """Return stack.yaml as plain values."""
     return {
         "version": 1.0,

@@ -74,16 +74,16 @@ def check_network(capacity: Capacity, vpc: Vpc | None) -> None:
 
 def check_scaling(capacity: Capacity, scaling: Autoscaling) -> None:
     """Raise ConfigError if the endpoint's first size is not between the limits."""
-    values.within(scaling.least, 1, 1000, "--min-scale")
-    values.within(scaling.most, scaling.least, 1000, "--max-scale")
+    values.check_range(scaling.least, 1, 1000, "--min-scale")
+    values.check_range(scaling.most, scaling.least, 1000, "--max-scale")
     first, flag = capacity.instance_count, "--instance-count"
     if capacity.serverless:
         flag = "--provisioned-concurrency"
         if capacity.provisioned_concurrency is None:
             raise ConfigError("--max-scale: a serverless endpoint scales --provisioned-concurrency; add it")
         first = capacity.provisioned_concurrency
-        values.within(scaling.most, scaling.least, capacity.max_concurrency, "--max-scale", "(--max-concurrency)")
-    values.within(first, scaling.least, scaling.most, flag, "(--min-scale to --max-scale)")
+        values.check_range(scaling.most, scaling.least, capacity.max_concurrency, "--max-scale", "(--max-concurrency)")
+    values.check_range(first, scaling.least, scaling.most, flag, "(--min-scale to --max-scale)")
 
 
 def check(capacity: Capacity, model_data: str | None) -> None:
@@ -95,15 +95,15 @@ def check(capacity: Capacity, model_data: str | None) -> None:
     if not capacity.serverless:
         if capacity.needs_gpu and not _GPU_FAMILIES.match(str(capacity.instance_type)):
             raise ConfigError(f"--gpu: {capacity.instance_type} has none; expected an ml.g… or ml.p… instance")
-        values.within(capacity.instance_count, 1, 1000, "--instance-count")
+        values.check_range(capacity.instance_count, 1, 1000, "--instance-count")
         return
     if capacity.needs_gpu:
         raise ConfigError("--gpu: SageMaker serverless has no GPUs; add --instance-type, e.g. ml.g5.xlarge")
     if capacity.memory_mb not in MEMORY_MB:
         raise ConfigError(f"--memory-mb={capacity.memory_mb} cannot be used: expected {', '.join(map(str, MEMORY_MB))}")
-    values.within(capacity.max_concurrency, 1, MOST_CONCURRENCY, "--max-concurrency")
+    values.check_range(capacity.max_concurrency, 1, MOST_CONCURRENCY, "--max-concurrency")
     if capacity.provisioned_concurrency is not None:
-        values.within(
+        values.check_range(
             capacity.provisioned_concurrency,
             1,
             capacity.max_concurrency,

@@ -92,7 +92,7 @@ def amount(value: str) -> float:
     return float(match[1]) * _SUFFIXES[match[2]]
 
 
-def within(value: int | float, low: float, high: float, flag: str, unit: str = "") -> None:
+def check_range(value: int | float, low: float, high: float, flag: str, unit: str = "") -> None:
     if not low <= value <= high:
         raise ConfigError(f"{flag}={value:g} cannot be used: expected {low:g} to {high:g}{unit and ' ' + unit}")
 

@@ -40,15 +40,15 @@ def chart(
     files = {}
     for manifest in deployment.manifests(function, placement, scaling):
         kind = manifest["kind"]
-        opened = _Opened(values)
+        extractor = _ValuesExtractor(values)
         if kind == "Deployment":
-            _open_deployment(opened, manifest)
+            _extract_deployment(extractor, manifest)
         elif kind in _LIMITS:
             for field, path in zip(("min", "max"), _LIMITS[kind], strict=True):
-                opened.move(manifest["spec"], path, ("autoscaling", field))
+                extractor.move(manifest["spec"], path, ("autoscaling", field))
         elif kind == "Service":
-            opened.move(manifest["spec"], ("type",), ("service", "type"))
-        files[f"templates/{_FILES[kind]}"] = opened.text(manifest)
+            extractor.move(manifest["spec"], ("type",), ("service", "type"))
+        files[f"templates/{_FILES[kind]}"] = extractor.text(manifest)
     described = {
         "apiVersion": "v2",
         "name": name,
@@ -66,26 +66,26 @@ def chart(
     return head | {path: "".join(f"# {line}\n" for line in comments) + text for path, text in files.items()}
 
 
-def _open_deployment(opened: _Opened, manifest: dict[str, Any]) -> None:
+def _extract_deployment(extractor: _ValuesExtractor, manifest: dict[str, Any]) -> None:
     spec = manifest["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    opened.move(container, ("image",), ("image",))
+    extractor.move(container, ("image",), ("image",))
     for entry in container["env"]:
         if "value" in entry:
-            opened.move(entry, ("value",), ("env", entry["name"]), text=True)
+            extractor.move(entry, ("value",), ("env", entry["name"]), text=True)
     container.setdefault("envFrom", [])
     for field in ("envFrom", "resources"):
-        opened.move(container, (field,), (field,))
+        extractor.move(container, (field,), (field,))
     for field in _OF_POD:
         spec.setdefault(field, {} if field == "nodeSelector" else [])
-        opened.move(spec, (field,), (field,))
+        extractor.move(spec, (field,), (field,))
     if "replicas" in manifest["spec"]:
-        opened.move(manifest["spec"], ("replicas",), ("replicas",))
+        extractor.move(manifest["spec"], ("replicas",), ("replicas",))
     manifest["spec"]["template"]["metadata"].setdefault("annotations", {})
-    opened.move(manifest["spec"]["template"]["metadata"], ("annotations",), ("podAnnotations",))
+    extractor.move(manifest["spec"]["template"]["metadata"], ("annotations",), ("podAnnotations",))
 
 
-class _Opened:
+class _ValuesExtractor:
     """A manifest some of whose values have been moved to values.yaml."""
 
     def __init__(self, values: dict[str, Any]) -> None:

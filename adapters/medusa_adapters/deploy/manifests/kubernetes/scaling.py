@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from ..measured import Measured
+from ..measured import MeasuredStart
 
 PREFIX = "autoscaling.knative.dev/"
 _PROGRESS = "serving.knative.dev/progress-deadline"
@@ -18,7 +18,7 @@ _LEAST_PROGRESS_S = 600
 _STARTS = 10  # an average over ten starts is not moved by the load that queued during one
 
 
-def scale(measured: Measured | None, *, concurrency: int, min_scale: int, max_scale: int) -> dict[str, str]:
+def scale(measured: MeasuredStart | None, *, concurrency: int, min_scale: int, max_scale: int) -> dict[str, str]:
     """Return the annotations, whose values are strings. Without a measurement, Knative's defaults stay."""
     found = {
         PREFIX + "class": "kpa.autoscaling.knative.dev",

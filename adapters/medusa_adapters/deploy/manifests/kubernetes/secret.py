@@ -22,7 +22,7 @@ class Secret(NamedTuple):
     variable: str | None = None
 
 
-def secret(text: str, flag: str) -> Secret:
+def parse_secret(text: str, flag: str) -> Secret:
     """Parse ``SECRET`` or ``VARIABLE=SECRET/KEY``. Raises ConfigError, which names the flag."""
     variable, sign, rest = text.rpartition("=")
     if not sign:
