@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.load.gate import Gate, gates
 from medusa_runtime.load.plan import Place, Plan, Rename, places, plan
-from medusa_runtime.load.source import Source
+from medusa_runtime.load.region_tensors import RegionTensors
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
@@ -41,13 +41,13 @@ class Applier:
         self._rename: Rename = rename or getattr(module, "rename", None) or (lambda name: name)
         self._places: dict[str, Place] = {}
 
-    def source(self, region: Region) -> Source:
+    def tensors(self, region: Region) -> RegionTensors:
         """Return the tensors of a region in the form in which this applier takes them."""
         if self.quantization is None:
-            return Source(region)
-        from medusa_runtime.load.quantized.source import QuantizedSource  # most checkpoints do without it
+            return RegionTensors(region)
+        from medusa_runtime.load.quantized.tensors import DequantizedTensors  # most checkpoints do without it
 
-        return QuantizedSource(region, self.quantization, self.unquantized_dtype)
+        return DequantizedTensors(region, self.quantization, self.unquantized_dtype)
 
     @property
     def unquantized_dtype(self) -> torch.dtype:

@@ -9,7 +9,7 @@ from torch import nn
 
 from medusa_runtime.load.gate import Gate
 from medusa_runtime.load.plan import Place
-from medusa_runtime.load.source import Source
+from medusa_runtime.load.region_tensors import RegionTensors
 from medusa_runtime.timeline import Timeline
 
 _HINT_EVERY_S, _HINTED = 0.01, 256  # how often the prefetcher gets the names of the next tensors, and how many
@@ -23,11 +23,11 @@ class Backlog:
     counted.
     """
 
-    def __init__(self, source: Source, gates: Sequence[Gate], timeline: Timeline | None) -> None:
+    def __init__(self, tensors: RegionTensors, gates: Sequence[Gate], timeline: Timeline | None) -> None:
         self.pending: dict[str, Place] = {}  # by the tensors' names in the checkpoint
         self.urgent: list[str] = []  # the pending tensors that a forward waited for in the last call of ``arrived``
         self.demanding: list[Gate] = []  # the gates at which a forward waits
-        self._source = source
+        self._tensors = tensors
         self._gates = gates
         self._timeline = timeline
         self._waiting: dict[nn.Module, list[Gate]] = {}
@@ -70,24 +70,24 @@ class Backlog:
         The wait may end without one, so the list may be empty. ``wait_s`` limits it. After a wait in vain, bytes come
         slowly, and the following waits may take ``patient_s``, if given.
         """
-        pending, source = self.pending, self._source
-        fetched_bytes = source.fetched_bytes  # read before the check below, so that no arrival after it is slept over
+        pending, tensors = self.pending, self._tensors
+        fetched_bytes = tensors.fetched_bytes  # read before the check below, so that no arrival after it is slept over
         while self._order[self._next] not in pending:
             self._next += 1
         self.urgent = self._demand_again()
         if self._hints and (now := time.monotonic()) >= self._hint_at:
             self._hint_at = now + _HINT_EVERY_S
-            source.hint(self._order[self._next : self._next + _HINTED])
+            tensors.hint(self._order[self._next : self._next + _HINTED])
         ahead = self._order[self._next : self._next + _LOOKAHEAD]
         looked = [name for name in dict.fromkeys([*self.urgent, *ahead]) if name in pending]
-        found = [name for name in looked if source.has(name)]
+        found = [name for name in looked if tensors.has(name)]
         if found:
             self._waited = False
         elif self._waited:  # bytes come slowly: polling for them would take CPU time from the forward
-            source.wait_for_more(fetched_bytes, patient_s or wait_s)
+            tensors.wait_for_more(fetched_bytes, patient_s or wait_s)
         else:
             try:
-                source.wait_tensor(looked[0], wait_s)
+                tensors.wait_tensor(looked[0], wait_s)
             except TimeoutError:
                 self._waited = True
         return found
@@ -107,14 +107,14 @@ class Backlog:
         self.demanding.append(gate)
         names = self._needs.get(gate)
         if names is not None:  # else the index has not come, and nothing is fetched yet
-            self._source.demand([name for name in names if name in self.pending])
+            self._tensors.demand([name for name in names if name in self.pending])
 
     def _demand_again(self) -> list[str]:
         """Return the pending tensors that a forward waits for. Demand them again, in case the first demand was lost."""
         self.demanding = [gate for gate in self.demanding if not gate.is_open]
         names = [name for gate in self.demanding for name in self._needs.get(gate, ()) if name in self.pending]
         if names:
-            self._source.demand(names)
+            self._tensors.demand(names)
         return names
 
     def _gates_of(self, place: Place) -> list[Gate]:

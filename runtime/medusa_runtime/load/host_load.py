@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.backlog import Backlog
-from medusa_runtime.load.source import Source
+from medusa_runtime.load.region_tensors import RegionTensors
 
 _POLL_S = 0.01  # how long to wait for the next tensor before looking whether others have arrived
 _PATIENT_S = 0.05  # the same while bytes come slowly; an arrival ends this wait early
@@ -20,23 +20,23 @@ class HostLoad:
     time.
     """
 
-    def __init__(self, source: Source, applier: Applier, backlog: Backlog, *, release: bool) -> None:
-        self._source = source
+    def __init__(self, tensors: RegionTensors, applier: Applier, backlog: Backlog, *, release: bool) -> None:
+        self._tensors = tensors
         self._applier = applier
         self._backlog = backlog
         self._release = release
 
     def run(self, check: Callable[[], None]) -> None:
         """Apply everything in the backlog. ``check`` is called repeatedly, and may raise to end the load."""
-        source, backlog = self._source, self._backlog
+        tensors, backlog = self._tensors, self._backlog
         while backlog.pending:
             check()
             for name in backlog.arrived(_POLL_S, _PATIENT_S):
-                place, tensor = backlog.pending.pop(name), source.tensor(name)
+                place, tensor = backlog.pending.pop(name), tensors.tensor(name)
                 start = time.monotonic_ns()
                 copied = self._applier.apply(place, tensor)
                 backlog.count(place, start)
-                source.applied(name, copied=copied, release=self._release)
+                tensors.applied(name, copied=copied, release=self._release)
 
     def close(self) -> None:
         """Do nothing: what was applied stays."""

@@ -54,19 +54,21 @@ class Loader:
         on_end: Callable[[BaseException | None], None] = lambda _: None,
     ) -> None:
         self._region = region
-        self._source = source = applier.source(region)
+        self._tensors = tensors = applier.tensors(region)
         self._applier = applier
         self._timeline = timeline
         self._on_end = on_end
         self._placed = threading.Event()
         self._gates = applier.gates(timeline)
-        self._backlog = Backlog(source, self._gates, timeline)
+        self._backlog = Backlog(tensors, self._gates, timeline)
         self._upload: DeviceLoad | None = None
         if link is not None:
             from medusa_runtime.load.upload.device_load import DeviceLoad
 
-            self._upload = DeviceLoad(source, applier, self._backlog, link, release=release, on_placed=self._placed.set)
-        self._load = self._upload or HostLoad(source, applier, self._backlog, release=release)
+            self._upload = DeviceLoad(
+                tensors, applier, self._backlog, link, release=release, on_placed=self._placed.set
+            )
+        self._load = self._upload or HostLoad(tensors, applier, self._backlog, release=release)
         self._closing = self._waited = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="medusa-loader", daemon=True)
@@ -117,11 +119,11 @@ class Loader:
     @property
     def index(self) -> WeightIndex:
         """The index of the tensors that are applied, after a wait for it. It lists a quantized weight as one tensor."""
-        return self._source.wait_index()
+        return self._tensors.wait_index()
 
     def names(self) -> dict[int, str]:
         """Return the checkpoint's name of each tensor of the module, by the tensor's id. Only valid after ``wait``."""
-        return self._applier.names(self._source.wait_index())
+        return self._applier.names(self._tensors.wait_index())
 
     def close(self) -> None:
         """Stop applying. A forward that still waits raises; what is applied stays. May be called twice."""
@@ -155,7 +157,7 @@ class Loader:
         while True:
             self._check_closing()
             try:
-                return self._source.wait_index(_POLL_S)
+                return self._tensors.wait_index(_POLL_S)
             except TimeoutError:
                 continue
 

@@ -41,9 +41,9 @@ def model_index(region: Region, config: ModelConfig, dtype: torch.dtype) -> Weig
     index = region.wait_index()
     if config.quantization is None:
         return index
-    from ...load.quantized.source import QuantizedIndex
+    from ...load.quantized.tensors import DequantizedIndex
 
-    return QuantizedIndex(index, config.quantization, dtype)
+    return DequantizedIndex(index, config.quantization, dtype)
 
 
 def _cast_bytes(entry: TensorEntry, dtype: torch.dtype, is_synthesized: bool) -> int:

@@ -11,7 +11,7 @@ from ...checkpoint.index import WeightIndex
 from ...config import Settings
 from ...load.loader import Loader
 from ...load.plan import Rename
-from ...load.quantized.source import QuantizedIndex
+from ...load.quantized.tensors import DequantizedIndex
 from ...load.trace import record_execution_order
 from ...models import DecoderModel
 from ...models.backend import backend
@@ -93,7 +93,7 @@ def _named(used: list[str], rename: Rename, index: WeightIndex) -> list[str]:
     """Return the checkpoint's tensor names in the order of the ``used`` parameters; unused tensors come last."""
     rank = {name: number for number, name in enumerate(used)}
     order = sorted(index.order, key=lambda name: rank.get(rename(name) or "", len(rank)))
-    return index.parts(order) if isinstance(index, QuantizedIndex) else order
+    return index.parts(order) if isinstance(index, DequantizedIndex) else order
 
 
 def _activations(model: DecoderModel, shape: KvShape, settings: Settings, config: ModelConfig) -> int | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.backlog import Backlog
-from medusa_runtime.load.source import Source
+from medusa_runtime.load.region_tensors import RegionTensors
 from medusa_runtime.load.upload.link import Link
 from medusa_runtime.load.upload.slab import Layout, lay_out
 from medusa_runtime.load.upload.slab import views as slab_views
@@ -27,7 +27,7 @@ class DeviceLoad:
 
     def __init__(
         self,
-        source: Source,
+        tensors: RegionTensors,
         applier: Applier,
         backlog: Backlog,
         link: Link,
@@ -35,7 +35,7 @@ class DeviceLoad:
         release: bool,
         on_placed: Callable[[], None],
     ) -> None:
-        self._source = source
+        self._tensors = tensors
         self._applier = applier
         self._backlog = backlog
         self._link = link
@@ -46,7 +46,7 @@ class DeviceLoad:
 
     def run(self, check: Callable[[], None]) -> None:
         """Upload and apply everything in the backlog. ``check`` is called repeatedly, and may raise to end the load."""
-        tensors, uploads, backlog, link = self._source, Uploads(self._link), self._backlog, self._link
+        tensors, uploads, backlog, link = self._tensors, Uploads(self._link), self._backlog, self._link
         places, sources, begun_ns = dict(backlog.pending), dict[str, Tensor](), dict[str, int]()
         targets = self._place()
         while backlog.pending or uploads:

@@ -11,12 +11,12 @@ from torch import Tensor
 from medusa_runtime.checkpoint.index import TensorEntry, WeightIndex
 from medusa_runtime.load.quantized.layouts import Stored, find, is_unused
 from medusa_runtime.load.quantized.scheme import Quantization
-from medusa_runtime.load.source import Source
+from medusa_runtime.load.region_tensors import RegionTensors
 from medusa_runtime.load.views import DTYPES
 from medusa_runtime.region.reader import Region
 
 
-class QuantizedIndex(WeightIndex):
+class DequantizedIndex(WeightIndex):
     """The index of a checkpoint as if it were not quantized.
 
     ``stored`` has the quantized weights, by their names in this index.
@@ -46,7 +46,7 @@ class QuantizedIndex(WeightIndex):
         return list(chain.from_iterable(stored[name].parts.values() if name in stored else (name,) for name in names))
 
 
-class QuantizedSource(Source):
+class DequantizedTensors(RegionTensors):
     """The tensors of a quantized region. A weight is dequantized to ``dtype`` once all its parts have arrived.
 
     The integers are read once, and only the floats are kept.
@@ -55,11 +55,11 @@ class QuantizedSource(Source):
     def __init__(self, region: Region, quantization: Quantization, dtype: torch.dtype) -> None:
         super().__init__(region)
         self._quantization, self._dtype = quantization, dtype
-        self._index: QuantizedIndex | None = None
+        self._index: DequantizedIndex | None = None
 
-    def wait_index(self, timeout_s: float | None = None) -> QuantizedIndex:
+    def wait_index(self, timeout_s: float | None = None) -> DequantizedIndex:
         if self._index is None:
-            self._index = QuantizedIndex(self.region.wait_index(timeout_s), self._quantization, self._dtype)
+            self._index = DequantizedIndex(self.region.wait_index(timeout_s), self._quantization, self._dtype)
         return self._index
 
     def has(self, name: str) -> bool:
@@ -79,7 +79,7 @@ class QuantizedSource(Source):
         stored = self.wait_index().stored.get(name)
         if stored is None:
             return super().tensor(name)
-        tensors = {part: Source.tensor(self, full) for part, full in stored.parts.items()}
+        tensors = {part: RegionTensors.tensor(self, full) for part, full in stored.parts.items()}
         return stored.codes(tensors).dequantize(self._dtype)
 
     def applied(self, name: str, *, copied: bool, release: bool) -> None:
@@ -90,4 +90,4 @@ class QuantizedSource(Source):
         return self.wait_index().parts((name,))
 
 
-__all__ = ["QuantizedIndex", "QuantizedSource"]
+__all__ = ["DequantizedIndex", "DequantizedTensors"]

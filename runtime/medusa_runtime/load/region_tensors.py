@@ -11,8 +11,8 @@ from medusa_runtime.load.views import Views
 from medusa_runtime.region.reader import Region
 
 
-class Source:
-    """The tensors of a region, unchanged. ``QuantizedSource`` makes one weight of the several tensors that store it."""
+class RegionTensors:
+    """The tensors of a region, unchanged. ``DequantizedTensors`` makes one weight of several stored tensors."""
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -66,4 +66,4 @@ class Source:
             self.region.unmap(name)
 
 
-__all__ = ["Source"]
+__all__ = ["RegionTensors"]
