@@ -194,7 +194,7 @@ class HandlerLoadError(HandlerError):
     code = "Handler.NotFound"
 
 
-def shown(value: Any) -> str:
+def json_excerpt(value: Any) -> str:
     """Return a value that came from outside as JSON, cut where it is long, for a message."""
     import json  # here, because a process that does not fail need not import it
 

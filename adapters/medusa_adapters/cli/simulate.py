@@ -14,7 +14,7 @@ from medusa_cluster.simulation.experiment import Summary, hardest_run, needed_ch
 from medusa_cluster.simulation.experiment import run as run_plan
 from medusa_cluster.simulation.fleet_file import read_plan
 from medusa_cluster.simulation.strategy import strategy_named
-from medusa_runtime.errors import ConfigError, shown
+from medusa_runtime.errors import ConfigError, json_excerpt
 
 from .progress import CLEAR_LINE
 
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_folder(option: str, file: Path | None) -> None:
     """Raise ConfigError for a file that could not be written after the simulation."""
     if file is not None and not file.parent.is_dir():
-        raise ConfigError(f"{option}: expected a file in a folder that is there, found {shown(str(file))}")
+        raise ConfigError(f"{option}: expected a file in a folder that is there, found {json_excerpt(str(file))}")
 
 
 def _asked(rates: Sequence[float], rate: float) -> tuple[float]:

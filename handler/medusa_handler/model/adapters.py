@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from medusa_runtime.config import lora_modules
 from medusa_runtime.engine.frames import close_all
-from medusa_runtime.errors import MedusaError, shown
+from medusa_runtime.errors import MedusaError, json_excerpt
 
 from ..disconnection import POLL_S
 from ..faults import ApiError, not_ready
@@ -89,7 +89,9 @@ class Adapters:
         with self._changed:
             entry = self._entries.get(name)
             if entry is None:
-                raise ApiError(404, f"the model {shown(name)} does not exist", param="model", code="model_not_found")
+                raise ApiError(
+                    404, f"the model {json_excerpt(name)} does not exist", param="model", code="model_not_found"
+                )
             entry.users += 1
             entry.used_at = time.monotonic()
         try:
@@ -114,7 +116,7 @@ class Adapters:
             if name in self._entries and not replace:
                 raise ApiError(
                     400,
-                    f"the adapter {shown(name)} is loaded already; send load_inplace to replace it",
+                    f"the adapter {json_excerpt(name)} is loaded already; send load_inplace to replace it",
                     param="lora_name",
                     code="invalid_value",
                 )
@@ -127,7 +129,9 @@ class Adapters:
         """Remove an adapter's name. Requests that use the adapter continue. Raises ApiError 404 for an unknown name."""
         with self._changed:
             if name not in self._entries:
-                raise ApiError(404, f"the adapter {shown(name)} does not exist", param="lora_name", code="not_found")
+                raise ApiError(
+                    404, f"the adapter {json_excerpt(name)} does not exist", param="lora_name", code="not_found"
+                )
             self._forget(name)
             self._changed.notify_all()
 

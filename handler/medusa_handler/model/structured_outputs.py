@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from medusa_runtime.engine.base import StructuredOutputs
-from medusa_runtime.errors import shown
+from medusa_runtime.errors import json_excerpt
 
 from ..faults import ApiError
 
@@ -67,4 +67,4 @@ def _structured_outputs(key: str, value: Any, name: str) -> StructuredOutputs:
 
 
 def _invalid(name: str, expected: str, found: Any) -> ApiError:
-    return ApiError(400, f"{name}: expected {expected}, found {shown(found)}", param=name, code="invalid_value")
+    return ApiError(400, f"{name}: expected {expected}, found {json_excerpt(found)}", param=name, code="invalid_value")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
-from medusa_runtime.errors import shown
+from medusa_runtime.errors import json_excerpt
 
 from ..faults import ApiError, UnsupportedRequestError
 from . import completion
@@ -164,7 +164,7 @@ def _require_base_model(service: Service, model: str) -> str:
     if adapter_of(service, model) is not None:
         raise ApiError(
             400,
-            f"model: {shown(model)} is an adapter, and adapters continue text; expected /v1/completions or "
+            f"model: {json_excerpt(model)} is an adapter, and adapters continue text; expected /v1/completions or "
             "/v1/chat/completions",
             param="model",
             code="invalid_value",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medusa_runtime.engine.base import Delta
-from medusa_runtime.errors import shown
+from medusa_runtime.errors import json_excerpt
 
 from ..faults import UnsupportedRequestError
 from .answer import Choice
@@ -46,7 +46,7 @@ def _text(content: Any, name: str) -> str:
         if kind not in ("text", "input_text", "refusal"):
             raise UnsupportedRequestError(
                 400,
-                f"{name}: this model takes text only, found a part of type {shown(kind)}",
+                f"{name}: this model takes text only, found a part of type {json_excerpt(kind)}",
                 param=name,
                 code="unsupported_value",
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from medusa_runtime.engine.serving.model_name import served_name
-from medusa_runtime.errors import printable, shown
+from medusa_runtime.errors import json_excerpt, printable
 
 from ..faults import ApiError
 from .body.parameters import Body
@@ -22,10 +22,10 @@ def check_model(service: Service, body: Body) -> str:
         return service.model.name
     if isinstance(asked, str) and asked in service.model.adapters:
         return asked
-    names = ", ".join(map(shown, (service.model.name, *service.model.adapters.urls())))
+    names = ", ".join(map(json_excerpt, (service.model.name, *service.model.adapters.urls())))
     raise ApiError(
         404,
-        f"the model {shown(asked)} does not exist; this server has {printable(names)}",
+        f"the model {json_excerpt(asked)} does not exist; this server has {printable(names)}",
         param="model",
         code="model_not_found",
     )

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medusa_runtime.errors import ClusterError, ConfigError, NoControllerError, UnknownNameError, shown
+from medusa_runtime.errors import ClusterError, ConfigError, NoControllerError, UnknownNameError, json_excerpt
 from medusa_runtime.node.regions.model_key import absolute, model_key
 
 from ..deployment import Deployment
@@ -382,7 +382,9 @@ class Cluster:
         name, url, now = str(arguments["gateway"]), arguments.get("url"), time.monotonic()
         loads = {model: load for model, load in loads_of(arguments["loads"]).items() if model in self.deployments}
         if not isinstance(url, str | None) or len(name) > _LONGEST_NAME:
-            raise ConfigError(f"report: expected a gateway's name and URL, found {shown(name)} and {shown(url)}")
+            raise ConfigError(
+                f"report: expected a gateway's name and URL, found {json_excerpt(name)} and {json_excerpt(url)}"
+            )
         if name not in self.gateways:
             self._forget_gateways(now)
             self.tell("gateway", f"the gateway {name} has come")

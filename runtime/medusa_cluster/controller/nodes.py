@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from medusa_runtime.errors import ClusterError, shown
+from medusa_runtime.errors import ClusterError, json_excerpt
 
 if TYPE_CHECKING:
     from .live import LivePlace
@@ -133,5 +133,5 @@ async def group_place(nodes: Nodes, node: KnownNode) -> str:
     host = str(node.status.get("address", "")).rpartition(":")[0]
     port = found.get("port") if isinstance(found, dict) else None
     if not host or not isinstance(port, int):
-        raise ClusterError(f"expected a port for a group from the node {node.name}, found {shown(found)}")
+        raise ClusterError(f"expected a port for a group from the node {node.name}, found {json_excerpt(found)}")
     return f"{host}:{port}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from medusa_runtime.errors import ClusterError, ConfigError, shown
+from medusa_runtime.errors import ClusterError, ConfigError, json_excerpt
 
 _LARGEST = 1e18
 _MOST_MODELS = 100_000
@@ -20,7 +20,7 @@ def node_status(found: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a node's status unchanged. Raises ClusterError if a value is missing or has another type."""
     for name, check in _STATUS.items():
         if name in found and not check(found[name]):
-            raise ClusterError(f"expected the status of a node, found {name} of {shown(found[name])}")
+            raise ClusterError(f"expected the status of a node, found {name} of {json_excerpt(found[name])}")
     return found
 
 
@@ -30,7 +30,7 @@ def loads_of(found: Any) -> dict[str, dict[str, float]]:
         loads: dict[str, dict[str, float]] = found
         if all(isinstance(load, dict) and all(map(_number, load.values())) for load in loads.values()):
             return loads
-    raise ConfigError(f"report: expected loads of numbers by model, found {shown(found)}")
+    raise ConfigError(f"report: expected loads of numbers by model, found {json_excerpt(found)}")
 
 
 def _text(value: Any) -> bool:

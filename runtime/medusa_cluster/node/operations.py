@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from medusa_runtime.errors import ConfigError, NoControllerError, shown
+from medusa_runtime.errors import ConfigError, NoControllerError, json_excerpt
 
 from ..deployment import Deployment
 from .group_worker import GroupWorker, free_port
@@ -186,7 +186,7 @@ class Operations:
     async def _pace(self, request: dict[str, Any]) -> dict[str, Any]:
         limit = request["bytes_per_s"]
         if limit is not None and not (isinstance(limit, int | float) and 0 < limit <= _MOST_BYTES_PER_S):
-            raise ConfigError(f"pace: expected bytes a second above 0, or null, found {shown(limit)}")
+            raise ConfigError(f"pace: expected bytes a second above 0, or null, found {json_excerpt(limit)}")
         self._pacer.set(None if limit is None else float(limit))
         return {}
 

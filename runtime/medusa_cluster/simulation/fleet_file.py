@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from medusa_runtime.errors import ConfigError, shown
+from medusa_runtime.errors import ConfigError, json_excerpt
 
 from . import trace
 from .fleet import Fleet, Machine, Model
@@ -252,7 +252,7 @@ class _Section:
 
     def __init__(self, content: Any, place: str, between: str = ".") -> None:
         if not isinstance(content, Mapping):
-            raise ConfigError(f"{place}: expected a mapping, found {shown(content)}")
+            raise ConfigError(f"{place}: expected a mapping, found {json_excerpt(content)}")
         self.content, self._place, self._known = dict(content), place, set[str]()
         self._inside = place + between
 
@@ -260,7 +260,9 @@ class _Section:
         return key in self.content
 
     def wrong(self, key: str, expected: str, found: Any, known: Iterable[str] = ()) -> ConfigError:
-        return ConfigError(f"{self._inside}{key}: expected {expected}, found {shown(found)}{_meant(found, known)}")
+        return ConfigError(
+            f"{self._inside}{key}: expected {expected}, found {json_excerpt(found)}{_meant(found, known)}"
+        )
 
     def end(self) -> None:
         unknown = self.content.keys() - self._known

@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, overload
 
-from medusa_runtime.errors import ConfigError, shown
+from medusa_runtime.errors import ConfigError, json_excerpt
 
 AZURE = ("azure-code", "azure-conv")
 
@@ -176,7 +176,7 @@ def _parse(rows: csv.DictReader[str], path: Path, models: Sequence[str]) -> list
     for line, row in enumerate(rows, 2):
         name = row.get("model") or models[0]
         if name not in numbers:
-            raise ConfigError(f"{path}:{line}: the fleet has no model {shown(name)}")
+            raise ConfigError(f"{path}:{line}: the fleet has no model {json_excerpt(name)}")
         try:
             tokens = int(row["input_tokens"]), int(row["output_tokens"])
             at = _moment(row["timestamp"])
@@ -186,7 +186,8 @@ def _parse(rows: csv.DictReader[str], path: Path, models: Sequence[str]) -> list
         if not known:
             raise ConfigError(
                 f"{path}:{line}: expected a time and two numbers of tokens, found "
-                f"{shown(row['timestamp'])}, {shown(row['input_tokens'])}, {shown(row['output_tokens'])}"
+                f"{json_excerpt(row['timestamp'])}, {json_excerpt(row['input_tokens'])},
+                {json_excerpt(row['output_tokens'])}"
             )
         found.append((at, numbers[name], *tokens))
     if not found:

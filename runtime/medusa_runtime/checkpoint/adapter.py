@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import urlsplit, urlunsplit
 
-from ..errors import ConfigError, CorruptError, MismatchError, shown
+from ..errors import ConfigError, CorruptError, MismatchError, json_excerpt
 from ..storage.base import scheme_of
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -70,7 +70,7 @@ class AdapterConfig:
         except (ValueError, RecursionError):
             raise CorruptError(f"{ADAPTER_CONFIG}: expected JSON, found something else") from None
         if not isinstance(raw, dict):
-            raise CorruptError(f"{ADAPTER_CONFIG}: expected an object, found {shown(raw)}")
+            raise CorruptError(f"{ADAPTER_CONFIG}: expected an object, found {json_excerpt(raw)}")
         _check_supported(raw)
         targets = raw.get("target_modules")
         listed = isinstance(targets, list) and all(isinstance(name, str) for name in targets)
@@ -110,7 +110,7 @@ def adapter_urls(url: str) -> tuple[str, ...]:
     try:
         parts = urlsplit(url) if scheme else None
     except ValueError:
-        raise ConfigError(f"expected the URL or the path of an adapter, found {shown(url)}") from None
+        raise ConfigError(f"expected the URL or the path of an adapter, found {json_excerpt(url)}") from None
     path = parts.path if parts is not None else url
     if path.endswith((".safetensors", ".bin")):
         return (url,)
@@ -121,22 +121,22 @@ def adapter_urls(url: str) -> tuple[str, ...]:
 def _check_supported(raw: Mapping[str, Any]) -> None:
     kind = raw.get("peft_type")
     if kind != "LORA":
-        raise MismatchError(f"{ADAPTER_CONFIG}: expected the peft_type LORA, found {shown(kind)}")
+        raise MismatchError(f"{ADAPTER_CONFIG}: expected the peft_type LORA, found {json_excerpt(kind)}")
     for name, meaning in _REFUSED.items():
         if raw.get(name):
             raise MismatchError(
-                f"{ADAPTER_CONFIG}: expected no {name} ({meaning}), found {shown(raw[name])}; merge the adapter into "
-                "the base model instead"
+                f"{ADAPTER_CONFIG}: expected no {name} ({meaning}), found {json_excerpt(raw[name])}; merge the adapter
+                into " "the base model instead"
             )
     if raw.get("bias", "none") != "none":
         raise MismatchError(
-            f"{ADAPTER_CONFIG}: expected the bias none, found {shown(raw['bias'])}; biases stay the base model's"
+            f"{ADAPTER_CONFIG}: expected the bias none, found {json_excerpt(raw['bias'])}; biases stay the base model's"
         )
     initial = raw.get("init_lora_weights")
     if initial not in _INITIAL_VALUES:
         raise MismatchError(
-            f"{ADAPTER_CONFIG}: expected init_lora_weights to leave the base model as it is, found {shown(initial)}; "
-            "expected an adapter that was converted to plain LoRA when it was saved"
+            f"{ADAPTER_CONFIG}: expected init_lora_weights to leave the base model as it is, found
+            {json_excerpt(initial)}; " "expected an adapter that was converted to plain LoRA when it was saved"
         )
 
 
@@ -166,7 +166,7 @@ def _positive(name: str, value: Any) -> float:
 
 
 def _wrong(name: str, expected: str, found: Any) -> CorruptError:
-    return CorruptError(f"{ADAPTER_CONFIG}: {name}: expected {expected}, found {shown(found)}")
+    return CorruptError(f"{ADAPTER_CONFIG}: {name}: expected {expected}, found {json_excerpt(found)}")
 
 
 __all__ = ["ADAPTER_CONFIG", "ADAPTER_FILES", "AdapterConfig", "adapter_urls"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from medusa_runtime.errors import printable, shown
+from medusa_runtime.errors import json_excerpt, printable
 
 from ...faults import ApiError, UnsupportedRequestError
 from .parameters import Body
@@ -149,4 +149,6 @@ def _unknown(name: str, known: frozenset[str], prefix: str = "") -> ApiError:
     close = get_close_matches(name.lower(), sorted(known), n=1)
     meant = f"; did you mean {prefix}{close[0]}?" if close else ""
     param = printable(prefix + name)
-    return ApiError(400, f"unknown parameter: {shown(prefix + name)}{meant}", param=param, code="unknown_parameter")
+    return ApiError(
+        400, f"unknown parameter: {json_excerpt(prefix + name)}{meant}", param=param, code="unknown_parameter"
+    )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from medusa_runtime.engine.base import SamplingParams
-from medusa_runtime.errors import shown
+from medusa_runtime.errors import json_excerpt
 
 from ...faults import ApiError
 
@@ -24,7 +24,9 @@ _LARGEST = sys.float_info.max  # JSON has whole numbers beyond it
 
 def invalid(param: str, expected: str, found: Any) -> ApiError:
     """Return the 400 for a field whose value cannot be used."""
-    return ApiError(400, f"{param}: expected {expected}, found {shown(found)}", param=param, code="invalid_value")
+    return ApiError(
+        400, f"{param}: expected {expected}, found {json_excerpt(found)}", param=param, code="invalid_value"
+    )
 
 
 def number(

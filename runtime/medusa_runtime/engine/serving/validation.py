@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ...errors import ContextLengthError, RequestError, shown
+from ...errors import ContextLengthError, RequestError, json_excerpt
 from ..base import EngineInfo, SamplingParams
 
 _MOST_LOGPROBS = 20
@@ -116,4 +116,4 @@ def _token(name: str, token: Any, info: EngineInfo) -> None:
 
 
 def _error(name: str, accepted: str, found: Any) -> RequestError:
-    return RequestError(f"{name}: expected {accepted}, found {shown(found)}", name)
+    return RequestError(f"{name}: expected {accepted}, found {json_excerpt(found)}", name)

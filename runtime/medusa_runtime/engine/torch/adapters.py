@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...errors import EngineError, MedusaError, RequestError, StorageError, from_code, shown
+from ...errors import EngineError, MedusaError, RequestError, StorageError, from_code, json_excerpt
 from ...models.base import DecoderModel
 from ...models.layers.lora import AdaptedLayer, AdapterStep, Pairs
 from ...region.reader import Region
@@ -95,7 +95,9 @@ class Adapters:
         """Return the adapter of this name. Raises RequestError for an unknown name."""
         adapter = self._adapters.get(name)
         if adapter is None:
-            raise RequestError(f"model: expected the name of an adapter of this engine, found {shown(name)}", "model")
+            raise RequestError(
+                f"model: expected the name of an adapter of this engine, found {json_excerpt(name)}", "model"
+            )
         return adapter
 
     def wait(self, name: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from medusa_runtime.errors import ConfigError, shown
+from medusa_runtime.errors import ConfigError, json_excerpt
 
 SUPPORTED = (
     "compressed-tensors (int-quantized, float-quantized, naive-quantized or pack-quantized), gptq, awq (gemm), fp8 or "
@@ -250,7 +250,9 @@ def _matches(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
         found = _expression(pattern[3:])
         if len(module) > _LONGEST_NAME:
-            raise ConfigError(f"expected names of modules of at most {_LONGEST_NAME} characters, found {shown(module)}")
+            raise ConfigError(
+                f"expected names of modules of at most {_LONGEST_NAME} characters, found {json_excerpt(module)}"
+            )
         return found.match(module) is not None
     return pattern in (module, "Linear")
 
@@ -269,11 +271,13 @@ def _expression(pattern: str) -> re.Pattern[str]:
             parsed = parsed[:-1]  # it matches at the first attempt
         ways = _ways(parsed)
     except (re.error, OverflowError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{where}: expected a regular expression, found {shown(f're:{pattern}')} ({error})") from None
+        raise ConfigError(
+            f"{where}: expected a regular expression, found {json_excerpt(f're:{pattern}')} ({error})"
+        ) from None
     if ways > _MOST_WAYS or len(pattern) > _LONGEST_PATTERN:
         raise ConfigError(
             f"{where}: expected a regular expression of at most {_LONGEST_PATTERN} characters with about three "
-            f"repetitions, none within another, found {shown(f're:{pattern}')}"
+            f"repetitions, none within another, found {json_excerpt(f're:{pattern}')}"
         )
     return found
 
