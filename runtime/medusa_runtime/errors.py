@@ -212,6 +212,20 @@ def json_excerpt(value: Any) -> str:
     return printable(text)
 
 
+def short_repr(value: Any, most: int = 160) -> str:
+    """Return the beginning of a value's repr, for a message about a file that is not trusted.
+
+    The value may be megabytes long, or a number that is too long to print.
+    """
+    if isinstance(value, list):
+        value = value[:8]
+    try:
+        text = repr(value[: most + 1] if isinstance(value, str) else value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
 def printable(text: str) -> str:
     """Return text that came from outside for a message: cut where it is long, and with JSON's surrogates escaped."""
     text = text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 1] + "…"

@@ -80,7 +80,7 @@ def _make_importable(folder: Path) -> None:
 
 
 def _import_failure(shown: str, error: BaseException) -> str:
-    message = f"cannot import {json_excerpt}: {type(error).__name__}: {error}"
+    message = f"cannot import {shown}: {type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
         return message
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(".py")]

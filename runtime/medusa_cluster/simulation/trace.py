@@ -186,8 +186,8 @@ def _parse(rows: csv.DictReader[str], path: Path, models: Sequence[str]) -> list
         if not known:
             raise ConfigError(
                 f"{path}:{line}: expected a time and two numbers of tokens, found "
-                f"{json_excerpt(row['timestamp'])}, {json_excerpt(row['input_tokens'])},
-                {json_excerpt(row['output_tokens'])}"
+                f"{json_excerpt(row['timestamp'])}, {json_excerpt(row['input_tokens'])}, "
+                f"{json_excerpt(row['output_tokens'])}"
             )
         found.append((at, numbers[name], *tokens))
     if not found:

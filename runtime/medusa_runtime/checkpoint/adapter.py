@@ -125,8 +125,8 @@ def _check_supported(raw: Mapping[str, Any]) -> None:
     for name, meaning in _REFUSED.items():
         if raw.get(name):
             raise MismatchError(
-                f"{ADAPTER_CONFIG}: expected no {name} ({meaning}), found {json_excerpt(raw[name])}; merge the adapter
-                into " "the base model instead"
+                f"{ADAPTER_CONFIG}: expected no {name} ({meaning}), found {json_excerpt(raw[name])}; merge the "
+                "adapter into the base model instead"
             )
     if raw.get("bias", "none") != "none":
         raise MismatchError(
@@ -135,8 +135,8 @@ def _check_supported(raw: Mapping[str, Any]) -> None:
     initial = raw.get("init_lora_weights")
     if initial not in _INITIAL_VALUES:
         raise MismatchError(
-            f"{ADAPTER_CONFIG}: expected init_lora_weights to leave the base model as it is, found
-            {json_excerpt(initial)}; " "expected an adapter that was converted to plain LoRA when it was saved"
+            f"{ADAPTER_CONFIG}: expected init_lora_weights to leave the base model as it is, found "
+            f"{json_excerpt(initial)}; expected an adapter that was converted to plain LoRA when it was saved"
         )
 
 

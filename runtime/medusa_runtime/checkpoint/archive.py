@@ -13,8 +13,7 @@ import struct
 import zipfile
 from collections.abc import Callable
 
-from ..errors import CorruptError
-from .header import shown
+from ..errors import CorruptError, short_repr
 from .index import TensorEntry
 from .tensor_pickle import Description, read_pickle
 
@@ -52,7 +51,7 @@ def read_archive(name: str, size_bytes: int, head: bytes, read: Read) -> dict[st
     starts = _starts(name, {key: records[f"data/{key}"] for key in keys}, read, alignment)
     found = {}
     for tensor, description in tensors.items():
-        what, info = f"{name}: tensor {shown(tensor)}", records[f"data/{description.storage.key}"]
+        what, info = f"{name}: tensor {short_repr(tensor)}", records[f"data/{description.storage.key}"]
         entry = _entry(what, description, starts[description.storage.key], info)
         if entry.stop > size_bytes:
             raise CorruptError(f"{what}: it ends at byte {entry.stop}, but the file has {size_bytes}; fetch it again")
@@ -75,10 +74,12 @@ def _records(name: str, archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
     records: dict[str, zipfile.ZipInfo] = {}
     for info in archive.infolist():
         if info.compress_type != zipfile.ZIP_STORED:
-            raise CorruptError(f"{name}: record {shown(info.filename)} is compressed, expected it stored; {_AGAIN}")
+            raise CorruptError(
+                f"{name}: record {short_repr(info.filename)} is compressed, expected it stored; {_AGAIN}"
+            )
         _, _, key = info.filename.partition("/")
         if key and key in records:
-            raise CorruptError(f"{name}: holds the record {shown(key)} twice, expected once; {_SAVE}")
+            raise CorruptError(f"{name}: holds the record {short_repr(key)} twice, expected once; {_SAVE}")
         records[key] = info
     if "data.pkl" not in records:
         raise CorruptError(f"{name}: a zip archive without data.pkl, so not a PyTorch checkpoint; {_AGAIN}")
@@ -88,7 +89,7 @@ def _records(name: str, archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
 def _content(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo, most_bytes: int) -> bytes:
     if max(info.file_size, info.compress_size) > most_bytes:
         raise CorruptError(
-            f"{name}: record {shown(info.filename)} is {info.file_size} bytes long, expected at most {most_bytes}"
+            f"{name}: record {short_repr(info.filename)} is {info.file_size} bytes long, expected at most {most_bytes}"
         )
     try:
         return archive.read(info)
@@ -161,7 +162,7 @@ def _recorded_start(name: str, info: zipfile.ZipInfo, read: Read) -> int:
     header = read(info.header_offset, info.header_offset + _LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size or header[:4] != _LOCAL_MAGIC:
         raise CorruptError(
-            f"{name}: no record at byte {info.header_offset}, expected {shown(info.filename)}; fetch it again"
+            f"{name}: no record at byte {info.header_offset}, expected {short_repr(info.filename)}; fetch it again"
         )
     *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
     return info.header_offset + _LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)

@@ -13,13 +13,12 @@ import math
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ..errors import CorruptError
+from ..errors import CorruptError, short_repr
 
 MAX_HEADER_BYTES = 100_000_000
 PREFIX_BYTES = 8
 MOST_DIMENSIONS = 64  # torch's own limit; without one, the product of a long shape could take hours
 _MOST = 1 << 63
-_SHOWN = 160  # the most characters of a value in a message
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
@@ -74,16 +73,16 @@ def parse_header(name: str, text: bytes, data_bytes: int) -> dict[str, HeaderEnt
     for tensor, entry in entries:
         if entry.start < end:
             raise CorruptError(
-                f"{name}: tensors {shown(last)} and {shown(tensor)} overlap at byte {entry.start}, "
+                f"{name}: tensors {short_repr(last)} and {short_repr(tensor)} overlap at byte {entry.start}, "
                 f"expected {end} or more"
             )
         if entry.start > end:
             raise CorruptError(
-                f"{name}: gap of {entry.start - end} bytes in front of tensor {shown(tensor)}, expected none"
+                f"{name}: gap of {entry.start - end} bytes in front of tensor {short_repr(tensor)}, expected none"
             )
         if entry.stop > data_bytes:
             raise CorruptError(
-                f"{name}: truncated: tensor {shown(tensor)} ends at byte {entry.stop} of the data, "
+                f"{name}: truncated: tensor {short_repr(tensor)} ends at byte {entry.stop} of the data, "
                 f"but there are only {data_bytes}; fetch the file again"
             )
         end, last = entry.stop, tensor
@@ -97,7 +96,7 @@ def _objects(name: str, text: bytes) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
             _, twice = next((one, two) for one, two in pairwise(sorted(key for key, _ in pairs)) if one == two)
-            raise CorruptError(f"{name}: the header names {shown(twice)} twice, expected once")
+            raise CorruptError(f"{name}: the header names {short_repr(twice)} twice, expected once")
         return found
 
     try:
@@ -120,25 +119,26 @@ def _entry(name: str, tensor: str, raw: Any) -> HeaderEntry:
         dtype, shape, (start, stop) = raw["dtype"], raw["shape"], raw["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise CorruptError(
-            f"{name}: tensor {shown(tensor)}: expected dtype, shape and two data_offsets, found {shown(raw)}"
+            f"{name}: tensor {short_repr(tensor)}: expected dtype, shape and two data_offsets, found {short_repr(raw)}"
         ) from None
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CorruptError(
-            f"{name}: tensor {shown(tensor)}: unknown dtype {shown(dtype)}, expected one of {', '.join(DTYPE_BITS)}"
+            f"{name}: tensor {short_repr(tensor)}: unknown dtype {short_repr(dtype)}, "
+            f"expected one of {', '.join(DTYPE_BITS)}"
         )
     if isinstance(shape, list) and len(shape) > MOST_DIMENSIONS:
         raise CorruptError(
-            f"{name}: tensor {shown(tensor)}: expected at most {MOST_DIMENSIONS} dimensions, found {len(shape)}"
+            f"{name}: tensor {short_repr(tensor)}: expected at most {MOST_DIMENSIONS} dimensions, found {len(shape)}"
         )
     if not isinstance(shape, list) or not all(_is_count(size) for size in (*shape, start, stop)) or start > stop:
         raise CorruptError(
-            f"{name}: tensor {shown(tensor)}: expected sizes of 0 or more and rising offsets, "
-            f"found shape {shown(shape)} and offsets {shown([start, stop])}"
+            f"{name}: tensor {short_repr(tensor)}: expected sizes of 0 or more and rising offsets, "
+            f"found shape {short_repr(shape)} and offsets {short_repr([start, stop])}"
         )
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits != (stop - start) * 8:
         raise CorruptError(
-            f"{name}: tensor {shown(tensor)}: {dtype} of shape {shape} takes {bits / 8:g} bytes, "
+            f"{name}: tensor {short_repr(tensor)}: {dtype} of shape {shape} takes {bits / 8:g} bytes, "
             f"but its offsets {[start, stop]} hold {stop - start}"
         )
     return HeaderEntry(start, stop, dtype, tuple(shape))
@@ -146,11 +146,3 @@ def _entry(name: str, tensor: str, raw: Any) -> HeaderEntry:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MOST
-
-
-def shown(value: Any) -> str:
-    """Return the beginning of a value's repr, for a message about an untrusted file."""
-    if isinstance(value, list):
-        value = value[:8]
-    text = repr(value[:_SHOWN] if isinstance(value, str) else value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

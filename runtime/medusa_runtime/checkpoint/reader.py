@@ -14,10 +14,10 @@ from pathlib import PurePosixPath
 from typing import Protocol
 from urllib.parse import urlsplit, urlunsplit
 
-from ..errors import ConfigError, CorruptError, ForbiddenError, ObjectNotFoundError
+from ..errors import ConfigError, CorruptError, ForbiddenError, ObjectNotFoundError, short_repr
 from ..storage.base import ObjectInfo, Store, open_store, redacted, scheme_of
 from .adapter import ADAPTER_CONFIG, ADAPTER_FILES
-from .header import PREFIX_BYTES, HeaderEntry, header_bytes, parse_header, shown
+from .header import PREFIX_BYTES, HeaderEntry, header_bytes, parse_header
 from .index import Shard, TensorEntry, WeightIndex
 
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
@@ -229,7 +229,7 @@ class _Reader:
             entry = index.tensors.get(tensor)
             if entry is None or index.shards[entry.shard].name != name:
                 found = "in none" if entry is None else f"in {index.shards[entry.shard].name}"
-                raise CorruptError(f"{what} says that tensor {shown(tensor)} is in {name}, found it {found}")
+                raise CorruptError(f"{what} says that tensor {short_repr(tensor)} is in {name}, found it {found}")
         return index
 
     def _of_modules(self, text: bytes | None) -> dict[str, bytes]:
@@ -313,7 +313,9 @@ def weight_map(what: str, text: bytes) -> dict[str, str]:
     suffix = ".bin" if what == ARCHIVES else ".safetensors"
     for tensor, name in items:
         if not isinstance(name, str) or not name.endswith(suffix):
-            raise CorruptError(f"{what}: tensor {shown(tensor)}: expected a {suffix} file, found {shown(name)}")
+            raise CorruptError(
+                f"{what}: tensor {short_repr(tensor)}: expected a {suffix} file, found {short_repr(name)}"
+            )
         _check_inside(what, name)
     if not items:
         raise CorruptError(f"{what}: the weight_map is empty")
@@ -340,8 +342,10 @@ def module_config(path: str) -> str:
 def _check_inside(what: str, name: str) -> None:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or "://" in name:
-        raise CorruptError(f"{what}: {shown(name)} leads out of the checkpoint's folder; expected a name inside it")
+        raise CorruptError(
+            f"{what}: {short_repr(name)} leads out of the checkpoint's folder; expected a name inside it"
+        )
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise CorruptError(f"{what}: {shown(name)} is not a name: it holds half of a character") from None
+        raise CorruptError(f"{what}: {short_repr(name)} is not a name: it holds half of a character") from None

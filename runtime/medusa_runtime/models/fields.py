@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from medusa_runtime.errors import ConfigError, CorruptError
+from medusa_runtime.errors import ConfigError, CorruptError, short_repr
 
 if TYPE_CHECKING:
     from medusa_runtime.load.quantized.scheme import Quantization
@@ -128,8 +128,8 @@ class Fields:
 
     def error(self, name: str, expected: str, found: Any) -> ConfigError:
         """Return the error for a key whose value is not what was expected."""
-        shown = "nothing" if found is _MISSING else shortened(found)
-        return ConfigError(f"{self.where}: expected {name} to be {expected}, found {shown}")
+        text = "nothing" if found is _MISSING else short_repr(found, _MOST_SHOWN)
+        return ConfigError(f"{self.where}: expected {name} to be {expected}, found {text}")
 
     def _value(self, names: tuple[str, ...], default: Any) -> Any:
         value = self.get(*names)
@@ -147,12 +147,3 @@ def token_ids(value: Any) -> tuple[int, ...] | None:
     if not all(type(token) is int for token in found):
         return None
     return tuple(token for token in found if token >= 0)
-
-
-def shortened(value: Any) -> str:
-    """Return a value as text for a message, shortened: it may be megabytes long, or a number too long to print."""
-    try:
-        text = repr(value[: _MOST_SHOWN + 1] if isinstance(value, str | list) else value)
-    except ValueError:
-        return "a number of thousands of digits"
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"

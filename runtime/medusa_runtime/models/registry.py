@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from medusa_runtime.errors import ModelError
-from medusa_runtime.models.fields import Fields, shortened
+from medusa_runtime.errors import ModelError, short_repr
+from medusa_runtime.models.fields import Fields
 
 if TYPE_CHECKING:
     from medusa_runtime.models.base import DecoderModel, ModelConfig
@@ -86,6 +86,6 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
     if not isinstance(named, list) or not named or not all(isinstance(name, str) for name in named):
         raise ModelError(
             f"config.json: expected architectures to be a list of names such as [{next(iter(ARCHITECTURES))!r}], "
-            f"found {shortened(named)}"
+            f"found {short_repr(named)}"
         )
     return str(next((name for name in named if name in ARCHITECTURES), named[0]))
