@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import struct
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -39,11 +40,22 @@ class NodeClient:
         trusted = {0, os.getuid()} | (set() if trusted_user is None else {trusted_user})
         _check_file(path, trusted)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        limit_s = waits * _WAIT_MS / 1000
         try:
-            self._socket.settimeout(waits * _WAIT_MS / 1000)  # for sending; connecting never waits
+            # A blocking connect waits while more callers connect at once than the agent has room for, and is served in
+            # turn. With a timeout of Python's, it would fail at once.
+            limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             self._socket.connect(path)
+            self._socket.settimeout(limit_s)  # for sending
             _check_owner(path, Peer.of(self._socket).uid, trusted)
             self._request("hello", {"version": VERSION})
+        except BlockingIOError:
+            self._socket.close()
+            raise NodeAwayError(
+                f"the node agent at {path} took no connection within {limit_s:g} s; it hangs, is stopped, or too many "
+                "callers connect at once"
+            ) from None
         except OSError as error:
             self._socket.close()
             raise NodeAwayError(f"the node agent at {path} cannot be reached: {error.strerror or error}") from None

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_runtime.errors import NodeError
+from medusa_runtime.errors import NodeAwayError, NodeError
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline
@@ -46,6 +48,29 @@ def test_ping_tells_whether_the_agent_answers(start_node: Start) -> None:
     node.kill()
     assert "cannot be reached" in ping(node).stderr
     assert ping(node, "--timeout-s", "soon").returncode == 2
+
+
+def test_a_full_queue_of_connections_turns_no_caller_away(start_node: Start) -> None:
+    """A caller that connects again and again keeps it full. Others once failed at once, and fetched for themselves."""
+    node = start_node()
+    os.kill(node.process.pid, signal.SIGSTOP)
+    with ExitStack() as held:
+        failed = 0
+        while not failed:
+            flooding = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            flooding.setblocking(False)
+            failed = flooding.connect_ex(node.socket)
+        assert failed == errno.EAGAIN
+        with pytest.raises(NodeAwayError, match=r"took no connection within 0\.2 s; it hangs, is stopped, or too many"):
+            NodeClient(node.socket, waits=20)
+        found: list[Any] = []
+        waiting = threading.Thread(target=lambda: found.append(node.status()["pid"]))
+        waiting.start()
+        time.sleep(0.3)
+        os.kill(node.process.pid, signal.SIGCONT)
+        waiting.join(60)
+        assert found == [node.process.pid]
+    assert node.stop() == 0
 
 
 @pytest.mark.slow
