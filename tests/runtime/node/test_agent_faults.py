@@ -199,7 +199,7 @@ def test_a_prefetcher_ends_in_the_moment_in_which_it_is_replaced(
     os.kill(prefetcher, signal.SIGKILL)
     node.until(lambda: not alive(prefetcher))
     os.kill(node.process.pid, signal.SIGCONT)
-    second._next("region").close()
+    second._read_answer("region").close()
     assert "given this fetch up" in str(first.read_loss())
     (held,) = node.status()["regions"]
     assert held["in_use_by"] == 1

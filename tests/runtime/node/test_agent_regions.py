@@ -404,7 +404,7 @@ def test_a_local_folder_must_be_seen_by_the_asker(start_node: Start, folder: Pat
     no_right_to_read = os.open(folder, os.O_PATH)
     for descriptors in ((), (file,), (no_right_to_read,)):
         with pytest.raises(NodeRefusedError, match="expected the checkpoint's folder, opened for reading"):
-            client._ask("region", {"url": str(folder)}, descriptors)
+            client._request("region", {"url": str(folder)}, descriptors)
     os.close(file)
     os.close(no_right_to_read)
     client.close()
