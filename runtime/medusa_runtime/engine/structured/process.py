@@ -10,9 +10,11 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 
 from ...errors import EngineError, MedusaError, RequestError
 from ...process import hang_up
+from ...resource_limits import as_limit_error
 from ..base import StructuredOutputs
 from ..frames import Frame, FrameReader, pack
 from .constraints import PARAM
@@ -41,44 +43,48 @@ class GrammarProcess:
         self.row_bytes = -(-vocab_size // 32) * 4
         self.failed = False
         self.closed: list[int] = []
-        self._step_event = open(os.eventfd(0, os.EFD_CLOEXEC), "wb", buffering=0)  # noqa: SIM115
-        openings, theirs = socket.socketpair()
-        steps, their_steps = socket.socketpair()
-        masks, vocabulary = (
-            os.memfd_create("medusa-masks", os.MFD_CLOEXEC),
-            os.memfd_create("medusa-vocabulary", os.MFD_CLOEXEC),
-        )
-        with theirs, their_steps:
+        with ExitStack() as started:  # closes everything if a part of the start fails
             try:
-                os.truncate(masks, rows * self.row_bytes)
-                with open(os.dup(vocabulary), "wb") as file:
-                    file.write(tokenizer)
-                os.lseek(vocabulary, 0, os.SEEK_SET)
-                self.masks = mmap.mmap(masks, 0)
-                inherited = (theirs.fileno(), their_steps.fileno(), self._step_event.fileno(), vocabulary, masks)
-                task = Task(*inherited, self.row_bytes, vocab_size, list(eos_token_ids))
-                command = [sys.executable, "-P", "-m", "medusa_runtime.engine.structured.worker"]
-                self._process = subprocess.Popen(
-                    [*command, json.dumps(dataclasses.asdict(task))],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=inherited,
-                    process_group=0,  # Ctrl-C in a terminal is for the supervisor
-                )
+                self._start(started, tokenizer, rows, vocab_size, eos_token_ids)
             except OSError as error:
-                openings.close()
-                steps.close()
-                self._step_event.close()
-                raise EngineError(f"no process for structured outputs could be started: {error}") from error
-            finally:
-                os.close(masks)
-                os.close(vocabulary)
-        self._openings, self._steps = openings, steps
-        self._read_opened, self._read_masks = FrameReader(openings), FrameReader(steps)
+                reason = as_limit_error(error) or error
+                raise EngineError(f"no process for structured outputs could be started: {reason}") from error
+            started.pop_all()
+        self._read_opened, self._read_masks = FrameReader(self._openings), FrameReader(self._steps)
         self._opening = threading.Lock()
         self._hello_received = False
         self._fault = ""
         self._numbers = 0
+
+    def _start(
+        self, started: ExitStack, tokenizer: bytes, rows: int, vocab_size: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        """Start the process. What this process keeps is put on ``started``. Raises OSError."""
+        self._step_event = started.enter_context(open(os.eventfd(0, os.EFD_CLOEXEC), "wb", buffering=0))  # noqa: SIM115
+        with ExitStack() as passed:  # what only the other process keeps
+            self._openings, theirs = map(started.enter_context, socket.socketpair())
+            passed.enter_context(theirs)
+            self._steps, their_steps = map(started.enter_context, socket.socketpair())
+            passed.enter_context(their_steps)
+            masks = os.memfd_create("medusa-masks", os.MFD_CLOEXEC)
+            passed.callback(os.close, masks)
+            vocabulary = os.memfd_create("medusa-vocabulary", os.MFD_CLOEXEC)
+            passed.callback(os.close, vocabulary)
+            os.truncate(masks, rows * self.row_bytes)
+            with open(os.dup(vocabulary), "wb") as file:
+                file.write(tokenizer)
+            os.lseek(vocabulary, 0, os.SEEK_SET)
+            self.masks = started.enter_context(mmap.mmap(masks, 0))
+            inherited = (theirs.fileno(), their_steps.fileno(), self._step_event.fileno(), vocabulary, masks)
+            task = Task(*inherited, self.row_bytes, vocab_size, list(eos_token_ids))
+            command = [sys.executable, "-P", "-m", "medusa_runtime.engine.structured.worker"]
+            self._process = subprocess.Popen(
+                [*command, json.dumps(dataclasses.asdict(task))],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=inherited,
+                process_group=0,  # Ctrl-C in a terminal is for the supervisor
+            )
 
     def open(self, form: StructuredOutputs) -> int:
         """Open a new grammar, and return its number. Raises RequestError if it is not valid, and EngineError."""

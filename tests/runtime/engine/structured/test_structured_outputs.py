@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -227,6 +228,29 @@ def test_a_model_may_end_with_a_token_that_its_tokenizer_has_not() -> None:
         assert process.open(DIGITS)
     finally:
         process.close()
+
+
+def test_a_process_that_cannot_be_started_for_want_of_descriptors_leaves_none_open() -> None:
+    from medusa_runtime.engine.structured.process import GrammarProcess
+
+    tokenizer = (Path(__file__).parents[4] / "examples/pydoc-lm/tokenizer.json").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = os.listdir("/proc/self/fd")
+    process = None
+    for most in range(3, soft):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        try:
+            process = GrammarProcess(tokenizer, vocab_size=2060, eos_token_ids=(0,), rows=1)
+        except EngineError as error:
+            found = str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if process is not None:
+            break
+        assert re.search("could be started: expected room for .* open files", found)
+        assert os.listdir("/proc/self/fd") == before
+    assert process is not None
+    process.close()
 
 
 def test_nothing_of_it_is_there_before_it_is_asked_for(serve: Any) -> None:
