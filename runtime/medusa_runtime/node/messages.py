@@ -27,13 +27,12 @@ from typing import Any, NamedTuple
 
 from ..errors import NodeError, NodeRefusedError
 from ..region.seals import seals_of
-from .callers.file_status import file_status
+from .callers.file_status import MOST_THREADS, file_status
 
 VERSION = 1
 LARGEST_BYTES = 1 << 16
 MOST_DESCRIPTORS = 8  # from a client
 MOST_INTERNAL_DESCRIPTORS = 250  # between the agent and its children; the kernel allows 253 (unix(7))
-_MOST_THREADS = 64
 _NO_LINGER = struct.pack("ii", 0, 0)
 
 Body = dict[str, Any]
@@ -137,7 +136,7 @@ def discard(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         if not _may_hang(descriptor):
             close_all([descriptor])
-        elif threading.active_count() < _MOST_THREADS:
+        elif threading.active_count() < MOST_THREADS:
             with suppress(RuntimeError):  # no room for a thread: it stays open
                 threading.Thread(target=_close, args=(descriptor,), name="discard", daemon=True).start()
 

@@ -1,6 +1,7 @@
-"""What the kernel knows of a caller's descriptor by itself, without asking the file system behind it.
+"""The status of a caller's files, whose file system may be the caller's own (FUSE), and never answer.
 
-That may be the caller's own (FUSE), which never answers: the agent would stand still.
+What the kernel knows by itself is found without asking that file system, because the agent would stand still. Other
+questions are asked in a thread.
 """
 
 from __future__ import annotations
@@ -8,10 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from ...errors import NodeRefusedError
 
+MOST_THREADS = 64  # of the agent, most of which wait for callers' file systems
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = 0x1000, 0x4000
 _STATX_TYPE, _STATX_INO = 0x1, 0x100
 _STATX = struct.Struct("=28xH2xQ96xII")  # the beginning of struct statx: mode, number, device
@@ -31,6 +36,21 @@ def file_status(descriptor: int) -> FileStatus:
         return _file_status(descriptor)
     except OSError as error:
         raise NodeRefusedError(f"a descriptor cannot be looked at: {error.strerror}; expected another file") from None
+
+
+def ask_in_thread(question: Callable[[], bool], timeout_s: float) -> bool | None:
+    """Call a function that asks a caller's file system, and return its answer; None if there is none in time.
+
+    The thread of an unanswered question stays, so there is no answer either while there are too many of them.
+    """
+    if threading.active_count() >= MOST_THREADS:
+        return None
+    answer: SimpleQueue[bool] = SimpleQueue()
+    try:
+        threading.Thread(target=lambda: answer.put(question()), name="ask", daemon=True).start()
+        return answer.get(timeout=timeout_s)
+    except (Empty, RuntimeError):  # RuntimeError: there is no room for a thread
+        return None
 
 
 def _file_status(descriptor: int) -> FileStatus:

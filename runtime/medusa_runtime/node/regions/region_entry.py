@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import MedusaError
@@ -15,14 +16,17 @@ from ...region.layout import HEADER_BYTES, reopen
 from ...region.reader import Region
 from ...storage.base import redacted, scheme_of
 from ...storage.local import file_version
+from ..callers.file_status import ask_in_thread, file_status
 from ..callers.impersonation import Folder
 from ..callers.peer import Caller
 from ..child import Child, as_node_error
 from ..messages import close_all
 
 if TYPE_CHECKING:
+    from ...checkpoint.index import Shard
     from .spare import Spare
 
+_ANSWER_WITHIN_S = 0.1  # for the file system of a caller's folder; the agent does nothing else meanwhile
 _SOURCES = ("received_bytes", "excluded")
 LEAST_BYTES = 2 * HEADER_BYTES  # the header of an empty region, and the page for its readers' requests
 
@@ -43,6 +47,19 @@ def open_region(fd: int | None = None) -> tuple[Region, int]:
     except OSError as error:
         close_all(opened)
         raise as_node_error("make a region", error) from None
+
+
+def _are_current(shards: Sequence[Shard], folder: Folder | None) -> bool:
+    """Return whether local files are those that were indexed. This asks their file system."""
+    try:
+        for shard in shards:
+            assert shard.path is not None
+            found = os.stat(shard.path) if folder is None else os.stat(shard.name, dir_fd=folder.fd)
+            if file_version(found) != shard.version:
+                return False
+    except OSError:
+        return False
+    return True
 
 
 class RegionEntry:
@@ -134,16 +151,16 @@ class RegionEntry:
             return True
         ours = self.folder
         try:
-            if folder is not None and ours is not None and not os.path.sameopenfile(folder.fd, ours.fd):
+            if folder is not None and ours is not None and file_status(folder.fd) != file_status(ours.fd):
                 return False
-            for shard in self.region.wait_index(1.0).shards if self.sealed else ():
-                if shard.path is not None:
-                    found = os.stat(shard.path) if ours is None else os.stat(shard.name, dir_fd=ours.fd)
-                    if file_version(found) != shard.version:
-                        return False
+            shards = self.region.wait_index(1.0).shards if self.sealed else []
         except (OSError, MedusaError):  # TimeoutError is an OSError
             return False
-        return True
+        local = [shard for shard in shards if shard.path is not None]
+        if ours is None or ours.identity is None:
+            return _are_current(local, ours)
+        # A caller's file system that is too slow counts as changed: a child reads the files again, and may wait.
+        return ask_in_thread(partial(_are_current, local, ours), _ANSWER_WITHIN_S) is True
 
     def status(self) -> dict[str, object]:
         progress = self.region.progress()

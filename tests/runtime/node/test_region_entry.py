@@ -1,0 +1,57 @@
+"""A region of the agent's, and whether its files are still those that were read."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_runtime.config import Settings
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.node.callers.impersonation import Folder, Identity
+from medusa_runtime.node.regions.region_entry import RegionEntry
+from medusa_runtime.timeline import Timeline
+
+OWN = Identity(os.getuid(), os.getgid(), (), confined=True)
+
+
+@pytest.fixture
+def entry(tmp_path: Path, make_checkpoint: Any) -> Iterator[RegionEntry]:
+    """The region of a folder that a caller has sent, filled."""
+    folder = make_checkpoint(tmp_path)
+    found = RegionEntry(str(folder), folder=Folder(os.open(folder, os.O_RDONLY), OWN))
+    prefetch(found.region, str(folder), settings=Settings(), timeline=Timeline.create("test"))
+    found.sealed = True
+    yield found
+    found.close()
+
+
+def test_files_that_change_are_noticed(entry: RegionEntry) -> None:
+    assert entry.is_current()
+    assert entry.is_current(Folder(entry.folder.fd, OWN))  # type: ignore[union-attr]
+    (shard,) = entry.region.wait_index().shards
+    os.utime(Path(entry.key, shard.name), ns=(1, 1))
+    assert not entry.is_current()
+
+
+def test_a_callers_file_system_that_hangs_does_not_stop_the_agent(
+    entry: RegionEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going_on, stat = threading.Event(), os.stat
+
+    def hang(*arguments: Any, **options: Any) -> os.stat_result:
+        going_on.wait(20)
+        return stat(*arguments, **options)
+
+    monkeypatch.setattr(os, "stat", hang)
+    began = time.monotonic()
+    try:
+        assert not entry.is_current()
+        assert time.monotonic() - began < 10
+    finally:
+        monkeypatch.undo()
+        going_on.set()
