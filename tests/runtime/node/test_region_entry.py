@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ OWN = Identity(os.getuid(), os.getgid(), (), confined=True)
 
 
 @pytest.fixture
-def entry(tmp_path: Path, make_checkpoint: Any) -> Iterator[RegionEntry]:
+def entry(tmp_path: Path, safetensors_file: Callable[..., bytes]) -> Iterator[RegionEntry]:
     """The region of a folder that a caller has sent, filled."""
-    folder = make_checkpoint(tmp_path)
-    found = RegionEntry(str(folder), folder=Folder(os.open(folder, os.O_RDONLY), OWN))
-    prefetch(found.region, str(folder), settings=Settings(), timeline=Timeline.create("test"))
+    (tmp_path / "model.safetensors").write_bytes(safetensors_file({"w": ("U8", [64], b"\1" * 64)}))
+    found = RegionEntry(str(tmp_path), folder=Folder(os.open(tmp_path, os.O_RDONLY), OWN))
+    prefetch(found.region, str(tmp_path), settings=Settings(), timeline=Timeline.create("test"))
     found.sealed = True
     yield found
     found.close()
