@@ -15,13 +15,13 @@ from medusa_cluster.policy.state import (
     Deployment,
     Drop,
     Fetch,
-    GiveBack,
     Instance,
     Load,
     Node,
     NodeState,
     Pin,
     ResumeInstance,
+    SetSpare,
     StartInstance,
     StopInstance,
 )
@@ -135,9 +135,9 @@ class ClusterModel:
             node = self.nodes[decision.node]
             turned = (replace(i, role=decision.role) if i.id == decision.id else i for i in node.instances)
             self.nodes[node.name] = replace(node, instances=tuple(turned))
-        elif isinstance(decision, GiveBack):
-            state: NodeState = "draining" if decision.back else "alive"
-            self.nodes[decision.node] = replace(self.nodes[decision.node], spare=decision.back, state=state)
+        elif isinstance(decision, SetSpare):
+            state: NodeState = "draining" if decision.spare else "alive"
+            self.nodes[decision.node] = replace(self.nodes[decision.node], spare=decision.spare, state=state)
         elif isinstance(decision, Consolidate):
             for name, node in self.nodes.items():
                 whole = tuple(

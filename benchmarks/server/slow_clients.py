@@ -140,18 +140,18 @@ def ask_for(port: int, clients: int, seconds: float) -> list[float]:
     return took
 
 
-class Turn(NamedTuple):
+class ReaderQueue(NamedTuple):
     """``cpu``: what all of the server's processes used, in CPU seconds a second."""
 
     p99_ms: float
     cpu: float
 
 
-def turn(instance: ServedInstance, clients: int, seconds: float) -> Turn:
+def turn(instance: ServedInstance, clients: int, seconds: float) -> ReaderQueue:
     before, began = cpu_s(instance.tree()), time.monotonic()
     took = ask_for(instance.port, clients, seconds)
     used = sum(cpu_s(instance.tree()).values()) - sum(before.values())
-    return Turn(statistics.quantiles(took, n=100)[98] * 1e3, used / (time.monotonic() - began))
+    return ReaderQueue(statistics.quantiles(took, n=100)[98] * 1e3, used / (time.monotonic() - began))
 
 
 def unfinished_bodies(port: int, worker: int, count: int, size_bytes: int) -> float:
@@ -191,8 +191,8 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    alone: list[Turn] = []
-    beside: list[Turn] = []
+    alone: list[ReaderQueue] = []
+    beside: list[ReaderQueue] = []
     with serving() as instance:
         ask_for(instance.port, arguments.clients, 1.0)
         for _turn in range(arguments.turns):

@@ -32,7 +32,7 @@ from ..node.ray.processes import (
 from .cluster import OPTIONS, Cluster
 
 CONTROLLER_NAME = "controller"
-_MAKERS = 8  # threads
+_ACTOR_THREADS = 8  # threads
 
 
 class Controller:
@@ -61,14 +61,14 @@ class RayNodes:
         self._ssl = self._access.client_context() or True
         self._session: ClientSession | None = None
         # Threads, because ray.nodes() and the search for an actor block while the head's GCS is away.
-        self._lister = ThreadPoolExecutor(1, "ray-nodes")
-        self._makers = ThreadPoolExecutor(_MAKERS, "ray-actors")
+        self._list_thread = ThreadPoolExecutor(1, "ray-nodes")
+        self._actor_threads = ThreadPoolExecutor(_ACTOR_THREADS, "ray-actors")
 
     async def servers(self) -> dict[str, str] | None:
         """Return the nodes that Ray lists as alive: name → URL of the node server."""
         import ray
 
-        nodes = await asyncio.get_running_loop().run_in_executor(self._lister, ray.nodes)
+        nodes = await asyncio.get_running_loop().run_in_executor(self._list_thread, ray.nodes)
         return dict(_server(node, self._access.tls) for node in nodes if _is_member(node))
 
     async def status(self, node: str, url: str, timeout_s: float) -> Mapping[str, Any]:
@@ -111,7 +111,7 @@ class RayNodes:
         """Return the node's actor. Calls that wait at the same time share one search."""
         found = self._actors.get(node)
         if found is None or (found.done() and (found.cancelled() or found.exception() is not None)):
-            found = asyncio.get_running_loop().run_in_executor(self._makers, _make_actor, node)
+            found = asyncio.get_running_loop().run_in_executor(self._actor_threads, _make_actor, node)
             self._actors[node] = found
         return await asyncio.shield(found)
 
@@ -124,7 +124,7 @@ class RayNodes:
                 ray.kill(ray.get_actor(actor_name(node), NAMESPACE))
 
         self._actors.pop(node, None)
-        await asyncio.get_running_loop().run_in_executor(self._makers, kill)
+        await asyncio.get_running_loop().run_in_executor(self._actor_threads, kill)
 
     async def request_nodes(self, total: int) -> None:
         """Ask Ray's autoscaler, if there is one, for so many nodes. Ray keeps the last request."""

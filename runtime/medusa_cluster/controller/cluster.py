@@ -28,9 +28,9 @@ from .live import Live
 from .members import Members
 from .models import Models
 from .nodes import Gateway, KnownInstance, KnownNode, Nodes
-from .plan_file import Plan, read_plan, write_plan
+from .plan_file import ClusterPlan, read_plan, write_plan
 from .reports import loads_of
-from .routes import Routes
+from .route_publisher import RoutePublisher
 from .status import status
 from .versions import Versions
 from .view import Loads, policy_state
@@ -67,7 +67,7 @@ class Cluster:
         self.events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
         self.wanted: dict[str, int] = {}
         self.loads = Loads()
-        self.routes = Routes()
+        self.routes = RoutePublisher()
         self.execution = Execution(self, nodes)
         self._members = Members(self, nodes)
         self.groups = Groups(self, nodes)
@@ -97,10 +97,10 @@ class Cluster:
         """Make the next tick come at once."""
         self._wake.set()
 
-    def take_status(self, node: KnownNode) -> None:
+    def apply_status(self, node: KnownNode) -> None:
         """Update the instances and models by a node's new status."""
-        self._take_instances(node)
-        self._take_models(node)
+        self._update_instances(node)
+        self._update_models(node)
 
     def lose_node(self, node: KnownNode) -> None:
         """Forget the instances of a lost node."""
@@ -109,35 +109,35 @@ class Cluster:
             del self.instances[item.id]
         if node.spare:
             node.spare = False
-            self.tell("node-lost", f"the node {node.name}, which was not needed, has ended", node=node.name)
+            self.record_event("node-lost", f"the node {node.name}, which was not needed, has ended", node=node.name)
         else:
-            self.tell("node-lost", f"the node {node.name} is lost, with {len(gone)} instances", node=node.name)
+            self.record_event("node-lost", f"the node {node.name} is lost, with {len(gone)} instances", node=node.name)
         self.publish()
         self.wake()
 
-    def _take_instances(self, node: KnownNode) -> None:
+    def _update_instances(self, node: KnownNode) -> None:
         """Compare the instances in a node's status with the known ones."""
         shown = {item["id"]: item for item in node.status.get("instances", ())}
         clock_s = time.time() - node.status.get("at", time.time())  # how far the node's clock is behind this one
         for instance_id, item in shown.items():
             known = self.instances.get(instance_id)
             if item["state"] == "failed":
-                if known is not None and self.execution.failed(instance_id):
+                if known is not None and self.execution.note_failed(instance_id):
                     self._forget_instance(known, "instance-died", str(item.get("failure")))
                 continue
             if known is None:
-                if self.execution.stopped(instance_id):
+                if self.execution.was_stopped(instance_id):
                     continue
                 known = KnownInstance(instance_id, item["model"], node.name, item["state"], item["since"] + clock_s)
                 if item.get("group") and item["group"].get("state", "serving") == "serving":
-                    known.take_group(item["group"])
+                    known.set_group(item["group"])
                 self.instances[instance_id] = known
             known.confirmed, known.running = True, int(item.get("running", 0))
             known.version = str(item.get("version", ""))
             if "helping" in item:
                 known.loading = item["helping"]
             if item.get("start"):
-                self._take_start(node, known, item["start"])
+                self._learn_start(node, known, item["start"])
             if known.state != "draining" and item["state"] != known.state:
                 known.state, known.since = item["state"], item["since"] + clock_s
         node.starts = {instance_id: took for instance_id, took in node.starts.items() if instance_id in shown}
@@ -147,7 +147,7 @@ class Cluster:
                 self._forget_instance(known, "instance-ended", f"{known.id} {ended}")
         self.publish()
 
-    def _take_start(self, node: KnownNode, known: KnownInstance, start: Mapping[str, float]) -> None:
+    def _learn_start(self, node: KnownNode, known: KnownInstance, start: Mapping[str, float]) -> None:
         """Learn from a start whose first token has come."""
         if known.helps is not None:
             return  # it helped another instance first, so its times say nothing
@@ -155,9 +155,9 @@ class Cluster:
         if deployment is not None and self.models.learn(node, known, deployment.url, start):
             predicted = f", {known.predicted_s:.2f} s predicted" if known.predicted_s else ""
             text = f"{known.id}: the first token came {start['ttft_s']:.2f} s after the start{predicted}"
-            self.tell("cold-start", text, node=known.node, model=known.model)
+            self.record_event("cold-start", text, node=known.node, model=known.model)
 
-    def _take_models(self, node: KnownNode) -> None:
+    def _update_models(self, node: KnownNode) -> None:
         """Note new versions of models, and peers from which a node no longer reads."""
         deployed = {item.url for item in self.deployments.values()}
         if self.versions.see(node.models(), deployed):
@@ -174,13 +174,13 @@ class Cluster:
                 if (model["url"], source) not in node.excluded:
                     node.excluded.add((model["url"], source))
                     peer = names.get(source, source)
-                    self.tell(
+                    self.record_event(
                         "peer-excluded", f"{node.name} reads {model['url']} from {peer} no more: {reason}", node=peer
                     )
 
     def _forget_instance(self, known: KnownInstance, kind: str, text: str) -> None:
         self.instances.pop(known.id, None)
-        self.tell(kind, text, node=known.node, model=known.model)
+        self.record_event(kind, text, node=known.node, model=known.model)
         self.publish()
         self.wake()
 
@@ -202,8 +202,8 @@ class Cluster:
         if not self._knows_enough():
             return
         now = time.monotonic()
-        self.groups.look()
-        self.models.look(self.deployments.values(), self.nodes, now)
+        self.groups.update()
+        self.models.update(self.deployments.values(), self.nodes, now)
         loads = self.loads.summed(self.gateways.values(), now)
         fetches = self.execution.fetches(self.nodes, now)
         state = policy_state(self, fetches, loads)
@@ -212,7 +212,7 @@ class Cluster:
             self.execution.begin(decision)
         self.groups.begin()
         self.publish()
-        self._look_at_drained()
+        self._report_drained()
         self._tick_took_s = time.monotonic() - now
 
     def _knows_enough(self) -> bool:
@@ -228,25 +228,27 @@ class Cluster:
         ending = {name for name, node in self.nodes.items() if node.status.get("state") == "draining" or node.spare}
         return self.draining.keys() | ending
 
-    def give_back(self, name: str, *, back: bool) -> None:
-        """Give a node back to the autoscaler, or with ``back=False`` take it back."""
+    def set_spare(self, name: str, *, spare: bool) -> None:
+        """Give a node back to the autoscaler, or with ``spare=False`` take it back."""
         node = self.nodes[name]
-        if node.spare == back:
+        if node.spare == spare:
             return
-        node.spare = back
-        if back:
-            self.tell("node-spare", f"the node {name} has had nothing to do: the autoscaler may end it", node=name)
+        node.spare = spare
+        if spare:
+            self.record_event(
+                "node-spare", f"the node {name} has had nothing to do: the autoscaler may end it", node=name
+            )
         else:
             node.reached = False  # it has no actor
-            self.tell("node-used", f"the node {name} is needed again", node=name)
+            self.record_event("node-used", f"the node {name} is needed again", node=name)
         self.publish()
 
-    def _look_at_drained(self) -> None:
+    def _report_drained(self) -> None:
         for name in self.draining.keys() & self.nodes.keys():
             node = self.nodes[name]
-            if not node.drained_told and self.is_drained(name):
-                node.drained_told = True
-                self.tell("node-drained", f"the node {name} has nothing left that others need", node=name)
+            if not node.drained_reported and self.is_drained(name):
+                node.drained_reported = True
+                self.record_event("node-drained", f"the node {name} has nothing left that others need", node=name)
 
     def is_drained(self, name: str) -> bool:
         """Return whether a draining node runs no instance and holds no deployed model's last complete copy."""
@@ -269,9 +271,9 @@ class Cluster:
                 state = "draining" if item.node in leaving else item.state
                 url = f"{node.url}/instances/{item.id}"
                 models[item.model]["instances"].append({"id": item.id, "node": item.node, "url": url, "state": state})
-        self.routes.update(models)
+        self.routes.publish(models)
 
-    def tell(self, kind: str, text: str, *, node: str | None = None, model: str | None = None) -> None:
+    def record_event(self, kind: str, text: str, *, node: str | None = None, model: str | None = None) -> None:
         """Log an event, and keep it for the status."""
         logger.info("%s", text)
         self.events.append({"at": time.time(), "kind": kind, "model": model, "node": node, "text": text})
@@ -301,7 +303,7 @@ class Cluster:
                 return status(self)
             if operation == "routes":
                 wait_s = min(max(float(arguments.get("wait_s", 0)), 0), _LONGEST_WAIT_S)
-                return await self.routes.after(str(arguments.get("version", "")), wait_s)
+                return await self.routes.wait_for_change(str(arguments.get("version", "")), wait_s)
             if operation in known:
                 return known[operation](arguments)
         except (KeyError, OverflowError, TypeError, ValueError, AttributeError) as error:
@@ -316,7 +318,7 @@ class Cluster:
         before = self.deployments.get(deployment.name)
         self._save(deployments=self.deployments | {deployment.name: deployment})
         if before != deployment:
-            self.tell("deployed", f"{deployment.name} is deployed from {url}", model=deployment.name)
+            self.record_event("deployed", f"{deployment.name} is deployed from {url}", model=deployment.name)
         if before is not None and (before.url, before.engine, before.settings) != (
             deployment.url,
             deployment.engine,
@@ -339,7 +341,7 @@ class Cluster:
         name = self._known_name(arguments)
         self._save(deployments={key: item for key, item in self.deployments.items() if key != name})
         self.execution.end_all(name, "its deployment was removed")
-        self.tell("removed", f"{name} was removed", model=name)
+        self.record_event("removed", f"{name} was removed", model=name)
         return {}
 
     def _scale(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,7 +350,7 @@ class Cluster:
         given = {key: arguments[key] for key in ("min", "max") if arguments.get(key) is not None}
         deployment = Deployment.from_json(before | given)
         self._save(deployments=self.deployments | {name: deployment})
-        self.tell("scaled", f"{name} may have {deployment.min} to {deployment.max} instances", model=name)
+        self.record_event("scaled", f"{name} may have {deployment.min} to {deployment.max} instances", model=name)
         return deployment.to_json()
 
     def _drain(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -363,8 +365,8 @@ class Cluster:
         else:
             self._save(draining=before | {name: _drain_s(arguments)})
             if name not in before:
-                self.nodes[name].drained_told = False
-                self.tell("draining", f"the node {name} drains", node=name)
+                self.nodes[name].drained_reported = False
+                self.record_event("draining", f"the node {name} drains", node=name)
         return {"node": name, "state": self.node_state(self.nodes[name])}
 
     def node_state(self, node: KnownNode) -> str:
@@ -387,7 +389,7 @@ class Cluster:
             )
         if name not in self.gateways:
             self._forget_gateways(now)
-            self.tell("gateway", f"the gateway {name} has come")
+            self.record_event("gateway", f"the gateway {name} has come")
         self.gateways[name] = Gateway(name, url, time.time(), now, loads)
         serving = {item.model for item in self.instances.values() if item.state != "draining"}
         if any(load.get("waiting") and model not in serving for model, load in loads.items()):
@@ -431,7 +433,7 @@ class Cluster:
         deployments = self.deployments if deployments is None else deployments
         draining = self.draining if draining is None else draining
         try:
-            write_plan(self._plan_path, Plan(deployments, draining, self.versions.to_json()))
+            write_plan(self._plan_path, ClusterPlan(deployments, draining, self.versions.to_json()))
         except OSError as error:
             raise ClusterError(f"{self._plan_path} could not be written: {error.strerror}") from error
         self.deployments, self.draining, self._save_at = deployments, draining, math.inf

@@ -17,11 +17,11 @@ from ..policy.state import (
     Decision,
     Drop,
     Fetch,
-    GiveBack,
     Pace,
     Pin,
     RequestNodes,
     ResumeInstance,
+    SetSpare,
     StartInstance,
     StopInstance,
 )
@@ -72,21 +72,21 @@ class Execution:
                 self._begin_fetch(decision)
             case Drop(node, url):
                 self._fetches.pop((node, url), None)
-                self.task(("drop", node, url), self._call(node, {"op": "drop", "url": url}))
+                self.start_task(("drop", node, url), self._call(node, {"op": "drop", "url": url}))
             case Pin(node, url, pinned):
                 request = (
                     {"op": "fetch", "url": url, "sources": None, "pin": True, "version": ""}
                     if pinned
                     else {"op": "unpin", "url": url}
                 )
-                self.task(("pin", node, url), self._call(node, request))
+                self.start_task(("pin", node, url), self._call(node, request))
             case Pace(node, bytes_per_s):
-                self.task(("pace", node), self._call(node, {"op": "pace", "bytes_per_s": bytes_per_s}))
+                self.start_task(("pace", node), self._call(node, {"op": "pace", "bytes_per_s": bytes_per_s}))
             case RequestNodes(total):
                 self._wanted_nodes = total
-                self.task(("nodes",), self._request_nodes())
-            case GiveBack(node, back):
-                self._cluster.give_back(node, back=back)
+                self.start_task(("nodes",), self._request_nodes())
+            case SetSpare(node, spare):
+                self._cluster.set_spare(node, spare=spare)
             case ChangeRole():
                 known = self._cluster.instances.get(decision.id)
                 if known is not None:
@@ -107,16 +107,16 @@ class Execution:
         known.predicted_s = decision.ttft_s
         cluster.instances[decision.id] = known
         reason = f": {decision.reason}" if decision.reason else ""
-        cluster.tell(
+        cluster.record_event(
             "scale-up", f"{decision.id} starts on {decision.node}{reason}", node=decision.node, model=decision.model
         )
         cluster.publish()
-        self.task(("start", decision.id), self._start(known, decision.partner))
+        self.start_task(("start", decision.id), self._start(known, decision.partner))
 
     async def _start(self, known: KnownInstance, partner: str | None) -> None:
         cluster = self._cluster
         try:
-            await self._dropped(known.node)
+            await self._wait_for_drops(known.node)
             if not self.is_wanted(known):
                 return
             deployment = cluster.deployments[known.model].to_json()
@@ -128,9 +128,9 @@ class Execution:
             await self._nodes.call(known.node, request, _START_S)
         except MedusaError as error:
             if self.is_wanted(known):
-                self.failed(known.id)
+                self.note_failed(known.id)
                 del cluster.instances[known.id]
-                cluster.tell("start-failed", f"{known.id}: {error}", node=known.node, model=known.model)
+                cluster.record_event("start-failed", f"{known.id}: {error}", node=known.node, model=known.model)
                 cluster.publish()
             return
         if known.state == "starting":
@@ -142,7 +142,7 @@ class Execution:
         """Return whether the instance should still start, that is, nothing has ended it since its start was decided."""
         return self._cluster.instances.get(known.id) is known and known.state != "draining"
 
-    def failed(self, instance_id: str) -> bool:
+    def note_failed(self, instance_id: str) -> bool:
         """Note that an instance ended by itself. Return False if that was noted before.
 
         Its model is started again after a pause, which doubles with each failed start.
@@ -168,9 +168,9 @@ class Execution:
             return  # or it was just resumed, and the answer to the last order is on its way: decided again, if need be
         known.state, known.since = "draining", time.time()
         reason = f": {decision.reason}" if decision.reason else ""
-        self._cluster.tell("scale-down", f"{known.id} ends{reason}", node=known.node, model=known.model)
+        self._cluster.record_event("scale-down", f"{known.id} ends{reason}", node=known.node, model=known.model)
         self._cluster.publish()
-        self.task(("stop", known.id), self._stop(known, decision.drain_s))
+        self.start_task(("stop", known.id), self._stop(known, decision.drain_s))
 
     async def _stop(self, known: KnownInstance, drain_s: float) -> None:
         request = {"op": "stop", "id": known.id, "drain_s": drain_s}
@@ -184,7 +184,7 @@ class Execution:
                     return
                 continue
             if not answer.get("ended", True):
-                self._resumed(known)
+                self._note_resumed(known)
                 return
             # Only after an order has arrived. Otherwise the node may come back with the instance, which then counts.
             self._stopped = {key: at for key, at in self._stopped.items() if at > time.monotonic() - _STOPPED_KEPT_S}
@@ -197,7 +197,7 @@ class Execution:
     def _begin_resume(self, decision: ResumeInstance) -> None:
         known = self._cluster.instances.get(decision.id)
         if known is not None and known.state == "draining":
-            self.task(("resume", known.id), self._resume(known, decision.reason))
+            self.start_task(("resume", known.id), self._resume(known, decision.reason))
 
     async def _resume(self, known: KnownInstance, reason: str) -> None:
         """Have a node let an instance go on that drains; where it is too late, it is gone soon, and another starts."""
@@ -207,10 +207,10 @@ class Execution:
             logger.warning("%s could not be resumed: %s", known.id, error)
             return
         if answer.get("resumed"):
-            self._cluster.tell("scale-up", f"{known.id} goes on: {reason}", node=known.node, model=known.model)
-            self._resumed(known)
+            self._cluster.record_event("scale-up", f"{known.id} goes on: {reason}", node=known.node, model=known.model)
+            self._note_resumed(known)
 
-    def _resumed(self, known: KnownInstance) -> None:
+    def _note_resumed(self, known: KnownInstance) -> None:
         if self._cluster.instances.get(known.id) is known and known.state == "draining":
             known.state, known.since = "ready", time.time()
             self._cluster.publish()
@@ -221,7 +221,7 @@ class Execution:
         for known in [item for item in self._cluster.instances.values() if item.model == model]:
             self._begin_stop(StopInstance(known.id, known.node, reason=reason))
 
-    def stopped(self, instance_id: str) -> bool:
+    def was_stopped(self, instance_id: str) -> bool:
         """Return whether the instance was ended by an order. An older status may still show it."""
         return instance_id in self._stopped
 
@@ -254,8 +254,8 @@ class Execution:
             **({} if layers is None else {"layers": layers}),
         }
         origin = " from " + ", ".join(decision.sources) if decision.sources else ""
-        self._cluster.tell("fetch", f"{decision.node} fetches {decision.url}{origin}", node=decision.node)
-        self.task(("fetch", *key), self._call_after_drops(decision.node, request))
+        self._cluster.record_event("fetch", f"{decision.node} fetches {decision.url}{origin}", node=decision.node)
+        self.start_task(("fetch", *key), self._call_after_drops(decision.node, request))
 
     def fetches(self, nodes: Mapping[str, KnownNode], now: float) -> list[KnownFetch]:
         """Return the fetches that were decided and are not complete. Forgets those that their nodes never show."""
@@ -294,7 +294,7 @@ class Execution:
         nodes = self._cluster.nodes
         self._failed_fetches = {each: found for each, found in self._failed_fetches.items() if each[0] in nodes}
         self._failed_fetches[key] = (count, now + doubling_pause_s(count, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S))
-        self._cluster.tell("fetch-failed", f"{node} could not fetch {url}: {failure}", node=node)
+        self._cluster.record_event("fetch-failed", f"{node} could not fetch {url}: {failure}", node=node)
 
     def planned_sources(self, node: str, url: str) -> tuple[str, ...]:
         """Return the names of the nodes from which this node was told to read a model."""
@@ -350,16 +350,16 @@ class Execution:
             logger.warning("%s did not %s: %s", node, request["op"], error)
 
     async def _call_after_drops(self, node: str, request: dict[str, Any]) -> None:
-        await self._dropped(node)
+        await self._wait_for_drops(node)
         await self._call(node, request)
 
-    async def _dropped(self, node: str) -> None:
+    async def _wait_for_drops(self, node: str) -> None:
         """Wait until a node has dropped what it was told to drop, because something else needs the memory."""
         drops = [task for key, task in self._running.items() if key[:2] == ("drop", node)]
         if drops:
             await asyncio.wait(drops)
 
-    def task(self, key: tuple[str, ...], work: Coroutine[Any, Any, None]) -> None:
+    def start_task(self, key: tuple[str, ...], work: Coroutine[Any, Any, None]) -> None:
         """Run ``work`` in the background, unless work with the same key is under way."""
         if key in self._running:
             work.close()

@@ -14,7 +14,7 @@ from medusa_runtime.errors import ClusterError, MedusaError
 
 from ..group.ranges import layer_settings, split
 from ..policy.state import Consolidate, Fetch, StartInstance, StopInstance
-from .nodes import KnownInstance, Nodes, group_place
+from .nodes import KnownInstance, Nodes, group_address
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -64,9 +64,9 @@ class Groups:
         names = ", ".join(worker.node for worker in workers)
         predicted = f", the first token in {starts[0].ttft_s:.2f} s" if starts[0].ttft_s else ""
         first = workers[0]
-        cluster.tell("group", f"{group} starts on {names}{predicted}", node=first.node, model=first.model)
+        cluster.record_event("group", f"{group} starts on {names}{predicted}", node=first.node, model=first.model)
         cluster.publish()
-        cluster.execution.task(("start", first.id), self._start(group, workers))
+        cluster.execution.start_task(("start", first.id), self._start(group, workers))
 
     async def _start(self, group: str, workers: list[KnownInstance]) -> None:
         cluster, leader = self._cluster, workers[0]
@@ -79,7 +79,7 @@ class Groups:
             for worker, part in zip(workers, layers, strict=True):
                 sources = cluster.execution.planned_sources(worker.node, deployment.url)
                 cluster.execution.fetch(Fetch(worker.node, deployment.url, sources), part)
-            place = await group_place(self._nodes, cluster.nodes[leader.node])
+            place = await group_address(self._nodes, cluster.nodes[leader.node])
             if not all(map(cluster.execution.is_wanted, workers)):
                 raise ClusterError("one of its workers was ended before it was started")
             common = {"group": group, "token": secrets.token_hex(16), "size": len(workers), "then": "stay"}
@@ -107,7 +107,7 @@ class Groups:
     def _give_up(self, group: str, workers: list[KnownInstance], error: Exception) -> None:
         """End the workers of a group that could not be started. For a while, single instances start instead."""
         cluster, leader = self._cluster, workers[0]
-        cluster.tell("start-failed", f"{group}: {error}", node=leader.node, model=leader.model)
+        cluster.record_event("start-failed", f"{group}: {error}", node=leader.node, model=leader.model)
         cluster.models.avoid_groups(cluster.deployments[leader.model].url, time.monotonic())
         for worker in workers:
             if worker.id in cluster.instances:
@@ -126,8 +126,10 @@ class Groups:
         if leader is None:
             return
         text = f"{decision.group} becomes {len(decision.keep)} of its workers: {decision.reason}"
-        self._cluster.tell("consolidate", text, node=leader.node, model=leader.model)
-        self._cluster.execution.task(("consolidate", decision.group), self._consolidate(leader, len(decision.keep)))
+        self._cluster.record_event("consolidate", text, node=leader.node, model=leader.model)
+        self._cluster.execution.start_task(
+            ("consolidate", decision.group), self._consolidate(leader, len(decision.keep))
+        )
 
     async def _consolidate(self, leader: KnownInstance, keep: int) -> None:
         request = {"op": "consolidate", "id": leader.id, "keep": keep}
@@ -139,7 +141,7 @@ class Groups:
                 logger.warning("%s could not be consolidated: %s", leader.group, error)
                 await asyncio.sleep(_AGAIN_S)
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Update the groups by the nodes' last status."""
         groups: defaultdict[str, list[KnownInstance]] = defaultdict(list)
         for item in self._cluster.instances.values():
@@ -165,7 +167,7 @@ class Groups:
         cluster, state = self._cluster, str(shown["state"])
         keep = int(shown["keep"]) if state == "consolidated" else 1
         text = f"{group} is {keep} of its workers now" if state == "consolidated" else f"the leader of {group} is alone"
-        cluster.tell(f"group-{state}", text, node=workers[0].node, model=workers[0].model)
+        cluster.record_event(f"group-{state}", text, node=workers[0].node, model=workers[0].model)
         for worker in workers:
             if worker.rank < keep:
                 worker.group, worker.rank, worker.layers, worker.loading, worker.full = None, 0, None, False, True

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .nodes import KnownInstance, Nodes, group_place
+from .nodes import KnownInstance, Nodes, group_address
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -16,7 +16,7 @@ _FORM_S = 5.0  # how long a new instance tries to reach the one that it helps; a
 
 
 @dataclass(frozen=True, slots=True)
-class LivePlace:
+class LiveRendezvous:
     """The address at which an instance waits for a helper, and the secret by which it recognizes the helper."""
 
     group: str
@@ -51,10 +51,12 @@ class Live:
         source = self._source(new, partner)
         if source is not None and source.live is not None:
             new.helps, new.loading = source.id, True
-            cluster.tell("live", f"{new.id} helps {source.id} while its layers arrive", node=new.node, model=new.model)
+            cluster.record_event(
+                "live", f"{new.id} helps {source.id} while its layers arrive", node=new.node, model=new.model
+            )
             return source.live.plan(1)
-        place = await group_place(self._nodes, cluster.nodes[new.node])
-        new.live = LivePlace(f"{new.id}-live", secrets.token_hex(16), place)
+        place = await group_address(self._nodes, cluster.nodes[new.node])
+        new.live = LiveRendezvous(f"{new.id}-live", secrets.token_hex(16), place)
         return new.live.plan(0)
 
     def _source(self, new: KnownInstance, partner: str | None) -> KnownInstance | None:
@@ -71,4 +73,4 @@ class Live:
         return max(able, key=lambda item: (item.id == partner, item.running), default=None)
 
 
-__all__ = ["Live", "LivePlace"]
+__all__ = ["Live", "LiveRendezvous"]

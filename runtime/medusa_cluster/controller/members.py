@@ -40,7 +40,7 @@ class Members:
 
     def __init__(self, cluster: Cluster, nodes: Nodes) -> None:
         self._cluster = cluster
-        self._way = nodes
+        self._nodes = nodes
         self._urls: dict[str, str] = {}  # name → URL of the node server, as Ray listed it last
         self._listed: set[str] = set()
         self._following: dict[str, list[asyncio.Task[None]]] = {}
@@ -51,7 +51,7 @@ class Members:
         try:
             while True:
                 try:
-                    found = await self._way.servers()
+                    found = await self._nodes.servers()
                 except Exception:
                     logger.exception("the cluster's members could not be listed")
                     found = None
@@ -75,7 +75,7 @@ class Members:
             lost_s = 0.0 if node.lost_at is None else time.monotonic() - node.lost_at
             if lost_s > _GIVE_UP_S and name not in servers and not node.given_up:
                 node.given_up = True
-                self._forgetting[name] = asyncio.create_task(self._way.forget(name))
+                self._forgetting[name] = asyncio.create_task(self._nodes.forget(name))
             if lost_s > _FORGET_LOST_S:
                 del nodes[name]
                 self._urls.pop(name, None)
@@ -94,7 +94,7 @@ class Members:
             left_s = failing_since + _LOST_AFTER_S - began if failures else _ANSWERS_WITHIN_S
             within_s = min(max(left_s, _LAST_WITHIN_S), _ANSWERS_WITHIN_S)
             try:
-                found = node_status(await self._way.status(node.name, self._urls[node.name], within_s))
+                found = node_status(await self._nodes.status(node.name, self._urls[node.name], within_s))
             except MedusaError as error:
                 logger.debug("the node %s did not answer: %s", node.name, error)
                 failing_since, failures = failing_since or began, failures + 1
@@ -115,7 +115,7 @@ class Members:
         while True:
             began = time.monotonic()
             if node.spare and self._cluster.is_drained(node.name):
-                await self._way.forget(node.name)  # Ray ends no node that has an actor
+                await self._nodes.forget(node.name)  # Ray ends no node that has an actor
                 await asyncio.sleep(_REACH_S)
                 continue
             if await self._reaches(node):
@@ -124,14 +124,14 @@ class Members:
             else:
                 failing_since = failing_since or began
                 if time.monotonic() - failing_since > _SILENT_AFTER_S and not node.silent and node.lost_at is None:
-                    self._silence(node)
+                    self._mark_silent(node)
             await asyncio.sleep(_REACH_S * self._pause_s() if node.reached else _STATUS_S)
 
     async def _reaches(self, node: KnownNode) -> bool:
         if node.name not in self._listed:
             return False
         try:
-            await self._way.call(node.name, {"op": "ping"}, _REACHED_WITHIN_S)
+            await self._nodes.call(node.name, {"op": "ping"}, _REACHED_WITHIN_S)
         except MedusaError as error:
             logger.debug("orders do not reach the node %s: %s", node.name, error)
             return False
@@ -142,27 +142,27 @@ class Members:
         node.lost_at, node.given_up = None, False
         node.status, node.seen_at = found, time.monotonic()
         if back:
-            self._cluster.tell("node-back", f"the node {node.name} is back", node=node.name)
+            self._cluster.record_event("node-back", f"the node {node.name} is back", node=node.name)
         elif new and node.reached:
-            self._joined(node)
-        self._cluster.take_status(node)
+            self._note_joined(node)
+        self._cluster.apply_status(node)
 
     def _reach(self, node: KnownNode) -> None:
         first, node.reached, node.silent = not node.reached, True, False
         if first and node.status:
-            self._joined(node)
+            self._note_joined(node)
 
-    def _joined(self, node: KnownNode) -> None:
+    def _note_joined(self, node: KnownNode) -> None:
         if not node.joined:
             node.joined = True
-            self._cluster.tell("node-joined", f"the node {node.name} has joined", node=node.name)
+            self._cluster.record_event("node-joined", f"the node {node.name} has joined", node=node.name)
         self._cluster.wake()
 
-    def _silence(self, node: KnownNode) -> None:
+    def _mark_silent(self, node: KnownNode) -> None:
         node.silent = True
         if node.reached:
             text = f"the node {node.name} serves, but cannot be told anything"
-            self._cluster.tell("node-silent", text, node=node.name)
+            self._cluster.record_event("node-silent", text, node=node.name)
             self._cluster.wake()
 
     def _lose(self, node: KnownNode) -> None:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _DESCRIBE_S = 30.0
 _AGAIN_S, _LONGEST_AGAIN_S = 5.0, 300.0  # the pause after a failed description, which doubles each time
-_AT_ONCE = 8
+_MOST_DESCRIBING = 8
 _KEPT_STARTS = 8
 _AVOIDED_S = 60.0  # how long groups are avoided after one that could not be formed
 # The assumed stages of a start with a warm engine process, until the first starts have been seen.
@@ -37,9 +37,9 @@ class KnownModel:
     total_bytes: int
     times: StageTimes
     starts: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=_KEPT_STARTS))
-    avoided_until: float = 0.0
+    no_groups_until: float = 0.0
 
-    def learned(self) -> StageTimes:
+    def corrected_times(self) -> StageTimes:
         """Return the stage times, corrected by the newest starts."""
         if not self.starts:
             return self.times
@@ -72,7 +72,7 @@ class Models:
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
         self._known: dict[str, KnownModel] = {}  # by URL
-        self._asked: dict[str, tuple[int, float]] = {}  # URL → how often it was asked for, and when to ask again
+        self._attempts: dict[str, tuple[int, float]] = {}  # URL → how often it was asked for, and when to ask again
         self._tasks: set[asyncio.Task[None]] = set()
         self._devices = False  # whether a node has GPUs; then there are no groups, whose workers compute on CPUs
 
@@ -83,7 +83,7 @@ class Models:
         return self._known[url].total_bytes if url in self._known else 0
 
     def times(self, url: str) -> StageTimes | None:
-        return self._known[url].learned() if url in self._known else None
+        return self._known[url].corrected_times() if url in self._known else None
 
     def hop_s(self, url: str) -> float | None:
         return self._known[url].hop_s() if url in self._known else None
@@ -91,7 +91,7 @@ class Models:
     def layers(self, deployment: Deployment, now: float) -> int:
         """Return how many layers a group may share. 0 if no group is possible, or the last one has just failed."""
         known = self._known.get(deployment.url)
-        if known is None or deployment.ttft_slo_s is None or self._devices or now < known.avoided_until:
+        if known is None or deployment.ttft_slo_s is None or self._devices or now < known.no_groups_until:
             return 0
         if not deployment.may_be_shared():
             return 0
@@ -100,23 +100,25 @@ class Models:
     def scales_live(self, deployment: Deployment, now: float) -> bool:
         """Return whether a deployment's instances may help one another. Not for a while after such a start failed."""
         known = self._known.get(deployment.url)
-        avoided = known is not None and now < known.avoided_until
+        avoided = known is not None and now < known.no_groups_until
         return deployment.live_scaling and not self._devices and not avoided
 
     def avoid_groups(self, url: str, now: float) -> None:
         """Start single instances instead of groups for a while."""
         if url in self._known:
-            self._known[url].avoided_until = now + _AVOIDED_S
+            self._known[url].no_groups_until = now + _AVOIDED_S
 
-    def look(self, deployments: Iterable[Deployment], nodes: Mapping[str, KnownNode], now: float) -> None:
+    def update(self, deployments: Iterable[Deployment], nodes: Mapping[str, KnownNode], now: float) -> None:
         """Have a node describe each model that is not known yet, a few at a time."""
         self._devices = any(node.status.get("devices") for node in nodes.values())
         alive = [name for name, node in nodes.items() if node.status and node.lost_at is None and not node.silent]
-        asked = {item.url: self._asked.get(item.url, (0, 0.0)) for item in deployments if item.url not in self._known}
+        asked = {
+            item.url: self._attempts.get(item.url, (0, 0.0)) for item in deployments if item.url not in self._known
+        }
         due = [url for url, (_, again_at) in asked.items() if again_at <= now] if alive else []
-        for url in sorted(due, key=lambda url: (asked[url], url))[: _AT_ONCE - len(self._tasks)]:
+        for url in sorted(due, key=lambda url: (asked[url], url))[: _MOST_DESCRIBING - len(self._tasks)]:
             count, _ = asked[url]
-            self._asked[url] = count + 1, now + doubling_pause_s(count + 1, _AGAIN_S, _LONGEST_AGAIN_S)
+            self._attempts[url] = count + 1, now + doubling_pause_s(count + 1, _AGAIN_S, _LONGEST_AGAIN_S)
             task = asyncio.create_task(self._describe(min(alive), url))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from medusa_runtime.errors import ClusterError, json_excerpt
 
 if TYPE_CHECKING:
-    from .live import LivePlace
+    from .live import LiveRendezvous
 
 _CALL_S = 10.0
 
@@ -56,7 +56,7 @@ class KnownNode:
     reached: bool = False
     silent: bool = False
     given_up: bool = False
-    drained_told: bool = False
+    drained_reported: bool = False
     spare: bool = False
     excluded: set[tuple[str, str]] = field(default_factory=set)  # (URL of a model, peer) that an event was logged for
     starts: dict[str, dict[str, float]] = field(default_factory=dict)  # id of an instance in the status → its start
@@ -95,10 +95,10 @@ class KnownInstance:
     predicted_s: float = 0.0
     workers: int = 1
     loading: bool = False
-    live: LivePlace | None = None
+    live: LiveRendezvous | None = None
     helps: str | None = None
 
-    def take_group(self, shown: Mapping[str, Any]) -> None:
+    def set_group(self, shown: Mapping[str, Any]) -> None:
         """Set the group from the node's status, as after a restart of the controller."""
         self.group, self.rank, self.full = str(shown["id"]), int(shown["rank"]), bool(shown["full"])
         self.workers, self.loading = int(shown["size"]), self.rank > 0
@@ -127,7 +127,7 @@ class Gateway:
     loads: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
-async def group_place(nodes: Nodes, node: KnownNode) -> str:
+async def group_address(nodes: Nodes, node: KnownNode) -> str:
     """Return HOST:PORT on a node where an instance can wait for others. Raises ClusterError if the node gives none."""
     found = await nodes.call(node.name, {"op": "group_port"}, _CALL_S)
     host = str(node.status.get("address", "")).rpartition(":")[0]

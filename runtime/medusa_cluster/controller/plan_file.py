@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClusterPlan:
     deployments: dict[str, Deployment] = field(default_factory=dict)
     draining: Mapping[str, float | None] = field(default_factory=dict)  # node → seconds that its requests may still run
     versions: Mapping[str, list[str]] = field(default_factory=dict)  # URL → versions, in the order of their appearance
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> ClusterPlan:
     """Return the plan that was written last, or an empty plan if there is none.
 
     A file that cannot be read is kept under another name, and an empty plan returned.
@@ -32,17 +32,17 @@ def read_plan(path: Path) -> Plan:
         found = json.loads(path.read_text())
         deployments = [Deployment.from_json(item) for item in found["deployments"]]
         draining = found["draining"] if isinstance(found["draining"], dict) else dict.fromkeys(found["draining"])
-        return Plan({item.name: item for item in deployments}, draining, dict(found["versions"]))
+        return ClusterPlan({item.name: item for item in deployments}, draining, dict(found["versions"]))
     except FileNotFoundError:
-        return Plan()
+        return ClusterPlan()
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
         aside = path.with_suffix(".unreadable")
         path.replace(aside)
         logger.exception("the controller's plan could not be read (%s); it is kept as %s", type(error).__name__, aside)
-        return Plan()
+        return ClusterPlan()
 
 
-def write_plan(path: Path, plan: Plan) -> None:
+def write_plan(path: Path, plan: ClusterPlan) -> None:
     """Write the plan atomically: a kill at any moment leaves either the old file or the new one. Raises OSError."""
     text = json.dumps(
         {

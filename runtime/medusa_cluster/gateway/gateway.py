@@ -20,7 +20,7 @@ from .dispatch import Dispatch
 from .health import Health
 from .metrics import Metrics
 from .relay import Relay
-from .route_table import Loads, RouteTable
+from .route_table import ModelLoads, RouteTable
 from .routes import Routes
 
 _STATUS_S = 0.5  # how long the controller's status is kept before it is asked for again
@@ -82,7 +82,7 @@ class Gateway:
         self.dispatch.update(routes)
         self.metrics.forget(set(routes.models))
 
-    def loads(self) -> Loads:
+    def loads(self) -> ModelLoads:
         """Return each model's load at this gateway, for the controller."""
         gauges = self.dispatch.gauges()
         return {

@@ -19,7 +19,7 @@ _REPORT_S = 0.1
 _REPEAT_S = 0.5  # between two reports of the same load; the controller ignores a load older than 2 s
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
-Loads = Mapping[str, Mapping[str, float]]
+ModelLoads = Mapping[str, Mapping[str, float]]
 
 
 class RouteTable:
@@ -65,13 +65,13 @@ class RouteTable:
             pause_s = _LEAST_PAUSE_S
             self._on_answer(routes)
 
-    async def report(self, loads: Callable[[], Loads]) -> None:
+    async def report(self, loads: Callable[[], ModelLoads]) -> None:
         """Report the load until cancelled: when it has changed, up to ten times a second, and at once after ``wake``.
 
         A load that has not changed is repeated twice a second, so that the controller knows that this gateway lives.
         """
         pause_s = _REPORT_S
-        reported: Loads | None = None
+        reported: ModelLoads | None = None
         reported_at = 0.0
         while True:
             report_now, found = self._report_now.is_set(), loads()

@@ -56,8 +56,8 @@ class LabCluster:
         self.start_node(self.head)
         self.wait_ready(self.head)
 
-    def start_others(self, told: Callable[[str], None] = lambda node: None) -> None:
-        """Start all nodes but the head. ``told`` is called with each node that can reach the controller."""
+    def start_others(self, on_ready: Callable[[str], None] = lambda node: None) -> None:
+        """Start all nodes but the head. ``on_ready`` is called with each node that can reach the controller."""
         # A few at a time, so that the first ones are there soon. A start takes a core some seconds.
         others, at_once = self.lab.nodes[1:], 2 * len(os.sched_getaffinity(0))
         for first in range(0, len(others), at_once):
@@ -66,7 +66,7 @@ class LabCluster:
                 self.start_node(node)
             for node in group:
                 self.wait_ready(node)
-                told(node)
+                on_ready(node)
 
     def start_node(self, node: str) -> None:
         """Start a node's server, perhaps again after it has ended."""

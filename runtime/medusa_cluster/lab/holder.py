@@ -51,24 +51,24 @@ def main(arguments: Sequence[str]) -> int:
 def _fork(name: str, folder: Path, cgroups: Sequence[Path]) -> tuple[int, str]:
     """Start the node's first process. Return its pid and the line to print."""
     allowed, allow = os.pipe()
-    told, tell = os.pipe()
+    reported_fd, report_fd = os.pipe()
     pid = os.fork()
     if not pid:
         os.close(allow)
-        os.close(told)
-        _first_process(name, folder, allowed, tell)
+        os.close(reported_fd)
+        _first_process(name, folder, allowed, report_fd)
     os.close(allowed)
-    os.close(tell)
+    os.close(report_fd)
     for cgroup in cgroups:
         (cgroup / "cgroup.procs").write_text(str(pid))
     os.write(allow, b".")
     os.close(allow)
-    with open(told) as pipe:
+    with open(reported_fd) as pipe:
         failure = pipe.read()
     return pid, json.dumps({"error": failure} if failure else {"pid": pid})
 
 
-def _first_process(name: str, folder: Path, allowed: int, tell: int) -> NoReturn:
+def _first_process(name: str, folder: Path, allowed: int, report_fd: int) -> NoReturn:
     """Set up the node's mounts and hostname, then collect orphaned processes until killed."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -88,9 +88,9 @@ def _first_process(name: str, folder: Path, allowed: int, tell: int) -> NoReturn
         for number in range(3):
             os.dup2(nothing, number)
     except OSError as error:
-        os.write(tell, str(error).encode())
+        os.write(report_fd, str(error).encode())
         os._exit(1)
-    os.close(tell)
+    os.close(report_fd)
     while True:
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:

@@ -19,7 +19,7 @@ from medusa_runtime.errors import ConfigError, LabError
 from . import kernel
 from .link_speed import LinkSpeed
 from .network import Network, find_tools
-from .quota import make_groups
+from .quota import make_cgroups
 
 ORIGIN = "origin"
 SWITCH = "switch"
@@ -70,8 +70,8 @@ class Laboratory:
         self.origin: subprocess.Popen[str] | None = None
         self.folder = Path()
         self.served = dict(origin or {})
-        self._held: dict[str, _Node] = {}
-        self._groups: dict[str, Path] = {}
+        self._running_nodes: dict[str, _Node] = {}
+        self._cgroups: dict[str, Path] = {}
         self._launched: list[subprocess.Popen[Any]] = []
         self._stack = ExitStack()
         self._network: Network
@@ -85,12 +85,12 @@ class Laboratory:
             self._stack.callback(self._end_all)
             if self.cpus is not None:
                 try:
-                    self._groups = make_groups(self.nodes, self.cpus)
+                    self._cgroups = make_cgroups(self.nodes, self.cpus)
                     self.quotas = f"{self.cpus:g} cores for each node"
                 except LabError as error:
                     self.quotas = str(error)
-            self._hold(SWITCH)
-            self._network = Network(self._held[SWITCH].pid, f"{_NETWORK}.{_SWITCH_HOST}/24")
+            self._start_node(SWITCH)
+            self._network = Network(self._running_nodes[SWITCH].pid, f"{_NETWORK}.{_SWITCH_HOST}/24")
             for node in (*self.nodes, ORIGIN):
                 self.boot(node)
             if self.served:
@@ -115,7 +115,7 @@ class Laboratory:
 
     def pid(self, node: str) -> int:
         """Return the pid of the node's first process, as this process sees it."""
-        return self._held[node].pid
+        return self._running_nodes[node].pid
 
     def node_folder(self, node: str) -> Path:
         """Return a folder for the node's own files, with a short path. It is removed with the node."""
@@ -123,17 +123,17 @@ class Laboratory:
 
     def boot(self, node: str) -> None:
         """Start a node that has crashed, with a new folder. Raises LabError if it runs, or had a processor quota."""
-        if node in self._held:
+        if node in self._running_nodes:
             raise LabError(f"{node} runs already")
-        if node in self._groups and not self._groups[node].exists():
+        if node in self._cgroups and not self._cgroups[node].exists():
             raise LabError(f"{node}'s processor quota went with its crash")
-        pid = self._hold(node)
+        pid = self._start_node(node)
         self._network.plug(node, pid, f"{self.address(node)}/24", self.origin_link if node == ORIGIN else self.link)
 
     def crash(self, node: str) -> None:
         """End a node like a power cut. Every process in it is gone when this returns."""
         self._network.unplug(node)
-        holder = self._held.pop(node).holder
+        holder = self._running_nodes.pop(node).holder
         holder.terminate()
         holder.wait()
 
@@ -147,10 +147,10 @@ class Laboratory:
 
     def sent_bytes(self, node: str) -> int:
         """Return how many bytes the node has sent since it was started, headers included."""
-        return self._counted(node, 8)
+        return self._interface_counter(node, 8)
 
     def received_bytes(self, node: str) -> int:
-        return self._counted(node, 0)
+        return self._interface_counter(node, 0)
 
     @property
     def origin_sent_bytes(self) -> int:
@@ -168,10 +168,10 @@ class Laboratory:
         The returned process passes SIGTERM and the like on to the program, and ends as the program ends. SIGKILL ends
         both. SIGSTOP does not reach the program; use ``processes`` for that.
         """
-        held = self._held[node]
+        running = self._running_nodes[node]
         folder = os.path.abspath(options.pop("cwd", None) or os.getcwd())
-        launch = [sys.executable, "-m", "medusa_cluster.lab.launcher", str(held.pid), folder]
-        launch.append(":".join(map(str, held.cgroups)))
+        launch = [sys.executable, "-m", "medusa_cluster.lab.launcher", str(running.pid), folder]
+        launch.append(":".join(map(str, running.cgroups)))
         with self._on_cores(node):
             process = subprocess.Popen([*launch, *map(str, command)], start_new_session=True, **options)
         self._launched = [other for other in self._launched if other.poll() is None] + [process]
@@ -249,12 +249,12 @@ class Laboratory:
             raise LabError(f"port {port} of 127.0.0.1 cannot be opened: {answer}")
         return f"http://127.0.0.1:{answer}"
 
-    def _hold(self, node: str) -> int:
+    def _start_node(self, node: str) -> int:
         folder = self.folder / node
         folder.mkdir()
         names = [f"{self.address(other)} {other}\n" for other in (*self.nodes, ORIGIN, SWITCH)]
         (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(names))
-        cgroups = [self._groups[node]] if node in self._groups else []
+        cgroups = [self._cgroups[node]] if node in self._cgroups else []
         command = [sys.executable, "-m", "medusa_cluster.lab.holder", str(os.getpid()), node, str(folder)]
         holder = subprocess.Popen(
             [*command, *map(str, cgroups)], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -263,10 +263,10 @@ class Laboratory:
         if "error" in answer:
             holder.wait()
             raise LabError(f"{node} cannot be made: {answer['error']}")
-        self._held[node] = _Node(holder, answer["pid"], cgroups)
-        return self._held[node].pid
+        self._running_nodes[node] = _Node(holder, answer["pid"], cgroups)
+        return self._running_nodes[node].pid
 
-    def _counted(self, node: str, column: int) -> int:
+    def _interface_counter(self, node: str, column: int) -> int:
         for line in Path(f"/proc/{self.pid(node)}/net/dev").read_text().splitlines():
             name, _, numbers = line.partition(":")
             if name.strip() == "eth0":
@@ -274,11 +274,11 @@ class Laboratory:
         raise LabError(f"{node} has no interface eth0")
 
     def _end_all(self) -> None:
-        for held in self._held.values():
-            held.holder.terminate()
-        for held in self._held.values():
-            held.holder.wait()
-        self._held.clear()
+        for running in self._running_nodes.values():
+            running.holder.terminate()
+        for running in self._running_nodes.values():
+            running.holder.wait()
+        self._running_nodes.clear()
         for process in self._launched:
             process.wait()
         self._launched.clear()

@@ -15,7 +15,7 @@ _PERIOD_US = 20_000
 _WEIGHTS = {"cpu.weight": "10000", "cpu.shares": "262144"}
 
 
-def make_groups(nodes: Sequence[str], cpus: float) -> dict[str, Path]:
+def make_cgroups(nodes: Sequence[str], cpus: float) -> dict[str, Path]:
     """Make a control group for each node, with so many cores. Raises LabError if the machine does not allow it."""
     reasons = []
     for make in (_second_version, _first_version):
@@ -28,12 +28,12 @@ def make_groups(nodes: Sequence[str], cpus: float) -> dict[str, Path]:
 
 def _second_version(nodes: Sequence[str], quota_us: int) -> dict[str, Path]:
     root = _mount_point("cgroup2")
-    own = _own_group("")
+    own = _own_cgroup("")
     for parent in (root / own, *(root / own).parents):
         if not parent.is_relative_to(root):
             break
         with suppress(OSError):  # it has processes of its own, or may not be changed
-            return dict(_groups(parent, nodes, {"cpu.max": f"{quota_us} {_PERIOD_US}"}, controller="+cpu"))
+            return dict(_cgroups(parent, nodes, {"cpu.max": f"{quota_us} {_PERIOD_US}"}, controller="+cpu"))
     raise OSError("cgroup v2 offers no cpu controller")
 
 
@@ -41,11 +41,11 @@ def _first_version(nodes: Sequence[str], quota_us: int) -> dict[str, Path]:
     root = _mount_point("cgroup", "cpu")
     limits = {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": str(quota_us)}
     with suppress(OSError):  # in a container, the path may be the one outside of it
-        return dict(_groups(root / _own_group("cpu"), nodes, limits))
-    return dict(_groups(root, nodes, limits))
+        return dict(_cgroups(root / _own_cgroup("cpu"), nodes, limits))
+    return dict(_cgroups(root, nodes, limits))
 
 
-def _groups(
+def _cgroups(
     parent: Path, nodes: Sequence[str], limits: dict[str, str], controller: str = ""
 ) -> Iterator[tuple[str, Path]]:
     made: list[Path] = []
@@ -84,7 +84,7 @@ def _mount_point(kind: str, option: str = "") -> Path:
     raise OSError(f"no {kind} {option}".rstrip() + " is mounted")
 
 
-def _own_group(controller: str) -> str:
+def _own_cgroup(controller: str) -> str:
     with open("/proc/self/cgroup") as groups:
         for line in groups:
             _, controllers, path = line.rstrip("\n").split(":", 2)

@@ -25,13 +25,13 @@ from .state import (
     Consolidate,
     Decision,
     Deployment,
-    GiveBack,
     Instance,
     Node,
     Pace,
     RequestNodes,
     ResumeInstance,
     Role,
+    SetSpare,
     StartInstance,
     StopInstance,
 )
@@ -174,7 +174,7 @@ class _Tick:
             count.wanted = max(share, min(count.wanted, count.current - 1))  # one at a time
         return total - slots, max(sum(max(count.least, count.deployment.min) for count in counts) - slots, 0)
 
-    def _nodes(self, useful: int, missing: int) -> tuple[list[GiveBack], int, Idle]:
+    def _nodes(self, useful: int, missing: int) -> tuple[list[SetSpare], int, Idle]:
         """Take back nodes with ``useful`` slots, or give one back; and return how many nodes there should be.
 
         That is 0 unless slots are ``missing``, else it counts all that are there: those that drain are nodes to Ray,

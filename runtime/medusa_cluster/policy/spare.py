@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from .index import Index
 from .pool import room
-from .state import GiveBack, Node
+from .state import Node, SetSpare
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,20 +17,20 @@ class Idle:
     since_s: Mapping[str, float] = field(default_factory=dict)
 
 
-def take_back(nodes: Mapping[str, Node], slots: int) -> list[GiveBack]:
+def take_back(nodes: Mapping[str, Node], slots: int) -> list[SetSpare]:
     """Take back nodes with so many slots, or fewer if there are not enough."""
     found = []
     for name in sorted(name for name, node in nodes.items() if node.spare and node.state != "lost"):
         if slots <= 0:
             break
-        found.append(GiveBack(name, back=False))
+        found.append(SetSpare(name, spare=False))
         slots -= nodes[name].slots
     return found
 
 
 def give_back(
     nodes: Mapping[str, Node], index: Index, idle: Idle, now_s: float, *, least: int, after_s: float
-) -> tuple[list[GiveBack], Idle]:
+) -> tuple[list[SetSpare], Idle]:
     """Give back one node that has had no instance for ``after_s``.
 
     At least ``least`` nodes stay, and they have to hold all of the pool's copies. The node that was idle the longest
@@ -46,5 +46,5 @@ def give_back(
     total = sum(rooms.values())
     for name in sorted(ready, key=lambda name: (since_s[name], pinned[name], name)):
         if pinned[name] <= total - rooms[name]:
-            return [GiveBack(name)], Idle(since_s)
+            return [SetSpare(name)], Idle(since_s)
     return [], Idle(since_s)

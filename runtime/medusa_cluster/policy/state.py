@@ -253,11 +253,11 @@ class RequestNodes:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveBack:
-    """Let an autoscaler end a node once others have what it holds, or take it ``back`` to use it again."""
+class SetSpare:
+    """Let an autoscaler end a node once others have what it holds, or with ``spare=False`` take it back."""
 
     node: str
-    back: bool = True
+    spare: bool = True
 
 
 Decision = (
@@ -271,5 +271,5 @@ Decision = (
     | Consolidate
     | Pace
     | RequestNodes
-    | GiveBack
+    | SetSpare
 )

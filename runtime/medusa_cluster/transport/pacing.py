@@ -22,7 +22,7 @@ _UNLIMITED = (1 << 64) - 1
 _UNSENT_PER_S, _LEAST_UNSENT_BYTES = 25, 64 << 10
 _SENT_WITHIN_MS = 1000
 _PRIORITY_SERVING = 6  # the highest priority that needs no privilege
-_TAKES_NOTHING_MS = 10_000
+_STALLED_MS = 10_000
 _TOS_SERVING, _TOS_WEIGHTS = 0xB8, 0x08  # expedited forwarding; throughput before delay
 
 
@@ -113,7 +113,7 @@ def mark_weights(connection: socket.socket) -> None:
     """
     _mark(connection, _TOS_WEIGHTS)
     with contextlib.suppress(OSError):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _TAKES_NOTHING_MS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _STALLED_MS)
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 

@@ -32,7 +32,7 @@ from medusa_runtime.storage.framing import (
 )
 
 from .pacing import Pacer, connection_of, mark_weights
-from .sending import EncryptedWay, PlainWay, Sending, Turns
+from .sending import EncryptedWriter, PlainWriter, RangeSender, ReaderQueues
 
 _LONGEST_RANGE_BYTES = 64 << 20
 _MOST_REQUESTS = 64  # at a time, from one address
@@ -57,7 +57,7 @@ class RegionSource(Protocol):
     def release(self, region: ChecksummedRegion) -> None: ...
 
 
-class _Refused(Exception):
+class _HttpError(Exception):
     """An answer with an error status."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -72,7 +72,7 @@ class RegionRoutes:
         self._source = source
         self._pacer = pacer
         self._requests: Counter[str] = Counter()
-        self._turns = Turns()
+        self._queues = ReaderQueues()
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "weights")
         self._counting = threading.Lock()
         self.sent_bytes = 0
@@ -94,7 +94,7 @@ class RegionRoutes:
             self._requests[peer] += 1
             try:
                 return await self._with_region(request, handler)
-            except _Refused as refused:
+            except _HttpError as refused:
                 return web.Response(status=refused.status, text=f"{refused}\n")
             except MedusaError as error:
                 return web.Response(status=404, text=f"{error}\n")
@@ -113,7 +113,7 @@ class RegionRoutes:
                 return web.Response(status=404, text="this node has no region of the model\n")
             try:
                 return await handler(request, region)
-            except _Refused as refused:
+            except _HttpError as refused:
                 if refused.status != 412 or current:
                     raise
                 current = True  # the model may have been fetched anew
@@ -171,25 +171,25 @@ class RegionRoutes:
             asyncio.run_coroutine_threadsafe(response.write(data), loop).result(within_s)
 
         encrypted = transport.get_extra_info("sslcontext") is not None
-        way = EncryptedWay(connection, write) if encrypted else PlainWay(connection)
-        sending = Sending(
+        writer = EncryptedWriter(connection, write) if encrypted else PlainWriter(connection)
+        sender = RangeSender(
             region,
             chunks,
-            way,
-            turn=self._turns.of(request.headers.get(READER_HEADER, str(id(request)))),
+            writer,
+            queue=self._queues.of(request.headers.get(READER_HEADER, str(id(request)))),
             pacer=self._pacer,
             gone=transport.is_closing,
             sent=self._count,
         )
-        running = loop.run_in_executor(self._threads, sending.run)
+        running = loop.run_in_executor(self._threads, sender.run)
         try:
             await asyncio.shield(running)
         finally:
-            sending.stop()
+            sender.stop()
             while not running.done():
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([running])
-            way.close()
+            writer.close()
 
     def _count(self, size_bytes: int) -> None:
         with self._counting:
@@ -200,16 +200,16 @@ def _key(request: web.Request) -> str:
     try:
         return model_key(request.match_info["url"])
     except NodeError as error:
-        raise _Refused(400, str(error)) from None
+        raise _HttpError(400, str(error)) from None
 
 
 def _etag(request: web.Request, region: ChecksummedRegion) -> str:
     found = region.shard(request.match_info["name"])
     if found is None:
-        raise _Refused(404, "the model has no such shard")
+        raise _HttpError(404, "the model has no such shard")
     etag = entity_tag_of(found[1].version)
     if request.headers.get("If-Match", etag) != etag:
-        raise _Refused(412, "this node has another version of the shard")
+        raise _HttpError(412, "this node has another version of the shard")
     return etag
 
 
@@ -217,22 +217,22 @@ def _range(request: web.Request, region: ChecksummedRegion) -> range:
     """Return the chunks that a request asks for. Refuses a range that is too long or does not fit whole chunks."""
     found = region.shard(request.match_info["name"])
     if found is None:
-        raise _Refused(404, "the model has no such shard")
+        raise _HttpError(404, "the model has no such shard")
     _etag(request, region)
     number, shard = found
     start, stop = (_number(request.query.get(name)) - shard.data_start for name in ("start", "stop"))
     if not 0 <= start < stop <= shard.data_bytes or stop - start > _LONGEST_RANGE_BYTES:
-        raise _Refused(416, f"expected at most {_LONGEST_RANGE_BYTES} bytes within the shard's data")
+        raise _HttpError(416, f"expected at most {_LONGEST_RANGE_BYTES} bytes within the shard's data")
     if start % region.chunk_bytes or (stop % region.chunk_bytes and stop != shard.data_bytes):
-        raise _Refused(416, f"expected whole chunks of {region.chunk_bytes} bytes")
+        raise _HttpError(416, f"expected whole chunks of {region.chunk_bytes} bytes")
     if region.state == State.FAILED:
-        raise _Refused(404, "the fetch of this model has failed")
+        raise _HttpError(404, "the fetch of this model has failed")
     return region.chunks.covering(number, start, stop)
 
 
 def _number(text: str | None) -> int:
     if text is None or not text.isascii() or not text.isdecimal() or len(text) > 18:
-        raise _Refused(400, "expected whole numbers")
+        raise _HttpError(400, "expected whole numbers")
     return int(text)
 
 

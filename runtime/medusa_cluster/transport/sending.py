@@ -34,7 +34,7 @@ _ENCRYPTED_BYTES = 128 << 10
 _NEXT_S = 0.05  # how long an answer waits for its next chunk before another answer to the same reader goes first
 
 
-class Turns:
+class ReaderQueues:
     """The answers that each reader waits for, in the order of its requests.
 
     A fetch asks for its next range before the current one is complete. If both were sent at the same time, each would
@@ -42,14 +42,14 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._readers: WeakValueDictionary[str, Turn] = WeakValueDictionary()
+        self._readers: WeakValueDictionary[str, ReaderQueue] = WeakValueDictionary()
 
-    def of(self, reader: str) -> Turn:
+    def of(self, reader: str) -> ReaderQueue:
         """Return the answers to one reader. Call this in one thread only."""
-        return self._readers.setdefault(reader, Turn())
+        return self._readers.setdefault(reader, ReaderQueue())
 
 
-class Turn:
+class ReaderQueue:
     """The answers to one reader. Whoever holds the lock ``sending`` sends."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Turn:
         self._answers: list[object] = []
 
     @contextmanager
-    def place(self, answer: object) -> Iterator[None]:
+    def queued(self, answer: object) -> Iterator[None]:
         with self._changed:
             self._answers.append(answer)
         try:
@@ -87,8 +87,8 @@ class Turn:
         wait(_STOP_S)
 
 
-class Way(Protocol):
-    """The way that bytes take to a peer.
+class PeerWriter(Protocol):
+    """A writer of bytes to a peer.
 
     Both methods raise OSError when the peer has gone, or has not taken the bytes by ``deadline`` (monotonic seconds).
     """
@@ -100,8 +100,11 @@ class Way(Protocol):
     def send_file(self, descriptor: int, offset: int, size: int, deadline: float) -> None: ...
 
 
-class PlainWay:
-    """Plain TCP: a duplicate of a connection's socket. The connection's owner must not write meanwhile. Close it."""
+class PlainWriter:
+    """A writer over plain TCP, by a duplicate of a connection's socket. Close it.
+
+    The connection's owner must not write meanwhile.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection.dup()
@@ -136,8 +139,11 @@ class PlainWay:
         self.connection.close()
 
 
-class EncryptedWay:
-    """TLS, which sendfile cannot do. ``write(data, within_s)`` passes bytes to the event loop, which encrypts them."""
+class EncryptedWriter:
+    """A writer over TLS, which sendfile cannot do.
+
+    ``write(data, within_s)`` passes bytes to the event loop, which encrypts them.
+    """
 
     def __init__(self, connection: socket.socket, write: Callable[[bytes, float], None]) -> None:
         self.connection = connection
@@ -159,8 +165,8 @@ class EncryptedWay:
         """Do nothing: the connection belongs to the event loop."""
 
 
-class Sending:
-    """A range of a region's chunks on their way to one peer.
+class RangeSender:
+    """The sending of a range of a region's chunks to one peer.
 
     ``gone()`` returns whether the peer has gone. ``sent`` is called with the number of bytes sent, in the thread of
     ``run``.
@@ -170,17 +176,17 @@ class Sending:
         self,
         region: ChecksummedRegion,
         chunks: range,
-        way: Way,
+        writer: PeerWriter,
         *,
-        turn: Turn,
+        queue: ReaderQueue,
         pacer: Pacer,
         gone: Callable[[], bool],
         sent: Callable[[int], None],
     ) -> None:
         self._region = region
         self._chunks = chunks
-        self._way = way
-        self._turn = turn
+        self._writer = writer
+        self._queue = queue
         self._pacer = pacer
         self._gone = gone
         self._sent = sent
@@ -196,11 +202,11 @@ class Sending:
     def run(self) -> None:
         """Send all chunks, each as soon as it is there. Raises MedusaError or OSError if that is impossible."""
         next_chunk = self._chunks.start
-        with self._turn.place(self):
+        with self._queue.queued(self):
             while next_chunk < self._chunks.stop:
                 ready = self._wait(next_chunk, min(self._chunks.stop - next_chunk, _MOST_RUN))
-                with self._turn.sending:
-                    if isinstance(self._way, PlainWay) and (chunks := compiled_functions()) is not None:
+                with self._queue.sending:
+                    if isinstance(self._writer, PlainWriter) and (chunks := compiled_functions()) is not None:
                         next_chunk += self._send_compiled(chunks, range(next_chunk, self._chunks.stop))
                     else:
                         self._send(range(next_chunk, next_chunk + ready))
@@ -217,13 +223,13 @@ class Sending:
         while not (ready := region.present(first, most)):
             if self._stopped or self._gone():
                 raise ConnectionResetError("the peer has gone")
-            self._turn.pause(self, partial(region.wait_for_more, seen_bytes))
+            self._queue.pause(self, partial(region.wait_for_more, seen_bytes))
             now, seen_bytes = time.monotonic(), region.fetched_bytes
             if now - looked < _POLL_S:
                 continue
             looked = now
             # In a chain, chunks come in the order of the requests. Otherwise this chunk may be far down the schedule.
-            if self._turn.is_first(self):
+            if self._queue.is_first(self):
                 region.demand(first)
             if region.received_bytes != received_bytes:
                 received_bytes, changed = region.received_bytes, now
@@ -234,14 +240,14 @@ class Sending:
     def _send_compiled(self, compiled_chunks: CompiledChunks, chunks: range) -> int:
         """Send the first of these chunks and those that follow soon after it, in compiled code. Return their number."""
         sending = self._region.send_job(chunks)
-        sending.connection = self._way.connection.fileno()
+        sending.connection = self._writer.connection.fileno()
         sending.idle_ms = int(_NEXT_S * 1000)
         slowest = min(_LEAST_BYTES_PER_S, self._pacer.bytes_per_s or _LEAST_BYTES_PER_S)
         sending.patience_ms = int((_PATIENCE_S + self._region.chunk_bytes / slowest) * 1000)
         self._under_way = sending
         if self._stopped:  # `stop` was called before `_under_way` was set
             sending.stopped = 1
-        with self._pacer.sending(self._way.connection):
+        with self._pacer.sending(self._writer.connection):
             status = compiled_chunks.send(sending)
         self._sent(sending.sent_bytes)
         if status == STOPPED:
@@ -252,19 +258,19 @@ class Sending:
 
     def _send(self, chunks: range) -> None:
         """Send neighbouring chunks that are all there, each behind its frame."""
-        region, way = self._region, self._way
+        region, writer = self._region, self._writer
         descriptor, at = region.file.fileno(), region.offset(chunks.start)
         sizes = [region.chunks.size(chunk) for chunk in chunks]
         slowest = min(_LEAST_BYTES_PER_S, self._pacer.bytes_per_s or _LEAST_BYTES_PER_S)
         deadline = time.monotonic() + _PATIENCE_S + sum(sizes) / slowest
-        with self._pacer.sending(way.connection):
+        with self._pacer.sending(writer.connection):
             for chunk, size in zip(chunks, sizes, strict=True):
                 if self._stopped:
                     raise ConnectionResetError("the server ends")
-                way.write(Frame(size, region.checksum(chunk)).pack(), deadline)
-                way.send_file(descriptor, at, size, deadline)
+                writer.write(Frame(size, region.checksum(chunk)).pack(), deadline)
+                writer.send_file(descriptor, at, size, deadline)
                 at += size
                 self._sent(size)
 
 
-__all__ = ["EncryptedWay", "PlainWay", "Sending", "Turn", "Turns", "Way"]
+__all__ = ["EncryptedWriter", "PeerWriter", "PlainWriter", "RangeSender", "ReaderQueue", "ReaderQueues"]

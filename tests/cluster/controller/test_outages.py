@@ -30,7 +30,7 @@ def test_a_model_and_a_fetch_may_fail_for_days(run: Run) -> None:
         for number in range(1100):
             known = KnownInstance(f"i{number}", "m", "a", "starting", time.time())
             cluster.instances[known.id] = known
-            assert cluster.execution.failed(known.id)
+            assert cluster.execution.note_failed(known.id)
             del cluster.instances[known.id]
         execution: Any = cluster.execution
         for _ in range(1100):
@@ -125,7 +125,7 @@ def test_an_instance_that_is_ended_before_its_node_was_told_is_not_started(run: 
         async def drop(_: Any) -> None:
             await dropped.wait()
 
-        cluster.execution.task(("drop", "a", "http://store/other"), drop(None))
+        cluster.execution.start_task(("drop", "a", "http://store/other"), drop(None))
         await ask(cluster, "deploy", name="m", url=MODEL, min=1)
         await until(lambda: cluster.instances)
         (old,) = cluster.instances
@@ -164,7 +164,7 @@ def test_what_an_instance_has_lasted_does_not_depend_on_the_clock_of_its_node(ru
         await until(lambda: {"new", "old"} <= cluster.instances.keys())
         execution: Any = cluster.execution
         for name, failures in (("old", 0), ("new", 1)):
-            assert execution.failed(name)
+            assert execution.note_failed(name)
             assert execution._failures["m"][0] == failures, name
 
     run(scenario, "a")

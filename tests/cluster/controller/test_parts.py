@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from medusa_cluster.controller.nodes import Gateway, KnownNode
-from medusa_cluster.controller.plan_file import Plan, read_plan, write_plan
+from medusa_cluster.controller.plan_file import ClusterPlan, read_plan, write_plan
 from medusa_cluster.controller.status import chains
 from medusa_cluster.controller.versions import Versions
 from medusa_cluster.controller.view import Loads
@@ -16,15 +16,15 @@ from medusa_cluster.deployment import Deployment
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    assert read_plan(path) == Plan()
-    plan = Plan(
+    assert read_plan(path) == ClusterPlan()
+    plan = ClusterPlan(
         {"m": Deployment("m", "s3://b/m", settings={"threads": "2"})}, {"n": 2.5, "o": None}, {"s3://b/m": ["1"]}
     )
     write_plan(path, plan)
     assert read_plan(path) == plan
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_text('{"deployments": [], "draining": ["n"], "versions": {}}')  # as it was written before
-    assert read_plan(path) == Plan(draining={"n": None})
+    assert read_plan(path) == ClusterPlan(draining={"n": None})
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_a_plan_that_cannot_be_read_is_kept_aside(tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
-    assert read_plan(path) == Plan()
+    assert read_plan(path) == ClusterPlan()
     assert path.with_suffix(".unreadable").read_text() == text
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cluster_model import ClusterModel
 from medusa_cluster.policy.decide import Options
-from medusa_cluster.policy.state import GiveBack, RequestNodes
+from medusa_cluster.policy.state import RequestNodes, SetSpare
 
 from .test_decide import MB, model, nodes, of
 
@@ -25,26 +25,26 @@ def test_nodes_without_work_are_given_back_and_taken_back_before_others_are_aske
     found = nodes(4)
     cluster = ClusterModel([replace(found[0], stays=True), *found[1:]], [model()], Options(least_nodes=2))
     cluster.load("m", waiting=32)
-    assert of(GiveBack, cluster.run(60)) == []
+    assert of(SetSpare, cluster.run(60)) == []
     cluster.load("m")
-    given = of(GiveBack, cluster.run(200))
-    assert [change.back for change in given] == [True, True]  # two stay
+    given = of(SetSpare, cluster.run(200))
+    assert [change.spare for change in given] == [True, True]  # two stay
     assert {change.node for change in given} < {"n1", "n2", "n3"}
     assert len([name for name in cluster.copies("s3://m") if not cluster.nodes[name].spare]) > 0
     cluster.load("m", waiting=32)
     decisions = cluster.run(1)
-    assert [change.back for change in of(GiveBack, decisions)] == [False, False]
+    assert [change.spare for change in of(SetSpare, decisions)] == [False, False]
     assert of(RequestNodes, decisions) == []
     assert len(cluster.instances("m")) == 4
 
 
 def test_a_node_whose_copies_have_no_other_room_is_not_given_back() -> None:
     cluster = ClusterModel(nodes(2, memory=100 * MB), [model("a"), model("b")], Options(least_nodes=1))
-    assert of(GiveBack, cluster.run(100)) == []
+    assert of(SetSpare, cluster.run(100)) == []
     del cluster.deployments["b"]
-    assert len(of(GiveBack, cluster.run(100))) == 1
+    assert len(of(SetSpare, cluster.run(100))) == 1
     assert len([name for name in cluster.copies("s3://a") if not cluster.nodes[name].spare]) == 1
 
 
 def test_nodes_stay_without_an_autoscaler() -> None:
-    assert of(GiveBack, ClusterModel(nodes(3), [model()]).run(100)) == []
+    assert of(SetSpare, ClusterModel(nodes(3), [model()]).run(100)) == []

@@ -7,7 +7,7 @@ import secrets
 from typing import Any
 
 
-class Routes:
+class RoutePublisher:
     """The current routes. A version is text to be compared for equality only, and is new after a restart."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Routes:
     def current(self) -> dict[str, Any]:
         return {"version": self.version, "models": self._models}
 
-    def update(self, models: dict[str, Any]) -> None:
+    def publish(self, models: dict[str, Any]) -> None:
         """Use these routes, and wake the waiting calls if the routes have changed."""
         if models == self._models:
             return
@@ -33,7 +33,7 @@ class Routes:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def after(self, version: str, wait_s: float) -> dict[str, Any]:
+    async def wait_for_change(self, version: str, wait_s: float) -> dict[str, Any]:
         """Return the routes as soon as their version is another than ``version``, or after ``wait_s``."""
         if version == self.version:
             try:
