@@ -17,6 +17,16 @@ import torch
 from benchmarks.gpu.machine import Machine
 
 
+# CUdevice_attribute: what copies from registered pages and memory at chosen addresses rely on.
+_ATTRIBUTES = {
+    "PAGEABLE_MEMORY_ACCESS": 88,
+    "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM": 91,
+    "HOST_REGISTER_SUPPORTED": 99,
+    "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": 102,
+    "READ_ONLY_HOST_REGISTER_SUPPORTED": 113,
+}
+
+
 def environment(machine: Machine) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, fact in _FACTS.items():
@@ -63,6 +73,20 @@ def _placement(machine: Machine) -> dict[str, object]:
     return found
 
 
+def _attributes(machine: Machine) -> dict[str, int]:
+    """Return what the driver says of itself: 1 for what it supports here."""
+    import ctypes
+
+    from medusa_runtime.device.driver import Driver
+
+    found = {}
+    for name, number in _ATTRIBUTES.items():
+        value = ctypes.c_int()
+        Driver().call("cuDeviceGetAttribute", ctypes.byref(value), number, machine.device.index or 0)
+        found[name] = value.value
+    return found
+
+
 def _cupti(machine: Machine) -> dict[str, int]:
     """Return how many kernel images CUPTI reports when a product is computed."""
     from medusa_runtime.device.cupti import ModuleRecorder
@@ -104,6 +128,7 @@ _FACTS: dict[str, Callable[[Machine], Any]] = {
     "compiler": lambda _: shutil.which("g++") or shutil.which("gcc"),
     "triton": _triton,
     "driver": _driver,
+    "attributes": _attributes,
     "placement": _placement,
     "cupti": _cupti,
     "register": _register,

@@ -310,3 +310,27 @@ def test_a_way_that_the_driver_refuses_is_not_tried_again() -> None:
     with trying.timed("register", 100):
         trying.give_up("register")
     assert trying.next() == "staging"
+
+
+def test_what_it_takes_to_release_pages_counts_against_registering_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from medusa_runtime.load.upload.cuda_link import CudaLink
+
+    now = 0.0
+    monkeypatch.setattr(trial, "perf_counter", lambda: now)
+
+    class SlowDriver:
+        def call(self, function: str, *arguments: object) -> None:
+            nonlocal now
+            now += {"cuMemHostUnregister": 5e-6}[function]
+
+    source = torch.empty(3 << 12, dtype=torch.uint8)
+    link = CudaLink.__new__(CudaLink)  # its streams need a GPU
+    link._trial, link._driver = trial.Trial(("register", "staging"), 2000), SlowDriver()  # type: ignore[assignment]
+    link._registered = {source.data_ptr() + CudaLink._own_pages(source)[0]: 4096}
+    with link._trial.timed("register", 1000):
+        now += 1e-6
+    link.forget(source)
+    with link._trial.timed("staging", 1000):
+        now += 2e-6
+    assert not link._registered
+    assert link._trial.chosen == "staging"

@@ -13,8 +13,9 @@ import os
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # torch is imported after the recorder has begun
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 600.0
+_LINES_OF_AN_ERROR = 20
 # Bytes of tensors that are allocated before the dump, so that torch's own segments lie at other addresses.
 _SHIFTS = (3 << 20, 24 << 20, 1 << 30)
 
@@ -60,11 +62,11 @@ def capture(model: str, settings: Settings, folder: Path) -> Path | None:
 
 
 def run(settings: Settings, out: Path, other: Path | None = None, *, check: bool = False) -> None:
-    """Run one capturing process, which writes to ``out``.
+    """Run one capturing process, which writes to ``out``. Its output is logged line by line.
 
     Without ``other`` it writes a dump. With another process's dump as ``other`` it writes blueprints. With ``check``,
     ``other`` has blueprints, and it writes those that can be restored. Raises EngineError, with the end of the
-    process's output, if it fails.
+    process's output, if it fails or takes longer than ten minutes.
     """
     command = [
         sys.executable,
@@ -74,13 +76,23 @@ def run(settings: Settings, out: Path, other: Path | None = None, *, check: bool
         *([str(other)] if other else []),
         *(["check"] if check else []),
     ]
-    done = subprocess.run(
-        command, input=json.dumps(asdict(settings)).encode(), capture_output=True, timeout=_TIMEOUT_S, check=False
-    )
-    for line in (done.stdout + done.stderr).decode(errors="replace").splitlines():
-        logger.info("%s", line)
-    if done.returncode:
-        raise EngineError(f"capturing CUDA graphs failed: {done.stderr.decode(errors='replace').strip()[-1500:]}")
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    late, said = threading.Event(), deque[str](maxlen=_LINES_OF_AN_ERROR)
+    timer = threading.Timer(_TIMEOUT_S, lambda: (late.set(), process.kill()))
+    timer.start()
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with suppress(BrokenPipeError):  # it ended at once; its output says why
+            process.stdin.write(json.dumps(asdict(settings)).encode())
+            process.stdin.close()
+        for line in process.stdout:
+            said.append(line.decode(errors="replace").rstrip())
+            logger.info("%s", said[-1])
+    timer.cancel()
+    if process.returncode:
+        why = f"it was not done after {_TIMEOUT_S:.0f} s: " if late.is_set() else ""
+        raise EngineError(f"capturing CUDA graphs failed: {why}" + "\n".join(said))
 
 
 def main(arguments: list[str]) -> int:

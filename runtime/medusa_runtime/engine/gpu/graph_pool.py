@@ -83,7 +83,8 @@ def open_pool(driver: CudaDriver, base: int) -> GraphPool | None:
     """Open the pool. If that fails, log the reason and return None; torch's own pool is used then."""
     try:
         return GraphPool(driver, base)
-    except (DeviceError, RuntimeError) as error:  # RuntimeError is torch's, if it cannot make such a pool
+    # The latter are torch's: it cannot make such a pool, or this version of it has other names or arguments.
+    except (DeviceError, RuntimeError, AttributeError, TypeError) as error:
         logger.warning("graphs are captured in memory at addresses that torch chooses: %s", error)
         return None
 

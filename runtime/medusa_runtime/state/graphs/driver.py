@@ -147,8 +147,10 @@ class CudaDriver(Driver):
         return made.value
 
     def optional(self, function: str, *arguments: Any) -> int:
-        """Do the same as ``handle``, but return 0 if the driver refuses."""
+        """Do the same as ``handle``, but return 0 if the driver refuses, or is too old to have this function."""
         made = c_uint64()
+        if not hasattr(self._functions, function):
+            return 0
         return 0 if self.result(function, byref(made), *arguments) else made.value
 
     def text(self, function: str, handle: int) -> str:

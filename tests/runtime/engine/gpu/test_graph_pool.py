@@ -140,6 +140,8 @@ def test_what_refuses_a_pool_is_logged(
     with caplog.at_level(logging.WARNING):
         assert open_pool(driver, BASE + 7 * APART) is None
     assert "captured in memory at addresses that torch chooses: cudaMallocAsync does not" in caplog.text
+    monkeypatch.delattr(torch.cuda.memory, "CUDAPluggableAllocator")  # a torch that calls it otherwise
+    assert open_pool(driver, BASE + 7 * APART) is None
     monkeypatch.setenv("CC", "/nonexistent/cc")
     with pytest.raises(DeviceError, match=r"graph_pool.c cannot be compiled .*; install a C compiler, or set CC"):
         GraphPool(driver, BASE + 8 * APART)

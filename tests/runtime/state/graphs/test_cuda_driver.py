@@ -64,15 +64,17 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 try:
-    bindings.SIGNATURES["cuNewerThanThis"] = ""
-    driver.call("cuNewerThanThis")
+    bindings.SIGNATURES["cuNewerThanThis"] = "pp"
+    driver.call("cuNewerThanThis", None, None)
 except Exception as error:
     print(error)
+print(driver.optional("cuNewerThanThis", 5))  # as cuKernelGetLibrary is to drivers before CUDA 12.5
 """
     ).splitlines()
     assert said[0] == "cuDeviceGet failed: CUDA_ERROR_NOT_INITIALIZED (3)"
     assert said[1].startswith("DeviceError expected a current CUDA context in this thread, found none")
     assert said[2].endswith("has no cuNewerThanThis; expected the driver of CUDA 12.4 or newer")
+    assert said[3] == "0"
 
 
 def test_no_driver() -> None:

@@ -25,6 +25,8 @@ from medusa_runtime.state.graphs.fingerprint import _CAPABILITY_MAJOR, _CAPABILI
 from medusa_runtime.state.graphs.materialization import dump
 from medusa_runtime.state.graphs.restoration import build
 
+from benchmarks.gpu import environment
+
 
 def _folders() -> Iterator[Path]:
     """Folders with CUDA 13's headers, from a toolkit or NVIDIA's packages (nvidia-cuda-runtime, nvidia-cuda-cupti)."""
@@ -151,6 +153,7 @@ CONSTANTS = {
     "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR": _CAPABILITY_MAJOR,
     "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR": _CAPABILITY_MINOR,
     "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT": _PROCESSORS,
+    **{f"CU_DEVICE_ATTRIBUTE_{name}": number for name, number in environment._ATTRIBUTES.items()},
     "CU_POINTER_ATTRIBUTE_MEMORY_TYPE": 2,  # CudaDriver.on_host
     "CU_MEMORYTYPE_HOST": HOST_MEMORY,
     "CU_POINTER_ATTRIBUTE_RANGE_START_ADDR": 11,  # CudaDriver.range_of

@@ -1,0 +1,52 @@
+"""Running the processes that capture graphs offline. What they do has tests of its own."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.gpu import graph_capture
+from medusa_runtime.errors import EngineError
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Settings:
+    """``PYTHON`` in ``tmp_path`` takes the place of the interpreter."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "PYTHON"))
+    return Settings(model="m")
+
+
+def python(folder: Path, script: str) -> None:
+    (folder / "PYTHON").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "PYTHON").chmod(0o755)
+
+
+def test_it_is_told_what_to_do(settings: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    python(tmp_path, 'echo "$@"; cat >&2')
+    with caplog.at_level(logging.INFO):
+        graph_capture.run(settings, tmp_path / "out", tmp_path / "other", check=True)
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == f"-m medusa_runtime.engine.gpu.graph_capture {tmp_path}/out {tmp_path}/other check"
+    assert '"model": "m"' in said[1]
+
+
+def test_a_failure_says_how_it_ended(settings: Settings, tmp_path: Path) -> None:
+    python(tmp_path, "echo no device >&2; exit 3")
+    with pytest.raises(EngineError, match=r"^capturing CUDA graphs failed: no device$"):
+        graph_capture.run(settings, tmp_path / "out")
+
+
+def test_one_that_never_ends_is_ended(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(graph_capture, "_TIMEOUT_S", 1.0)
+    python(tmp_path, "echo capturing; exec sleep 1000")
+    with (
+        caplog.at_level(logging.INFO),
+        pytest.raises(EngineError, match=r"^capturing CUDA graphs failed: it was not done after 1 s: capturing$"),
+    ):
+        graph_capture.run(settings, tmp_path / "out")
+    assert "capturing" in caplog.messages, "what it said until then"
