@@ -16,7 +16,6 @@ import torch
 
 from benchmarks.gpu.machine import Machine
 
-
 # CUdevice_attribute: what copies from registered pages and memory at chosen addresses rely on.
 _ATTRIBUTES = {
     "PAGEABLE_MEMORY_ACCESS": 88,

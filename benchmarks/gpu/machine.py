@@ -175,14 +175,14 @@ class HostGpu(Gpu):
     def memory(self, name: str, size_bytes: int) -> Tensor:
         return self.link.memory(name, size_bytes)
 
-    def free_beside(self, loader: Any) -> int:
+    def free_bytes_beside_weights(self, loader: Any) -> int:
         loader.wait_placed()
         return 1 << 30
 
     def capturer(self) -> Any:
         return _Recorder()
 
-    def working(self) -> AbstractContextManager[object]:
+    def as_default_device(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def restorer(self, model: Any, graphs: Any) -> Any:

@@ -34,7 +34,7 @@ STEPS = {
 
 @pytest.fixture(scope="module")
 def found(cuda: object, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The probe's evidence: that of the probe which ran a moment ago (benchmarks/gpu/run.py says where), or a new one."""
+    """The probe's evidence: that of the probe that benchmarks/gpu/run.py has just run, or of a new one."""
     out = Path(os.environ.get("PROBE_EVIDENCE") or tmp_path_factory.mktemp("probe"))
     if not (out / "probe/probe.json").exists():
         with pytest.MonkeyPatch.context() as patch:
