@@ -57,7 +57,8 @@ class FakeGround:
             torch.cuda.MemPool = lambda allocator: allocator  # type: ignore[assignment, misc]
             self.pool = open_pool(self.driver, POOL_BASE if base == BASE else OTHER_POOL_BASE)
             assert self.pool is not None
-            self._at["pool"] = self.pool._pool.malloc(4096, 0, self.stream)  # as torch does before a warm-up
+            memory: Any = self.pool._pool
+            self._at["pool"] = memory.malloc(4096, 0, self.stream)  # as torch does before a warm-up
         self._toy: Any = Toy(self.driver, self.stream, self._at)
         if recording:
             self._toy.more_modules(filled=True)

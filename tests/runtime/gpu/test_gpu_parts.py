@@ -78,13 +78,14 @@ def test_decode_attention_is_right(cuda: torch.device, shape: tuple[int, int, in
     heads, kv_heads, size = shape
     torch.manual_seed(0)
     contexts = torch.tensor([1, 16, 63, 64, 65, 700, 1000], device=cuda)
-    pools = [torch.randn(512, 16, kv_heads, size, device=cuda, dtype=torch.bfloat16) for _ in range(2)]
+    keys, values = (torch.randn(512, 16, kv_heads, size, device=cuda, dtype=torch.bfloat16) for _ in range(2))
     tables = torch.randperm(512, device=cuda)[: 7 * 64].view(7, 64).to(torch.int32)
     q = torch.randn(7, heads, size, device=cuda, dtype=torch.bfloat16)
     rows = torch.arange(7, dtype=torch.int32, device=cuda)
-    found = paged_triton.decode(q, *pools, tables, contexts, scale=size**-0.5, window=None).float()
-    wide = [pool.float() for pool in pools]
-    expected = paged.attention(q.float(), *wide, tables, rows, contexts.int(), scale=size**-0.5, window=None)
+    found = paged_triton.decode(q, keys, values, tables, contexts, scale=size**-0.5, window=None).float()
+    expected = paged.attention(
+        q.float(), keys.float(), values.float(), tables, rows, contexts.int(), scale=size**-0.5, window=None
+    )
     assert (found - expected).norm() / expected.norm() < 1e-2
 
 
@@ -96,7 +97,7 @@ def test_decoded_keys_and_values_are_written_where_attention_reads_them(cuda: to
     k, v = (part.view(7, 8, 128) for part in fused.chunk(3, dim=1)[1:])
     slots = torch.randperm(64 * 16, device=cuda)[:7]
     wanted = [pool.clone().index_copy_(0, slots, part) for pool, part in zip(pools, (k, v), strict=True)]
-    paged_triton.write(*pools, slots, k, v)
+    paged_triton.write(pools[0], pools[1], slots, k, v)
     for pool, expected in zip(pools, wanted, strict=True):
         assert torch.equal(pool, expected)
 
@@ -147,7 +148,10 @@ def test_graphs_are_captured_in_a_pool_at_a_chosen_address(cuda: torch.device) -
         large = torch.ones(4 << 20, device=cuda)  # a segment of its own, which only the capture asks for
         out.copy_(x @ x + large[:64])
 
-    capturer.warm_up(lambda: out.copy_(x @ x))
+    def product() -> None:
+        out.copy_(x @ x)
+
+    capturer.warm_up(product)
     graph = capturer.capture(work)
     x.fill_(2)
     graph.replay()

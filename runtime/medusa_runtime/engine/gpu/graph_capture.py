@@ -78,7 +78,12 @@ def run(settings: Settings, out: Path, other: Path | None = None, *, check: bool
     ]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     late, said = threading.Event(), deque[str](maxlen=_LINES_OF_AN_ERROR)
-    timer = threading.Timer(_TIMEOUT_S, lambda: (late.set(), process.kill()))
+
+    def end() -> None:
+        late.set()
+        process.kill()
+
+    timer = threading.Timer(_TIMEOUT_S, end)
     timer.start()
     with process:
         assert process.stdin is not None
