@@ -10,7 +10,7 @@ from pathlib import Path
 from medusa_runtime.errors import ConfigError
 
 from benchmarks import command_line
-from benchmarks.simulation import blitzscale, medusa, paraserve
+from benchmarks.simulation import blitzscale, equal_slo, medusa, paraserve
 from benchmarks.simulation.figure import BANDS, Figure
 
 FIGURES: dict[str, Callable[[float], Figure]] = {
@@ -23,6 +23,7 @@ FIGURES: dict[str, Callable[[float], Figure]] = {
     "paraserve-14": paraserve.figure_14,
     "blitzscale-17": blitzscale.figure_17,
     "blitzscale-18": blitzscale.figure_18,
+    "blitzscale-18-slo": equal_slo.figure,
     "blitzscale-19": blitzscale.figure_19,
     "blitzscale-20": blitzscale.figure_20,
     "blitzscale-21": blitzscale.figure_21,

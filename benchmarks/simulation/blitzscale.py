@@ -106,18 +106,28 @@ def requests(trace: str, seconds: float, seed: int = 1) -> list[Request]:
     return scale(found, _SHARE * case.hosts * case.room * case.capacity / tokens, seed)
 
 
-def run(system: str, trace: str, seconds: float, *, waiting: bool = True, seed: int = 1) -> Outcome:
+def run(
+    system: str, trace: str, seconds: float, *, waiting: bool = True, seed: int = 1, bounds: Bounds = BOUNDS
+) -> Outcome:
     """Simulate a trace.
 
     With ``waiting``, prompts wait in one queue, and the tokens in it are the load, as in the published code. Without
     it, each instance has a queue of its own, and the load is the arriving tokens, as in our gateways. Device time
     counts until the trace's end, because the paper does not count instances that wait for more requests afterwards.
     """
-    return simulate(system, trace, requests(trace, seconds, seed), seconds, waiting=waiting)
+    return simulate(system, trace, requests(trace, seconds, seed), seconds, waiting=waiting, bounds=bounds)
 
 
-def simulate(system: str, trace: str, asked: list[Request], seconds: float, *, waiting: bool = True) -> Outcome:
-    strategy = with_bounds(strategy_named(system), BOUNDS)
+def simulate(
+    system: str,
+    trace: str,
+    asked: list[Request],
+    seconds: float,
+    *,
+    waiting: bool = True,
+    bounds: Bounds = BOUNDS,
+) -> Outcome:
+    strategy = with_bounds(strategy_named(system), bounds)
     if math.isfinite(strategy.cache_ttl_s):
         strategy = replace(strategy, cache_ttl_s=_HOST_CACHE_S)
     # The published code ends only ready instances, so each load runs to its end. All systems but S-LLM can resume

@@ -7,9 +7,10 @@ from xml.etree import ElementTree
 
 import pytest
 from medusa_cluster.simulation.result import percentile
+from medusa_cluster.simulation.trace import Request
 from medusa_runtime.errors import ConfigError
 
-from benchmarks.simulation import blitzscale, medusa, scale
+from benchmarks.simulation import blitzscale, equal_slo, medusa, scale
 from benchmarks.simulation.__main__ import FIGURES, main
 from benchmarks.simulation.figure import LESS, Figure, Line, Order
 
@@ -54,6 +55,27 @@ def test_slow_loads_cost_device_time_where_what_waits_is_the_load() -> None:
     waiting, arriving = ours, blitzscale.run("blitzscale", "azure-conv", 120, waiting=False)
     assert arriving.device_s > waiting.device_s
     assert arriving.mean_ttft_s() < waiting.mean_ttft_s()
+
+
+def test_an_oracle_pays_for_prefills_and_starts_and_nothing_else() -> None:
+    case = blitzscale.CASES["azure-conv"]
+    alone = [Request(float(second), 0, round(case.capacity / 2), 2) for second in range(8)]
+    assert equal_slo.least_prefill_s(alone, 10.0) == pytest.approx(10.0)  # one instance is always there
+    burst = [Request(4.0, 0, round(case.capacity), 2) for _ in range(4)]
+    start_s, within_s = 0.24, case.slo_s
+    # Four seconds of work within the SLO need four instances, the last of them for a part of the time.
+    least = equal_slo.least_prefill_s(burst, 10.0)
+    assert 10.0 + 3 * start_s + 4.0 - within_s - 0.4 <= least <= 10.0 + 3 * start_s + 4.0
+
+
+def test_fewer_instances_in_reserve_cost_less_at_nearly_the_same_slo() -> None:
+    published, tight = (
+        blitzscale.run("blitzscale", "azure-conv", 120, waiting=False, bounds=equal_slo.SETTINGS[name])
+        for name in ("published", "0.8 to 0.9")
+    )
+    least_s = equal_slo.least_prefill_s(blitzscale.requests("azure-conv", 120), 120.0)
+    assert least_s + 120 < tight.device_s < 0.9 * published.device_s
+    assert tight.attainment(lambda _: 1.25) > 0.98
 
 
 def test_the_evaluated_part_of_the_code_trace_has_the_papers_two_bursts() -> None:

@@ -305,7 +305,7 @@ class Execution:
             if not self._decode(model, prefill, request):
                 model.held.rotate(1)  # it stays the first
                 return
-            prefill.leave()
+            prefill.leave(request)
 
     def _relieve(self, instance: SimInstance, partner: str) -> None:
         """While the new instance loads, the partner's prefills are faster: layers run where they are (§5.2)."""

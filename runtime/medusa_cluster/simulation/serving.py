@@ -16,6 +16,8 @@ from .network import call_after
 from .profiles import Speed
 
 _ALMOST = 1e-6  # of a token
+# To a gateway, so many prompt tokens (8 KiB of a request's body) are as much work as a sequence, up to four sequences.
+_PROMPT_TOKENS, _MOST_FOR_PROMPT = 2048, 4.0
 
 
 def relieved_s(seconds: float, loaded: float, loaded_per_s: float) -> float:
@@ -48,6 +50,11 @@ class Served:
         self.at_s, self.model, self.number = at_s, model, number
         self.prompt_tokens, self.output_tokens = prompt_tokens, output_tokens
         self.taken_s = self.begun_s = self.first_s = self.done_s = -1.0
+
+    @property
+    def work(self) -> float:
+        """The estimated work, in sequences, as gateways estimate it."""
+        return 1 + min(self.prompt_tokens / _PROMPT_TOKENS, _MOST_FOR_PROMPT)
 
     @property
     def ttft_s(self) -> float:
@@ -91,6 +98,7 @@ class Server:
         self.slower: Callable[[], float] | None = None
         self.first_token: Callable[[Served], None] | None = None  # called when one has come
         self.running = 0
+        self.work = 0.0  # of these, in sequences
         self._waiting: deque[Served] = deque()
         self._batch: list[Served] = []
         self._active: list[tuple[float, int, Served]] = []  # (tokens at which it ends, order, request)
@@ -108,7 +116,7 @@ class Server:
         return self.places - self.running
 
     def admit(self, request: Served) -> None:
-        self.running += 1
+        self._take(request)
         self._waiting.append(request)
         if self._batch or self._stepping:
             return
@@ -129,7 +137,8 @@ class Server:
         """Fetch prompts from the shared queue if none waits here. Return whether any waits now."""
         if not self._waiting and self.pull is not None:
             found = self.pull(self._batch_tokens)
-            self.running += len(found)
+            for request in found:
+                self._take(request)
             self._waiting.extend(found)
         return bool(self._waiting)
 
@@ -141,14 +150,14 @@ class Server:
         if self._waiting and not self._batch:
             self._prefill()
 
-    def leave(self) -> None:
+    def leave(self, request: Served) -> None:
         """Note that a prefilled request has gone to another instance."""
-        self.running -= 1
+        self._release(request)
         self._ended(self, None)
 
     def take_over(self, request: Served, left: float | None = None) -> None:
         """Decode a request that another instance has prefilled. ``left`` is how many tokens it lacks; None: all."""
-        self.running += 1
+        self._take(request)
         if request.first_s < 0:
             self._begin(request)
         self._settle()
@@ -162,7 +171,8 @@ class Server:
         self._active.sort(reverse=True)
         given = [(request, end - self._tokens) for end, _, request in self._active[:count]]
         self._active = sorted(self._active[count:])
-        self.running -= len(given)
+        for request, _ in given:
+            self._release(request)
         return given
 
     def become(self, size: int, hop_s: float) -> None:
@@ -171,6 +181,14 @@ class Server:
         self.size, self.hop_s = size, hop_s
         if not self._batch:
             self._decode()
+
+    def _take(self, request: Served) -> None:
+        self.running += 1
+        self.work += request.work
+
+    def _release(self, request: Served) -> None:
+        self.running -= 1
+        self.work = self.work - request.work if self.running else 0.0
 
     def _step_s(self) -> float:
         return self.speed.decode(len(self._active) / self.size) + self.size * self.hop_s
@@ -204,7 +222,7 @@ class Server:
         for request in batch:
             if request.output_tokens > 1 and self.decoder is not None:
                 if self.decoder(request):
-                    self.leave()
+                    self.leave(request)
                 continue
             self._begin(request)
             if request.output_tokens <= 1:
@@ -250,5 +268,5 @@ class Server:
 
     def _finish(self, request: Served) -> None:
         request.done_s = self._env.now
-        self.running -= 1
+        self._release(request)
         self._ended(self, request)

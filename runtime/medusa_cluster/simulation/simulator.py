@@ -147,7 +147,7 @@ class Simulation:
         self._arrive_next()
 
     def dispatch(self, model: SimModel) -> None:
-        """Give waiting requests to the instance with the most room; with a shared queue, to those that are idle."""
+        """Give waiting requests to the instance with the least work; with a shared queue, to those that are idle."""
         if model.model.shared_queue:
             for server in tuple(model.ready.values()):
                 if not model.queue:
@@ -155,7 +155,7 @@ class Simulation:
                 server.take()
             return
         while model.queue and model.ready:
-            server = max(model.ready.values(), key=_room)
+            server = min(model.ready.values(), key=_work)
             if server.free <= 0:
                 return
             server.admit(self._pop(model))
@@ -333,5 +333,6 @@ def _used(servers: Collection[Server]) -> float:
     return sum(server.running for server in servers) / sum(server.places for server in servers) if servers else 0.0
 
 
-def _room(server: Server) -> int:
-    return server.free
+def _work(server: Server) -> tuple[bool, float]:
+    """Return a sort key: instances with room first, then those with the least work."""
+    return server.free <= 0, server.work

@@ -93,8 +93,8 @@ def test_a_prefilled_request_keeps_its_place_until_a_decode_instance_has_room() 
     assert prefill.running == 1
     assert request.first_s < 0  # the decode instance samples it
     decode.take_over(request)
-    prefill.leave()
-    assert prefill.running == 0
+    prefill.leave(request)
+    assert (prefill.running, prefill.work) == (0, 0.0)
     assert request.ttft_s == pytest.approx(3.0)
 
 

@@ -178,3 +178,11 @@ def test_devices_of_a_host_share_what_one_of_them_has() -> None:
         times.append(next(at for at, count in outcome.ready if count == 6) - begin)
     assert times[0] == pytest.approx(48 / 50, abs=0.2)  # two of four devices serve: half of 100 GB/s
     assert times[1] == pytest.approx(48 / 32, abs=0.2)
+
+
+def test_a_request_goes_to_the_instance_with_the_least_work_not_the_fewest_requests() -> None:
+    made = fleet("llama2-7b@a10", 2, min=2)
+    # A long prompt, and two short ones: all short ones go to the other instance, as a gateway would have it.
+    requests = [Request(0.0, 0, 8000, 2), Request(0.01, 0, 100, 2), Request(0.02, 0, 100, 2)]
+    outcome = Simulation(made, strategy_named("full"), requests).run()
+    assert max(outcome.ttft_s[1:]) < outcome.ttft_s[0] / 2
