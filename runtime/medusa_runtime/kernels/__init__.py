@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medusa_runtime.kernels import cpu, cuda, native, paged, upcast
-from medusa_runtime.kernels.compiled import compiled
+from medusa_runtime.kernels.compiled import native_kernels
 from medusa_runtime.kernels.pointwise import rms_norm, rotate, silu_gate, write_kv
 
 __all__ = [
@@ -77,7 +77,7 @@ def small_linear(x: Tensor, weight: Tensor) -> Tensor:
     With 16-bit weights our kernel computes it on one thread, even where torch's is faster for large products: torch's
     would wait for its other threads each time.
     """
-    kernels = compiled() if weight.dtype in (torch.bfloat16, torch.float16) else None
+    kernels = native_kernels() if weight.dtype in (torch.bfloat16, torch.float16) else None
     if not isinstance(kernels, native.NativeKernels) or not _plain(x, weight):
         return linear(x, weight)
     return kernels.linear(x, weight, None)
@@ -145,7 +145,7 @@ def paged_attention(
 
     Returns [tokens, heads, head_dim]. Blocks that no token sees are not read.
     """
-    kernels = compiled()
+    kernels = native_kernels()
     indices = (block_tables, sequences, contexts)
     if (
         isinstance(kernels, native.NativeKernels)
@@ -165,7 +165,7 @@ def paged_attention(
 
 def describe() -> dict[str, str]:
     """Return how products of each dtype, and attention, are computed on this machine, and why."""
-    kernels = compiled()
+    kernels = native_kernels()
     attention = f"torch: {kernels}" if isinstance(kernels, str) else "native"
     return {name: _path(getattr(torch, name)).reason for name in cpu.FAST_IN_TORCH} | {"attention": attention}
 
@@ -221,7 +221,7 @@ def _like_result(residual: Tensor, x: Tensor, weight: Tensor) -> bool:
 def _path(dtype: torch.dtype) -> _Path:
     features = cpu.features()
     fast = features & cpu.FAST_IN_TORCH[str(dtype).removeprefix("torch.")]
-    kernels = compiled()
+    kernels = native_kernels()
     if len(fast) == 1 and fast <= cpu.DOTS and isinstance(kernels, native.NativeKernels) and kernels.bf16_dots:
         reason = f"native up to {_FEW_ROWS} rows, torch for more: the CPU multiplies it itself ({', '.join(fast)})"
         return _Path(kernels.linear, reason, kernels, _FEW_ROWS)

@@ -11,7 +11,7 @@ from medusa_runtime.kernels import cpu, native
 
 
 @functools.cache
-def compiled() -> native.NativeKernels | str:
+def native_kernels() -> native.NativeKernels | str:
     """Return the kernels, or the reason why there are none."""
     features = cpu.features()
     if not features >= cpu.NEEDED:
@@ -27,7 +27,7 @@ def compiled() -> native.NativeKernels | str:
 
 def compiled_for(*tensors: Tensor) -> native.NativeKernels | None:
     """Return the kernels if they can take these tensors: on the CPU, of one known dtype, without gradients."""
-    kernels = compiled()
+    kernels = native_kernels()
     dtype = tensors[0].dtype
     if isinstance(kernels, str) or dtype not in native.DTYPES or torch.is_grad_enabled():
         return None

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from engine_fixtures import Served
-from medusa_runtime.kernels.compiled import compiled
+from medusa_runtime.kernels.compiled import native_kernels
 from medusa_runtime.models.transformers import programs
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()
-if isinstance(compiled(), str):
-    pytest.skip(str(compiled()), allow_module_level=True)
+if isinstance(native_kernels(), str):
+    pytest.skip(str(native_kernels()), allow_module_level=True)
 
 PROMPTS = ([5, 17, 2, 88, 41, 41, 9, 60, 3, 71, 12, 33, 90, 7, 54, 29], [8, 30, 77], [64, 4, 21, 9, 80, 15, 3])
 TOKENS = 32

@@ -20,7 +20,7 @@ import pytest
 import torch
 from built_once import built_once
 from medusa_runtime.kernels import build, native
-from medusa_runtime.kernels.compiled import compiled
+from medusa_runtime.kernels.compiled import native_kernels
 from torch import Tensor
 
 ADDRESS, SIZE = 0x20_0000_0000, 1 << 22
@@ -93,7 +93,7 @@ def image(tmp_path: Path) -> Iterator[Image]:
 
 @pytest.fixture
 def here() -> native.NativeKernels:
-    kernels = compiled()
+    kernels = native_kernels()
     if isinstance(kernels, str):
         pytest.skip(kernels)
     return kernels

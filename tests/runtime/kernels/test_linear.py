@@ -244,7 +244,7 @@ def test_describe_names_the_way_and_the_reason(monkeypatch: pytest.MonkeyPatch) 
     def described(*features: str) -> str:
         monkeypatch.setattr(cpu, "features", lambda: frozenset(features))
         kernels._path.cache_clear()
-        kernels.compiled.cache_clear()
+        kernels.native_kernels.cache_clear()
         return kernels.describe()["bfloat16"]
 
     try:
@@ -260,14 +260,14 @@ def test_describe_names_the_way_and_the_reason(monkeypatch: pytest.MonkeyPatch) 
     finally:
         monkeypatch.undo()
         kernels._path.cache_clear()
-        kernels.compiled.cache_clear()
+        kernels.native_kernels.cache_clear()
 
 
 def test_torch_multiplies_many_rows_of_fp32() -> None:
     for rows, ours in ((32, True), (33, False)):
         x, weight, bias = sample(rows, 40, 50, torch.float32)
         path = kernels._path_of(x, weight, bias)
-        assert (path.compiled is not None) == (ours and isinstance(kernels.compiled(), native.NativeKernels))
+        assert (path.compiled is not None) == (ours and isinstance(kernels.native_kernels(), native.NativeKernels))
         assert_rounded(kernels.linear(x, weight, bias), x, weight, bias)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from medusa_runtime import kernels
 from medusa_runtime.kernels import native
-from medusa_runtime.kernels.compiled import compiled
+from medusa_runtime.kernels.compiled import native_kernels
 from medusa_runtime.kernels.recording import Program, Recorder
 from torch import Tensor
 
@@ -27,7 +27,7 @@ def without_gradients() -> Iterator[None]:
 
 @pytest.fixture
 def library() -> native.NativeKernels:
-    found = compiled()
+    found = native_kernels()
     if isinstance(found, str):
         pytest.skip(found)
     return found

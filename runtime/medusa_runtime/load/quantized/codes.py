@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from medusa_runtime.kernels import native
-from medusa_runtime.kernels.compiled import compiled
+from medusa_runtime.kernels.compiled import native_kernels
 from medusa_runtime.load.quantized import unpack
 
 _CHUNK = 1 << 18  # how many values are converted at a time, so that their floats stay in the CPU's cache
@@ -48,7 +48,7 @@ class Codes(NamedTuple):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] in ``dtype``, rounded once."""
-        shape, kernels = self.shape, compiled()
+        shape, kernels = self.shape, native_kernels()
         out = torch.empty(shape[::-1] if self.transposed else shape, dtype=dtype)
         packing = _BYTES.get(self.stored.dtype) if self.packing is None else _PACKED.get((self.packing, self.bits))
         if isinstance(kernels, native.NativeKernels) and packing is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_runtime.kernels import native
-from medusa_runtime.kernels.compiled import compiled
+from medusa_runtime.kernels.compiled import native_kernels
 
 from ..layers.linear import Linear
 from .attention import Step
@@ -82,7 +82,7 @@ class Programs:
         # Imported here because no start needs it: a model has been running for a while before a layer is recorded.
         from medusa_runtime.kernels.recording import Recorder
 
-        kernels = compiled()
+        kernels = native_kernels()
         if any(part._forward_pre_hooks for part in layer.modules()):
             return None  # a gate is still waiting for weights
         key = layer, hidden.shape[1]
