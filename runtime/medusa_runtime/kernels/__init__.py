@@ -22,8 +22,8 @@ from medusa_runtime.kernels.compiled import native_kernels
 from medusa_runtime.kernels.pointwise import rms_norm, rotate, silu_gate, write_kv
 
 __all__ = [
-    "compiled_for",
     "describe",
+    "has_native_products",
     "linear",
     "linears",
     "paged_attention",
@@ -115,7 +115,7 @@ def side_by_side(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
     return out if rows is x else out.view(*x.shape[:-1], out.shape[-1])
 
 
-def compiled_for(dtype: torch.dtype) -> bool:
+def has_native_products(dtype: torch.dtype) -> bool:
     """Return whether our compiled kernels do all products of this dtype on this machine, with any number of rows."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False

@@ -25,7 +25,7 @@ def native_kernels() -> native.NativeKernels | str:
         return f"no compiled kernel ({error})"
 
 
-def compiled_for(*tensors: Tensor) -> native.NativeKernels | None:
+def native_kernels_for(*tensors: Tensor) -> native.NativeKernels | None:
     """Return the kernels if they can take these tensors: on the CPU, of one known dtype, without gradients."""
     kernels = native_kernels()
     dtype = tensors[0].dtype

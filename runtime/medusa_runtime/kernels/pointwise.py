@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medusa_runtime.kernels.compiled import compiled_for
+from medusa_runtime.kernels.compiled import native_kernels_for
 from medusa_runtime.kernels.native import LANES
 
 
@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, once: bool = False, offse
     """
     size = x.shape[-1]
     if size % LANES == 0 and x.stride()[-1] == 1 and weight.is_contiguous():
-        kernels = compiled_for(x, weight)
+        kernels = native_kernels_for(x, weight)
         if kernels is not None:
             if x.dim() == 2:
                 return kernels.norm(x, weight, eps, once=once, offset=offset)
@@ -49,7 +49,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         and cos.is_contiguous()
         and sin.is_contiguous()
     ):
-        kernels = compiled_for(q, k, cos, sin)
+        kernels = native_kernels_for(q, k, cos, sin)
         if kernels is not None:
             kernels.rotate(q, k, cos, sin)
             return q, k
@@ -66,7 +66,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up, each [rows, size] (SwiGLU; Shazeer, 2020)."""
     if gate.dim() == 2 and gate.shape[1] % LANES == 0 and gate.stride(1) == 1 == up.stride(1):
-        kernels = compiled_for(gate, up)
+        kernels = native_kernels_for(gate, up)
         if kernels is not None:
             return kernels.gate(gate, up)
     return F.silu(gate) * up
@@ -81,7 +81,7 @@ def write_kv(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) 
         and keys.is_contiguous()
         and values.is_contiguous()
     ):
-        kernels = compiled_for(k, v, keys, values)
+        kernels = native_kernels_for(k, v, keys, values)
         if kernels is not None:
             kernels.write_kv(keys, values, slots, k, v)
             return

@@ -39,7 +39,7 @@ def use_stored_weights(model: nn.Module) -> int:
             method = None if getattr(layer, "_cpu_skip_gemm_dispatch", False) else StoredLinear
         elif type(layer) is ParallelLMHead and type(layer.quant_method) is UnquantizedEmbeddingMethod:
             method = StoredHead
-        if method is not None and kernels.compiled_for(cast(Tensor, layer.weight).dtype):
+        if method is not None and kernels.has_native_products(cast(Tensor, layer.weight).dtype):
             layer.quant_method = method(layer)
             count += 1
     return count

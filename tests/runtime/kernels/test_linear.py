@@ -286,7 +286,7 @@ def test_torch_multiplies_many_rows_where_its_products_are_faster(monkeypatch: p
             x, weight, _ = sample(rows, 40, 50, torch.bfloat16)
             assert_rounded(kernels.linear(x, weight), x, weight, None)
         assert used == [1, 32]
-        assert not kernels.compiled_for(torch.bfloat16)
+        assert not kernels.has_native_products(torch.bfloat16)
     finally:
         kernels._path.cache_clear()
 
@@ -303,7 +303,7 @@ def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8])
 def test_no_product_of_another_dtype_is_ours(dtype: torch.dtype) -> None:
-    assert not kernels.compiled_for(dtype)
+    assert not kernels.has_native_products(dtype)
 
 
 def test_a_library_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ def chosen(compiled: native.NativeKernels, monkeypatch: pytest.MonkeyPatch) -> I
     """``chosen(True)`` makes the dispatcher take the compiled kernels, ``chosen(False)`` torch."""
 
     def choose(take: bool) -> None:
-        monkeypatch.setattr(pointwise, "compiled_for", lambda *tensors: compiled if take else None)
+        monkeypatch.setattr(pointwise, "native_kernels_for", lambda *tensors: compiled if take else None)
 
     with torch.inference_mode():
         yield choose
