@@ -46,12 +46,12 @@ def attention(
             grouped = q.shape[1] != keys.shape[2]
             found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
         else:
-            found = weighed(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
+            found = masked_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
         out[part] = found.transpose(0, 1)
     return out
 
 
-def weighed(
+def masked_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medusa_runtime.kernels.paged import weighed
+from medusa_runtime.kernels.paged import masked_attention
 
 
 class CausalAttention:
@@ -34,5 +34,5 @@ class CausalAttention:
         distance = place[:, None] - place[None, :]
         mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
         if softcap is not None or sinks is not None:
-            return weighed(q[0], k[0], v[0], mask, scale=scale, softcap=softcap, sinks=sinks).transpose(0, 1)
+            return masked_attention(q[0], k[0], v[0], mask, scale=scale, softcap=softcap, sinks=sinks).transpose(0, 1)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[0].transpose(0, 1)
