@@ -22,6 +22,7 @@ from medusa_runtime.kernels.compiled import native_kernels
 from medusa_runtime.kernels.pointwise import rms_norm, rotate, silu_gate, write_kv
 
 __all__ = [
+    "concatenated_linear",
     "describe",
     "has_native_products",
     "linear",
@@ -29,7 +30,6 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rotate",
-    "side_by_side",
     "silu_gate",
     "small_linear",
     "write_kv",
@@ -104,7 +104,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
-def side_by_side(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+def concatenated_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
     """Return ``linear`` of x [..., depth] with each weight [cols, depth] and bias, concatenated: [..., all cols]."""
     paths = [_path_of(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     kernel = paths[0].compiled

@@ -82,7 +82,7 @@ class StoredLinear(UnquantizedLinearMethod):  # type: ignore[misc]
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         none = (None,) * len(self._rows)
         biases = none if bias is None else torch.split_with_sizes(bias, self._rows)
-        return kernels.side_by_side(x, self.weights, biases)
+        return kernels.concatenated_linear(x, self.weights, biases)
 
 
 class StoredHead(UnquantizedEmbeddingMethod):  # type: ignore[misc]
