@@ -98,7 +98,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
             products = path.compiled.products(x, weights, biases)
             return torch.split_with_sizes(products, [weight.shape[0] for weight in weights], 1)
         if not x.is_cpu:
-            together = cuda.fused(weights, biases)
+            together = cuda.fused_weights(weights, biases)
             if together is not None:
                 return torch.split_with_sizes(F.linear(x, *together), [weight.shape[0] for weight in weights], 1)
     return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]

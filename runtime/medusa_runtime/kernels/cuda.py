@@ -38,7 +38,7 @@ def paged_decode(
     return paged.attention(q, keys, values, block_tables, rows, contexts, scale=scale, window=window)
 
 
-def write_decoded(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+def write_decode_kv(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Write the keys and values that ``paged_decode`` reads; see ``paged_triton.write``.
 
     For captured steps only: a prefill should not wait for triton.
@@ -51,7 +51,7 @@ def write_decoded(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Ten
         write_kv(keys, values, slots, k, v)
 
 
-def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
+def concatenated_view(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return one tensor with the rows of all, without a copy; None if they are not adjacent in one allocation."""
     first = tensors[0]
     if not first.is_contiguous():
@@ -67,13 +67,13 @@ def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def fused(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
+def fused_weights(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
     """Return the weight and bias of one product that does the work of several; None if they are not adjacent."""
-    weight = adjacent(weights)
+    weight = concatenated_view(weights)
     if weight is None:
         return None
     given = [bias for bias in biases if bias is not None]
     if not given:
         return weight, None
-    bias = adjacent(given) if len(given) == len(biases) else None
+    bias = concatenated_view(given) if len(given) == len(biases) else None
     return None if bias is None else (weight, bias)

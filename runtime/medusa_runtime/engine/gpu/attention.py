@@ -28,7 +28,7 @@ class DecodeAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
         """Write the new keys and values, then attend (``Attention`` of models/base.py)."""
-        cuda.write_decoded(*self._cache.slots[layer], self._slots, k, v)
+        cuda.write_decode_kv(*self._cache.slots[layer], self._slots, k, v)
         keys, values = self._cache.layers[layer]
         return cuda.paged_decode(q, keys, values, self._tables, self.lengths, scale=scale, window=window)
 
