@@ -122,9 +122,9 @@ class DecoderModel(nn.Module):
     """
 
     config_class: ClassVar[type[ModelConfig]]
-    # The modules that ``embed`` uses. All other modules except ``layers`` belong to ``logits``. A family without an
-    # entry cannot be split over several workers.
-    entry: ClassVar[tuple[str, ...]] = ()
+    # The modules that ``embed`` uses. All other modules except ``layers`` belong to ``logits``. A family without
+    # them cannot be split over several workers.
+    embedding_modules: ClassVar[tuple[str, ...]] = ()
     config: ModelConfig
     layers: nn.ModuleList
 

@@ -111,7 +111,7 @@ class FalconLayer(nn.Module):
 
 class Falcon(DecoderModel):
     config_class = FalconConfig
-    entry = ("word_embeddings",)
+    embedding_modules = ("word_embeddings",)
 
     def __init__(self, config: FalconConfig) -> None:
         super().__init__()

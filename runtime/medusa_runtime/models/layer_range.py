@@ -44,7 +44,7 @@ class LayerRange(NamedTuple):
         if unit == "layers":
             number = rest.partition(".")[0]
             return number.isdigit() and self.start <= int(number) < self.stop
-        return self.first if unit in model.entry else self.last and bool(unit)
+        return self.first if unit in model.embedding_modules else self.last and bool(unit)
 
     def __str__(self) -> str:
         return f"{self.start}:{self.stop}"
@@ -52,7 +52,7 @@ class LayerRange(NamedTuple):
 
 def require_ranges(model: DecoderModel) -> None:
     """Raise ModelError for a family whose layers cannot be given to several workers."""
-    if not model.entry:
+    if not model.embedding_modules:
         raise ModelError(
             f"{model.config.architecture} cannot be split over several workers: its layers do not run in ranges here; "
             "expected one worker for it"

@@ -134,7 +134,7 @@ class LlamaLayer(nn.Module):
 
 class Llama(DecoderModel):
     config_class = LlamaConfig
-    entry = ("embed_tokens",)
+    embedding_modules = ("embed_tokens",)
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

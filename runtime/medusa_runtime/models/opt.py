@@ -84,7 +84,7 @@ class OPTLayer(nn.Module):
 
 class OPT(DecoderModel):
     config_class = OPTConfig
-    entry = ("embed_tokens", "embed_positions", "project_in")
+    embedding_modules = ("embed_tokens", "embed_positions", "project_in")
 
     def __init__(self, config: OPTConfig) -> None:
         super().__init__()
