@@ -156,7 +156,7 @@ class _Session:
         )
         if not self._stages_sent:
             follower._timeline.record("first_forward", began, time.monotonic_ns())
-        if not layers.last:
+        if not layers.is_last:
             if self._next is None:
                 raise EngineError("a step came before the group was formed")
             self._next.send(hidden_states(self._number, message.step, self._plan.rank, hidden))

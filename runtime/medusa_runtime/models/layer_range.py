@@ -31,11 +31,11 @@ class LayerRange(NamedTuple):
         return cls(int(start), int(stop), count)
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.start == 0
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         return self.stop == self.total
 
     def needs(self, model: DecoderModel, name: str) -> bool:
@@ -44,7 +44,7 @@ class LayerRange(NamedTuple):
         if unit == "layers":
             number = rest.partition(".")[0]
             return number.isdigit() and self.start <= int(number) < self.stop
-        return self.first if unit in model.embedding_modules else self.last and bool(unit)
+        return self.is_first if unit in model.embedding_modules else self.is_last and bool(unit)
 
     def __str__(self) -> str:
         return f"{self.start}:{self.stop}"

@@ -76,11 +76,11 @@ class Worker:
         layers, model = self.engine.layers, self.engine._model
         places = torch.arange(start, stop)
         attention = PagedAttention(self.engine._cache, [Span(self.sequence, start, stop)])
-        if layers.first:
+        if layers.is_first:
             hidden = model.embed(torch.tensor(PROMPT[start:stop]), places)
         assert hidden is not None
         hidden = model.run_layers(hidden, places, attention, layers.start, layers.stop)
-        return model.logits(hidden) if layers.last else hidden
+        return model.logits(hidden) if layers.is_last else hidden
 
 
 @pytest.mark.parametrize("case", CASES)

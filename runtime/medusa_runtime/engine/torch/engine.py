@@ -177,7 +177,7 @@ class TorchEngine:
 
     def add_adapter(self, name: str, region: Region) -> None:
         """Start loading an adapter from its region, which the engine takes over. Requests that name it wait for it."""
-        if not self._on_gpu and self.layers.first and self.layers.last:
+        if not self._on_gpu and self.layers.is_first and self.layers.is_last:
             self._adapters.add(name, region)
             return
         region.close()
@@ -238,7 +238,7 @@ class TorchEngine:
 
     def _applier(self, *, rest: bool = False) -> Applier:
         """Return an applier for this engine's layers; with ``rest``, for the model's other layers."""
-        if self.layers.first and self.layers.last:
+        if self.layers.is_first and self.layers.is_last:
             return self._model.applier(self._dtype)
         return PartApplier(
             self._model,
