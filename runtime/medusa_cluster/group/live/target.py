@@ -72,7 +72,7 @@ class TargetEngine(TorchEngine):
 
     def loaded_layers(self) -> int:
         """Return how many layers, from the first one on, could run now."""
-        if not all(self._loader.is_loaded(unit) for unit in self._model.entry):
+        if not all(self._loader.is_loaded(unit) for unit in self._model.embedding_modules):
             return 0
         total = self.layers.total
         return next((number for number in range(total) if not self._loader.is_loaded(f"layers.{number}")), total)
