@@ -127,7 +127,7 @@ def test_a_range_that_the_model_does_not_have_is_refused(text: str) -> None:
 def test_a_family_without_ranges_is_named(checkpoint: Path) -> None:
     region = fill_region(checkpoint)
     worker = Worker(region, None)
-    kind = type("Whole", (type(worker.engine._model),), {"entry": ()})
+    kind = type("Whole", (type(worker.engine._model),), {"embedding_modules": ()})
     worker.engine._model.__class__ = kind
     with pytest.raises(ModelError, match="LlamaForCausalLM cannot be split over several workers"):
         require_ranges(worker.engine._model)
