@@ -82,6 +82,16 @@ MISTRAL = [
     (f"[TOOL_CALLS]weather[CALL_ID]a1[ARGS]{ARGUMENTS}", "", [("weather", ARGUMENTS)]),
     ("[TOOL_CALLS]nothing", "[TOOL_CALLS]nothing", []),
     ("Well. [TOOL_CALLS]time{}", "Well.", [("time", "{}")]),
+    ("[TOOL_CALLS] [hello] there", "[TOOL_CALLS] [hello] there", []),
+    ("[TOOL_CALLS] [", "[TOOL_CALLS] [", []),
+    ("[TOOL_CALLS]  no call", "[TOOL_CALLS]  no call", []),
+    ("[TOOL_CALLS] []", "[TOOL_CALLS] []", []),
+    ('[TOOL_CALLS] [{"answer": 42}]', '[TOOL_CALLS] [{"answer": 42}]', []),
+    ('[TOOL_CALLS] [{"answer": 4', '[TOOL_CALLS] [{"answer": 4', []),
+    (f"[TOOL_CALLS] [{ONE}, oops", ", oops", [("weather", ARGUMENTS)]),
+    (f'[TOOL_CALLS] [{{"answer": 42}}, {ONE}]', '[TOOL_CALLS] [{"answer": 42}', [("weather", ARGUMENTS)]),
+    (f"[TOOL_CALLS]{ONE}", "", [("weather", ARGUMENTS)]),
+    ("[TOOL_CALLS][ARGS]{}", "[TOOL_CALLS][ARGS]{}", []),
 ]
 LLAMA = [
     ("just text", "just text", []),

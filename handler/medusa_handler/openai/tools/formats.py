@@ -204,48 +204,64 @@ class MistralParser(MarkerParser):
     def __init__(self) -> None:
         super().__init__()
         self._state = "text"  # text, open (behind the marker), list, name, arguments
-        self._name: list[str] = []
+        self._unclaimed: list[str] = []  # from the marker or the last call on; content if no call follows
+        self._has_call = False  # behind this marker
         self._value: ValueScanner | None = None
 
     def after_marker(self) -> None:
         self._state = "open"
-        self._name = []
+        self._unclaimed = [self.marker]
+        self._has_call = False
 
     def outside(self, character: str) -> None:
         if self._state == "text":
             super().outside(character)
-        elif self._state == "open":
-            if character == "[":
-                self._state = "list"
-            elif character not in _SPACE:
-                self._state = "name"
-                self.outside(character)
-        elif self._state == "list":
-            self._in_list(character)
-        elif self._state == "name":
-            self._in_name(character)
-        else:
+        elif self._state == "arguments":
             self._in_arguments(character)
-
-    def _in_list(self, character: str) -> None:
-        if character == "{":
+        elif self._state in ("open", "list") and character == "{":
+            self._state = "list"
             self.begin()
             assert self._scanner is not None
             self._scanner.feed(character)
-        elif character == "]" or character not in _SPACE + ",":
-            self._state = "text"
-            if character != "]":
-                self.add_content(character)
+        else:
+            self._unclaimed.append(character)
+            if self._state == "open":
+                self._state = "list" if character == "[" else "open" if character in _SPACE else "name"
+            elif self._state == "list":
+                self._in_list(character)
+            elif character == "{":
+                self._end_name()
 
-    def _in_name(self, character: str) -> None:
-        if character != "{":
-            self._name.append(character)
+    def start_call(self, name: str) -> None:
+        super().start_call(name)
+        self._unclaimed = []
+        self._has_call = True
+
+    def opening(self) -> str:
+        return "".join(self._unclaimed)
+
+    def refuse(self, raw: str) -> None:
+        super().refuse(raw)
+        self._unclaimed = []
+
+    def _in_list(self, character: str) -> None:
+        if character == "]" and self._has_call:
+            self._state = "text"
+        elif character not in _SPACE + ",":
+            self._state = "text"
+            self.refuse(self.opening())
+
+    def _end_name(self) -> None:
+        """Begin a call whose name came before its arguments, at the brace that begins these."""
+        name = "".join(self._unclaimed[1:-1]).split("[CALL_ID]")[0].removesuffix("[ARGS]").strip()
+        if not name:
+            self._state = "text"
+            self.refuse(self.opening())
             return
-        name = "".join(self._name).split("[CALL_ID]")[0].removesuffix("[ARGS]").strip()
         self.start_call(name)
         self._value = ValueScanner()
         self._state = "arguments"
-        self._in_arguments(character)
+        self._in_arguments("{")
 
     def _in_arguments(self, character: str) -> None:
         assert self._value is not None
@@ -254,12 +270,9 @@ class MistralParser(MarkerParser):
         if self._value.done:
             self._state = "text"
 
-    def opening(self) -> str:
-        return ""
-
     def end(self) -> None:
-        if self._state in ("open", "name"):
-            self.add_content("".join((self.marker, *self._name)))
+        if self._state in ("open", "list", "name") and not self._has_call:
+            self.refuse(self.opening())
         super().end()
 
 
