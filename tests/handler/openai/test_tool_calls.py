@@ -8,6 +8,8 @@ from typing import Any
 
 import openai
 import pytest
+from medusa_handler.faults import ApiError
+from medusa_handler.openai.tools.choice import tools_of
 from medusa_handler.openai.tools.formats import (
     FORMATS,
     ForcedCallsParser,
@@ -259,3 +261,13 @@ def test_bad_tools_are_named(client: openai.OpenAI, options: dict[str, Any], par
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, "x", **options)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_schema_that_is_nested_too_deeply_to_be_written_is_refused(choice: Any) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(5000):
+        schema = {"items": schema}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    with pytest.raises(ApiError, match="less depth"):
+        tools_of({"tools": [tool], "tool_choice": choice}).output_constraint()

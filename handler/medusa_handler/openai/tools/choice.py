@@ -37,14 +37,18 @@ class Tools:
         """Return the constraint on the answer if a call is forced, else None. Raises ApiError 400."""
         if not self.forced:
             return None
-        if self.forced != "required":
+        try:
+            if self.forced == "required":
+                return _schema(self._calls_schema())
             tool = next(tool for tool in self.offered if tool["function"]["name"] == self.forced)
             return _schema(_parameters(tool))
-        # Each tool's schema is placed below $defs, and its references to its own root are changed to lead there.
-        try:
-            schemas = {f"tool{number}": _moved(_parameters(tool), number) for number, tool in enumerate(self.offered)}
         except RecursionError:
             raise invalid("tools", "schemas of less depth", self.offered) from None
+
+    def _calls_schema(self) -> dict[str, Any]:
+        """Return the schema of a list of calls of any of the tools."""
+        # Each tool's schema is placed below $defs, and its references to its own root are changed to lead there.
+        schemas = {f"tool{number}": _moved(_parameters(tool), number) for number, tool in enumerate(self.offered)}
         calls = [
             {
                 "type": "object",
@@ -58,7 +62,7 @@ class Tools:
             for number, tool in enumerate(self.offered)
         ]
         most = {} if self.parallel else {"maxItems": 1}
-        return _schema({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": schemas})
+        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": schemas}
 
     def parser(self, found: Format | None) -> Callable[[], ToolParser] | None:
         """Return a function that makes the parser of one answer; None if answers are plain text."""
