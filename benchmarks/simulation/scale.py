@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from medusa_cluster.simulation.fleet_file import read_plan
+from medusa_cluster.simulation.fleet_file import read_simulation_plan
 from medusa_cluster.simulation.result import Outcome
 from medusa_cluster.simulation.simulator import Simulation
 from medusa_cluster.simulation.strategy import strategy_named
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if not arguments.seconds > 0:
         raise ConfigError(f"--seconds: expected a number above 0, found {arguments.seconds:g}")
-    plan = read_plan(_FLEET)
+    plan = read_simulation_plan(_FLEET)
     workload, fleet = replace(plan.workload, seconds=arguments.seconds), plan.fleet
     began_s, began_wall_s = time.process_time(), time.monotonic()
     requests = workload.requests(fleet.models, plan.lengths, workload.rates[0], 1.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from medusa_cluster.simulation.experiment import Summary, hardest_run, needed_change, what_if
 from medusa_cluster.simulation.experiment import run as run_plan
-from medusa_cluster.simulation.fleet_file import read_plan
+from medusa_cluster.simulation.fleet_file import read_simulation_plan
 from medusa_cluster.simulation.strategy import strategy_named
 from medusa_runtime.errors import ConfigError, json_excerpt
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    plan = read_plan(arguments.fleet)
+    plan = read_simulation_plan(arguments.fleet)
     if all(math.isinf(model.ttft_slo_s) for model in plan.fleet.models):
         print("no model has an slo with a ttft: every first token counts as in time", file=sys.stderr)
     for option in ("json", "report"):

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from html import escape
 
 from medusa_cluster.simulation.experiment import Summary, hardest_run, needed_change
-from medusa_cluster.simulation.fleet_file import Plan
+from medusa_cluster.simulation.fleet_file import SimulationPlan
 
 from .html import STYLE
 from .lines import Series, lines
 
 
-def simulation_page(plan: Plan, runs: Sequence[Summary], changed: Sequence[Summary]) -> str:
+def simulation_page(plan: SimulationPlan, runs: Sequence[Summary], changed: Sequence[Summary]) -> str:
     """Return the page. ``changed`` are the first strategy's runs in other fleets."""
     sections = [
         _headline(plan, runs),
@@ -36,7 +36,7 @@ def simulation_page(plan: Plan, runs: Sequence[Summary], changed: Sequence[Summa
 """
 
 
-def _headline(plan: Plan, runs: Sequence[Summary]) -> str:
+def _headline(plan: SimulationPlan, runs: Sequence[Summary]) -> str:
     """Return the best result under the hardest load, which is the one under which the first strategy does worst."""
     hardest = hardest_run(plan, runs)
     best = max(_under(runs, hardest), key=lambda run: (run.ttft_attainment, -run.device_hours))
@@ -48,7 +48,7 @@ def _headline(plan: Plan, runs: Sequence[Summary]) -> str:
     )
 
 
-def _goal(plan: Plan, runs: Sequence[Summary]) -> str:
+def _goal(plan: SimulationPlan, runs: Sequence[Summary]) -> str:
     """Return the cheapest strategy that meets the goal, for each load."""
     rows = ""
     for load in {(run.rate, run.cv): run for run in runs}.values():
@@ -146,7 +146,7 @@ def _waits_inside_s(run: Summary) -> float:
     return max(run.ttft_mean_s - run.queued_mean_s - run.prefill_mean_s, 0.0)
 
 
-def _changes(plan: Plan, runs: Sequence[Summary], changed: Sequence[Summary]) -> str:
+def _changes(plan: SimulationPlan, runs: Sequence[Summary], changed: Sequence[Summary]) -> str:
     if not changed:
         return ""
     base = hardest_run(plan, runs)
@@ -164,7 +164,7 @@ def _changes(plan: Plan, runs: Sequence[Summary], changed: Sequence[Summary]) ->
     )
 
 
-def _table(plan: Plan, runs: Sequence[Summary]) -> str:
+def _table(plan: SimulationPlan, runs: Sequence[Summary]) -> str:
     priced = plan.device_hour > 0
     rows = "".join(
         f"<tr><td>{escape(run.strategy)}<small>{run.rate:g}/s, CV {run.cv:g}</small></td>"
@@ -185,7 +185,7 @@ def _table(plan: Plan, runs: Sequence[Summary]) -> str:
     )
 
 
-def _fleet(plan: Plan) -> str:
+def _fleet(plan: SimulationPlan) -> str:
     lines_ = "".join(
         f"<dt>{escape(machine.name)}</dt>"
         f"<dd>{machine.count:,} × {machine.devices} {escape(machine.device) or 'devices'}, "

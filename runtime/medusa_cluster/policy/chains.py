@@ -61,11 +61,11 @@ def plan(sources: Iterable[Node], targets: Iterable[Node], *, arriving: Set[str]
     heads = _groups(node for node in sources if node.state != "lost" and not node.serves_out)
     held = {node.name for group in heads for node in group}
     receivers = (node for node in targets if node.state == "alive" and not node.serves_in and node.name not in held)
-    waiting = _Waiting(_groups(receivers))
+    waiting = _UnassignedGroups(_groups(receivers))
     chains: list[list[list[Node]]] = [[group] for group in heads] or [[[]]]
     rates = [_bandwidth(chain[0]) for chain in chains]
-    late = [any(node.name in arriving for node in chain[0]) for chain in chains]
-    tails = [(-rates[number], late[number], 1, number) for number in range(len(chains))]
+    still_arriving = [any(node.name in arriving for node in chain[0]) for chain in chains]
+    tails = [(-rates[number], still_arriving[number], 1, number) for number in range(len(chains))]
     heapq.heapify(tails)
     while tails and waiting:
         _, _, size, number = heapq.heappop(tails)
@@ -73,7 +73,7 @@ def plan(sources: Iterable[Node], targets: Iterable[Node], *, arriving: Set[str]
         group = waiting.take(tail[-1].leaf if tail else None)
         chains[number].append(group)
         rates[number] = min(rates[number], _bandwidth(group))
-        heapq.heappush(tails, (-rates[number], late[number], size + 1, number))
+        heapq.heappush(tails, (-rates[number], still_arriving[number], size + 1, number))
     return tuple(
         Chain(tuple(tuple(node.name for node in group) for group in chain), rate)
         for chain, rate in zip(chains, rates, strict=True)
@@ -107,7 +107,7 @@ def _bandwidth(group: Sequence[Node]) -> float:
     return sum(node.link_bytes_per_s for node in group) if group else inf
 
 
-class _Waiting:
+class _UnassignedGroups:
     """The groups that no chain has taken yet, the fastest first, by leaf and over all leaves."""
 
     def __init__(self, groups: Sequence[list[Node]]) -> None:

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from .index import Catalog, Index
-from .scaling import Bounds, Monitor, prescaled, wanted
+from .scaling import Bounds, Monitor, prescaled, scale_target
 from .state import ClusterState, Deployment, Instance, Load, Role
 
-QUIET = Load()
+NO_LOAD = Load()
 _NEW = Monitor()
 
 
 @dataclass(slots=True)
-class Count:
+class RoleCount:
     """One role of a model: its instances and how many there should be."""
 
     deployment: Deployment
@@ -54,7 +54,7 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class SettledModel:
     """A model that had as many instances as it should have, and the facts from which that followed.
 
     ``mark`` is the one of its instances in the index. ``kept``: an instance is there only because of a recent request.
@@ -68,17 +68,17 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountMemory:
     """The memory of one tick about the models' loads. ``settled`` holds for this catalog and these options."""
 
     monitors: Mapping[tuple[str, Role], Monitor] = field(default_factory=dict)
-    settled: Mapping[str, Settled] = field(default_factory=dict)
+    settled: Mapping[str, SettledModel] = field(default_factory=dict)
     catalog: Catalog | None = None
     options: tuple[Bounds, bool] | None = None
     at_s: float = -math.inf
 
 
-class Counting:
+class InstanceCounter:
     """The counts of one tick.
 
     A model whose load and instances are those of the last tick, and of which there was what it should have, is passed
@@ -86,17 +86,17 @@ class Counting:
     """
 
     def __init__(
-        self, state: ClusterState, index: Index, now_s: float, last: Counted, bounds: Bounds, *, prescale: bool
+        self, state: ClusterState, index: Index, now_s: float, last: CountMemory, bounds: Bounds, *, prescale: bool
     ) -> None:
         self._state, self._index, self._now_s = state, index, now_s
         self._last, self._bounds, self._prescale = last, bounds, prescale
         self._catalog = index.catalog(state.deployments)
         same = last.catalog is self._catalog and last.options == (bounds, prescale)
-        self._known: Mapping[str, Settled] = last.settled if same else {}
-        self._settled: dict[str, Settled] = {}
-        self._counts: dict[str, list[Count]] = {}
+        self._known: Mapping[str, SettledModel] = last.settled if same else {}
+        self._settled: dict[str, SettledModel] = {}
+        self._counts: dict[str, list[RoleCount]] = {}
 
-    def counts(self) -> dict[str, list[Count]]:
+    def counts(self) -> dict[str, list[RoleCount]]:
         """Count the models that have requests or instances, or should have some; by name, in order."""
         state, instances = self._state, self._index.instances
         total = 0
@@ -105,7 +105,7 @@ class Counting:
             if deployment is None:
                 continue
             settled = self._known.get(name)
-            if settled is not None and self._holds(name, settled):
+            if settled is not None and self._is_unchanged(name, settled):
                 self._settled[name] = settled
                 total += settled.wanted
             else:
@@ -126,7 +126,7 @@ class Counting:
         settled = self._settled.get(model)
         return settled.monitors[0][1].samples if settled is not None and settled.monitors[0][0] == "both" else ()
 
-    def remembered(self) -> Counted:
+    def remembered(self) -> CountMemory:
         """Return what the next tick needs. Counts must not be changed after it but by ``ChangeRole``."""
         settled = dict(self._settled)
         monitors: dict[tuple[str, Role], Monitor] = {}
@@ -136,21 +136,21 @@ class Counting:
             else:
                 for count in counts:
                     monitors[name, count.role] = count.monitor
-        return Counted(monitors, settled, self._catalog, (self._bounds, self._prescale), self._now_s)
+        return CountMemory(monitors, settled, self._catalog, (self._bounds, self._prescale), self._now_s)
 
-    def _holds(self, name: str, settled: Settled) -> bool:
-        load = self._state.loads.get(name, QUIET)
+    def _is_unchanged(self, name: str, settled: SettledModel) -> bool:
+        load = self._state.loads.get(name, NO_LOAD)
         return (
             (load is settled.load or load == settled.load)
             and self._index.marks.get(name) is settled.mark
             and not (settled.kept and self._now_s - load.last_request_s >= self._bounds.keep_alive_s)
         )
 
-    def _settle(self, name: str, counts: list[Count]) -> Settled:
-        load = self._state.loads.get(name, QUIET)
+    def _settle(self, name: str, counts: list[RoleCount]) -> SettledModel:
+        load = self._state.loads.get(name, NO_LOAD)
         kept = any(count.current > max(count.monitor.samples[0][1], count.deployment.min) for count in counts)
         monitors = tuple((count.role, count.monitor) for count in counts)
-        return Settled(load, self._index.marks.get(name), kept, sum(count.wanted for count in counts), monitors)
+        return SettledModel(load, self._index.marks.get(name), kept, sum(count.wanted for count in counts), monitors)
 
     def _monitor(self, model: str, role: Role) -> Monitor:
         settled = self._last.settled.get(model)
@@ -161,8 +161,8 @@ class Counting:
                 return replace(monitor, samples=((self._last.at_s, monitor.samples[0][1]),), spare_since_s=None)
         return _NEW
 
-    def _count_roles(self, deployment: Deployment) -> list[Count]:
-        load = self._state.loads.get(deployment.name, QUIET)
+    def _count_roles(self, deployment: Deployment) -> list[RoleCount]:
+        load = self._state.loads.get(deployment.name, NO_LOAD)
         known = self._index.instances.get(deployment.name, {})
         staying = [instance for instance in known.values() if instance.state != "draining"]
         if not deployment.disaggregated:
@@ -178,9 +178,9 @@ class Counting:
         second.wanted = min(max(second.wanted, 1 if first.wanted else 0), max(deployment.max, deployment.min))
         return [first, second]
 
-    def _count(self, deployment: Deployment, role: Role, instances: list[Instance], load: Load) -> Count:
-        count = Count(deployment, role, instances)
-        found = wanted(
+    def _count(self, deployment: Deployment, role: Role, instances: list[Instance], load: Load) -> RoleCount:
+        count = RoleCount(deployment, role, instances)
+        target = scale_target(
             deployment,
             load,
             current=count.current,
@@ -190,5 +190,5 @@ class Counting:
             monitor=self._monitor(deployment.name, role),
             bounds=self._bounds,
         )
-        count.wanted, count.least, count.monitor = found.count, found.least, found.monitor
+        count.wanted, count.least, count.monitor = target.count, target.least, target.monitor
         return count

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from .chains import live_pairs
-from .counting import QUIET, Count, Counted, Counting
+from .counting import NO_LOAD, CountMemory, InstanceCounter, RoleCount
 from .fetches import Fetches, is_target
 from .index import Index
 from .placement import Placement
 from .pool import restore
 from .scaling import Bounds, shares
 from .sizing import Goal, Scheme, choose, parts, predict
-from .spare import Idle, give_back, take_back
+from .spare import IdleNodes, give_back, take_back
 from .state import (
     ChangeRole,
     ClusterState,
@@ -65,12 +65,12 @@ class Options:
 class Memory:
     """The memory that one call of ``decide`` leaves for the next. A restarted controller begins with an empty one."""
 
-    counted: Counted = field(default_factory=Counted)
+    counted: CountMemory = field(default_factory=CountMemory)
     deadlines_s: Mapping[tuple[str, str], float] = field(default_factory=dict)  # of fetches, by node and URL
     paces: Mapping[str, float] = field(default_factory=dict)
     consolidated: frozenset[str] = frozenset()  # groups
     requested_nodes: int | None = 0  # as was said to the autoscaler last; None: it may remember an earlier wish
-    idle: Idle = field(default_factory=Idle)
+    idle: IdleNodes = field(default_factory=IdleNodes)
     index: Index = field(default_factory=Index, compare=False)  # follows from the state; kept because it is large
 
 
@@ -106,7 +106,9 @@ class _Tick:
             from_peers=options.from_peers,
             forwarding=options.forwarding,
         )
-        self._counting = Counting(state, memory.index, now_s, memory.counted, options.bounds, prescale=options.prescale)
+        self._counting = InstanceCounter(
+            state, memory.index, now_s, memory.counted, options.bounds, prescale=options.prescale
+        )
         self._deadlines = {key: at for key, at in memory.deadlines_s.items() if key in memory.index.arriving}
         self._starts: list[StartInstance] = []
         self._decisions: list[Decision] = []
@@ -142,7 +144,7 @@ class _Tick:
 
     # How many.
 
-    def _turn(self, prefill: Count, decode: Count) -> None:
+    def _turn(self, prefill: RoleCount, decode: RoleCount) -> None:
         """Turn prefill instances that can be spared, and have the weights, into decode instances.
 
         A new decode instance would load its weights over a link on which keys and values arrive (BlitzScale §5.4). The
@@ -158,7 +160,7 @@ class _Tick:
             prefill.current, prefill.ready, decode.current = prefill.current - 1, prefill.ready - 1, decode.current + 1
             self._decisions.append(ChangeRole(chosen.id, chosen.node, "decode", "decode instances are missing"))
 
-    def _share(self, counts: list[Count]) -> tuple[int, int]:
+    def _share(self, counts: list[RoleCount]) -> tuple[int, int]:
         """Cut the counts down to what the cluster has, fairly.
 
         Returns how many slots more the loads could use, and how many they cannot do without.
@@ -174,7 +176,7 @@ class _Tick:
             count.wanted = max(share, min(count.wanted, count.current - 1))  # one at a time
         return total - slots, max(sum(max(count.least, count.deployment.min) for count in counts) - slots, 0)
 
-    def _nodes(self, useful: int, missing: int) -> tuple[list[SetSpare], int, Idle]:
+    def _nodes(self, useful: int, missing: int) -> tuple[list[SetSpare], int, IdleNodes]:
         """Take back nodes with ``useful`` slots, or give one back; and return how many nodes there should be.
 
         That is 0 unless slots are ``missing``, else it counts all that are there: those that drain are nodes to Ray,
@@ -182,10 +184,10 @@ class _Tick:
         """
         state, options = self._state, self._options
         if options.least_nodes is None:
-            return [], self._requested(missing, []), Idle()
+            return [], self._requested(missing, []), IdleNodes()
         if useful:
             back = take_back(state.nodes, useful)
-            return back, self._requested(missing, [state.nodes[change.node] for change in back]), Idle()
+            return back, self._requested(missing, [state.nodes[change.node] for change in back]), IdleNodes()
         given, idle = give_back(
             state.nodes,
             self._index,
@@ -206,7 +208,7 @@ class _Tick:
 
     # Ends and starts.
 
-    def _adjust(self, count: Count) -> None:
+    def _adjust(self, count: RoleCount) -> None:
         old, surplus = count.outdated, count.current - count.wanted
         if surplus == 1 and old and count.ready < count.current:
             return  # what replaces an instance of an older version starts
@@ -217,14 +219,14 @@ class _Tick:
         elif old and count.ready == count.current:
             self._renew(count, old)
 
-    def _renew(self, count: Count, old: list[Instance]) -> None:
+    def _renew(self, count: RoleCount, old: list[Instance]) -> None:
         """Replace one instance of an older version. The new one starts first, if there is room for it."""
         if any(node.free_slots for node in self._state.nodes.values()):
             self._start(count, 1)
         else:
             self._stop(min(old, key=_dispensable), _REPLACED)
 
-    def _end(self, count: Count, number: int, old: list[Instance]) -> None:
+    def _end(self, count: RoleCount, number: int, old: list[Instance]) -> None:
         singles = [instance for instance in count.instances if instance.group is None]
         groups = {instance.group for instance in count.instances if instance.group is not None}
         if not self._options.ends_starts and count.wanted > 0:
@@ -251,14 +253,14 @@ class _Tick:
                 if instance.state != "draining":
                     self._stop(instance, "the model was removed")
         for model in leaving.keys() & self._state.deployments.keys():
-            load = self._state.loads.get(model, QUIET)
+            load = self._state.loads.get(model, NO_LOAD)
             serves = any(instance.state == "ready" for instance in staying.get(model, {}).values())
             if serves or not (load.waiting or load.running or self._state.deployments[model].min):
                 for instance in leaving[model].values():
                     if instance.state != "draining":
                         self._stop(instance, "its node drains")
 
-    def _resume(self, count: Count, number: int) -> int:
+    def _resume(self, count: RoleCount, number: int) -> int:
         """Let instances go on that finish their requests before they end: they have the weights and a device.
 
         Returns how many are still missing. Those with the fewest requests go first (the router of BlitzScale).
@@ -276,7 +278,7 @@ class _Tick:
             self._decisions.append(ResumeInstance(instance.id, instance.node, "the load needs it again"))
         return number - len(ending[:number])
 
-    def _start(self, count: Count, number: int) -> None:
+    def _start(self, count: RoleCount, number: int) -> None:
         deployment = count.deployment
         number = self._resume(count, number)
         cold = count.ready == 0 and count.role == "both" and self._options.largest_group > 1
@@ -300,7 +302,7 @@ class _Tick:
         """Choose a group for the start of a model without instances. None if the model's starts are unknown."""
         if deployment.times is None or deployment.layers < 2:
             return None
-        load = self._state.loads.get(deployment.name, QUIET)
+        load = self._state.loads.get(deployment.name, NO_LOAD)
         options = self._options
         goal = Goal(
             deployment.ttft_slo_s,
@@ -319,7 +321,7 @@ class _Tick:
         servers += islice(self._placement.others(deployment), _CANDIDATES)
         return choose(servers, deployment.times, goal, deployment.layers)
 
-    def _start_on(self, count: Count, node: str, reason: str, predicted_s: float) -> None:
+    def _start_on(self, count: RoleCount, node: str, reason: str, predicted_s: float) -> None:
         deployment = count.deployment
         self._placement.take(node)
         if not is_target(self._index, deployment, node):
@@ -327,7 +329,7 @@ class _Tick:
         start = StartInstance(self._id(deployment), deployment.name, node, count.role, reason=reason)
         self._starts.append(replace(start, ttft_s=predicted_s))
 
-    def _start_group(self, count: Count, scheme: Scheme) -> None:
+    def _start_group(self, count: RoleCount, scheme: Scheme) -> None:
         deployment = count.deployment
         group = f"{self._id(deployment)}g"
         for number, (node, layers) in enumerate(zip(scheme.nodes, parts(deployment.layers, scheme.size), strict=True)):
@@ -348,7 +350,7 @@ class _Tick:
             deadline -= deployment.times.prefill_s
         self._deadlines[node, deployment.url] = deadline
         self._placement.add_fetch(node, deployment.url, deployment.size_bytes / workers, deadline)
-        self._fetches.want(node, deployment.url, layers=layers, reason="an instance starts")
+        self._fetches.request(node, deployment.url, layers=layers, reason="an instance starts")
 
     def _id(self, deployment: Deployment) -> str:
         return f"{deployment.name}-{int(self._now_s * 1000):x}-{len(self._starts)}"
@@ -394,7 +396,7 @@ class _Tick:
         busy = {name for name, _ in self._index.arriving}
         for url, node in found.fetches.items():
             if node not in busy:  # one at a time, so that starts find their links free
-                self._fetches.want(node, url, pin=not index.is_short, reason="the parameter pool lacks it")
+                self._fetches.request(node, url, pin=not index.is_short, reason="the parameter pool lacks it")
                 busy.add(node)
         return list(found.changes)
 
@@ -415,7 +417,7 @@ class _Tick:
         return decisions
 
 
-def _repeated(count: Count) -> Scheme | None:
+def _repeated(count: RoleCount) -> Scheme | None:
     """Return the scheme of a group that is starting already, for another group on the same nodes, or None."""
     last = next((instance.group for instance in count.instances if instance.group is not None), None)
     workers = [instance for instance in count.instances if instance.group == last and last is not None]
@@ -426,7 +428,7 @@ def _repeated(count: Count) -> Scheme | None:
     return Scheme(nodes, len(nodes), 0.0, 0.0, meets=True)
 
 
-def _can_resume(instance: Instance, count: Count) -> bool:
+def _can_resume(instance: Instance, count: RoleCount) -> bool:
     """Return whether a draining instance can stand in for one that is missing: alone, in its role, up to date."""
     version = count.deployment.version
     role = (instance.role == "decode") == (count.role == "decode")

@@ -24,7 +24,9 @@ class Fetches:
     chains: dict[str, tuple[Chain, ...]] = field(default_factory=dict)
     _targets: defaultdict[str, dict[str, Fetch]] = field(default_factory=lambda: defaultdict(dict))
 
-    def want(self, node: str, url: str, *, pin: bool = False, layers: Layers | None = None, reason: str = "") -> None:
+    def request(
+        self, node: str, url: str, *, pin: bool = False, layers: Layers | None = None, reason: str = ""
+    ) -> None:
         """Ask for a model on a node. If it is asked for twice, it is fetched once, with the layers of both."""
         found = self._targets[url].get(node)
         if found is not None:

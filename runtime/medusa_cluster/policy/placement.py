@@ -11,10 +11,10 @@ from itertools import count
 from .contention import Fetching, newcomer_bytes_per_s
 from .index import Index
 from .pool import evict, is_current, room
-from .sizing import Server
+from .sizing import CandidateNode
 from .state import Deployment, Node
 
-_LOOKED_AT = 16
+_MOST_CANDIDATES = 16
 
 
 @dataclass
@@ -34,8 +34,8 @@ class Placement:
     _taken: dict[str, int] = field(default_factory=dict)
     _added: defaultdict[str, list[Fetching]] = field(default_factory=lambda: defaultdict(list))
     _ordered: deque[str] = field(default_factory=deque)  # the candidates seen so far
-    _further: Iterator[str] | None = None
-    _offers: dict[str, Server] = field(
+    _remaining: Iterator[str] | None = None
+    _offers: dict[str, CandidateNode] = field(
         default_factory=dict
     )  # node → the bandwidth and memory that it has for one more fetch
 
@@ -55,7 +55,7 @@ class Placement:
             return self.nodes[name].link_bytes_per_s
         return newcomer_bytes_per_s(self.nodes[name].link_bytes_per_s, self._fetching(self.nodes[name]), self.now_s)
 
-    def holders(self, deployment: Deployment, planned: str | None = None) -> list[Server]:
+    def holders(self, deployment: Deployment, planned: str | None = None) -> list[CandidateNode]:
         """Return nodes with a free slot that have the model or receive it, ordered by how few bytes are missing.
 
         ``planned``: a node that is about to receive it.
@@ -72,10 +72,10 @@ class Placement:
         for missing, _, name in sorted(found):
             node = self.nodes[name]
             rate = self._arrival_rate(deployment, missing, node)
-            servers.append(Server(name, rate, node.load_bytes_per_s))
+            servers.append(CandidateNode(name, rate, node.load_bytes_per_s))
         return servers
 
-    def others(self, deployment: Deployment) -> Iterator[Server]:
+    def others(self, deployment: Deployment) -> Iterator[CandidateNode]:
         """Yield nodes with a free slot and room for the weights, the fastest links first."""
         for name in self._candidates():
             if not self._can_run(name, deployment) or self.nodes[name].copy(deployment.url) is not None:
@@ -84,10 +84,10 @@ class Placement:
             if server.fetch_bytes_per_s > 0 and server.free_bytes > 0:
                 yield server
 
-    def _offer(self, name: str) -> Server:
+    def _offer(self, name: str) -> CandidateNode:
         node = self.nodes[name]
         space = float(room(node, self.by_url)) if node.memory_bytes else math.inf
-        server = self._offers[name] = Server(name, self.bytes_per_s(name), node.load_bytes_per_s, space)
+        server = self._offers[name] = CandidateNode(name, self.bytes_per_s(name), node.load_bytes_per_s, space)
         return server
 
     def choose(self, deployment: Deployment, planned: str | None = None) -> str | None:
@@ -98,26 +98,26 @@ class Placement:
         held = self.holders(deployment, planned)
         if held:
             return held[0].node
-        best: Server | None = None
+        best: CandidateNode | None = None
         for seen, server in enumerate(self.others(deployment)):
             if server.free_bytes < deployment.size_bytes:
                 continue
             if best is None or server.s_per_byte < best.s_per_byte:
                 best = server
-            if seen >= _LOOKED_AT or server.node not in self._added:
+            if seen >= _MOST_CANDIDATES or server.node not in self._added:
                 break
-        return best.node if best else self._late(deployment)
+        return best.node if best else self._slow_node(deployment)
 
-    def _late(self, deployment: Deployment) -> str | None:
+    def _slow_node(self, deployment: Deployment) -> str | None:
         """Return a node where the start is slow, or makes other starts slow. It is better than none."""
         for name in self._candidates():
             node = self.nodes[name]
             space = room(node, self.by_url) if node.memory_bytes else math.inf
             if space >= deployment.size_bytes and self._can_run(name, deployment):
                 return name
-        return self._for_the_pool(deployment)
+        return self._after_eviction(deployment)
 
-    def _for_the_pool(self, deployment: Deployment) -> str | None:
+    def _after_eviction(self, deployment: Deployment) -> str | None:
         """Return a node that can drop copies of the pool to make room for the weights: those unused for the longest."""
         found: list[tuple[float, str]] = []
         for name in self._candidates():
@@ -129,7 +129,7 @@ class Placement:
                 continue
             gone = {drop.url for drop in drops}
             found.append((max(copy.used_at_s for copy in node.copies if copy.url in gone), name))
-            if len(found) == _LOOKED_AT:
+            if len(found) == _MOST_CANDIDATES:
                 break
         return min(found)[1] if found else None
 
@@ -140,14 +140,14 @@ class Placement:
 
     def _candidates(self) -> Iterator[str]:
         """Yield nodes with a free slot, the fastest links first, but those that fetch something last."""
-        if self._further is None:
-            self._further = self._in_order()
+        if self._remaining is None:
+            self._remaining = self._in_order()
         ordered = self._ordered
         while ordered and self.free_slots(ordered[0]) <= 0:
             ordered.popleft()
         for position in count():
             if position == len(ordered):
-                found = next(self._further, None)
+                found = next(self._remaining, None)
                 if found is None:
                     return
                 ordered.append(found)

@@ -52,7 +52,7 @@ class Need(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ScaleTarget:
     """The number of instances that a model should have, and the least number that would do."""
 
     count: int
@@ -73,7 +73,7 @@ def need(deployment: Deployment, load: Load, ready: int, tokens_per_s: float, bo
     return Need(_ceil(least), max(_ceil(least), _ceil(most)))
 
 
-def wanted(
+def scale_target(
     deployment: Deployment,
     load: Load,
     *,
@@ -83,7 +83,7 @@ def wanted(
     now_s: float,
     monitor: Monitor,
     bounds: Bounds,
-) -> Wanted:
+) -> ScaleTarget:
     """Return how many instances the model should have now. ``current`` counts those that start, and not those that end.
 
     ``ready_since_s``: when the last of the ready ones became ready.
@@ -107,7 +107,7 @@ def wanted(
         count, spare = current, None
     low, high = deployment.min, max(deployment.max, deployment.min)
     least = min(max(found.least, low), high)
-    return Wanted(min(max(count, low), high), least, Monitor(samples, spare, learned, counted))
+    return ScaleTarget(min(max(count, low), high), least, Monitor(samples, spare, learned, counted))
 
 
 def shares(demands: Mapping[str, int], deployments: Mapping[str, Deployment], slots: int) -> dict[str, int]:

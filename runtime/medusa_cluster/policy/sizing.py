@@ -18,7 +18,7 @@ LARGEST_GROUP = 4  # larger ones gain little (ParaServe §4.1.2)
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class CandidateNode:
     """A place for a worker, with the bandwidth that a new fetch gets there."""
 
     node: str
@@ -67,7 +67,7 @@ class Goal:
     largest: int = LARGEST_GROUP
 
 
-def choose(servers: Iterable[Server], times: StageTimes, goal: Goal, layers: int = 0) -> Scheme | None:
+def choose(servers: Iterable[CandidateNode], times: StageTimes, goal: Goal, layers: int = 0) -> Scheme | None:
     """Return the smallest group, and in it the fewest full-memory workers, that meets both SLOs.
 
     If no group meets them, it is one worker on the best server with room for the whole model, and ``meets`` is false.
@@ -94,7 +94,7 @@ def choose(servers: Iterable[Server], times: StageTimes, goal: Goal, layers: int
     return fallback
 
 
-def predict(group: Sequence[Server], full: int, times: StageTimes, goal: Goal) -> Scheme:
+def predict(group: Sequence[CandidateNode], full: int, times: StageTimes, goal: Goal) -> Scheme:
     """Return a group's scheme, with its times predicted by Eq. 5 and Eq. 2."""
     workers = [Worker(server.fetch_bytes_per_s, server.load_bytes_per_s) for server in group]
     computing = full if goal.follows_memory else len(group)
@@ -114,7 +114,9 @@ def parts(layers: int, size: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise(ends))
 
 
-def _group(full: Sequence[Server], best: Sequence[Server], size: int, count: int) -> list[Server] | None:
+def _group(
+    full: Sequence[CandidateNode], best: Sequence[CandidateNode], size: int, count: int
+) -> list[CandidateNode] | None:
     """Return the ``count`` best servers with room for the whole model, then the best others, with room for a part.
 
     None if there are too few. ``best`` has 2 * ``size`` servers, so enough of them are left without those in ``full``.
@@ -127,5 +129,5 @@ def _group(full: Sequence[Server], best: Sequence[Server], size: int, count: int
     return group if len(group) == size else None
 
 
-def _rank(server: Server) -> tuple[float, str]:
+def _rank(server: CandidateNode) -> tuple[float, str]:
     return server.s_per_byte, server.node

@@ -11,7 +11,7 @@ from .state import Node, SetSpare
 
 
 @dataclass(frozen=True, slots=True)
-class Idle:
+class IdleNodes:
     """The nodes that could be given back → since when they have had no instance."""
 
     since_s: Mapping[str, float] = field(default_factory=dict)
@@ -29,8 +29,8 @@ def take_back(nodes: Mapping[str, Node], slots: int) -> list[SetSpare]:
 
 
 def give_back(
-    nodes: Mapping[str, Node], index: Index, idle: Idle, now_s: float, *, least: int, after_s: float
-) -> tuple[list[SetSpare], Idle]:
+    nodes: Mapping[str, Node], index: Index, idle: IdleNodes, now_s: float, *, least: int, after_s: float
+) -> tuple[list[SetSpare], IdleNodes]:
     """Give back one node that has had no instance for ``after_s``.
 
     At least ``least`` nodes stay, and they have to hold all of the pool's copies. The node that was idle the longest
@@ -40,11 +40,11 @@ def give_back(
     since_s = {name: idle.since_s.get(name, now_s) for name in free}
     pinned = index.pinned_bytes
     if len(pinned) <= least:
-        return [], Idle(since_s)
+        return [], IdleNodes(since_s)
     ready = [name for name in free if now_s - since_s[name] >= after_s]
     rooms = {name: room(nodes[name]) for name in pinned} if ready else {}
     total = sum(rooms.values())
     for name in sorted(ready, key=lambda name: (since_s[name], pinned[name], name)):
         if pinned[name] <= total - rooms[name]:
-            return [SetSpare(name)], Idle(since_s)
-    return [], Idle(since_s)
+            return [SetSpare(name)], IdleNodes(since_s)
+    return [], IdleNodes(since_s)

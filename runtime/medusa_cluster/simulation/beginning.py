@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from ..policy.index import Index
 from ..policy.pool import spread
 from ..policy.state import Role, StartInstance
-from .execution import Execution
+from .execution import SimExecution
 from .node import SimCopy
 
 if TYPE_CHECKING:
     from .simulator import Simulation
 
 
-def provision(sim: Simulation, execution: Execution, part: float) -> None:
+def provision(sim: Simulation, execution: SimExecution, part: float) -> None:
     """Let instances serve from the beginning, on this part (0 to 1) of the devices, divided among the models."""
     models = sim.models
     places = [node for node in sim.nodes.values() for _ in range(node.machine.devices)]
@@ -25,7 +25,7 @@ def provision(sim: Simulation, execution: Execution, part: float) -> None:
         execution.begin(execution.make(StartInstance(f"p{number}", model.model.name, node.name, role)))
 
 
-def begin_minimum(sim: Simulation, execution: Execution) -> None:
+def begin_minimum(sim: Simulation, execution: SimExecution) -> None:
     """Let each model's minimum of instances serve from the beginning, if possible where its weights are."""
     for model in sim.models:
         roles: tuple[Role, ...] = ("prefill", "decode") if model.model.disaggregated else ("both",)
@@ -40,9 +40,9 @@ def begin_minimum(sim: Simulation, execution: Execution) -> None:
             execution.begin(execution.make(start))
 
 
-def fill_pool(sim: Simulation, execution: Execution) -> None:
+def fill_pool(sim: Simulation, execution: SimExecution) -> None:
     """Fill the parameter pool at the beginning, like that of a cluster which has been running for a while."""
-    index, nodes = Index(), {name: node.seen() for name, node in sim.nodes.items()}
+    index, nodes = Index(), {name: node.to_policy() for name, node in sim.nodes.items()}
     index.update(nodes)
     for url, name in spread(index, nodes, sim.deployments.values()).items():
         size = sim.fleet.models[sim.numbers[url.removeprefix("m://")]].profile.size_bytes

@@ -20,13 +20,13 @@ from ..policy.state import (
 from .fleet import Model
 from .network import Flow, Link, call_after
 from .node import SimCopy, SimInstance, SimNode
-from .serving import Served, Server, relieved_s
+from .serving import ServedRequest, Server, relieved_s
 
 if TYPE_CHECKING:
     from .simulator import SimModel, Simulation
 
 
-class Execution:
+class SimExecution:
     """The instances of a simulation, and the decisions under way."""
 
     def __init__(self, simulation: Simulation, seed: int) -> None:
@@ -73,7 +73,7 @@ class Execution:
 
     def close(self) -> None:
         for instance in list(self.instances.values()):
-            self._note(instance)
+            self._charge(instance)
             self._sim.outcome.device_s += self._sim.paid_s(instance.began_s)
         for node in self._sim.nodes.values():
             for copy in node.copies.values():
@@ -102,7 +102,7 @@ class Execution:
         part = copy.total
         if fetch.layers is not None:
             part = round(copy.total * (fetch.layers[1] - fetch.layers[0]) / deployment.profile.layers)
-        self._flow(node, copy, part - copy.base, lambda: self._arrived(node, copy))
+        self._flow(node, copy, part - copy.base, lambda: self._on_arrived(node, copy))
         self.touch(node)
 
     def _flow(self, node: SimNode, copy: SimCopy, size: float, arrived: Callable[[], None]) -> None:
@@ -132,7 +132,7 @@ class Execution:
         devices = sum(other.name == name and other.state == "ready" for other in source.instances.values())
         return (Link(source.machine.link_bytes_per_s * devices / most),) if 0 < devices < most else ()
 
-    def _arrived(self, node: SimNode, copy: SimCopy) -> None:
+    def _on_arrived(self, node: SimNode, copy: SimCopy) -> None:
         copy.base, copy.flow = copy.fetched, None
         copy.complete = copy.layers is None
         copy.sources = ()
@@ -201,7 +201,7 @@ class Execution:
         if start.partner is not None:
             self._relieve(instance, start.partner)
         instance.slower = self._random.lognormvariate(0.0, sim.fleet.start_spread) if sim.fleet.start_spread else 1.0
-        call_after(self._env, boot * instance.slower, lambda: self._booted(instance))
+        call_after(self._env, boot * instance.slower, lambda: self._on_booted(instance))
 
     def _load_s(self, instance: SimInstance, model: Model, size: float) -> float:
         """Return how long weights take to the device of a process that is there.
@@ -230,19 +230,19 @@ class Execution:
 
     def _delayed(self, node: SimNode, copy: SimCopy, size: float) -> None:
         copy.flow = None
-        self._flow(node, copy, size, lambda: self._arrived(node, copy))
+        self._flow(node, copy, size, lambda: self._on_arrived(node, copy))
         self.touch(node)
 
-    def _booted(self, instance: SimInstance) -> None:
+    def _on_booted(self, instance: SimInstance) -> None:
         if instance.id not in self.instances:
             return
         copy = instance.node.copies.get(f"m://{instance.name}")
         if copy is not None and copy.flow is not None:
-            copy.then.append(lambda: self._loaded(instance))
+            copy.then.append(lambda: self._on_loaded(instance))
         else:
-            self._loaded(instance)
+            self._on_loaded(instance)
 
-    def _loaded(self, instance: SimInstance) -> None:
+    def _on_loaded(self, instance: SimInstance) -> None:
         model = self._sim.fleet.models[instance.model]
         init = self._sim.strategy.init_s(model.on(instance.node.machine.device)) * instance.slower
         call_after(self._env, init, lambda: self.begin(instance))
@@ -251,7 +251,7 @@ class Execution:
         """Let an instance serve, or a group if this is its last worker to be ready."""
         if instance.id not in self.instances or instance.state == "draining":
             return
-        self._set(instance, "ready")
+        self._set_state(instance, "ready")
         group = self._groups.get(instance.group or "", [instance])
         if any(worker.state != "ready" for worker in group):
             return
@@ -290,7 +290,7 @@ class Execution:
         self._sim.dispatch(model)
         self._sim.wake()
 
-    def _decode(self, model: SimModel, prefill: Server, request: Served) -> bool:
+    def _decode(self, model: SimModel, prefill: Server, request: ServedRequest) -> bool:
         """Give a prefilled request to a decode instance; False where it has to wait for room in one."""
         decoder = min(model.decoders.values(), key=lambda server: server.running, default=prefill)
         if decoder is not prefill and decoder.free <= 0:
@@ -352,7 +352,7 @@ class Execution:
 
         def arrived() -> None:
             copy.layers = None
-            self._arrived(worker.node, copy)
+            self._on_arrived(worker.node, copy)
 
         self._flow(worker.node, copy, copy.total - copy.base, arrived)
         self.touch(worker.node)
@@ -370,7 +370,7 @@ class Execution:
         server.become(1, 0.0)
         for worker in kept:
             worker.group, worker.layers = None, None
-            self._note(worker)
+            self._charge(worker)
             worker.since_s = self._env.now
             if worker is not kept[0]:
                 worker.server = None
@@ -391,7 +391,7 @@ class Execution:
     # Ends.
 
     def _stop(self, instance: SimInstance) -> None:
-        self._set(instance, "draining")
+        self._set_state(instance, "draining")
         server = instance.server
         if server is None:
             self._end_soon(instance)
@@ -401,14 +401,14 @@ class Execution:
         model.decoders.pop(server.key, None)
         server.pull = None
         self._decode_held(model)
-        self.freed(server)
+        self.on_place_free(server)
 
     def _resume(self, instance_id: str) -> None:
         """Let an instance that drains take requests again."""
         instance = self.instances.get(instance_id)
         if instance is None or instance.state != "draining" or instance.server is None or not instance.server.running:
             return
-        self._set(instance, "ready")
+        self._set_state(instance, "ready")
         self._sim.outcome.resumed += 1
         self._open(self._sim.models[instance.model], instance, instance.server)
 
@@ -419,7 +419,7 @@ class Execution:
         else:
             self._end(instance)
 
-    def freed(self, server: Server) -> None:
+    def on_place_free(self, server: Server) -> None:
         """Give its place to a request that waits for one; end the instances of a server that drains and is empty."""
         for instance in self._holders.get(server, ())[:1]:
             if instance.role == "decode":
@@ -447,7 +447,7 @@ class Execution:
             self._holders.pop(instance.server, None)
         if instance.server is not None:
             self._serve(-1)
-        self._note(instance)
+        self._charge(instance)
         sim.outcome.device_s += sim.paid_s(instance.began_s)
         sim.outcome.instances.append((now, len(self.instances)))
         copy = node.copies.get(url)
@@ -470,7 +470,7 @@ class Execution:
     def _turn(self, instance: SimInstance) -> None:
         """Turn a prefill instance, which has the weights, into a decode instance."""
         model, server = self._sim.models[instance.model], instance.server
-        self._note(instance)
+        self._charge(instance)
         instance.role, instance.since_s = "decode", self._env.now
         self.touch(instance.node)
         if server is not None:
@@ -483,12 +483,12 @@ class Execution:
         self._serving += more
         self._sim.outcome.ready.append((self._env.now, self._serving))
 
-    def _note(self, instance: SimInstance) -> None:
+    def _charge(self, instance: SimInstance) -> None:
         """Add the time that an instance has been in its state to what such instances cost."""
         key, sums = f"{instance.role} {instance.state}", self._sim.outcome.roles_s
         sums[key] = sums.get(key, 0.0) + self._sim.paid_s(instance.since_s)
 
-    def _set(self, instance: SimInstance, state: str) -> None:
-        self._note(instance)
+    def _set_state(self, instance: SimInstance, state: str) -> None:
+        self._charge(instance)
         instance.state, instance.since_s = state, self._env.now
         self.touch(instance.node)

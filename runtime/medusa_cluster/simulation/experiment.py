@@ -10,7 +10,7 @@ from typing import Any
 from medusa_runtime.errors import ConfigError
 
 from .fleet import Fleet
-from .fleet_file import Plan
+from .fleet_file import SimulationPlan
 from .result import Outcome, percentile
 from .simulator import Simulation
 from .strategy import strategy_named
@@ -55,7 +55,7 @@ class Summary:
         return asdict(self)
 
 
-def run(plan: Plan, progress: Progress | None = None) -> Iterator[Summary]:
+def run(plan: SimulationPlan, progress: Progress | None = None) -> Iterator[Summary]:
     """Yield the runs of a plan as they end."""
     for cv in plan.workload.cvs:
         for rate in plan.workload.rates:
@@ -63,12 +63,12 @@ def run(plan: Plan, progress: Progress | None = None) -> Iterator[Summary]:
                 yield simulate(plan, name, rate, cv, progress=progress)
 
 
-def hardest_run(plan: Plan, runs: Sequence[Summary]) -> Summary:
+def hardest_run(plan: SimulationPlan, runs: Sequence[Summary]) -> Summary:
     """Return the run in which the plan's first strategy has the fewest first tokens in time."""
     return min((run for run in runs if run.strategy == plan.strategies[0]), key=lambda run: run.ttft_attainment)
 
 
-def needed_change(plan: Plan, base: Summary, changed: Sequence[Summary]) -> str:
+def needed_change(plan: SimulationPlan, base: Summary, changed: Sequence[Summary]) -> str:
     """Return a sentence that says which changes would meet the goal under the load of ``base``."""
     what = f"{base.strategy} at {base.rate:g} requests a second and a CV of {base.cv:g}"
     reached = f"{what} has {100 * base.ttft_attainment:.1f} % of the first tokens in time"
@@ -84,7 +84,9 @@ def needed_change(plan: Plan, base: Summary, changed: Sequence[Summary]) -> str:
     )
 
 
-def what_if(plan: Plan, strategy: str, rate: float, cv: float, progress: Progress | None = None) -> Iterator[Summary]:
+def what_if(
+    plan: SimulationPlan, strategy: str, rate: float, cv: float, progress: Progress | None = None
+) -> Iterator[Summary]:
     """Yield the same run in changed fleets, with more and more of one thing until the goal is met."""
     for steps in changes(plan.fleet):
         for text, fleet in steps:
@@ -121,7 +123,7 @@ def _faster_links(fleet: Fleet, times: float) -> Fleet:
 
 
 def simulate(
-    plan: Plan, strategy: str, rate: float, cv: float, *, change: str = "", progress: Progress | None = None
+    plan: SimulationPlan, strategy: str, rate: float, cv: float, *, change: str = "", progress: Progress | None = None
 ) -> Summary:
     workload, fleet = plan.workload, plan.fleet
     requests = workload.requests(fleet.models, plan.lengths, rate, cv)

@@ -52,12 +52,12 @@ class Workload:
             found = trace.scale(found, rate, self.seed)
         whole = trace.repeat(found, self.seconds) if self.seconds else found
         if self.arrivals in trace.AZURE:
-            whole = trace.dealt(whole, trace.popularity(len(models), 1.0, self.popularity), self.seed)
+            whole = trace.assign_models(whole, trace.popularity(len(models), 1.0, self.popularity), self.seed)
         return trace.Requests(whole)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SimulationPlan:
     """A file's content.
 
     ``lengths`` names the distribution of each model's prompts and answers. ``goal`` is the part of first tokens that
@@ -73,7 +73,7 @@ class Plan:
     goal: float
 
 
-def read_plan(path: Path) -> Plan:
+def read_simulation_plan(path: Path) -> SimulationPlan:
     """Read a file. Raises ConfigError that names the place, what was expected there, and what was found."""
     try:
         import yaml
@@ -99,7 +99,7 @@ def read_plan(path: Path) -> Plan:
     return parse(content, path.parent, str(path))
 
 
-def parse(content: Any, folder: Path = Path(), name: str = "fleet") -> Plan:
+def parse(content: Any, folder: Path = Path(), name: str = "fleet") -> SimulationPlan:
     top = _Section(content, name, ": ")
     machines = tuple(_machine(item) for item in top.items("machines"))
     pairs: list[tuple[Model, str]] = []
@@ -112,7 +112,7 @@ def parse(content: Any, folder: Path = Path(), name: str = "fleet") -> Plan:
     if 0 < goal < 1:
         raise top.wrong("goal", "percent, such as 95", goal)
     strategies = tuple(top.words("strategies", ("medusa", "serverlessllm", "vllm"), STRATEGIES))
-    plan = Plan(
+    plan = SimulationPlan(
         Fleet(
             top.word("name", "fleet"),
             machines,
@@ -261,7 +261,7 @@ class _Section:
 
     def wrong(self, key: str, expected: str, found: Any, known: Iterable[str] = ()) -> ConfigError:
         return ConfigError(
-            f"{self._inside}{key}: expected {expected}, found {json_excerpt(found)}{_meant(found, known)}"
+            f"{self._inside}{key}: expected {expected}, found {json_excerpt(found)}{_suggestion(found, known)}"
         )
 
     def end(self) -> None:
@@ -269,7 +269,7 @@ class _Section:
         if unknown:
             key = sorted(map(str, unknown))[0]
             known = ", ".join(sorted(self._known))
-            raise ConfigError(f"{self._place}: unknown key {key!r}; known are {known}{_meant(key, self._known)}")
+            raise ConfigError(f"{self._place}: unknown key {key!r}; known are {known}{_suggestion(key, self._known)}")
 
     def section(self, key: str, *, optional: bool = False) -> _Section:
         return _Section(self._get(key, {} if optional else None, "a mapping"), f"{self._inside}{key}")
@@ -379,6 +379,6 @@ def _is_number(found: Any, least: float, most: float) -> bool:
     return isinstance(found, int | float) and not isinstance(found, bool) and least <= found <= most
 
 
-def _meant(found: Any, known: Iterable[str]) -> str:
+def _suggestion(found: Any, known: Iterable[str]) -> str:
     close = get_close_matches(found, known, 1) if isinstance(found, str) else []
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -32,7 +32,7 @@ class SimCopy:
     def fetched(self) -> float:
         return self.base + (self.flow.progress if self.flow is not None else 0.0)
 
-    def seen(self) -> Copy:
+    def to_policy(self) -> Copy:
         """Return the copy as the policy sees it. It is the same object as long as nothing has changed."""
         last = self.last
         if (
@@ -69,7 +69,7 @@ class SimInstance:
     server: Server | None = None
     slower: float = 1.0  # how many times longer than the average its start takes
 
-    def seen(self) -> Instance:
+    def to_policy(self) -> Instance:
         running = self.server.running if self.server is not None else 0
         return Instance(
             self.id,
@@ -110,7 +110,7 @@ class SimNode:
         """Return whether an instance here uses these weights."""
         return any(f"m://{instance.name}" == url for instance in self.instances.values())
 
-    def seen(self) -> Node:
+    def to_policy(self) -> Node:
         """Return the node as the policy sees it. It is the same object as long as nothing has changed."""
         if self._seen is not None and not self.dirty:
             return self._seen
@@ -125,7 +125,7 @@ class SimNode:
             memory_used_bytes=self.used_bytes,
             devices=machine.devices,
             device_kind=machine.device,
-            copies=(*self._always, *(copy.seen() for copy in self.copies.values())),
-            instances=tuple(instance.seen() for instance in self.instances.values()),
+            copies=(*self._always, *(copy.to_policy() for copy in self.copies.values())),
+            instances=tuple(instance.to_policy() for instance in self.instances.values()),
         )
         return self._seen

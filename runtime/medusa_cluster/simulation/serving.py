@@ -34,7 +34,7 @@ def relieved_s(seconds: float, loaded: float, loaded_per_s: float) -> float:
     return (0.5 - loaded) / loaded_per_s + (seconds - until_half) / 2
 
 
-class Served:
+class ServedRequest:
     """A request under way. Times are on the simulated clock, or -1 for not yet.
 
     ``number`` is how many requests came before it. ``taken_s`` is when an instance took it, and ``begun_s`` when its
@@ -83,7 +83,7 @@ class Server:
         key: str,
         speed: Speed,
         concurrency: int,
-        ended: Callable[[Server, Served | None], None],
+        ended: Callable[[Server, ServedRequest | None], None],
         *,
         size: int = 1,
         hop_s: float = 0.0,
@@ -92,16 +92,16 @@ class Server:
         self._env, self._ended = env, ended
         self.key, self.speed, self.concurrency = key, speed, concurrency
         self.size, self.hop_s, self._batch_tokens = size, hop_s, batch_tokens
-        self.decoder: Callable[[Served], bool] | None = None
+        self.decoder: Callable[[ServedRequest], bool] | None = None
         self.relieved: Callable[[float], float] | None = None
-        self.pull: Callable[[int], list[Served]] | None = None
+        self.pull: Callable[[int], list[ServedRequest]] | None = None
         self.slower: Callable[[], float] | None = None
-        self.first_token: Callable[[Served], None] | None = None  # called when one has come
+        self.first_token: Callable[[ServedRequest], None] | None = None  # called when one has come
         self.running = 0
         self.work = 0.0  # of these, in sequences
-        self._waiting: deque[Served] = deque()
-        self._batch: list[Served] = []
-        self._active: list[tuple[float, int, Served]] = []  # (tokens at which it ends, order, request)
+        self._waiting: deque[ServedRequest] = deque()
+        self._batch: list[ServedRequest] = []
+        self._active: list[tuple[float, int, ServedRequest]] = []  # (tokens at which it ends, order, request)
         self._order = 0
         self._tokens, self._at_s = 0.0, 0.0  # tokens that each sequence has gained, and when that was true
         self._turn = 0
@@ -115,7 +115,7 @@ class Server:
     def free(self) -> int:
         return self.places - self.running
 
-    def admit(self, request: Served) -> None:
+    def admit(self, request: ServedRequest) -> None:
         self._take(request)
         self._waiting.append(request)
         if self._batch or self._stepping:
@@ -126,7 +126,7 @@ class Server:
         self._settle()
         self._stepping = True
         rest = max(math.ceil(self._tokens - _ALMOST) - self._tokens, 0.0)
-        call_after(self._env, rest * self._step_s(), self._stepped)
+        call_after(self._env, rest * self._step_s(), self._on_step)
 
     def take(self) -> None:
         """Prefill prompts from the shared queue, unless something is being prefilled."""
@@ -142,7 +142,7 @@ class Server:
             self._waiting.extend(found)
         return bool(self._waiting)
 
-    def _stepped(self) -> None:
+    def _on_step(self) -> None:
         if not self._batch:
             self._settle()
             self._finish_decoded()
@@ -150,12 +150,12 @@ class Server:
         if self._waiting and not self._batch:
             self._prefill()
 
-    def leave(self, request: Served) -> None:
+    def leave(self, request: ServedRequest) -> None:
         """Note that a prefilled request has gone to another instance."""
         self._release(request)
         self._ended(self, None)
 
-    def take_over(self, request: Served, left: float | None = None) -> None:
+    def take_over(self, request: ServedRequest, left: float | None = None) -> None:
         """Decode a request that another instance has prefilled. ``left`` is how many tokens it lacks; None: all."""
         self._take(request)
         if request.first_s < 0:
@@ -165,7 +165,7 @@ class Server:
         if not self._batch:
             self._decode()
 
-    def give(self, count: int) -> list[tuple[Served, float]]:
+    def give(self, count: int) -> list[tuple[ServedRequest, float]]:
         """Hand over up to ``count`` requests that are being decoded, each with the number of tokens that it lacks."""
         self._settle()
         self._active.sort(reverse=True)
@@ -182,11 +182,11 @@ class Server:
         if not self._batch:
             self._decode()
 
-    def _take(self, request: Served) -> None:
+    def _take(self, request: ServedRequest) -> None:
         self.running += 1
         self.work += request.work
 
-    def _release(self, request: Served) -> None:
+    def _release(self, request: ServedRequest) -> None:
         self.running -= 1
         self.work = self.work - request.work if self.running else 0.0
 
@@ -214,9 +214,9 @@ class Server:
         if self.size > 1 and self._waiting:
             seconds /= self.size  # the next prompts follow through the stages at once
         self._turn += 1
-        call_after(self._env, seconds, self._prefilled)
+        call_after(self._env, seconds, self._on_prefilled)
 
-    def _prefilled(self) -> None:
+    def _on_prefilled(self) -> None:
         batch, self._batch = self._batch, []
         self._at_s = self._env.now
         for request in batch:
@@ -236,12 +236,12 @@ class Server:
         else:
             self._decode()
 
-    def _begin(self, request: Served) -> None:
+    def _begin(self, request: ServedRequest) -> None:
         request.first_s = self._env.now
         if self.first_token is not None:
             self.first_token(request)
 
-    def _join(self, request: Served, left: float | None = None) -> None:
+    def _join(self, request: ServedRequest, left: float | None = None) -> None:
         self._order += 1
         left = request.output_tokens - 1 if left is None else left
         heapq.heappush(self._active, (self._tokens + left, self._order, request))
@@ -252,9 +252,9 @@ class Server:
             return
         turn = self._turn
         left = max(self._active[0][0] - self._tokens, 0.0)
-        call_after(self._env, left * self._step_s(), lambda: self._decoded(turn))
+        call_after(self._env, left * self._step_s(), lambda: self._on_decoded(turn))
 
-    def _decoded(self, turn: int) -> None:
+    def _on_decoded(self, turn: int) -> None:
         if turn != self._turn or self._batch:
             return
         self._settle()
@@ -266,7 +266,7 @@ class Server:
         while self._active and self._active[0][0] - self._tokens < _ALMOST:
             self._finish(heapq.heappop(self._active)[2])
 
-    def _finish(self, request: Served) -> None:
+    def _finish(self, request: ServedRequest) -> None:
         request.done_s = self._env.now
         self._release(request)
         self._ended(self, request)

@@ -16,12 +16,12 @@ from medusa_runtime.errors import ConfigError
 from ..policy.decide import Memory, decide
 from ..policy.state import ClusterState, Copy, Deployment, Load, Node
 from .beginning import begin_minimum, fill_pool, provision
-from .execution import Execution
+from .execution import SimExecution
 from .fleet import Fleet, Model
 from .network import Link, Network, call_after
 from .node import SimNode
 from .result import Outcome
-from .serving import Served, Server
+from .serving import ServedRequest, Server
 from .strategy import Strategy
 from .trace import Request
 
@@ -33,10 +33,10 @@ class SimModel:
 
     def __init__(self, number: int, model: Model) -> None:
         self.number, self.model = number, model
-        self.queue: deque[Served] = deque()
+        self.queue: deque[ServedRequest] = deque()
         self.ready: dict[str, Server] = {}  # that take requests; with separate roles only those that prefill
         self.decoders: dict[str, Server] = {}
-        self.held: deque[tuple[Server, Served]] = deque()  # prefilled, and waiting for a decode instance with room
+        self.held: deque[tuple[Server, ServedRequest]] = deque()  # prefilled, waiting for room in a decode instance
         self.window: deque[tuple[float, int]] = deque()
         self.window_tokens = 0
         self.queued_tokens = 0
@@ -88,14 +88,14 @@ class Simulation:
         self._loads: dict[str, Load] = {}
         self._active: set[int] = set()  # models whose load may have changed
         self._memory = Memory()
-        self._execution = Execution(self, seed)
+        self._execution = SimExecution(self, seed)
         self._requests = iter(requests)
         self._tick_s, self._tick_at, self._ticked_at = tick_s, math.inf, -math.inf
         self._quiet_s, self._window_s = max(quiet_s, tick_s), window_s
         self._next_request_s: float | None = 0.0
         self._progress, self._progress_at = progress, 0.0
         self._details, self._paid_until_s = details, paid_until_s
-        self._unanswered: set[Served] = set()
+        self._unanswered: set[ServedRequest] = set()
         self._answered_s = 0.0  # when the last request came or was answered
 
     def run(self) -> Outcome:
@@ -129,7 +129,7 @@ class Simulation:
     def _arrive(self, request: Request) -> None:
         now = self.env.now
         outcome = self.outcome
-        served = Served(now, request.model, request.prompt_tokens, request.output_tokens, outcome.requests)
+        served = ServedRequest(now, request.model, request.prompt_tokens, request.output_tokens, outcome.requests)
         self._unanswered.add(served)
         self._answered_s = now
         outcome.add(now, request.model)
@@ -160,28 +160,28 @@ class Simulation:
                 return
             server.admit(self._pop(model))
 
-    def pull(self, model: SimModel, tokens: int) -> list[Served]:
+    def pull(self, model: SimModel, tokens: int) -> list[ServedRequest]:
         """Take prompts with so many tokens from a shared queue, and at least one."""
-        found: list[Served] = []
+        found: list[ServedRequest] = []
         while model.queue and (not found or model.queue[0].prompt_tokens <= tokens):
             found.append(self._pop(model))
             tokens -= found[-1].prompt_tokens
         return found
 
-    def _pop(self, model: SimModel) -> Served:
+    def _pop(self, model: SimModel) -> ServedRequest:
         request = model.queue.popleft()
         model.queued_tokens -= request.prompt_tokens
         model.running += 1
         request.taken_s = self.env.now
         return request
 
-    def first_token(self, request: Served) -> None:
+    def first_token(self, request: ServedRequest) -> None:
         model = self.models[request.model]
         model.prefilled.append((self.env.now, request.prompt_tokens))
         model.prefilled_tokens += request.prompt_tokens
         self._active.add(request.model)
 
-    def ended(self, server: Server, request: Served | None) -> None:
+    def ended(self, server: Server, request: ServedRequest | None) -> None:
         """Note that a request has ended, or with None that one has gone to a decoder. Its place is free."""
         if request is not None:
             self._unanswered.discard(request)
@@ -195,7 +195,7 @@ class Simulation:
             if self._details:
                 self.outcome.served.append((request.first_s, request.prompt_tokens))
             self.dispatch(model)
-        self._execution.freed(server)
+        self._execution.on_place_free(server)
 
     # The controller's ticks.
 
@@ -215,7 +215,7 @@ class Simulation:
         self._tick_at, self._ticked_at = math.inf, now
         names = [node.name for node in self.changed]
         for node in self.changed:
-            self._seen[node.name] = node.seen()
+            self._seen[node.name] = node.to_policy()
         self.changed = {node: None for node in self.changed if node.dirty}
         self._take_loads()
         state = ClusterState(self._seen, self.deployments, self._loads, names)

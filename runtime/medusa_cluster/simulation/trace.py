@@ -140,7 +140,7 @@ def azure(name: str) -> list[Request]:
     return [Request(at - begin, 0, max(prompt, 1), max(output, 1)) for at, prompt, output in found]
 
 
-def dealt(requests: Iterable[Request], weights: Sequence[float], seed: int = 1) -> Iterator[Request]:
+def assign_models(requests: Iterable[Request], weights: Sequence[float], seed: int = 1) -> Iterator[Request]:
     """Give each request of a trace that names no models one, drawn by these weights."""
     if len(weights) == 1:
         yield from requests

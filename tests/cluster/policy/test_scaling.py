@@ -6,7 +6,7 @@ from math import inf
 
 from hypothesis import given
 from hypothesis import strategies as st
-from medusa_cluster.policy.scaling import Bounds, Monitor, need, prescaled, shares, wanted
+from medusa_cluster.policy.scaling import Bounds, Monitor, need, prescaled, scale_target, shares
 from medusa_cluster.policy.state import Deployment, Load
 
 BOUNDS = Bounds()
@@ -23,7 +23,7 @@ class Run:
         self.deployment, self.current, self.monitor = deployment, current, Monitor()
 
     def at(self, now_s: float, ready_since_s: float = -inf, **load: float) -> int:
-        found = wanted(
+        found = scale_target(
             self.deployment,
             Load(**load),  # type: ignore[arg-type]
             current=self.current,

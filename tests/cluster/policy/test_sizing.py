@@ -7,15 +7,15 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from medusa_cluster.policy.sizing import Goal, Scheme, Server, choose, parts, predict
+from medusa_cluster.policy.sizing import CandidateNode, Goal, Scheme, choose, parts, predict
 from medusa_runtime.state.stage_times import StageTimes
 
 GB = 10**9
 TIMES = StageTimes(0.2, 0.1, 1.0, 0.5, 0.05, 8 * GB, math.inf, 0.0, 1)
 
 
-def servers(*rates: float, free: float = math.inf) -> list[Server]:
-    return [Server(f"n{number}", rate * GB, free_bytes=free) for number, rate in enumerate(rates)]
+def servers(*rates: float, free: float = math.inf) -> list[CandidateNode]:
+    return [CandidateNode(f"n{number}", rate * GB, free_bytes=free) for number, rate in enumerate(rates)]
 
 
 def test_one_worker_where_that_is_fast_enough() -> None:
@@ -44,7 +44,7 @@ def test_full_memory_workers_where_computing_follows_memory() -> None:
 
 
 def test_a_small_server_takes_a_part_and_none_is_in_a_group_twice() -> None:
-    large, small = Server("large", 2 * GB), Server("small", 4 * GB, free_bytes=4 * GB)
+    large, small = CandidateNode("large", 2 * GB), CandidateNode("small", 4 * GB, free_bytes=4 * GB)
     found = choose([large, small], TIMES, Goal(3.0, 1.0))
     assert found is not None
     assert found.nodes == ("large", "small")
@@ -55,7 +55,7 @@ def test_a_small_server_takes_a_part_and_none_is_in_a_group_twice() -> None:
 
 
 def test_busy_links_and_layers_bound_the_group() -> None:
-    assert choose([Server("full", 0.0)], TIMES, Goal(9, 9)) is None
+    assert choose([CandidateNode("full", 0.0)], TIMES, Goal(9, 9)) is None
     found = choose(servers(2, 2, 2, 2), TIMES, Goal(1.9, 1.0), layers=2)
     assert found is not None
     assert found.size == 1
@@ -79,7 +79,7 @@ def test_layers_are_divided_evenly() -> None:
 def test_what_is_chosen_fits_and_nothing_smaller_meets_the_goal(
     made: list[tuple[float, float]], slo: float, follows: bool
 ) -> None:
-    available = [Server(f"n{i}", b * GB, free_bytes=free * GB) for i, (b, free) in enumerate(made)]
+    available = [CandidateNode(f"n{i}", b * GB, free_bytes=free * GB) for i, (b, free) in enumerate(made)]
     goal = Goal(slo, 0.12, follows_memory=follows)
     found = choose(available, TIMES, goal)
     named = {server.node: server for server in available}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from medusa_cluster.simulation.experiment import simulate
-from medusa_cluster.simulation.fleet_file import parse, read_plan
+from medusa_cluster.simulation.fleet_file import parse, read_simulation_plan
 from medusa_cluster.simulation.profiles import PROFILES
 from medusa_cluster.simulation.strategy import STRATEGIES
 from medusa_cluster.simulation.trace import LENGTHS
@@ -180,18 +180,18 @@ def test_the_schema_accepts_what_is_read_and_knows_all_names() -> None:
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml could not be read: No such file or directory$"):
-        read_plan(tmp_path / "none.yaml")
+        read_simulation_plan(tmp_path / "none.yaml")
     path = tmp_path / "fleet.yaml"
     path.write_text("machines:\n  - {count: 8; devices: 4}\n")
     with pytest.raises(ConfigError, match=r"fleet\.yaml, line 2, column 23: expected YAML: expected ',' or '}'"):
-        read_plan(path)
+        read_simulation_plan(path)
     path.write_text("- 1")
     with pytest.raises(ConfigError, match="expected a mapping"):
-        read_plan(path)
+        read_simulation_plan(path)
 
 
 def test_a_recorded_trace_is_dealt_among_the_models_of_a_fleet_of_ten_thousand_devices() -> None:
-    plan = read_plan(EXAMPLE.with_name("ten-thousand-devices.yaml"))
+    plan = read_simulation_plan(EXAMPLE.with_name("ten-thousand-devices.yaml"))
     assert plan.fleet.devices == 10_000
     assert plan.workload.seconds == 86_400
     workload = replace(plan.workload, seconds=60)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fuzzing import fuzz
 from hypothesis import strategies as st
-from medusa_cluster.simulation.fleet_file import parse, read_plan
+from medusa_cluster.simulation.fleet_file import parse, read_simulation_plan
 from medusa_cluster.simulation.trace import gamma, read_csv, repeat, scale
 from medusa_runtime.errors import ConfigError, MedusaError
 
@@ -47,7 +47,7 @@ def test_a_hostile_fleet_gets_one_short_error(tmp_path: Path, text: str, found: 
     path = tmp_path / "fleet.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=found) as error:
-        read_plan(path)
+        read_simulation_plan(path)
     assert len(str(error.value)) < 1000
 
 
@@ -74,7 +74,7 @@ def test_fuzzed_fleets(tmp_path: Path) -> None:
     def read(data: bytes) -> None:
         path.write_bytes(data)
         try:
-            read_plan(path)
+            read_simulation_plan(path)
         except MedusaError as error:
             _is_short(error)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from medusa_cluster.simulation.fleet import GBIT, Fleet, Machine, Model
-from medusa_cluster.simulation.fleet_file import read_plan
+from medusa_cluster.simulation.fleet_file import read_simulation_plan
 from medusa_cluster.simulation.profiles import GB, PROFILES
 from medusa_cluster.simulation.result import Outcome, percentile
 from medusa_cluster.simulation.simulator import Simulation
@@ -35,7 +35,7 @@ def bursty(name: str) -> Outcome:
 
 def large(seconds: float) -> Outcome:
     """The beginning of the day on 10,000 devices."""
-    plan = read_plan(Path("examples/fleet/ten-thousand-devices.yaml"))
+    plan = read_simulation_plan(Path("examples/fleet/ten-thousand-devices.yaml"))
     workload = replace(plan.workload, seconds=seconds)
     requests = workload.requests(plan.fleet.models, plan.lengths, plan.workload.rates[0], 1.0)
     return Simulation(plan.fleet, strategy_named("medusa"), requests, tick_s=plan.tick_s).run()

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 from medusa_cluster.simulation.network import call_after
 from medusa_cluster.simulation.profiles import Speed
-from medusa_cluster.simulation.serving import Served, Server, relieved_s
+from medusa_cluster.simulation.serving import ServedRequest, Server, relieved_s
 
 simpy = pytest.importorskip("simpy")
 SPEED = Speed(0.1, 0.001, 0.01, 0.01)
 
 
-def server(env: object, ended: list[Served], **changes: float) -> Server:
+def server(env: object, ended: list[ServedRequest], **changes: float) -> Server:
     return Server(env, "s", SPEED, 8, lambda _, request: request and ended.append(request), **changes)  # type: ignore[arg-type]
 
 
 def test_a_request_alone() -> None:
     env, ended = simpy.Environment(), []
-    request = Served(0.0, 0, 100, 11)
+    request = ServedRequest(0.0, 0, 100, 11)
     server(env, ended).admit(request)
     env.run()
     assert ended == [request]
@@ -27,7 +27,7 @@ def test_a_request_alone() -> None:
 def test_a_batch_decodes_slower_and_a_prefill_stops_it() -> None:
     env, ended = simpy.Environment(), []
     one = server(env, ended)
-    first, second = Served(0.0, 0, 100, 101), Served(1.0, 0, 100, 2)
+    first, second = ServedRequest(0.0, 0, 100, 101), ServedRequest(1.0, 0, 100, 2)
     one.admit(first)
     call_after(env, 1.0, lambda: one.admit(second))
     env.run()
@@ -39,7 +39,7 @@ def test_a_batch_decodes_slower_and_a_prefill_stops_it() -> None:
 def test_a_prompt_waits_for_the_end_of_the_decode_step_that_runs() -> None:
     env, ended = simpy.Environment(), []
     one = server(env, ended)
-    first, second = Served(0.0, 0, 100, 101), Served(1.005, 0, 100, 1)
+    first, second = ServedRequest(0.0, 0, 100, 101), ServedRequest(1.005, 0, 100, 1)
     one.admit(first)
     call_after(env, 1.005, lambda: one.admit(second))
     env.run()
@@ -50,7 +50,7 @@ def test_a_prompt_waits_for_the_end_of_the_decode_step_that_runs() -> None:
 def test_prompts_that_wait_are_prefilled_together() -> None:
     env, ended = simpy.Environment(), []
     one = server(env, ended)
-    requests = [Served(0.0, 0, 100, 1) for _ in range(3)]
+    requests = [ServedRequest(0.0, 0, 100, 1) for _ in range(3)]
     for request in requests:
         one.admit(request)
     env.run()
@@ -62,7 +62,7 @@ def test_a_group_passes_activations_on_and_holds_more_at_once() -> None:
     env, ended = simpy.Environment(), []
     group = server(env, ended, size=4, hop_s=0.001)
     assert group.free == 32
-    request = Served(0.0, 0, 100, 11)
+    request = ServedRequest(0.0, 0, 100, 11)
     group.admit(request)
     call_after(env, 0.25, lambda: group.become(1, 0.0))
     env.run()
@@ -75,7 +75,7 @@ def test_decoding_elsewhere_and_a_relieved_prefill() -> None:
     env, ended = simpy.Environment(), []
     prefill, decode = server(env, ended), server(env, ended)
     prefill.decoder, prefill.relieved = lambda request: decode.take_over(request) is None, lambda seconds: seconds / 2
-    request = Served(0.0, 0, 100, 11)
+    request = ServedRequest(0.0, 0, 100, 11)
     prefill.admit(request)
     env.run()
     assert request.ttft_s == pytest.approx(0.1)
@@ -87,7 +87,7 @@ def test_a_prefilled_request_keeps_its_place_until_a_decode_instance_has_room() 
     env, ended = simpy.Environment(), []
     prefill, decode = server(env, ended), server(env, ended)
     prefill.decoder = lambda request: False
-    request = Served(0.0, 0, 100, 11)
+    request = ServedRequest(0.0, 0, 100, 11)
     prefill.admit(request)
     env.run(until=3.0)
     assert prefill.running == 1
@@ -110,7 +110,7 @@ def test_a_prefill_is_relieved_more_as_layers_arrive() -> None:
 
 def test_an_idle_instance_takes_a_batch_from_the_shared_queue() -> None:
     env, ended = simpy.Environment(), []
-    one, queue = server(env, ended), [Served(0.0, 0, 100, 1) for _ in range(3)]
+    one, queue = server(env, ended), [ServedRequest(0.0, 0, 100, 1) for _ in range(3)]
     one.pull = lambda tokens: [queue.pop(0) for _ in range(min(tokens // 4096, len(queue)))]
     one.take()
     assert (one.running, len(queue)) == (2, 1)
