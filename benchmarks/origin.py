@@ -17,6 +17,8 @@ from typing import NamedTuple, Self
 
 from medusa_runtime.errors import MedusaError, MissingPackageError
 
+from benchmarks.ports import free_port
+
 NGINX_HINT = "nginx is not installed; the built-in server answers instead. Install it with: apt-get install nginx-light"
 _START_TIMEOUT_S = 10.0
 
@@ -108,7 +110,7 @@ class Origin:
 
     def _start_nginx(self) -> int:
         for _ in range(3):  # another process may take the port before nginx binds it
-            port = _free_port()
+            port = free_port()
             config = self._scratch / "nginx.conf"
             config.write_text(_nginx_config(self._root, self._scratch, self.variant, port, self.ca_file, self._log))
             log = self._scratch / "error.log"
@@ -168,11 +170,6 @@ http {{
   }}
 }}
 """
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _answers(process: subprocess.Popen[bytes], port: int) -> bool:

@@ -17,7 +17,8 @@ from medusa_cluster.lab.link_speed import LinkSpeed
 from medusa_runtime.errors import LabError
 
 from benchmarks.cluster.asking import ask
-from benchmarks.cluster.options import Options, row
+from benchmarks.cluster.options import Options
+from benchmarks.result_row import row
 from benchmarks.waiting import until
 
 _NAME, _PORT = "model", 8080

@@ -19,8 +19,9 @@ from medusa_runtime.limits import memory_available_bytes
 from medusa_runtime.region.pages import address_of, populate_write
 
 from benchmarks.cluster.floor import bare_chain
-from benchmarks.cluster.options import Options, row
+from benchmarks.cluster.options import Options
 from benchmarks.cluster.weight_nodes import WeightNode, weight_nodes
+from benchmarks.result_row import row
 
 _SETTLE_S = 1.0  # time for processes to end that a fetch or a drop leaves behind
 

@@ -13,7 +13,8 @@ from medusa_cluster.policy.decide import Options as PolicyOptions
 from medusa_cluster.policy.state import ClusterState, Copy, Deployment, Instance, Load, Node
 from medusa_runtime.load.factory.gc_freeze import freeze, thaw
 
-from benchmarks.cluster.options import Options, row
+from benchmarks.cluster.options import Options
+from benchmarks.result_row import row
 
 _DEVICES, _LAYERS = 1000, 80
 _NODES, _MODELS = 10_000, 1000

@@ -21,8 +21,9 @@ from medusa_cluster.lab.link_speed import LinkSpeed
 from medusa_runtime.errors import LabError
 
 from benchmarks.cluster.chain import cpu_seconds_of, fetch
-from benchmarks.cluster.options import Options, row
+from benchmarks.cluster.options import Options
 from benchmarks.cluster.weight_nodes import WeightNode, weight_nodes
+from benchmarks.result_row import row
 
 _PORT = 8080
 _PACE = 0.85  # the share of the link for weights while the node serves

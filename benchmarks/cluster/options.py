@@ -1,13 +1,9 @@
-"""The options of the cluster benchmark, and the format of the rows that its modules return."""
+"""The options of the cluster benchmark."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from medusa_adapters.bench.result import Row
 
 
 @dataclass(frozen=True)
@@ -29,8 +25,3 @@ class Options:
 
     def wants(self, name: str) -> bool:
         return name in self.rows
-
-
-def row(name: str, metric: str, unit: str, samples: Sequence[float]) -> dict[str, Any]:
-    """Summarize samples as one row of the result: median, least and greatest. Raises ValueError without samples."""
-    return asdict(Row.of(name, metric, unit, samples))

@@ -27,7 +27,8 @@ from medusa_cluster.lab.link_speed import LinkSpeed
 from medusa_runtime.errors import LabError
 from medusa_runtime.timeline import Stage
 
-from benchmarks.cluster.options import Options, row
+from benchmarks.cluster.options import Options
+from benchmarks.result_row import row
 from benchmarks.waiting import until
 
 _NAME = "model"

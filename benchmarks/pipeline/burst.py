@@ -6,8 +6,9 @@ import threading
 from statistics import mean
 from typing import Any
 
-from benchmarks.pipeline.options import Options, row
+from benchmarks.pipeline.options import Options
 from benchmarks.pipeline.workers import Site, Stream, Workers, follow
+from benchmarks.result_row import row
 
 SIZE, REQUESTS = 4, 32
 _PROMPT, _COUNT = 64, 16

@@ -9,8 +9,9 @@ from medusa_cluster.node.timeline_reader import start_times
 from medusa_runtime.state.stage_times import StageTimes, Worker
 from medusa_runtime.timeline import Stage
 
-from benchmarks.pipeline.options import Options, row
+from benchmarks.pipeline.options import Options
 from benchmarks.pipeline.workers import Site, Workers
+from benchmarks.result_row import row
 
 SIZES = (1, 2, 4)
 _PROMPT, _COUNT = 32, 16

@@ -14,8 +14,9 @@ from typing import Any
 
 from medusa_runtime.timeline import Stage
 
-from benchmarks.pipeline.options import Options, row
+from benchmarks.pipeline.options import Options
 from benchmarks.pipeline.workers import Site, Stream, Workers, follow
+from benchmarks.result_row import row
 
 SIZE = 4
 _LINK_BYTES_PER_S = 20e6

@@ -21,7 +21,8 @@ from medusa_cluster.simulation.simulator import Simulation
 from medusa_cluster.simulation.strategy import strategy_named, with_bounds
 from medusa_cluster.simulation.trace import Request
 
-from benchmarks.pipeline.options import Options, row
+from benchmarks.pipeline.options import Options
+from benchmarks.result_row import row
 from benchmarks.simulation.blitzscale import BOUNDS
 
 _SECONDS, _BURST = 60.0, (20.0, 35.0)

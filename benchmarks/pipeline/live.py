@@ -20,10 +20,11 @@ from typing import Any
 
 from medusa_runtime.errors import EngineError
 
-from benchmarks.pipeline.options import Options, row
+from benchmarks.pipeline.options import Options
 from benchmarks.pipeline.workers import Site, Stream, Workers, follow
 from benchmarks.pipeline.zigzag import Scaling, best_effort
 from benchmarks.pipeline.zigzag import schedule as schedule_of
+from benchmarks.result_row import row
 
 _PROMPT, _COUNT = 512, 1
 OUTSTANDING = 12

@@ -1,13 +1,9 @@
-"""The options of the benchmark of groups, and the format of the rows that its modules return."""
+"""The options of the benchmark of groups."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from medusa_adapters.bench.result import Row
 
 
 @dataclass(frozen=True)
@@ -40,8 +36,3 @@ class Options:
     def over(self, link_bytes_per_s: float) -> Options:
         """Return the options with this link, unless they already name one."""
         return self if self.link_bytes_per_s else replace(self, link_bytes_per_s=link_bytes_per_s)
-
-
-def row(name: str, metric: str, unit: str, samples: Sequence[float]) -> dict[str, Any]:
-    """Summarize samples as one row of the result. Raises ValueError without samples."""
-    return asdict(Row.of(name, metric, unit, samples))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from medusa_runtime.errors import ConfigError, MedusaError
 
 from benchmarks.coldstart.others import OFFLINE
 from benchmarks.coldstart.vllm_baselines import VllmBaseline
+from benchmarks.ports import free_port
 
 _CONCURRENCY = 16
 _SERVER = Path(__file__).parent / "scripts/transformers_server.py"
@@ -87,7 +87,7 @@ class Transformers:
         pass
 
     def start(self) -> ServedInstance:
-        port = _free_port()
+        port = free_port()
         return ServedInstance([sys.executable, _SERVER, str(self._folder), str(port)], OFFLINE, port=port)
 
     def close(self) -> None:
@@ -153,8 +153,3 @@ def _materialize(folder: Path, state: str) -> None:
     made = subprocess.run(command, capture_output=True, text=True)
     if made.returncode:
         raise MedusaError(f"`medusa materialize` ended with {made.returncode}: {made.stderr.strip()[-500:]}")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
-import socket
 import sys
 import tempfile
 import time
@@ -18,6 +17,8 @@ from pathlib import Path
 
 from medusa_adapters.bench.result import Result, Target, targets_table
 from medusa_adapters.bench.served_instance import ServedInstance, serve_command
+
+from benchmarks.ports import free_port
 
 _HANDLER = 'def handle(request):\n    return {"hello": request.json["name"]}\n'
 _BARE = """
@@ -36,11 +37,6 @@ _PLATFORMS: dict[str, tuple[str, dict[str, str]]] = {
     "openfaas": ("/", {"suppress_lock": "true", "metrics_port": "0"}),
     "sagemaker": ("/invocations", {}),
 }
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def call(connection: http.client.HTTPConnection, path: str) -> float:

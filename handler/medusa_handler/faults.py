@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from medusa_runtime.errors import ContextLengthError, MedusaError, OverloadedError, RequestError
+from medusa_runtime.errors import ContextLengthError, MedusaError, OverloadedError, RequestError, json_excerpt
 
 from .contract import HttpError
 
@@ -49,6 +49,11 @@ class UnsupportedRequestError(ApiError):
 
 class ClientDisconnectedError(Exception):
     """The client has closed its connection; no answer can reach it."""
+
+
+def invalid(param: str, expected: str, found: Any) -> ApiError:
+    """Return the 400 for a field whose value cannot be used."""
+    return ApiError(400, f"{param}: expected {expected}, found {json_excerpt(found)}", param=param, code="invalid_value")
 
 
 def not_ready(message: str, retry_after_s: float = 1.0) -> ApiError:
@@ -95,6 +100,15 @@ def as_exception(error: BaseException) -> Exception:
 def internal_error(request_id: str) -> ApiError:
     """Return the answer for a client when our code or the user's is defective."""
     return ApiError(500, f"internal error; the log has the details under request id {request_id}", code="internal")
+
+
+def stream_error(error: Exception, request_id: str, log: Callable[[], None]) -> ApiError:
+    """Return an error of a stream whose status has been sent, as the client sees it. ``log`` logs a defect."""
+    known = as_api_error(error)
+    if known is None:
+        log()
+        known = internal_error(request_id)
+    return known
 
 
 def compact(value: Any) -> bytes:

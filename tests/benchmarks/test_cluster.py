@@ -11,7 +11,8 @@ import pytest
 from medusa_runtime.errors import ConfigError
 
 from benchmarks.cluster.__main__ import main
-from benchmarks.cluster.options import Options, row
+from benchmarks.cluster.options import Options
+from benchmarks.result_row import row
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 

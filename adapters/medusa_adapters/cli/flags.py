@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from medusa_runtime.config import OPTIONS, parse_option
 from medusa_runtime.errors import ConfigError
@@ -51,6 +52,16 @@ def model_argument(arguments: argparse.Namespace) -> str | None:
         raise ConfigError(f"expected a checkpoint, found {arguments.checkpoint!r}; code is given as --handler FILE")
     found: str | None = arguments.checkpoint if arguments.model is None else arguments.model
     return found
+
+
+def request_body(text: str) -> bytes:
+    """Return the body given with ``--request``: the text or, for ``@FILE``, a file's content. Raises ConfigError."""
+    if not text.startswith("@"):
+        return text.encode()
+    try:
+        return Path(text[1:]).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--request={text}: expected a file that can be read: {error.strerror}") from None
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:

@@ -89,11 +89,12 @@ def _reply(request: Request, result: Any, source: str) -> Any:
     so that a duplicate event gets a duplicate reply. An event that is such a reply itself gets none, because a trigger
     without a filter would send replies in circles.
     """
+    from medusa_handler.cloud_event import is_cloud_event_class
     from medusa_handler.contract import Response
 
     if result is None:
         return Response(status=202)
-    if type(result).__module__.split(".")[0] == "cloudevents" or not isinstance(result, str | bytes | dict | list):
+    if is_cloud_event_class(type(result)) or not isinstance(result, str | bytes | dict | list):
         return result
     kind, asked_by = request.headers.get("ce-type", ""), request.headers.get("ce-source", "")
     if asked_by == source and kind.endswith(".reply"):

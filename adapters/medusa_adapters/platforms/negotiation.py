@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from medusa_handler.cloud_event import is_cloud_event_class
 from medusa_handler.contract import HttpError, Response
 
 _EVENTS, _JSON, _LINES = "text/event-stream", "application/json", "application/jsonlines"
@@ -74,7 +75,7 @@ def _result_forms(result: Any) -> dict[str, Any]:
 
     There are none for a result that must not be changed.
     """
-    if result is None or isinstance(result, Response) or type(result).__module__.split(".")[0] == "cloudevents":
+    if result is None or isinstance(result, Response) or is_cloud_event_class(type(result)):
         return {}
     if isinstance(result, Iterator):
         return {_EVENTS: lambda: result, _LINES: lambda: _lines(result), _JSON: lambda: list(result)}

@@ -6,12 +6,14 @@ import contextlib
 import logging
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_runtime.errors import ConfigError
 
 from . import duration
+from .request_id import request_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _WRITE_TIMEOUT_S = 30.0
 _METRICS_PORT = 8081
+_ID_HEADER = "X-Call-Id"
 _COUNT = re.compile("[0-9]{1,9}")
 
 
@@ -61,24 +64,19 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
 
     def extra_headers(call: RequestSummary) -> dict[str, str]:
         calls.count(call.method, call.status, call.elapsed_s)
-        call_id = _call_id(call.headers)
-        return {"X-Duration-Seconds": f"{call.elapsed_s:f}"} | ({"X-Call-Id": call_id} if call_id else {})
+        call_id = request_id(call.headers, _ID_HEADER)
+        return {"X-Duration-Seconds": f"{call.elapsed_s:f}"} | ({_ID_HEADER: call_id} if call_id else {})
 
     return Platform(
         name="openfaas",
         probes={"/_/health": ACCEPTING, "/_/ready": environ.get("ready_path") or READY},
-        request_id=_call_id,
+        request_id=partial(request_id, name=_ID_HEADER),
         extra_headers=extra_headers,
         start=start,
         timeout_s=_timeout_s,
         stop=None if lock is None else lambda: lock.unlink(missing_ok=True),
         linger_s=_linger_s(environ),
     )
-
-
-def _call_id(headers: Mapping[str, str]) -> str | None:
-    call_id = headers.get("X-Call-Id", "")
-    return call_id if call_id.isascii() and call_id.isprintable() and 0 < len(call_id) <= 128 else None
 
 
 def _timeout_s(headers: Mapping[str, str]) -> float | None:

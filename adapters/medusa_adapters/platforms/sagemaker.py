@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .request_id import request_id
+
 if TYPE_CHECKING:
     from medusa_handler.contract import Request, Response
     from medusa_handler.platform import Platform
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 _MODEL = "/opt/ml/model"
 _DRAIN_S = 25.0  # SIGKILL follows SIGTERM after 30 s
 _INVOKE = "/invocations"
+_ID_HEADER = "X-Amzn-SageMaker-Inference-Id"
 _TEXTUAL = ("", "application/json", "text/plain", "application/octet-stream", "application/x-www-form-urlencoded")
 _JSON_LINES = ("application/jsonlines", "application/x-jsonlines", "application/jsonl")
 
@@ -62,7 +65,7 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
         probes={"/ping": READY},
         aliases=(_INVOKE,),
         routes=() if models is None else models.routes(),
-        request_id=_inference_id,
+        request_id=partial(request_id, name=_ID_HEADER),
         translate_request=_receive_prompt if settings.handler is None else _receive,
         translate_result=_send_answer if settings.handler is None else partial(_send, streams=streams),
         stop=None if models is None else models.close,
@@ -70,11 +73,6 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
         openapi_paths={} if models is None else models.openapi_paths(),
         early_heartbeats=False,  # a client of InvokeEndpointWithResponseStream sees the status that is sent first
     )
-
-
-def _inference_id(headers: Mapping[str, str]) -> str | None:
-    name = headers.get("X-Amzn-SageMaker-Inference-Id", "")
-    return name if name.isascii() and name.isprintable() and 0 < len(name) <= 128 else None
 
 
 def _receive(request: Request) -> Request:

@@ -57,7 +57,6 @@ def timeline(stages: Sequence[Stage]) -> str:
 
 
 def _track(track: Track, shades: str, start: int, span: int) -> str:
-    name = track.name if track.stages == 1 else f"{track.name} ×{track.stages}"
     pieces = []
     for begin, finish in track.spans:
         left, width = (begin - start) / span * 100, (finish - begin) / span * 100
@@ -69,7 +68,7 @@ def _track(track: Track, shades: str, start: int, span: int) -> str:
     busy = track.busy_ns / MS
     shown = f"{busy:.0f} ms" if busy >= 1 else f"{busy:.1f} ms" if busy else "·"
     return (
-        f'<div class="row"><span class="label">{escape(name)}</span>'
+        f'<div class="row"><span class="label">{escape(track.label)}</span>'
         f'<span class="lane">{shades}{"".join(pieces)}</span><span class="value">{shown}</span></div>'
     )
 

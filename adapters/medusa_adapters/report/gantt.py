@@ -23,6 +23,11 @@ class Track(NamedTuple):
     spans: tuple[tuple[int, int], ...]
 
     @property
+    def label(self) -> str:
+        """The name and, if there are several, the number of stages."""
+        return self.name if self.stages == 1 else f"{self.name} ×{self.stages}"
+
+    @property
     def start_ns(self) -> int:
         return self.spans[0][0]
 
@@ -96,7 +101,7 @@ def render_text(stages: Sequence[Stage], width: int = 100) -> str:
         return "no stages were recorded"
     start, end = window(stages)
     rows = tracks(stages)
-    label_width = max(len(_label(row)) for row in rows) + 2
+    label_width = max(len(row.label) for row in rows) + 2
     bar_width = max(max(width, 60) - label_width - 16, _NARROWEST_BAR)
     lines = [f"{'':{label_width}} {'start':>6} {'ms':>6}  {_axis(bar_width, (end - start) / MS)}"]
     process = None
@@ -105,7 +110,7 @@ def render_text(stages: Sequence[Stage], width: int = 100) -> str:
             process = row.process
             lines.append(process)
         times = f"{(row.start_ns - start) / MS:6.0f} {_ms(row.busy_ns):>6}" if row.busy_ns else _at(row, start)
-        lines.append(f"  {_label(row):{label_width - 2}} {times}  {_bar(row, start, end, bar_width)}".rstrip())
+        lines.append(f"  {row.label:{label_width - 2}} {times}  {_bar(row, start, end, bar_width)}".rstrip())
     return "\n".join([*lines, _sums(stages)])
 
 
@@ -127,10 +132,6 @@ def _merge(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 def _rank(process: str) -> int:
     return _ORDER.index(process) if process in _ORDER else len(_ORDER)
-
-
-def _label(row: Track) -> str:
-    return row.name if row.stages == 1 else f"{row.name} ×{row.stages}"
 
 
 def _ms(duration_ns: int) -> str:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 import flask
 from werkzeug.wrappers import Response as WerkzeugResponse
 
+from ..cloud_event import is_cloud_event_class
 from ..contract import Request, Response
 from ..disconnection import POLL_S
-from ..faults import ClientDisconnectedError, as_api_error, as_exception, internal_error
+from ..faults import ClientDisconnectedError, as_exception, stream_error
 from ..merge import Item, Merge
 from ..user_code.user_traceback import user_traceback
 from . import sse
@@ -55,7 +56,7 @@ def respond(service: Service, result: Any, request: Request, is_disconnected: Ca
     elif service.function is not None and service.function.is_event_style and isinstance(result, Mapping):
         status, headers = int(result.get("statusCode", 200)), dict(result.get("headers") or {})
         result = result.get("body") if "statusCode" in result or "body" in result else result
-    elif _is_cloud_event(result):
+    elif is_cloud_event_class(type(result)):
         return _cloud_event(result)
     if _is_stream(result):
         response = Events(service, result, request, is_disconnected).response(status)
@@ -153,10 +154,6 @@ def _plain(value: Any) -> Any:
     return flask.json.provider.DefaultJSONProvider.default(value)
 
 
-def _is_cloud_event(result: Any) -> bool:
-    return type(result).__module__.split(".")[0] == "cloudevents"
-
-
 def _cloud_event(event: Any) -> flask.Response:
     """Return the response for a reply event, in binary mode."""
     import importlib
@@ -230,10 +227,11 @@ class Events:
         except ClientDisconnectedError:
             return
         except Exception as error:  # noqa: BLE001 the status has been sent, so only the stream can report it
-            known = as_api_error(error)
-            if known is None:
-                folder = self._service.function.folder if self._service.function else None
-                logger.error("request %s failed\n%s", self._request.id, user_traceback(error, folder))  # noqa: TRY400
-                known = internal_error(self._request.id)
-            yield sse.event({"error": known.message})
+            folder = None if self._service.function is None else self._service.function.folder
+            failure, name = error, self._request.id
+
+            def log() -> None:
+                logger.error("request %s failed\n%s", name, user_traceback(failure, folder))  # noqa: TRY400
+
+            yield sse.event({"error": stream_error(error, name, log).message})
         yield sse.DONE

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from medusa_runtime.engine.base import StructuredOutputs
-from medusa_runtime.errors import json_excerpt
 
-from ..faults import ApiError
+from ..faults import invalid
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _OBJECT = '{"type": "object"}'
@@ -21,15 +20,15 @@ def parse_structured_outputs(value: Any, name: str = "structured_outputs") -> St
     ``name`` is the object's field, for the error. Raises ApiError 400.
     """
     if not isinstance(value, Mapping):
-        raise _invalid(name, f"an object with one of {', '.join(KINDS)}", value)
+        raise invalid(name, f"an object with one of {', '.join(KINDS)}", value)
     constraints = {key: each for key, each in value.items() if each is not None and each is not False}
     for key in constraints:
         if key not in KINDS:
-            raise _invalid(f"{name}.{key}", f"one of {', '.join(KINDS)}, which are supported", constraints[key])
+            raise invalid(f"{name}.{key}", f"one of {', '.join(KINDS)}, which are supported", constraints[key])
     if not constraints:
         return None
     if len(constraints) > 1:
-        raise _invalid(name, "one constraint", sorted(constraints))
+        raise invalid(name, "one constraint", sorted(constraints))
     [(key, constraint)] = constraints.items()
     return _structured_outputs(key, constraint, f"{name}.{key}")
 
@@ -40,9 +39,9 @@ def json_schema(schema: Any, name: str) -> StructuredOutputs:
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
-            raise _invalid(name, "a JSON schema", schema) from None
+            raise invalid(name, "a JSON schema", schema) from None
     if not isinstance(schema, Mapping | bool):
-        raise _invalid(name, "a JSON schema", schema)
+        raise invalid(name, "a JSON schema", schema)
     return StructuredOutputs("json_schema", json.dumps(schema, ensure_ascii=False))
 
 
@@ -55,16 +54,12 @@ def _structured_outputs(key: str, value: Any, name: str) -> StructuredOutputs:
         return json_schema(value, name)
     if key == "json_object":
         if value is not True:
-            raise _invalid(name, "true or false", value)
+            raise invalid(name, "true or false", value)
         return json_object()
     if key == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
-            raise _invalid(name, "a list of texts, none of them empty", value)
+            raise invalid(name, "a list of texts, none of them empty", value)
         return StructuredOutputs("choice", json.dumps(value, ensure_ascii=False))
     if not isinstance(value, str) or not value:
-        raise _invalid(name, "text that is not empty", value)
+        raise invalid(name, "text that is not empty", value)
     return StructuredOutputs(key, value)
-
-
-def _invalid(name: str, expected: str, found: Any) -> ApiError:
-    return ApiError(400, f"{name}: expected {expected}, found {json_excerpt(found)}", param=name, code="invalid_value")

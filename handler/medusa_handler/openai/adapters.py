@@ -10,9 +10,9 @@ from medusa_runtime.config import ADAPTER_NAME
 from medusa_runtime.errors import RequestError
 from medusa_runtime.storage.base import redacted
 
-from ..faults import ApiError
+from ..faults import ApiError, invalid
 from .body import fields, parameters
-from .body.parameters import Body, invalid
+from .body.parameters import Body
 
 if TYPE_CHECKING:
     from ..service import Service

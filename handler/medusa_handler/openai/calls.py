@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.errors import json_excerpt
 
-from ..faults import ApiError, UnsupportedRequestError
+from ..faults import ApiError, UnsupportedRequestError, invalid
 from . import completion
 from .answer import Envelope
 from .body import fields, parameters
@@ -42,7 +42,7 @@ def complete(service: Service, body: Body, is_disconnected: Callable[[], bool]) 
     per_prompt = parameters.count(body, "best_of", keep, keep, max(keep, _MOST_BEST_OF))
     stream = parameters.flag(body, "stream")
     if stream and per_prompt > keep:
-        raise parameters.invalid("best_of", "n, because a stream cannot be ranked", per_prompt)
+        raise invalid("best_of", "n, because a stream cannot be ranked", per_prompt)
     logprobs = parameters.logprob_count(body, "logprobs")
     echo = parameters.flag(body, "echo")
     if echo and logprobs is not None:
@@ -83,7 +83,7 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     alternatives = parameters.logprob_count(body, "top_logprobs")
     has_logprobs = parameters.flag(body, "logprobs")
     if alternatives and not has_logprobs:
-        raise parameters.invalid("top_logprobs", "logprobs to be true with it", alternatives)
+        raise invalid("top_logprobs", "logprobs to be true with it", alternatives)
     logprobs = (alternatives or 0) if has_logprobs else None
     limit = parameters.integer(body, "max_completion_tokens", parameters.integer(body, "max_tokens", None, 1), 1)
     tools = tools_of(body)
@@ -197,7 +197,7 @@ def _output_constraint(body: Body, tools: Tools) -> OutputConstraint | None:
         return requested
     if requested is not None:
         expected = "nothing where tool_choice forces a call"
-        raise parameters.invalid(requested.field, expected, body[requested.field])
+        raise invalid(requested.field, expected, body[requested.field])
     return OutputConstraint(forced, "tools")
 
 
@@ -211,7 +211,7 @@ def _usage(body: Body) -> tuple[bool, bool]:
     if options is None:
         return False, False
     if not isinstance(options, dict):
-        raise parameters.invalid("stream_options", "an object", options)
+        raise invalid("stream_options", "an object", options)
     fields.check_inner_fields(options, "stream_options", _STREAM_OPTIONS)
     parameters.flag(options, "include_obfuscation")  # it asks for random characters, which are never sent
     return parameters.flag(options, "include_usage"), parameters.flag(options, "continuous_usage_stats")

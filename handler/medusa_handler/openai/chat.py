@@ -9,9 +9,9 @@ from typing import Any
 from medusa_runtime.engine.base import Delta
 from medusa_runtime.errors import json_excerpt
 
-from ..faults import UnsupportedRequestError
+from ..faults import UnsupportedRequestError, invalid
 from .answer import Choice
-from .body.parameters import Body, flag, invalid
+from .body.parameters import Body, flag
 from .logprobs import chat_logprobs
 from .tools.choice import tools_of
 from .tools.formats import CallDelta, Parsed, ToolParser

@@ -8,8 +8,9 @@ from typing import Any
 
 from medusa_runtime.engine.base import Delta
 
+from ..faults import invalid
 from .answer import Choice
-from .body.parameters import Body, invalid, token_ids
+from .body.parameters import Body, token_ids
 from .logprobs import completion_logprobs
 
 Prompt = str | tuple[int, ...]

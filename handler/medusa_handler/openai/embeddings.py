@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from flask import Response, jsonify
 
+from ..faults import invalid
 from ..model.embeddings import Input, embeddings, floats
 from .body import parameters
-from .body.parameters import Body, invalid, token_ids
+from .body.parameters import Body, token_ids
 
 if TYPE_CHECKING:
     from ..service import Service

@@ -17,12 +17,12 @@ from flask import Blueprint, Response, jsonify
 from medusa_runtime.engine import frames
 from medusa_runtime.engine.base import Delta
 
-from ..faults import ApiError, ClientDisconnectedError, as_api_error, compact, internal_error
+from ..faults import ApiError, ClientDisconnectedError, compact, invalid, stream_error
 from ..http import sse
 from ..http.body import json_object
 from ..merge import Item
 from ..model.generation import Generation
-from .body.parameters import Body, invalid
+from .body.parameters import Body
 from .requested_model import adapter_of, check_model
 
 if TYPE_CHECKING:
@@ -110,11 +110,8 @@ def _events(service: Service, name: str, first: Item[Delta], events: Iterator[It
                 break
     except ClientDisconnectedError:
         return
-    except Exception as error:
-        known = as_api_error(error)
-        if known is None:
-            logger.exception("request %s failed", name)
-            known = internal_error(name)
+    except Exception as error:  # noqa: BLE001 the status has been sent, so only the stream can report it
+        known = stream_error(error, name, lambda: logger.exception("request %s failed", name))
         yield sse.event(known.body())
     yield sse.DONE
 

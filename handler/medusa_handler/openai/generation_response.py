@@ -11,7 +11,7 @@ from flask import Response
 from medusa_runtime.engine.base import Delta, GenerateRequest
 from medusa_runtime.errors import RequestError
 
-from ..faults import ClientDisconnectedError, as_api_error, compact, internal_error
+from ..faults import ClientDisconnectedError, compact, stream_error
 from ..http import sse
 from ..merge import Item
 from ..model.generation import Generation
@@ -85,12 +85,10 @@ def _chunks(
         yield from _events(service, plan, first, events)
     except ClientDisconnectedError:
         return
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 the status has been sent, so only the stream can report it
         plan.name_field(error)
-        known = as_api_error(error)
-        if known is None:
-            logger.exception("request %s failed", plan.envelope.id)
-            known = internal_error(plan.envelope.id)
+        name = plan.envelope.id
+        known = stream_error(error, name, lambda: logger.exception("request %s failed", name))
         yield sse.event(known.body())
     yield sse.DONE
 

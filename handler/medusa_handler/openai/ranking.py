@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from flask import Response, jsonify
 
+from ..faults import invalid
 from ..model.embeddings import Input, embeddings, floats
 from .body import parameters
-from .body.parameters import Body, invalid
+from .body.parameters import Body
 from .embeddings import inputs, truncation
 
 if TYPE_CHECKING:

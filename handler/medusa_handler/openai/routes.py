@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flask import Blueprint, Response, jsonify, request
 from medusa_runtime.errors import RequestError
 
-from ..faults import ApiError
+from ..faults import ApiError, invalid
 from ..http.app import ModelRoutes
 from ..http.body import json_object
 from .adapters import adapter_models, load_adapter, model_entry, unload_adapter
@@ -120,7 +120,7 @@ def _tokenize(service: Service, body: Body) -> Response:
     else:
         text = body.get("prompt")
         if not isinstance(text, str):
-            raise parameters.invalid("prompt", "text", text)
+            raise invalid("prompt", "text", text)
     tokens = service.engine.tokenize(text, parameters.flag(body, "add_special_tokens", "messages" not in body))
     info = service.engine.info
     return jsonify({"count": len(tokens), "max_model_len": info and info.max_model_len, "tokens": tokens})

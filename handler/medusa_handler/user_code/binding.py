@@ -10,6 +10,7 @@ from typing import Any, get_origin
 
 from medusa_runtime.errors import HandlerLoadError
 
+from ..cloud_event import is_cloud_event_class
 from ..contract import Context, HttpError, Request
 
 Resolve = Callable[[Request], Any]
@@ -66,7 +67,7 @@ def _resolver(parameter: inspect.Parameter, context: Context, name: str) -> Reso
         return lambda request: request.body
     if kind is str:
         return lambda request: request.text
-    if _is_cloud_event(kind):
+    if is_cloud_event_class(kind):
         return lambda request: _cloud_event(kind, request)
     if hasattr(kind, "model_validate_json"):
         return lambda request: _validate(kind.model_validate_json, request)
@@ -103,11 +104,6 @@ def _validate(validate: Callable[[bytes], Any], request: Request) -> Any:
         fields = [{"field": ".".join(map(str, p["loc"])) or "body", "message": str(p["msg"])} for p in problems]
         problems_text = "; ".join(f"{entry['field']}: {entry['message']}" for entry in fields)
         raise InvalidBodyError(422, f"the body does not fit: {problems_text}", fields) from None
-
-
-def _is_cloud_event(kind: Any) -> bool:
-    module = getattr(kind, "__module__", "")
-    return isinstance(module, str) and module.split(".")[0] == "cloudevents"
 
 
 def _cloud_event(kind: Any, request: Request) -> Any:

@@ -22,7 +22,7 @@ from medusa_runtime.state.stage_times import StageTimes, summarize
 from medusa_runtime.storage.base import redacted
 
 from ...bench.coldstart.contestants import Medusa, Question
-from ..flags import add_model, model_argument
+from ..flags import add_model, model_argument, request_body
 from ..leftovers import Leftovers
 from ..progress import note, printable, size
 
@@ -142,10 +142,7 @@ def _ordered(settings: Settings, request: str | None) -> Callable[[Region], Sequ
             )
         )
         return None
-    try:
-        body = Path(request[1:]).read_bytes() if request.startswith("@") else request.encode()
-    except OSError as error:
-        raise ConfigError(f"--request={request}: expected a file that can be read: {error.strerror}") from None
+    body = request_body(request)
 
     def find_order(region: Region) -> Sequence[str]:
         from medusa_handler.user_code.recording import execution_order

@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.config import OPTIONS, Settings, from_env
 from medusa_runtime.errors import ConfigError, HandlerError, MedusaError
+
+from ..flags import request_body
 
 if TYPE_CHECKING:
     from ...bench.served_instance import ServedInstance
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = from_env(os.environ, handler=handler, model=arguments.model, engine=arguments.engine)
     if settings.handler is None:
         raise ConfigError("expected a handler: medusa run handler.py, or handler.py:name")
-    body = _body(arguments.request)
+    body = request_body(arguments.request)
     if settings.model is not None:
         return _run_served(settings, body, arguments.content_type)
     from medusa_handler.contract import Context, Headers, HttpError, Request
@@ -111,15 +112,6 @@ def _ended(instance: ServedInstance) -> bool:
     except subprocess.TimeoutExpired:
         return False
     return True
-
-
-def _body(text: str) -> bytes:
-    if not text.startswith("@"):
-        return text.encode()
-    try:
-        return Path(text[1:]).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--request={text}: expected a file that can be read: {error.strerror}") from None
 
 
 def _hinted(error: Exception, message: str) -> MedusaError:

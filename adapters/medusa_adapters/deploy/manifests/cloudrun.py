@@ -14,7 +14,7 @@ from medusa_runtime.errors import ConfigError
 
 from . import values
 from .function import Function
-from .kubernetes import pod, secret
+from .kubernetes import knative, pod, secret
 from .kubernetes.secret import Secret
 
 MOST_TIMEOUT_S = 3600
@@ -22,7 +22,6 @@ CPUS = ("1", "2", "4", "6", "8")
 _LABEL = re.compile("[a-z][-_a-z0-9]{0,62}")
 _DRAIN_S = 8  # SIGKILL follows SIGTERM after 10 s
 _STARTUP_S = 240  # the longest that Cloud Run waits for a startup probe
-_RESERVED = {"PORT", "K_SERVICE", "K_CONFIGURATION", "K_REVISION"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def check(where: CloudRun) -> None:
 def service(function: Function, where: CloudRun) -> dict[str, Any]:
     """Return the service, with checked values."""
     check(where)
-    if reserved := _RESERVED & set(function.env):
+    if reserved := knative.RESERVED & set(function.env):
         raise ConfigError(f"--env {', '.join(sorted(reserved))}: Cloud Run sets it itself")
     labels = {**where.labels, "managed-by": "medusa"}
     if where.region:

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from medusa_runtime.engine.base import StructuredOutputs
 
+from ...faults import invalid
 from ...model.structured_outputs import json_object, json_schema, parse_structured_outputs
-from .parameters import Body, invalid
+from .parameters import Body
 
 _EXPECTED = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": …}}'
 

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from medusa_runtime.engine.base import SamplingParams
-from medusa_runtime.errors import json_excerpt
 
-from ...faults import ApiError
+from ...faults import invalid
 
 Body = Mapping[str, Any]
 
@@ -20,13 +19,6 @@ _MOST_STOPS = 16
 _MOST_LOGPROBS = 20
 _LONGEST_INT = 2**63
 _LARGEST = sys.float_info.max  # JSON has whole numbers beyond it
-
-
-def invalid(param: str, expected: str, found: Any) -> ApiError:
-    """Return the 400 for a field whose value cannot be used."""
-    return ApiError(
-        400, f"{param}: expected {expected}, found {json_excerpt(found)}", param=param, code="invalid_value"
-    )
 
 
 def number(

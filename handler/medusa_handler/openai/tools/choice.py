@@ -10,8 +10,8 @@ from typing import Any
 
 from medusa_runtime.engine.base import StructuredOutputs
 
-from ...faults import ApiError
-from ..body.parameters import Body, flag, invalid
+from ...faults import ApiError, invalid
+from ..body.parameters import Body, flag
 from .formats import ForcedCallsParser, Format, NamedCallParser, ToolParser
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")

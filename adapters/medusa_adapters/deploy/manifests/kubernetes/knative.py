@@ -14,12 +14,12 @@ from .pod import Placement
 MOST_TIMEOUT_S = 600  # unless the cluster raises max-revision-timeout-seconds
 LEAST_TIMEOUT_S = 60  # also the pod's termination grace; queue-proxy alone may take 30 s of it
 _QUIET_S = 30  # queue-proxy delays SIGTERM until no request has come for this long
-_RESERVED = {"PORT", "K_SERVICE", "K_CONFIGURATION", "K_REVISION"}
+RESERVED = {"PORT", "K_SERVICE", "K_CONFIGURATION", "K_REVISION"}
 
 
 def service(function: Function, placement: Placement) -> dict[str, Any]:
     """Return the Service. Raises ConfigError for a variable that Knative sets itself."""
-    reserved = _RESERVED & set(function.env)
+    reserved = RESERVED & set(function.env)
     if reserved:
         raise ConfigError(f"--env {', '.join(sorted(reserved))}: Knative sets it itself")
     scale = scaling.scale(
