@@ -53,7 +53,9 @@ class ClientDisconnectedError(Exception):
 
 def invalid(param: str, expected: str, found: Any) -> ApiError:
     """Return the 400 for a field whose value cannot be used."""
-    return ApiError(400, f"{param}: expected {expected}, found {json_excerpt(found)}", param=param, code="invalid_value")
+    return ApiError(
+        400, f"{param}: expected {expected}, found {json_excerpt(found)}", param=param, code="invalid_value"
+    )
 
 
 def not_ready(message: str, retry_after_s: float = 1.0) -> ApiError:
