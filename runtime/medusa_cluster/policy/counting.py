@@ -99,7 +99,7 @@ class InstanceCounter:
     def counts(self) -> dict[str, list[RoleCount]]:
         """Count the models that have requests or instances, or should have some; by name, in order."""
         state, instances = self._state, self._index.instances
-        total = 0
+        wanted_by_kind: dict[str, int] = {}
         for name in sorted({*state.loads, *instances, *self._catalog.always}):
             deployment = state.deployments.get(name)
             if deployment is None:
@@ -107,16 +107,26 @@ class InstanceCounter:
             settled = self._known.get(name)
             if settled is not None and self._is_unchanged(name, settled):
                 self._settled[name] = settled
-                total += settled.wanted
+                number = settled.wanted
             else:
                 self._counts[name] = self._count_roles(deployment)
-                total += sum(count.wanted for count in self._counts[name])
-        if total > self._index.slots:  # all of them share what there is
-            for name in self._settled:
+                number = sum(count.wanted for count in self._counts[name])
+            wanted_by_kind[deployment.device_kind] = wanted_by_kind.get(deployment.device_kind, 0) + number
+        sharing = self._sharing(wanted_by_kind)
+        if sharing:
+            for name in sharing:
                 self._counts[name] = self._count_roles(state.deployments[name])
-            self._settled = {}
+                del self._settled[name]
             self._counts = {name: self._counts[name] for name in sorted(self._counts)}
         return self._counts
+
+    def _sharing(self, wanted_by_kind: Mapping[str, int]) -> list[str]:
+        """Return the models that are settled, but have to share devices of which there are too few."""
+        if sum(wanted_by_kind.values()) > self._index.slots:
+            return list(self._settled)
+        slots = self._index.slots_by_kind
+        short = {kind for kind, wanted in wanted_by_kind.items() if kind and wanted > slots.get(kind, 0)}
+        return [name for name in self._settled if short and self._state.deployments[name].device_kind in short]
 
     def samples(self, model: str) -> tuple[tuple[float, float], ...]:
         """Return the samples of a model's load, of instances that do all."""

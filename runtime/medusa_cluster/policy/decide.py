@@ -12,6 +12,7 @@ from itertools import islice
 
 from .chains import live_pairs
 from .counting import NO_LOAD, CountMemory, InstanceCounter, RoleCount
+from .device_kinds import by_kind, in_the_way
 from .fetches import Fetches, is_target
 from .index import Index
 from .placement import Placement
@@ -114,6 +115,7 @@ class _Tick:
         self._decisions: list[Decision] = []
 
     def run(self) -> tuple[list[Decision], Memory]:
+        state = self._state
         by_model = self._counting.counts()
         counted = self._counting.remembered()
         for prefill, decode in (roles for roles in by_model.values() if len(roles) == 2):
@@ -121,8 +123,12 @@ class _Tick:
         counts = [count for roles in by_model.values() for count in roles]
         nodes, requested, idle = self._nodes(*self._share(counts))
         changes = self._keep_pool()
-        for count in counts:
-            self._adjust(count)
+        for count in sorted(counts, key=lambda count: not count.deployment.device_kind):
+            self._adjust(count)  # first the models that need one kind of device: the others find any
+        stopped = {decision.id for decision in self._decisions if isinstance(decision, StopInstance)}
+        for instance in in_the_way(counts, self._index, state.nodes, state.deployments):
+            if instance.id not in stopped:
+                self._stop(instance, "another model needs its kind of device")
         self._end_orphans()
         paces = self._fetches.paces(self._options.paced_fraction, self._memory.paces)
         groups = self._consolidate()
@@ -166,14 +172,11 @@ class _Tick:
         Returns how many slots more the loads could use, and how many they cannot do without.
         """
         total, slots = sum(count.wanted for count in counts), self._index.slots
+        for kind, needing in by_kind(counts).items():
+            _divide(needing, self._index.slots_by_kind.get(kind, 0))
         if total <= slots:
             return 0, 0
-        demands = {f"{count.deployment.name} {count.role}": count.wanted for count in counts}
-        models = {f"{count.deployment.name} {count.role}": count.deployment for count in counts}
-        given = shares(demands, models, slots)
-        for count in counts:
-            share = given[f"{count.deployment.name} {count.role}"]
-            count.wanted = max(share, min(count.wanted, count.current - 1))  # one at a time
+        _divide(counts, slots)
         return total - slots, max(sum(max(count.least, count.deployment.min) for count in counts) - slots, 0)
 
     def _nodes(self, useful: int, missing: int) -> tuple[list[SetSpare], int, IdleNodes]:
@@ -415,6 +418,16 @@ class _Tick:
             reason = "one is enough" if len(keep) == 1 else "the load needs several"
             decisions.append(Consolidate(group, model, keep, reason))
         return decisions
+
+
+def _divide(counts: list[RoleCount], slots: int) -> None:
+    """Cut the counts down so that so many slots are enough, fairly. None loses more than one instance at a time."""
+    demands = {f"{count.deployment.name} {count.role}": count.wanted for count in counts}
+    models = {f"{count.deployment.name} {count.role}": count.deployment for count in counts}
+    given = shares(demands, models, slots)
+    for count in counts:
+        share = given[f"{count.deployment.name} {count.role}"]
+        count.wanted = max(share, min(count.wanted, count.current - 1))
 
 
 def _repeated(count: RoleCount) -> Scheme | None:

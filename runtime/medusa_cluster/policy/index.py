@@ -37,6 +37,7 @@ class Index:
         self.arriving: dict[tuple[str, str], Copy] = {}  # (node, URL) → copy that is not complete
         self.pinned_bytes: dict[str, int] = {}  # node → of the parameter pool
         self.slots = 0  # of nodes that are alive
+        self.slots_by_kind: defaultdict[str, int] = defaultdict(int)  # the same by kind of device
         self.memory_bytes = 0  # of nodes that are alive, for copies in host memory
         self.unlimited = 0  # nodes that are alive and keep all copies
         self.is_short = False  # the memory cannot hold all deployed models
@@ -103,7 +104,7 @@ class Index:
     def _replace(self, last: Node, node: Node) -> None:
         copies = last.copies is node.copies or last.copies == node.copies
         instances = last.instances is node.instances or last.instances == node.instances
-        alike = last.state == node.state and last.devices == node.devices
+        alike = (last.state, last.devices, last.device_kind) == (node.state, node.devices, node.device_kind)
         self.roomier |= node.free_bytes > last.free_bytes
         if copies and instances and alike and last.memory_bytes == node.memory_bytes:
             if last.link_bytes_per_s != node.link_bytes_per_s:
@@ -147,6 +148,7 @@ class Index:
         if node.state == "alive":
             self.pinned_bytes[node.name] = pinned
             self.slots += node.slots
+            self.slots_by_kind[node.device_kind] += node.slots
             self.memory_bytes += node.memory_bytes
             self.unlimited += not node.memory_bytes
         self._add_instances(node)
@@ -172,6 +174,7 @@ class Index:
         if node.state == "alive":
             del self.pinned_bytes[node.name]
             self.slots -= node.slots
+            self.slots_by_kind[node.device_kind] -= node.slots
             self.memory_bytes -= node.memory_bytes
             self.unlimited -= not node.memory_bytes
         self._forget_instances(node)

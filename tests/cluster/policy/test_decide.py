@@ -411,6 +411,31 @@ def test_instances_start_on_the_devices_that_their_model_needs() -> None:
     assert [start.node for start in of(StartInstance, cluster.tick())] == ["v"]
 
 
+def test_an_instance_gives_its_device_to_a_model_that_can_use_no_other_kind_and_moves() -> None:
+    slow = Node("z", link_bytes_per_s=1e6, memory_bytes=1000 * MB, device_kind="l4")
+    any_kind = model("any", min=1)
+    cluster = ClusterModel([*nodes(1, device_kind="a10"), slow], [any_kind, model(device_kind="a10")])
+    cluster.run(5)
+    assert [instance.model for instance in cluster.nodes["n0"].instances] == ["any"]  # its link is faster
+    cluster.load("m", waiting=1)
+    log = cluster.run(150)
+    assert [stop.reason for stop in of(StopInstance, log)] == ["another model needs its kind of device"]
+    assert [instance.model for instance in cluster.nodes["n0"].instances] == ["m"]
+    assert [instance.model for instance in cluster.nodes["z"].instances] == ["any"]
+
+
+def test_models_that_need_one_kind_of_device_share_what_there_is_of_it() -> None:
+    made = [*nodes(2, device_kind="a10"), *(replace(node, name=f"z{node.name}") for node in nodes(4))]
+    cluster = ClusterModel(made, [model("a", device_kind="a10"), model("b", device_kind="a10")])
+    cluster.load("a", waiting=64)
+    cluster.run(5)
+    assert len(cluster.instances("a")) == 2
+    cluster.load("a", running=16)
+    cluster.load("b", waiting=1)
+    cluster.run(10)
+    assert (len(cluster.instances("a")), len(cluster.instances("b"))) == (1, 1)
+
+
 def test_without_care_for_links_nodes_are_taken_by_name() -> None:
     made = [replace(node, devices=2, link_bytes_per_s=rate) for node, rate in zip(nodes(2), (1.0, 50e6), strict=True)]
     cluster = ClusterModel(made, [model()], Options(pool=False, contention_aware=False))
