@@ -20,11 +20,14 @@ from .adapter import ADAPTER_CONFIG, ADAPTER_FILES
 from .header import PREFIX_BYTES, HeaderEntry, header_bytes, parse_header
 from .index import Shard, TensorEntry, WeightIndex
 
-SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
+SAFETENSORS_FILE, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 ARCHIVE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")  # of the files that archive.py reads
-ARCHIVE, ARCHIVES = "pytorch_model.bin", "pytorch_model.bin.index.json"
-DIFFUSION, DIFFUSIONS = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"
-MODULES, SENTENCES = "modules.json", "sentence_bert_config.json"  # of sentence-transformers
+PYTORCH_FILE, PYTORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+DIFFUSERS_FILE, DIFFUSERS_INDEX = (
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
+)
+SENTENCE_MODULES, SENTENCE_SETTINGS = "modules.json", "sentence_bert_config.json"  # of sentence-transformers
 SMALL_FILES = (
     "config.json",
     "generation_config.json",
@@ -39,7 +42,7 @@ SMALL_FILES = (
     "tokenizer.model",
     "preprocessor_config.json",
     "processor_config.json",
-    MODULES,
+    SENTENCE_MODULES,
 )
 # Requested together with the header. The others are rare, and a record of the checkpoint may say which of them exist.
 _FIRST_FILES = SMALL_FILES[:5]
@@ -136,17 +139,19 @@ class _Reader:
 
     def read(self, name: str | None) -> Checkpoint:
         if name in ADAPTER_FILES:
-            beside = self._pool.submit(self._small, ADAPTER_CONFIG)
-            return Checkpoint(self._store, self._alone(name), _present({ADAPTER_CONFIG: beside.result()}))
+            beside = self._pool.submit(self._read_small, ADAPTER_CONFIG)
+            return Checkpoint(self._store, self._index_single_file(name), _present({ADAPTER_CONFIG: beside.result()}))
         if name is not None and name.endswith(ARCHIVE_SUFFIXES):
-            index = self._alone(name)
-            return Checkpoint(self._store, index, _present({SMALL_FILES[0]: self._small(SMALL_FILES[0])}))
-        single = self._pool.submit(self._header, name or SINGLE)
-        sharded = None if name else self._pool.submit(self._small, SHARDED)
-        small = {key: self._pool.submit(self._small, key) for key in _FIRST_FILES}
+            index = self._index_single_file(name)
+            return Checkpoint(self._store, index, _present({SMALL_FILES[0]: self._read_small(SMALL_FILES[0])}))
+        single = self._pool.submit(self._header, name or SAFETENSORS_FILE)
+        sharded = None if name else self._pool.submit(self._read_small, SAFETENSORS_INDEX)
+        small = {key: self._pool.submit(self._read_small, key) for key in _FIRST_FILES}
         listed = self._record.files() if self._record else None
         left_out = [key for key in SMALL_FILES if listed is not None and key not in small and key not in listed]
-        small |= {key: self._pool.submit(self._small, key) for key in SMALL_FILES if key not in (*small, *left_out)}
+        small |= {
+            key: self._pool.submit(self._read_small, key) for key in SMALL_FILES if key not in (*small, *left_out)
+        }
         try:
             index, names = self._index(single, sharded)
         except BaseException:
@@ -155,10 +160,10 @@ class _Reader:
             raise
         files = {key: body for key, future in small.items() if (body := future.result()) is not None}
         if left_out and self._record and not self._record.confirms(index, files):
-            files |= {key: body for key in left_out if (body := self._small(key)) is not None}
-        return Checkpoint(self._store, index, files | self._of_modules(files.get(MODULES)) | names)
+            files |= {key: body for key in left_out if (body := self._read_small(key)) is not None}
+        return Checkpoint(self._store, index, files | self._module_configs(files.get(SENTENCE_MODULES)) | names)
 
-    def _alone(self, name: str) -> WeightIndex:
+    def _index_single_file(self, name: str) -> WeightIndex:
         """Index a checkpoint that is a single file."""
         shard, entries = self._archive(name) if name.endswith(ARCHIVE_SUFFIXES) else self._header(name)
         return WeightIndex.from_headers([shard], [entries])
@@ -172,30 +177,33 @@ class _Reader:
         except (ObjectNotFoundError, ForbiddenError) as error:
             names = sharded.result() if sharded else None
             if names is not None:
-                return self._sharded(SHARDED, names), {SHARDED: names}
+                return self._sharded(SAFETENSORS_INDEX, names), {SAFETENSORS_INDEX: names}
             if sharded is None or isinstance(error, ForbiddenError):
                 raise
-            return self._otherwise(error)
+            return self._index_other_formats(error)
         return WeightIndex.from_headers([shard], [entries]), {}
 
-    def _otherwise(self, missing: Exception) -> tuple[WeightIndex, dict[str, bytes]]:
+    def _index_other_formats(self, missing: Exception) -> tuple[WeightIndex, dict[str, bytes]]:
         """Index one file or several shards that torch.save, diffusers or PEFT has written."""
-        for single, read, several in ((ARCHIVE, self._archive, ARCHIVES), (DIFFUSION, self._header, DIFFUSIONS)):
+        for single, read, several in (
+            (PYTORCH_FILE, self._archive, PYTORCH_INDEX),
+            (DIFFUSERS_FILE, self._header, DIFFUSERS_INDEX),
+        ):
             try:
                 shard, entries = read(single)
             except ObjectNotFoundError:
-                names = self._small(several)
+                names = self._read_small(several)
                 if names is not None:
                     return self._sharded(several, names), {several: names}
             else:
                 return WeightIndex.from_headers([shard], [entries]), {}
         for name in ADAPTER_FILES:
             try:
-                return self._alone(name), _present({ADAPTER_CONFIG: self._small(ADAPTER_CONFIG)})
+                return self._index_single_file(name), _present({ADAPTER_CONFIG: self._read_small(ADAPTER_CONFIG)})
             except ObjectNotFoundError:
                 continue
         raise ObjectNotFoundError(
-            f"{redacted(self._store.url)}: expected {SINGLE}, {ARCHIVE} or {DIFFUSION}, or the index.json of its "
+            f"{redacted(self._store.url)}: expected {SAFETENSORS_FILE}, {PYTORCH_FILE} or {DIFFUSERS_FILE}, or the index.json of its "
             f"shards, found none of them ({missing}); {self._other_names()}"
         )
 
@@ -217,7 +225,7 @@ class _Reader:
     def _sharded(self, what: str, text: bytes) -> WeightIndex:
         wanted = weight_map(what, text)
         names = sorted(set(wanted.values()))
-        futures = [self._pool.submit(self._archive if what == ARCHIVES else self._header, name) for name in names]
+        futures = [self._pool.submit(self._archive if what == PYTORCH_INDEX else self._header, name) for name in names]
         read = []
         for name, future in zip(names, futures, strict=True):
             try:
@@ -232,12 +240,12 @@ class _Reader:
                 raise CorruptError(f"{what} says that tensor {short_repr(tensor)} is in {name}, found it {found}")
         return index
 
-    def _of_modules(self, text: bytes | None) -> dict[str, bytes]:
+    def _module_configs(self, text: bytes | None) -> dict[str, bytes]:
         """Read the files that modules.json names. Only checkpoints of sentence-transformers have one."""
         if text is None:
             return {}
-        names = [SENTENCES, *modules_configs(text)]
-        bodies = self._pool.map(self._small, names)
+        names = [SENTENCE_SETTINGS, *module_config_names(text)]
+        bodies = self._pool.map(self._read_small, names)
         return {name: body for name, body in zip(names, bodies, strict=True) if body is not None}
 
     def _header(self, name: str) -> tuple[Shard, _Entries]:
@@ -270,7 +278,7 @@ class _Reader:
         path = self._store.local_path(name)
         return Shard(name, info.size, data_start, info.version, str(path) if path else None)
 
-    def _small(self, name: str) -> bytes | None:
+    def _read_small(self, name: str) -> bytes | None:
         """Read a small file; None if there is none. Some stores answer 403 for an object that does not exist."""
         try:
             return read_whole(self._store.read, name)
@@ -310,7 +318,7 @@ def weight_map(what: str, text: bytes) -> dict[str, str]:
         items = list(wanted.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CorruptError(f"{what}: expected JSON with a weight_map, found {text[:80]!r}") from None
-    suffix = ".bin" if what == ARCHIVES else ".safetensors"
+    suffix = ".bin" if what == PYTORCH_INDEX else ".safetensors"
     for tensor, name in items:
         if not isinstance(name, str) or not name.endswith(suffix):
             raise CorruptError(
@@ -324,18 +332,18 @@ def weight_map(what: str, text: bytes) -> dict[str, str]:
     return dict(items)
 
 
-def modules_configs(text: bytes) -> list[str]:
+def module_config_names(text: bytes) -> list[str]:
     """Return the names of the files that a modules.json refers to, or none if it cannot be read."""
     try:
         paths = [module["path"] for module in json.loads(text)]
-        return [module_config(path) for path in paths[:_MOST_MODULES] if path]
+        return [module_config_name(path) for path in paths[:_MOST_MODULES] if path]
     except (ValueError, KeyError, TypeError, RecursionError):
         return []  # the encoder that needs them says what is wrong
 
 
-def module_config(path: str) -> str:
+def module_config_name(path: str) -> str:
     """Return the name of a module's config.json. Raises CorruptError if it leads out of the folder."""
-    _check_inside(MODULES, path)
+    _check_inside(SENTENCE_MODULES, path)
     return f"{path}/config.json"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-from medusa_runtime.checkpoint.reader import MODULES, SENTENCES, module_config
+from medusa_runtime.checkpoint.reader import SENTENCE_MODULES, SENTENCE_SETTINGS, module_config_name
 from medusa_runtime.errors import CorruptError, ModelError
 from medusa_runtime.models.fields import ReadFile, read_json, read_object
 
@@ -34,22 +34,22 @@ class Sentences:
 
         Raises ModelError for a setting that is not supported, and CorruptError for a file that is not JSON.
         """
-        modules = read_json(file, MODULES)
+        modules = read_json(file, SENTENCE_MODULES)
         if modules is None:
             return cls()
         if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-            raise CorruptError(f"{MODULES}: expected a list of modules, found {str(modules)[:80]}")
+            raise CorruptError(f"{SENTENCE_MODULES}: expected a list of modules, found {str(modules)[:80]}")
         kinds = {str(module.get("type")).rpartition(".")[2]: module for module in modules}
         unknown = [kind for kind in kinds if kind not in _KINDS]
         if unknown:
-            raise ModelError(f"{MODULES}: expected {', '.join(_KINDS)}; found also {', '.join(unknown)}")
+            raise ModelError(f"{SENTENCE_MODULES}: expected {', '.join(_KINDS)}; found also {', '.join(unknown)}")
         pooling = "mean"
         if "Pooling" in kinds:
-            name = module_config(str(kinds["Pooling"].get("path", "")))
+            name = module_config_name(str(kinds["Pooling"].get("path", "")))
             pooling = _pooling(name, read_json(file, name))
-        limit = (read_object(file, SENTENCES) or {}).get("max_seq_length")
+        limit = (read_object(file, SENTENCE_SETTINGS) or {}).get("max_seq_length")
         if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise CorruptError(f"{SENTENCES}: expected max_seq_length to be 1 or more, found {limit!r}")
+            raise CorruptError(f"{SENTENCE_SETTINGS}: expected max_seq_length to be 1 or more, found {limit!r}")
         return cls(pooling, "Normalize" in kinds, limit)
 
 

@@ -160,7 +160,7 @@ def convert(settings: Settings, file: Path) -> str:
 
     ConfigError when there is nothing to convert, or no place for the file.
     """
-    from medusa_runtime.checkpoint.reader import SINGLE
+    from medusa_runtime.checkpoint.reader import SAFETENSORS_FILE
     from medusa_runtime.fetch.prefetcher import prefetch
     from medusa_runtime.load.conversion import is_converted, write_safetensors
     from medusa_runtime.region.reader import Region
@@ -183,7 +183,7 @@ def convert(settings: Settings, file: Path) -> str:
     finally:
         region.close()
     print(f"  {file.name:14} {size(file.stat().st_size):>10}  {time.monotonic() - began:6.2f} s", flush=True)
-    return str(file.parent if file.name == SINGLE else file)
+    return str(file.parent if file.name == SAFETENSORS_FILE else file)
 
 
 def measure(settings: Settings, folder: Path, starts: int) -> StageTimes:
