@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from ..errors import CorruptError, short_repr
 from .index import TensorEntry
-from .tensor_pickle import Description, read_pickle
+from .tensor_pickle import PickledTensor, read_pickle
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _LOCAL_MAGIC = b"PK\x03\x04"
@@ -118,7 +118,7 @@ def _what(head: bytes) -> str:
     return f"not a PyTorch checkpoint (it starts with {head[:8]!r})"
 
 
-def _entry(what: str, description: Description, start: int, info: zipfile.ZipInfo) -> TensorEntry:
+def _entry(what: str, description: PickledTensor, start: int, info: zipfile.ZipInfo) -> TensorEntry:
     storage, item = description.storage, description.item_bytes
     if storage.elements * storage.item_bytes > info.file_size:
         raise CorruptError(

@@ -22,7 +22,7 @@ class PickleError(Exception):
     """The pickle is broken, or holds something that this reader does not support."""
 
 
-class Name:
+class GlobalName:
     """What stands for a global name in a pickle. ``target`` is a function that may be called, or a plain value."""
 
     __slots__ = ("target",)
@@ -31,15 +31,15 @@ class Name:
         self.target = target
 
 
-class Table(dict[str, Any]):
+class PickledDict(dict[str, Any]):
     """A dict or an OrderedDict in the pickle."""
 
 
 class PickleReader:
-    """Reads one pickle. ``find`` returns the Name for a module and a name, and ``load`` the value of a persistent id.
+    """Reads one pickle. ``find`` returns the GlobalName for a module and a name, and ``load`` the value of a persistent id.
 
-    Their errors pass through. A value is None, a bool, int, float, str, bytes, tuple, list or Table, or what ``load``
-    or the function of a Name returns.
+    Their errors pass through. A value is None, a bool, int, float, str, bytes, tuple, list or PickledDict, or what
+    ``load`` or the function of a Name returns.
     """
 
     def __init__(self, data: bytes, find: Callable[[str, str], Name], load: Callable[[Any], Any]) -> None:
@@ -122,9 +122,9 @@ class PickleReader:
 
     def _reduce(self) -> None:
         arguments, function = self._pop(), self._pop()
-        if not isinstance(function, Name) or not callable(function.target) or not isinstance(arguments, tuple):
+        if not isinstance(function, GlobalName) or not callable(function.target) or not isinstance(arguments, tuple):
             raise PickleError("a call of something that is not a function")
-        if function.target is Table and arguments:
+        if function.target is PickledDict and arguments:
             raise PickleError("an OrderedDict that is made of something")
         self._push(function.target(*arguments))
 
@@ -145,9 +145,9 @@ class PickleReader:
         self._stack[-1].extend(values)
 
     def _set(self, pairs: list[Any]) -> None:
-        """Add items to a Table. Keys that are neither texts nor numbers are left out: no tensor has such a name."""
+        """Add items to a PickledDict. Keys that are neither texts nor numbers are left out: no tensor has such a name."""
         table = self._stack[-1]
-        if not isinstance(table, Table) or len(pairs) % 2:
+        if not isinstance(table, PickledDict) or len(pairs) % 2:
             raise PickleError("an item of something that is not a dict")
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             if isinstance(key, str):
@@ -198,7 +198,7 @@ def _steps() -> dict[int, _Step]:
         0x5D: lambda s: push(s, []),
         0x61: lambda s: s._append([s._pop()]),
         0x65: lambda s: s._append(s._since_mark()),
-        0x7D: lambda s: push(s, Table()),
+        0x7D: lambda s: push(s, PickledDict()),
         0x73: lambda s: s._set([s._pop(), s._pop()][::-1]),
         0x75: lambda s: s._set(s._since_mark()),
         0x8F: lambda s: push(s, []),  # EMPTY_SET: its elements are not hashed

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CorruptError
 from .header import MOST_DIMENSIONS
-from .pickle_reader import Name, PickleError, PickleReader, Table
+from .pickle_reader import GlobalName, PickledDict, PickleError, PickleReader
 
 # torch's name of a dtype → (safetensors' name, bytes)
 _DTYPES = {
@@ -29,7 +29,7 @@ _MOST_LEVELS = 4  # of nested mappings, the state dict among them
 _STATE_KEYS = ("state_dict", "model_state_dict", "model", "module", "weights")
 
 
-class Storage(NamedTuple):
+class PickledStorage(NamedTuple):
     """A storage, that is, one record of the archive, as the pickle describes it."""
 
     key: str
@@ -41,10 +41,10 @@ class Storage(NamedTuple):
         return _DTYPES[self.dtype][1]
 
 
-class Description(NamedTuple):
+class PickledTensor(NamedTuple):
     """A tensor as the pickle describes it. ``offset`` and ``strides`` are in elements."""
 
-    storage: Storage
+    storage: PickledStorage
     torch_dtype: str
     offset: int
     shape: tuple[int, ...]
@@ -83,24 +83,24 @@ class _UnknownError(Exception):
     """The pickle names a kind of tensor that is not supported."""
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Description:
-    return _described(storage, storage.dtype if isinstance(storage, Storage) else "", offset, size, stride)
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> PickledTensor:
+    return _described(storage, storage.dtype if isinstance(storage, PickledStorage) else "", offset, size, stride)
 
 
 def _tensor_v3(
     storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
-) -> Description:
-    return _described(storage, dtype.target if isinstance(dtype, Name) else "", offset, size, stride)
+) -> PickledTensor:
+    return _described(storage, dtype.target if isinstance(dtype, GlobalName) else "", offset, size, stride)
 
 
-def _described(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> Description:
+def _described(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> PickledTensor:
     """Check the pickle's description of a tensor. Errors do not quote its values, which may be of any type and size."""
-    if not isinstance(storage, Storage) or dtype not in _DTYPES:
+    if not isinstance(storage, PickledStorage) or dtype not in _DTYPES:
         raise PickleError("a tensor without a storage, or of an unknown type")
     shape, strides = _sizes(size), _sizes(stride)
     if len(shape) != len(strides) or not _is_size(offset):
         raise PickleError("a tensor whose shape, strides and offset do not fit together")
-    return Description(storage, dtype, offset, shape, strides)
+    return PickledTensor(storage, dtype, offset, shape, strides)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
@@ -123,16 +123,16 @@ def _ignored(*_: Any) -> None:
 
 def _from_type(rebuild: Any, _kind: Any, arguments: Any, _state: Any) -> Any:
     """Rebuild a tensor of a subclass as the plain tensor that it holds."""
-    function = rebuild.target if isinstance(rebuild, Name) else None
+    function = rebuild.target if isinstance(rebuild, GlobalName) else None
     if function not in (_tensor, _tensor_v3, _first) or not isinstance(arguments, tuple):
         raise PickleError("a tensor of a class whose own tensor is missing")
     return function(*arguments)
 
 
 _NAMES: dict[tuple[str, str], Name] = {
-    key: Name(target)
+    key: GlobalName(target)
     for key, target in {
-        ("collections", "OrderedDict"): Table,
+        ("collections", "OrderedDict"): PickledDict,
         ("torch._utils", "_rebuild_tensor"): _tensor,
         ("torch._utils", "_rebuild_tensor_v2"): _tensor,
         ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
@@ -150,27 +150,27 @@ _NAMES: dict[tuple[str, str], Name] = {
 }
 
 
-def _find(module: str, name: str) -> Name:
+def _find(module: str, name: str) -> GlobalName:
     try:
         return _NAMES[module, name]
     except KeyError:
-        unknown = module.startswith("torch") and (name.endswith("Storage") or name.startswith("_rebuild_"))
+        unknown = module.startswith("torch") and (name.endswith("PickledStorage") or name.startswith("_rebuild_"))
         raise (_UnknownError if unknown else _ForbiddenError)(f"{module}.{name}"[:200]) from None
 
 
-def _storage(identity: Any) -> Storage:
+def _storage(identity: Any) -> PickledStorage:
     """Return the storage that a persistent id of the pickle describes."""
     if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
         raise PickleError("a reference to something else than a storage")
     _, dtype, key, _, elements = identity
-    if not isinstance(dtype, Name) or dtype.target not in _DTYPES or not _is_size(elements):
+    if not isinstance(dtype, GlobalName) or dtype.target not in _DTYPES or not _is_size(elements):
         raise PickleError("a storage of an unknown type or size")
     if not isinstance(key, str):
         raise PickleError("a storage whose key is not a text")
-    return Storage(key, dtype.target, elements)
+    return PickledStorage(key, dtype.target, elements)
 
 
-def read_pickle(name: str, text: bytes) -> dict[str, Description]:
+def read_pickle(name: str, text: bytes) -> dict[str, PickledTensor]:
     """Return the state dict's tensors by name, given the text of the pickle.
 
     Raises CorruptError for code in the pickle, and for a file without tensors. It calls the file ``name``.
@@ -191,16 +191,16 @@ def read_pickle(name: str, text: bytes) -> dict[str, Description]:
     tensors = _state_dict(found, _MOST_LEVELS)
     if not tensors:
         keys = f" with {', '.join(key[:60] for key in list(found)[:5]) or 'nothing'}" if isinstance(found, dict) else ""
-        kind = {Table: "dict", Description: "one tensor"}.get(type(found), type(found).__name__)
+        kind = {PickledDict: "dict", PickledTensor: "one tensor"}.get(type(found), type(found).__name__)
         raise CorruptError(f"{name}: expected a state dict of tensors, found {kind}{keys}")
     return tensors
 
 
-def _state_dict(found: Any, levels: int) -> dict[str, Description]:
+def _state_dict(found: Any, levels: int) -> dict[str, PickledTensor]:
     """Return the tensors of a mapping, or of one nested in it under a usual key such as ``state_dict``."""
     if not isinstance(found, dict) or not levels:
         return {}
-    tensors = {key: value for key, value in found.items() if isinstance(value, Description)}
+    tensors = {key: value for key, value in found.items() if isinstance(value, PickledTensor)}
     if tensors:
         return tensors
     return next((inner for key in _STATE_KEYS if (inner := _state_dict(found.get(key), levels - 1))), {})
