@@ -18,7 +18,7 @@ import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams
 from medusa_runtime.engine.gpu.attention import DecodeAttention
-from medusa_runtime.load.gate import passing
+from medusa_runtime.load.gate import bypass_gates
 
 from benchmarks.gpu.decoding import capture_all
 from benchmarks.gpu.machine import Machine
@@ -68,7 +68,7 @@ def profile(one: Started, settings: Settings) -> None:
     tables = torch.full((tokens, 1), cache.spare, dtype=torch.int32, device=device)
     attention = DecodeAttention(cache, slots, places + 1, tables)
     model = one.runner.model
-    with passing(), torch.inference_mode():
+    with bypass_gates(), torch.inference_mode():
         hidden = model.run_layers(model.embed(places, places), places, attention)
         model.logits(hidden[: graphs.sizes[-1]])
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_runtime.checkpoint.index import WeightIndex
-from medusa_runtime.load.gate import Gate, gates
+from medusa_runtime.load.gate import Gate, unit_gates
 from medusa_runtime.load.plan import Place, Plan, Rename, places, plan
 from medusa_runtime.load.region_tensors import RegionTensors
 from medusa_runtime.region.reader import Region
@@ -56,7 +56,7 @@ class Applier:
 
     def gates(self, timeline: Timeline | None) -> list[Gate]:
         """Return closed gates in front of the module's parts."""
-        return gates(self.module, timeline)
+        return unit_gates(self.module, timeline)
 
     def plan(self, index: WeightIndex) -> Plan:
         """Return where each tensor goes. Raises MismatchError when the checkpoint does not belong to this module."""

@@ -23,13 +23,13 @@ _thread = threading.local()
 
 
 @contextmanager
-def passing() -> Iterator[None]:
+def bypass_gates() -> Iterator[None]:
     """Let this thread's calls pass closed gates: capturing a graph needs the weights' addresses, not their values."""
-    _thread.passing = True
+    _thread.bypasses = True
     try:
         yield
     finally:
-        _thread.passing = False
+        _thread.bypasses = False
 
 
 class Gate:
@@ -114,7 +114,7 @@ class Gate:
         raise too_early("torch.jit.script")
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if getattr(_thread, "passing", False):
+        if getattr(_thread, "bypasses", False):
             return
         refuse_tracing()
         self.wait()

@@ -10,7 +10,7 @@ from torch import nn
 
 from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.load.applier import Applier
-from medusa_runtime.load.gate import Gate, gates
+from medusa_runtime.load.gate import Gate, unit_gates
 from medusa_runtime.load.plan import Place, Plan, places, plan
 from medusa_runtime.timeline import Timeline
 
@@ -39,7 +39,7 @@ class PartApplier(Applier):
         self._is_rest = rest
 
     def gates(self, timeline: Timeline | None) -> list[Gate]:
-        return gates(self.module, timeline, lambda name: self._needed(name) is not self._is_rest)
+        return unit_gates(self.module, timeline, lambda name: self._needed(name) is not self._is_rest)
 
     def plan(self, index: WeightIndex) -> Plan:
         whole = places(self.module)

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...load.gate import passing
+from ...load.gate import bypass_gates
 from ...models import DecoderModel
 from ...timeline import Timeline
 from ..serving.sequence import Span
@@ -166,7 +166,7 @@ class DecodeGraphs:
             self.step(size)
 
         try:
-            with passing(), torch.inference_mode():
+            with bypass_gates(), torch.inference_mode():
                 self.inputs.fill([], self.inputs.rows)
                 self.capturer.warm_up(work)
                 warm_ns = time.monotonic_ns()
@@ -182,7 +182,7 @@ class DecodeGraphs:
     def capture_first_layer(self, size: int, capturer: Capturer) -> Graph:
         """Capture a step of the first layer alone, which loads the modules of all kinds of kernels (MEDUSA §5.2)."""
         work = partial(self.step, size, 1)
-        with passing(), torch.inference_mode():
+        with bypass_gates(), torch.inference_mode():
             self.inputs.fill([], self.inputs.rows)
             capturer.warm_up(work)
             return capturer.capture(work)
