@@ -45,13 +45,14 @@ class AdapterConfig:
     """The ranks and scales of an adapter.
 
     ``ranks`` and ``alphas`` hold exceptions from ``rank`` and ``alpha``, by the name of a module or the end of it. With
-    ``by_root``, products are scaled by the root of the rank (rank-stabilized LoRA). ``targets`` lists the adapted
-    modules; it is empty where they are given as a pattern. ``base`` is the base model's name or path, if it is known.
+    ``rank_stabilized``, products are scaled by the root of the rank (rank-stabilized LoRA). ``targets`` lists the
+    adapted modules; it is empty where they are given as a pattern. ``base`` is the base model's name or path, if it is
+    known.
     """
 
     rank: int
     alpha: float
-    by_root: bool
+    rank_stabilized: bool
     ranks: Mapping[str, float]
     alphas: Mapping[str, float]
     targets: tuple[str, ...]
@@ -84,7 +85,7 @@ class AdapterConfig:
         return cls(
             rank=int(rank),
             alpha=_positive("lora_alpha", raw.get("lora_alpha")),
-            by_root=bool(raw.get("use_rslora")),
+            rank_stabilized=bool(raw.get("use_rslora")),
             ranks=ranks,
             alphas=_pattern(raw, "alpha_pattern"),
             targets=tuple(targets) if isinstance(targets, list) else (),
@@ -98,7 +99,7 @@ class AdapterConfig:
     def scale_of(self, module: str) -> float:
         """Return the factor for the product of a module's matrices."""
         rank = self.rank_of(module)
-        return _value(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.by_root else rank)
+        return _value(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rank_stabilized else rank)
 
 
 def adapter_urls(url: str) -> tuple[str, ...]:
