@@ -22,7 +22,7 @@ from pathlib import Path
 
 from medusa_runtime.config import Settings, from_env
 from medusa_runtime.errors import EngineError, MedusaError, from_code
-from medusa_runtime.imports.uncollected import uncollected
+from medusa_runtime.imports.gc_paused import gc_paused
 from medusa_runtime.limits import signal_name
 from medusa_runtime.process import ReportPipe, die_with_parent, fork, share_cores
 from medusa_runtime.region.reader import Region
@@ -67,7 +67,7 @@ def _wait_warm(settings: Settings) -> None:
 
     The group's file may be written until then.
     """
-    with uncollected():
+    with gc_paused():
         imported(engine_kind(GROUP_ENGINES.get(settings.engine, settings.engine)).preimport)(settings)
         gc.freeze()  # else each collection visits all modules, which copies their pages in forks
     print("warm", flush=True)
@@ -96,7 +96,7 @@ def run(settings: Settings, path: str, timeline_path: str | None = None, *, warm
         return 0
 
     def engine(timeline: Timeline) -> int:
-        with timeline.stage("import"), uncollected():
+        with timeline.stage("import"), gc_paused():
             from medusa_runtime.zygote import load_engine_class, run_engine
 
             make = load_engine_class(settings, region)

@@ -22,9 +22,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .gc_paused import gc_paused
 from .lazy_modules import LazyFinder, LazyHooks, LazyModule, LazyPolicy, StandIn, StandIns, namespace_of
 from .lock import TESTED_PYTHONS
-from .uncollected import uncollected
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class _LeanImport:
         flags = sys.getdlopenflags()
         sys.setdlopenflags(flags & ~os.RTLD_NOW | os.RTLD_LAZY)  # bind lazily: few of 43,000 functions are ever called
         try:
-            with uncollected():  # the import makes a hundred thousand objects, which all stay
+            with gc_paused():  # the import makes a hundred thousand objects, which all stay
                 yield
                 torch: Any = sys.modules["torch"]
                 # torch._prims.rng_prims does this at the end of a plain import; torch.Generator does not work without.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from medusa_runtime.errors import EngineError, MedusaError
-from medusa_runtime.imports.uncollected import uncollected
+from medusa_runtime.imports.gc_paused import gc_paused
 from medusa_runtime.timeline import Timeline
 
 from ..imports import avoid_cache_folder, keep_log_levels, server_is_imported
@@ -83,7 +83,7 @@ class FrontEnd:
         """Mount the server, once, and return a function that takes a connection. Raises EngineError and ConfigError."""
         with self._lock:
             if not self._up.is_set() and self._error is None:
-                with self._timeline.stage("vllm_server"), uncollected():
+                with self._timeline.stage("vllm_server"), gc_paused():
                     self._thread = threading.Thread(target=self._run, args=(served,), name="vllm-server", daemon=True)
                     self._thread.start()
                     self._up.wait()

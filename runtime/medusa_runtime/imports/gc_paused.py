@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Keep the garbage collector off in this context, in all threads of the process."""
     collecting = gc.isenabled()
     gc.disable()
@@ -19,4 +19,4 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-__all__ = ["uncollected"]
+__all__ = ["gc_paused"]

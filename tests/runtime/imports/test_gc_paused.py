@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
-from medusa_runtime.imports.uncollected import uncollected
+from medusa_runtime.imports.gc_paused import gc_paused
 
 
 @pytest.mark.parametrize("collecting", [True, False])
@@ -13,7 +13,7 @@ def test_the_collector_is_off_and_then_as_it_was(collecting: bool) -> None:
     before = gc.isenabled()
     (gc.enable if collecting else gc.disable)()
     try:
-        with uncollected():
+        with gc_paused():
             assert not gc.isenabled()
         assert gc.isenabled() == collecting
     finally:
