@@ -36,13 +36,13 @@ class PickledDict(dict[str, Any]):
 
 
 class PickleReader:
-    """Reads one pickle. ``find`` returns the GlobalName for a module and a name, and ``load`` the value of a persistent id.
+    """Reads one pickle. ``find`` returns the GlobalName of a module and a name, ``load`` the value of a persistent id.
 
     Their errors pass through. A value is None, a bool, int, float, str, bytes, tuple, list or PickledDict, or what
-    ``load`` or the function of a Name returns.
+    ``load`` or the function of a GlobalName returns.
     """
 
-    def __init__(self, data: bytes, find: Callable[[str, str], Name], load: Callable[[Any], Any]) -> None:
+    def __init__(self, data: bytes, find: Callable[[str, str], GlobalName], load: Callable[[Any], Any]) -> None:
         self._data = data
         self._at = 0
         self._find = find
@@ -145,7 +145,7 @@ class PickleReader:
         self._stack[-1].extend(values)
 
     def _set(self, pairs: list[Any]) -> None:
-        """Add items to a PickledDict. Keys that are neither texts nor numbers are left out: no tensor has such a name."""
+        """Add items to a PickledDict, but none whose key is neither a text nor a number: no tensor has such a name."""
         table = self._stack[-1]
         if not isinstance(table, PickledDict) or len(pairs) % 2:
             raise PickleError("an item of something that is not a dict")

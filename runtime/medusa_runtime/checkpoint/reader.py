@@ -203,8 +203,8 @@ class _Reader:
             except ObjectNotFoundError:
                 continue
         raise ObjectNotFoundError(
-            f"{redacted(self._store.url)}: expected {SAFETENSORS_FILE}, {PYTORCH_FILE} or {DIFFUSERS_FILE}, or the index.json of its "
-            f"shards, found none of them ({missing}); {self._other_names()}"
+            f"{redacted(self._store.url)}: expected {SAFETENSORS_FILE}, {PYTORCH_FILE} or "
+            f"{DIFFUSERS_FILE}, or the index.json of its shards, found none of them ({missing}); {self._other_names()}"
         )
 
     def _other_names(self) -> str:

@@ -129,7 +129,7 @@ def _from_type(rebuild: Any, _kind: Any, arguments: Any, _state: Any) -> Any:
     return function(*arguments)
 
 
-_NAMES: dict[tuple[str, str], Name] = {
+_NAMES: dict[tuple[str, str], GlobalName] = {
     key: GlobalName(target)
     for key, target in {
         ("collections", "OrderedDict"): PickledDict,
@@ -154,7 +154,7 @@ def _find(module: str, name: str) -> GlobalName:
     try:
         return _NAMES[module, name]
     except KeyError:
-        unknown = module.startswith("torch") and (name.endswith("PickledStorage") or name.startswith("_rebuild_"))
+        unknown = module.startswith("torch") and (name.endswith("Storage") or name.startswith("_rebuild_"))
         raise (_UnknownError if unknown else _ForbiddenError)(f"{module}.{name}"[:200]) from None
 
 

@@ -131,7 +131,9 @@ def _opened_gate(name: str) -> Gate:
     return gate
 
 
-def gates(module: nn.Module, timeline: Timeline | None, gated: Callable[[str], bool] = lambda _: True) -> list[Gate]:
+def unit_gates(
+    module: nn.Module, timeline: Timeline | None, gated: Callable[[str], bool] = lambda _: True
+) -> list[Gate]:
     """Return gates for the units of a model of ours: the modules that it calls one by one in a forward.
 
     Only units that are ``gated``, by their names, get one.
