@@ -98,7 +98,7 @@ def open_checkpoint(url: str, record: CheckpointRecord | None = None, store: Sto
     not requested. ``store`` is the folder's store, if it is already open; it is closed if this function fails. Raises
     the store's errors, and CorruptError.
     """
-    folder, name = split(url)
+    folder, name = split_url(url)
     store = store or open_store(folder)
     try:
         if record is not None:
@@ -110,7 +110,7 @@ def open_checkpoint(url: str, record: CheckpointRecord | None = None, store: Sto
         raise
 
 
-def split(url: str) -> tuple[str, str | None]:
+def split_url(url: str) -> tuple[str, str | None]:
     """Split ``url`` into its folder and, if it names a single file of weights, that file's name."""
     suffixes = (".safetensors", *ARCHIVE_SUFFIXES)
     if not scheme_of(url):

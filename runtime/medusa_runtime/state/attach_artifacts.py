@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from ..checkpoint.reader import SMALL_FILES, split
+from ..checkpoint.reader import SMALL_FILES, split_url
 from ..config import Settings
 from ..region.reader import Region
 from ..storage.base import open_store
@@ -38,7 +38,7 @@ def attach_artifacts(
     facts = Facts(Subject(index, files, settings))
     began_ns = time.monotonic_ns()
     try:
-        store = open_store(split(model)[0])
+        store = open_store(split_url(model)[0])
         try:
             bundle = Bundle(store, f"{FOLDER}/")
             text = bundle.manifest_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from ..checkpoint.reader import SMALL_FILES, split
+from ..checkpoint.reader import SMALL_FILES, split_url
 from ..config import Settings
 from ..errors import ConfigError, MedusaError
 from ..fetch.prefetcher import prefetch
@@ -198,7 +198,7 @@ def bundle_folder(model: str) -> Path:
             f"--model={redacted(model)!r} is not on this machine: expected --out DIR for the bundle. Upload that "
             f"folder as {FOLDER}/ beside the weights, or name where it lies with --state"
         )
-    return LocalStore(split(model)[0]).local_path(FOLDER)
+    return LocalStore(split_url(model)[0]).local_path(FOLDER)
 
 
 __all__ = ["ArtifactResult", "Materialization", "bundle_folder"]

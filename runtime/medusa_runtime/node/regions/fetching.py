@@ -117,10 +117,10 @@ def start_spare(
 
 def open_store_of(key: str, policy: Policy) -> Store:
     """Open the store of a checkpoint that is not local. Redirects are followed as the policy allows."""
-    from ...checkpoint.reader import split
+    from ...checkpoint.reader import split_url
     from ...storage.http.store import HttpStore
 
-    store = open_store(split(key)[0])
+    store = open_store(split_url(key)[0])
     if isinstance(store, HttpStore):
         store.limit_redirects(policy.allows_redirect)
     return store
@@ -277,14 +277,14 @@ def report_sources(channel: socket.socket, sources: SourcesStore) -> None:
 
 
 def _open_folder(key: str, folder: Folder) -> FolderStore:
-    from ...checkpoint.reader import split
+    from ...checkpoint.reader import split_url
     from ...storage.folder import FolderStore
 
     if folder.identity is not None:
         for name in _NEEDED:
             importlib.import_module(name)
         assume_identity(folder.identity)
-    return FolderStore(split(key)[0], folder.fd, confined=folder.identity is not None and folder.identity.confined)
+    return FolderStore(split_url(key)[0], folder.fd, confined=folder.identity is not None and folder.identity.confined)
 
 
 def _limit_memory() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ....checkpoint.reader import split
+from ....checkpoint.reader import split_url
 from ....config import Settings
 from ....storage.base import scheme_of
 from ....storage.local import LocalStore
@@ -32,7 +32,7 @@ class Quarantine:
     """The marks of bundles. ``settings`` say where the bundle is, and ``environ`` where this user's cache is."""
 
     def __init__(self, settings: Settings, environ: Mapping[str, str]) -> None:
-        url, name = (settings.state, "") if settings.state else (split(settings.model or "")[0], FOLDER)
+        url, name = (settings.state, "") if settings.state else (split_url(settings.model or "")[0], FOLDER)
         folders = []
         if url and scheme_of(url) in ("", "file"):
             folders.append(LocalStore(url, check=False).local_path(name))
