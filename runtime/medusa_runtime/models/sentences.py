@@ -17,15 +17,15 @@ _KINDS = ("Transformer", "Pooling", "Normalize")
 
 
 @dataclass(frozen=True)
-class Sentences:
+class SentenceEncoderSettings:
     """The settings of a sentence encoder. The defaults are for a checkpoint without such files.
 
-    ``pooling`` is a name in POOLINGS, ``unit`` says whether vectors are scaled to length 1, and ``max_tokens`` is the
-    length of text that the encoder was trained for.
+    ``pooling`` is a name in POOLINGS, ``normalize`` says whether vectors are scaled to length 1, and ``max_tokens`` is
+    the length of text that the encoder was trained for.
     """
 
     pooling: str = "mean"
-    unit: bool = True
+    normalize: bool = True
     max_tokens: int | None = None
 
     @classmethod

@@ -12,7 +12,7 @@ import pytest
 import torch
 from medusa_runtime.errors import ConfigError, ModelError
 from medusa_runtime.models.bert import Bert, BertConfig
-from medusa_runtime.models.layers.pooling import POOLINGS, unit
+from medusa_runtime.models.layers.pooling import POOLINGS, normalized
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -97,7 +97,7 @@ def test_pooling_leaves_padding_out() -> None:
     mask = torch.tensor([[1, 1, 0]])
     assert POOLINGS["mean"](hidden, mask).tolist() == [[2.0, 2.0]]
     assert POOLINGS["cls"](hidden, mask).tolist() == [[1.0, 0.0]]
-    torch.testing.assert_close(unit(torch.tensor([[3.0, 4.0]])), torch.tensor([[0.6, 0.8]]))
+    torch.testing.assert_close(normalized(torch.tensor([[3.0, 4.0]])), torch.tensor([[0.6, 0.8]]))
 
 
 def test_bad_input(tmp_path: Path, filled: Callable[..., nn.Module]) -> None:
@@ -129,10 +129,10 @@ def test_a_real_embedding_model(filled: Callable[..., nn.Module]) -> None:
     encoded = tokenizer.encode_batch(texts)
     ids = torch.tensor([one.ids for one in encoded])
     mask = torch.tensor([one.attention_mask for one in encoded])
-    vectors = unit(POOLINGS["mean"](ours(folder, filled)(ids, mask), mask))
+    vectors = normalized(POOLINGS["mean"](ours(folder, filled)(ids, mask), mask))
     similarity = vectors @ vectors.T
     assert similarity[0, 1] > 0.5
     assert similarity[2, 3] > 0.5
     assert similarity[:2, 2:].max() < 0.2
     theirs = transformers.AutoModel.from_pretrained(folder)(ids, attention_mask=mask).last_hidden_state
-    torch.testing.assert_close(vectors, unit(POOLINGS["mean"](theirs, mask)), rtol=0, atol=1e-5)
+    torch.testing.assert_close(vectors, normalized(POOLINGS["mean"](theirs, mask)), rtol=0, atol=1e-5)

@@ -12,7 +12,7 @@ from medusa_runtime.models import ARCHITECTURES, model_config
 from medusa_runtime.models.backend import backend
 from medusa_runtime.models.llama import LlamaConfig
 from medusa_runtime.models.registry import family
-from medusa_runtime.models.sentences import Sentences
+from medusa_runtime.models.sentences import SentenceEncoderSettings
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -147,7 +147,7 @@ def test_a_config_that_is_no_json_object_is_corrupt(text: bytes) -> None:
 )
 def test_a_sentence_encoders_files_are_named_when_they_are_corrupt(files: dict[str, bytes], said: str) -> None:
     with pytest.raises(CorruptError, match=said):
-        Sentences.read(files.get)
+        SentenceEncoderSettings.read(files.get)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...config import Settings
 from ...errors import EngineError, MedusaError, RequestError
 from ...limits import cpu_count
-from ...models.layers.pooling import unit
+from ...models.layers.pooling import normalized
 from ...region.reader import Region
 from ...timeline import Timeline
 from ..base import Delta, EngineInfo, GenerateRequest
@@ -92,7 +92,7 @@ class EncoderEngine:
         found = []
         for text in texts:
             vector = text.vector.result()
-            vector = vector if dimensions is None else unit(vector[:dimensions])
+            vector = vector if dimensions is None else normalized(vector[:dimensions])
             found.append((len(text.tokens), _packed(vector)))
         return found
 

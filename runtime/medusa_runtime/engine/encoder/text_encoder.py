@@ -17,9 +17,9 @@ from ...load.skeleton import skeleton
 from ...models.base import DTYPES
 from ...models.bert import Bert, BertConfig
 from ...models.fields import Fields
-from ...models.layers.pooling import POOLINGS, unit
+from ...models.layers.pooling import POOLINGS, normalized
 from ...models.registry import is_encoder
-from ...models.sentences import Sentences
+from ...models.sentences import SentenceEncoderSettings
 from ...models.transformers.encoder import TransformersEncoder
 from ...region.reader import Region
 from ...timeline import Timeline
@@ -66,7 +66,7 @@ class Encoder:
     def __init__(self, region: Region, timeline: Timeline, options: EncoderOptions | None = None) -> None:
         options = options or EncoderOptions()
         raw = read_config_json(region)
-        self.sentences = Sentences.read(region.file)
+        self.sentences = SentenceEncoderSettings.read(region.file)
         dtype = options.dtype or DTYPES[weights_dtype(region.wait_index())]
         with timeline.stage("skeleton"):
             self._model, applier = _build(raw, dtype)
@@ -152,7 +152,7 @@ class Encoder:
         if self.is_classifier:
             return hidden
         vectors = POOLINGS[self.sentences.pooling](hidden, mask).float()
-        return unit(vectors) if self.sentences.unit else vectors
+        return normalized(vectors) if self.sentences.normalize else vectors
 
     @staticmethod
     def _segments(texts: Sequence[Tokens], longest: int) -> Tensor | None:

@@ -17,14 +17,14 @@ def mean(hidden: Tensor, mask: Tensor) -> Tensor:
     return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
 
 
-def first(hidden: Tensor, mask: Tensor) -> Tensor:
+def first_token(hidden: Tensor, mask: Tensor) -> Tensor:
     """Return the vector of the first token, BERT's [CLS]: hidden [batch, tokens, size] → [batch, size]."""
     return hidden[:, 0]
 
 
-POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": mean, "cls": first}
+POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": mean, "cls": first_token}
 
 
-def unit(vectors: Tensor) -> Tensor:
+def normalized(vectors: Tensor) -> Tensor:
     """Scale each vector [..., size] to length 1, so that a dot product of two is their cosine."""
     return F.normalize(vectors, dim=-1)
