@@ -1,7 +1,7 @@
 """One instance of a function: the processes of its cold start, and the supervisor that orders and watches them."""
 
 from .observer import Observer
-from .shared import InstanceHandle
+from .resources import InstanceHandle
 from .supervisor import Instance, serve
 
 __all__ = ["Instance", "InstanceHandle", "Observer", "serve"]

@@ -6,22 +6,22 @@ import os
 
 from ..registry import engine_kind, imported, is_remote
 from ..timeline import Timeline
-from .shared import Shared
+from .resources import InstanceResources
 
 
-def run_prefetcher(shared: Shared, timeline: Timeline) -> int:
+def run_prefetcher(resources: InstanceResources, timeline: Timeline) -> int:
     """Fetch the model into the region, with the help of its state bundle. Returns the exit status."""
-    shared.listener.close()
-    shared.heartbeats.keep("prefetcher")
-    if is_remote(shared.settings.engine):
-        assert shared.region is not None
-        imported(engine_kind(shared.settings.engine).fetch)(shared.region, shared.settings, timeline)
+    resources.listener.close()
+    resources.heartbeats.keep("prefetcher")
+    if is_remote(resources.settings.engine):
+        assert resources.region is not None
+        imported(engine_kind(resources.settings.engine).fetch)(resources.region, resources.settings, timeline)
         return 0
     with timeline.stage("import"):
         from ..fetch.prefetcher import BESIDE_IMPORTS, prefetch
         from ..state.restore import BundleRestorer
 
-    region, settings = shared.region, shared.settings
+    region, settings = resources.region, resources.settings
     assert region is not None
     assert settings.model is not None
     bundle = BundleRestorer(settings, timeline)
@@ -29,39 +29,39 @@ def run_prefetcher(shared: Shared, timeline: Timeline) -> int:
     return 0
 
 
-def run_zygote(shared: Shared, timeline: Timeline, *, region_of_node: bool) -> int:
+def run_zygote(resources: InstanceResources, timeline: Timeline, *, region_of_node: bool) -> int:
     """Import what the engine needs, and keep one engine running. Returns the exit status.
 
     ``region_of_node`` says that the region is the node agent's.
     """
-    shared.listener.close()
+    resources.listener.close()
     with timeline.stage("import"):
         from ..zygote import Zygote
 
-    assert shared.region is not None
-    assert shared.engine_listener is not None
+    assert resources.region is not None
+    assert resources.engine_listener is not None
     if region_of_node:
-        _attach_code(shared, timeline)
+        _attach_code(resources, timeline)
     return Zygote(
-        shared.engine_listener,
-        shared.region,
-        shared.settings,
+        resources.engine_listener,
+        resources.region,
+        resources.settings,
         timeline=timeline,
-        reports=shared.reports,
-        heartbeats=shared.heartbeats,
+        reports=resources.reports,
+        heartbeats=resources.heartbeats,
     ).run()
 
 
-def _attach_code(shared: Shared, timeline: Timeline) -> None:
+def _attach_code(resources: InstanceResources, timeline: Timeline) -> None:
     """Attach compiled code and graphs to an agent's region, which has none, if the engine uses them."""
     from ..device.choice import choose
 
-    settings = shared.settings
+    settings = resources.settings
     if settings.state is None and (
         engine_kind(settings.engine).compiles_on_cpu or choose(settings.device, os.environ) == "cuda"
     ):
         from ..state.attach_artifacts import attach_artifacts
 
-        assert shared.region is not None
+        assert resources.region is not None
         assert settings.model is not None
-        attach_artifacts(shared.region, settings.model, settings, timeline)
+        attach_artifacts(resources.region, settings.model, settings, timeline)

@@ -30,8 +30,8 @@ from ..timeline import Timeline, process_start_ns
 from .children import Children, Ended
 from .listeners import bind, url_of
 from .observer import Observer, StartReport
+from .resources import InstanceHandle, InstanceResources
 from .roles import run_prefetcher, run_zygote
-from .shared import InstanceHandle, Shared
 from .stop_signals import StopSignals
 
 if TYPE_CHECKING:
@@ -69,11 +69,11 @@ class Instance:
     ) -> None:
         self._settings = settings
         self._timeline = timeline
-        self._shared = Shared(settings, timeline, listener)
-        self._children = Children(timeline, self._shared.reports)
+        self._resources = InstanceResources(settings, timeline, listener)
+        self._children = Children(timeline, self._resources.reports)
         self._signals = StopSignals(lambda: self._children.stop("function"))
         self._report = StartReport(observer, timeline)
-        self._watchdog = Watchdog(self._shared.heartbeats)
+        self._watchdog = Watchdog(self._resources.heartbeats)
         self._node: Attachment | None = None
         self._engine_started = False
         self._prefetchers = 0
@@ -85,23 +85,23 @@ class Instance:
 
     def start(self, function: Function) -> None:
         """Make the shared things, then fork: the prefetcher first, since the network takes longest."""
-        shared, settings = self._shared, self._settings
-        shared.heartbeats.enter("supervisor")
+        resources, settings = self._resources, self._settings
+        resources.heartbeats.enter("supervisor")
         share_cores()
         with self._timeline.stage("fork"):
             if settings.model is not None:
                 self._take_or_make_region()
             if settings.model is not None and settings.engine != "none":
-                shared.open_engine_socket()
+                resources.open_engine_socket()
                 if settings.engine_start == "now":
                     self._take_or_fork_engine()
-            handle = shared.handle()
-            self._children.fork("function", lambda _: function(shared.listener, handle, settings))
+            handle = resources.handle()
+            self._children.fork("function", lambda _: function(resources.listener, handle, settings))
         if self._signals.asked:  # before there was a function process to signal
             self._children.stop("function")
-        self._report.bound(url_of(shared.listener))
+        self._report.bound(url_of(resources.listener))
         # Only the function process accepts. Once it is gone, connections must be refused, and not queue for ever.
-        shared.listener.close()
+        resources.listener.close()
 
     def _take_or_make_region(self) -> None:
         if has_agent(self._settings):
@@ -109,34 +109,34 @@ class Instance:
 
             self._node = Attachment.attach(self._settings, self._timeline)
         if self._node is not None:
-            self._shared.region = self._node.region
+            self._resources.region = self._node.region
         else:
             self._make_region()
 
     def _make_region(self) -> None:
-        self._shared.region = Region.create()
+        self._resources.region = Region.create()
         self._fork_prefetcher()
 
     def _take_or_fork_engine(self) -> None:
-        listener = self._shared.engine_listener
+        listener = self._resources.engine_listener
         assert listener is not None
         self._engine_started = True
-        if self._node is None or not self._node.take_engine(listener, self._timeline, self._shared.reports):
+        if self._node is None or not self._node.take_engine(listener, self._timeline, self._resources.reports):
             self._fork_zygote()
 
     def _fork_prefetcher(self) -> None:
         self._prefetchers += 1
-        self._children.fork("prefetcher", partial(run_prefetcher, self._shared))
+        self._children.fork("prefetcher", partial(run_prefetcher, self._resources))
 
     def _fork_zygote(self) -> None:
-        of_node = self._node is not None and self._shared.region is self._node.region
-        self._children.fork("zygote", partial(run_zygote, self._shared, region_of_node=of_node))
+        of_node = self._node is not None and self._resources.region is self._node.region
+        self._children.fork("zygote", partial(run_zygote, self._resources, region_of_node=of_node))
 
     def supervise(self) -> int:
         """Run until the function process has ended, and return the exit status. Raises a child's fatal error."""
         poll = select.poll()
         poll.register(self._signals.wakeup_fd, select.POLLIN)
-        poll.register(self._shared.reports.read_fd, select.POLLIN)
+        poll.register(self._resources.reports.read_fd, select.POLLIN)
         while True:
             extra = self._also_watched()
             for fd in extra:
@@ -151,10 +151,10 @@ class Instance:
 
     def _look(self, readable: set[int], extra: set[int]) -> int | None:
         """React to everything that has happened. Return the exit status if the instance has ended, or else None."""
-        listener, node, signals = self._shared.engine_listener, self._node, self._signals
+        listener, node, signals = self._resources.engine_listener, self._node, self._signals
         if listener is not None and listener.fileno() in readable & extra:
             self._take_or_fork_engine()
-        for report in self._shared.reports.read():
+        for report in self._resources.reports.read():
             logger.debug("%s reported %s", report.process, report.code)
             raise from_code(report.code, report.message)
         for ended in self._children.reap():
@@ -173,13 +173,13 @@ class Instance:
             return 1
         if self._watchdog.due():
             self._watch()
-        self._report.update(self._shared.region)
+        self._report.update(self._resources.region)
         return None
 
     def _also_watched(self) -> set[int]:
         watched = set() if self._node is None else set(self._node.descriptors)
-        if self._shared.engine_listener is not None and not self._engine_started:
-            watched.add(self._shared.engine_listener.fileno())  # the first request connects to it
+        if self._resources.engine_listener is not None and not self._engine_started:
+            watched.add(self._resources.engine_listener.fileno())  # the first request connects to it
         return watched
 
     def _watch(self) -> None:
@@ -187,7 +187,7 @@ class Instance:
 
         If the function process hangs, that ends the instance. The function process itself watches its worker.
         """
-        heartbeats = self._shared.heartbeats
+        heartbeats = self._resources.heartbeats
         heartbeats.beat("supervisor")
         self._children.out_of_memory.look()
         if self._signals.asked:
@@ -222,7 +222,7 @@ class Instance:
         if ended.name != "prefetcher":
             self._replace_zygote(ended)
         elif ended.status == 0:
-            self._shared.heartbeats.leave("prefetcher")
+            self._resources.heartbeats.leave("prefetcher")
         elif self._prefetchers >= _MOST_PREFETCHERS:
             raise EngineError(f"the prefetcher ended {self._prefetchers} times before it was done ({ended.how})")
         else:
@@ -247,7 +247,7 @@ class Instance:
             self._node.close()
         self._children.close()
         self._signals.close()
-        self._shared.close()
+        self._resources.close()
 
 
 def has_agent(settings: Settings) -> bool:

@@ -38,7 +38,7 @@ class InstanceHandle:
         self.reports.send("function", error)
 
 
-class Shared:
+class InstanceResources:
     """The timeline, the reports, the heartbeats and, with a model, its region and the engine's socket.
 
     ``region`` is set before the first fork that needs it. It is replaced if it is the node agent's and will never be
