@@ -86,12 +86,13 @@ def error_answer(error: Exception) -> dict[str, Any]:
     return {"error": {"code": ClusterError.code, "message": f"{type(error).__name__}: {error}"}}
 
 
-def result_of(answer: Any) -> Any:
+def result_of(answer: Any, sender: str = "the server") -> Any:
     """Return the value in an answer. Raises the error in it instead, and ClusterError if it is no answer."""
-    if not isinstance(answer, dict) or not {"ok", "error"} & answer.keys():
-        raise ClusterError(f"expected an answer with ok or error, found {str(answer)[:200]!r}")
-    if "error" in answer:
-        raise from_code(str(answer["error"]["code"]), str(answer["error"]["message"]))
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if isinstance(error, dict) and isinstance(error.get("code"), str):
+        raise from_code(error["code"], str(error.get("message", "")))
+    if not isinstance(answer, dict) or "ok" not in answer:
+        raise ClusterError(f"expected an answer with ok or error from {sender}, found {str(answer)[:200]!r}")
     return answer["ok"]
 
 

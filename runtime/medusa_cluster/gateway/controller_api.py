@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import aiohttp
-from medusa_runtime.errors import MedusaError, UnreachableError, from_code
+from medusa_runtime.errors import MedusaError, UnreachableError
 
+from ..json_lines import result_of
 from .routes import Routes, node_server, parse
 
 _CALL_S, _REPORT_S = 10.0, 3.0
@@ -87,9 +88,4 @@ class NodeServers:
             f"{url}/cluster/{operation}", json=arguments, headers=self._headers, timeout=timeout
         ) as response:
             answer = await response.json(content_type=None)
-        if isinstance(answer, dict) and "ok" in answer:
-            return answer["ok"]
-        error = answer.get("error") if isinstance(answer, dict) else None
-        if isinstance(error, dict) and isinstance(error.get("code"), str):
-            raise from_code(error["code"], str(error.get("message", "")))
-        raise UnreachableError(f"the node server {url} answered /cluster/{operation} with status {response.status}")
+        return result_of(answer, f"{url}/cluster/{operation}")

@@ -22,7 +22,7 @@ from medusa_runtime.timeline import Timeline
 
 from .gathering import send_blocks
 from .identity import Heartbeats
-from .membership import GroupLostError, serve_group
+from .membership import GroupLostError, check_leader, outcome_of, serve_group
 from .plan import GroupPlan
 from .steps import StepReader, ending_spans, forbid, has_prompts, tokens_body
 from .wire.channel import Greeting, Listener, TcpChannel, connect, error_of
@@ -111,8 +111,7 @@ class _Session:
             elif message.kind is Kind.RELEASE:
                 self._send_timeline(leader)
                 leader.flush(1.0)
-                kept = message.values().get("as") == "instance" and self._plan.full
-                return "instance" if kept else "end"
+                return outcome_of(message, self._plan)
             elif message.kind is Kind.ERROR:
                 raise error_of(message)
 
@@ -179,10 +178,7 @@ class _Session:
                 message = messages.get(timeout=_POLL_S)
             except queue.Empty:
                 self._follower._check_loaded()
-                if time.monotonic() - leader.last_received_at > self._plan.silent_s:
-                    raise GroupLostError(
-                        f"the leader of the group has been silent for {self._plan.silent_s:g} s"
-                    ) from None
+                check_leader(leader, self._plan)
                 continue
             if message is None and not self._released:
                 raise GroupLostError("the connection to the group broke")

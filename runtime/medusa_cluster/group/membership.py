@@ -11,6 +11,8 @@ from typing import Protocol
 from medusa_runtime.errors import EngineError
 
 from .plan import GroupPlan
+from .wire.channel import TcpChannel
+from .wire.message import Message
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +21,17 @@ _POLL_S = 0.2
 
 class GroupLostError(EngineError):
     """The group was lost without having been dissolved."""
+
+
+def check_leader(leader: TcpChannel, plan: GroupPlan) -> None:
+    """Raise GroupLostError if the leader has been silent for too long."""
+    if time.monotonic() - leader.last_received_at > plan.silent_s:
+        raise GroupLostError(f"the leader of the group has been silent for {plan.silent_s:g} s")
+
+
+def outcome_of(release: Message, plan: GroupPlan) -> str:
+    """Return what a worker becomes by the leader's last message: ``end`` or ``instance``."""
+    return "instance" if release.values().get("as") == "instance" and plan.full else "end"
 
 
 class Session(Protocol):
@@ -62,4 +75,4 @@ def serve_group(begin: Callable[[], Session], plan: GroupPlan, stop: threading.E
         stop.wait(_POLL_S)
 
 
-__all__ = ["GroupLostError", "Session", "serve_group"]
+__all__ = ["GroupLostError", "Session", "check_leader", "outcome_of", "serve_group"]

@@ -12,6 +12,8 @@ from typing import Any
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.storage.peer_access import PeerAccess
 
+from .wire.emulated_link import EmulatedLink
+
 logger = logging.getLogger(__name__)
 
 THEN = ("down", "up", "stay")
@@ -105,6 +107,10 @@ class GroupPlan:
     def number(self) -> int:
         """The group's id as a number, which is in each message."""
         return int.from_bytes(blake2b(self.group.encode(), digest_size=8).digest(), "little")
+
+    def emulated_link(self) -> EmulatedLink | None:
+        """Return a new link for the connections of one process, or None for the machine's own network."""
+        return EmulatedLink(self.link_bytes_per_s) if self.link_bytes_per_s else None
 
     @property
     def leader_address(self) -> tuple[str, int]:

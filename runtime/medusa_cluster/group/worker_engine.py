@@ -16,7 +16,6 @@ from medusa_runtime.timeline import Timeline
 from .fetch_throttle import FetchThrottle
 from .identity import identity_of
 from .plan import GroupPlan
-from .wire.emulated_link import EmulatedLink
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ class WorkerEngine(TorchEngine):
         if settings.layers is None:
             raise ConfigError("--engine group needs --layers (MEDUSA_LAYERS): the layers that this worker holds first")
         self.plan = plan
-        self.link = EmulatedLink(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
+        self.link = plan.emulated_link()
         self._rest: Loader | None = None
         self._rest_error: MedusaError | None = None
         self._rest_lock = threading.Lock()

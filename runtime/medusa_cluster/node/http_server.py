@@ -101,8 +101,7 @@ class NodeHttpServer:
 
     def _joining(self) -> dict[str, Any]:
         """Return what another node needs to know before it starts Ray's processes."""
-        host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
-        return {"ray": f"{host}:{self._settings.ray_port}", "head": self._settings.name}
+        return {"ray": f"{self._settings.url_host}:{self._settings.ray_port}", "head": self._settings.name}
 
 
 async def _arguments(request: web.Request) -> Any:

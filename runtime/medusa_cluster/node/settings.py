@@ -67,10 +67,14 @@ class NodeServerSettings:
         return "http" if self.tls is None else "https"
 
     @property
+    def url_host(self) -> str:
+        """The host as URLs have it: an IPv6 address in brackets."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+    @property
     def address(self) -> str:
         """The ``host:port`` at which other nodes reach this node server."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.data_port}"
+        return f"{self.url_host}:{self.data_port}"
 
     @property
     def url(self) -> str:

@@ -21,7 +21,6 @@ from torch import Tensor
 from ..identity import Heartbeats, disagreement, identity_of
 from ..plan import GroupPlan, PlanFile
 from ..wire.channel import Greeting, Listener, TcpChannel, close_with, error_of
-from ..wire.emulated_link import EmulatedLink
 from ..wire.message import Kind, Message, json_message
 from .handover import Batch, Handover, HandoverReader, grouped, offer, read_in
 
@@ -65,7 +64,7 @@ class SourceEngine(TorchEngine):
         self.layers_helped = 0  # layers of batches that targets have run
         super().__init__(region, settings, timeline)
         host, port = plan.leader_address
-        link = EmulatedLink(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
+        link = plan.emulated_link()
         self._pair_listener = Listener(
             host, port, group=plan.number, access=plan.access, accept=self._accept, link=link
         )

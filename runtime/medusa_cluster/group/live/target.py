@@ -26,7 +26,6 @@ from torch import Tensor
 from ..identity import Heartbeats, identity_of
 from ..plan import GroupPlan
 from ..wire.channel import TcpChannel, connect, error_of
-from ..wire.emulated_link import EmulatedLink
 from ..wire.message import Kind, Message
 from .handover import prompts_of, read_out, send_cache, send_handover
 from .layer_queue import layer_queue
@@ -106,7 +105,7 @@ class _Helper:
     def run(self, stop: threading.Event) -> None:
         """Work until the source releases this target. Raises EngineError if the source is lost."""
         target, plan = self._target, self._plan
-        link = EmulatedLink(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
+        link = plan.emulated_link()
         identity = identity_of(target._region, target._model.config, target._dtype, size=plan.size)
         channel = self._channel = connect(
             plan.leader, group=plan.number, access=plan.access, rank=plan.rank, purpose="live",

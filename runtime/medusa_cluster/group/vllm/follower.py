@@ -18,7 +18,6 @@ from medusa_vllm.engine import VllmEngine
 from ..fetch_throttle import FetchThrottle
 from ..membership import serve_group
 from ..plan import GroupPlan
-from ..wire.emulated_link import EmulatedLink
 from .configuration import RankConfig, layers_of, rank_config
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class VllmFollower(VllmEngine):
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
         self.plan = plan
-        self.link = EmulatedLink(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
+        self.link = plan.emulated_link()
         self.released: str | None = None  # "end" or "instance"
         self._layers = layers_of(region, settings)
         self._rank_config: RankConfig | None = None

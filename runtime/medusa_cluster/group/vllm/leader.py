@@ -31,7 +31,6 @@ from medusa_vllm.version import MISSING_PART_ERRORS
 from ..fetch_throttle import FetchThrottle
 from ..forming import form
 from ..plan import GroupPlan, PlanFile
-from ..wire.emulated_link import EmulatedLink
 from .configuration import RankConfig, layers_of, rank_config
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class VllmLeader(VllmEngine):
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
         self.plan = plan
-        self.link = EmulatedLink(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
+        self.link = plan.emulated_link()
         self._layers = layers_of(region, settings)
         self._rank_config: RankConfig | None = None
         self._calls: Calls | None = None  # None: this engine is alone

@@ -24,7 +24,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from ..fetch_throttle import FetchThrottle
 from ..identity import Heartbeats
-from ..membership import GroupLostError
+from ..membership import GroupLostError, check_leader, outcome_of
 from ..plan import GroupPlan
 from ..wire.channel import Greeting, Listener, TcpChannel, close_with, connect, error_of
 from ..wire.emulated_link import EmulatedLink
@@ -160,9 +160,8 @@ class Rank:
             raise GroupLostError("the group was dissolved during a step")
         if self._lost is not None:
             raise GroupLostError(self._lost)
-        leader = self._leader
-        if leader is not None and time.monotonic() - leader.last_received_at > self._plan.silent_s:
-            raise GroupLostError(f"the leader of the group has been silent for {self._plan.silent_s:g} s")
+        if self._leader is not None:
+            check_leader(self._leader, self._plan)
 
     # The threads of the connections.
 
@@ -193,8 +192,7 @@ class Rank:
                     self._messages.put(error_of(message))
                 else:
                     if message.kind is Kind.RELEASE:
-                        kept = message.values().get("as") == "instance" and self._plan.full
-                        self._outcome = "instance" if kept else "end"
+                        self._outcome = outcome_of(message, self._plan)
                     self._messages.put(message)
         except (MedusaError, TypeError, ValueError) as error:
             logger.warning("the leader sent something that is no message: %s", error)
