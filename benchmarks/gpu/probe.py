@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -239,19 +239,20 @@ def _pool_row(results: dict[str, dict[str, Any]]) -> tuple[str, str, str]:
     return name, "MISS" if wrong else "ok", "; ".join(wrong) or f"{pool['bytes'] >> 20} MiB at {pool['at']}"
 
 
-def pack(out: Path, name: str, *, folder: str = ".", most_bytes: int = MOST_BYTES) -> Path:
-    """Put a folder of ``out`` into one tar: small files first, and none that would make it too large."""
+def pack(out: Path, name: str, *, folder: str = ".", beside: Iterable[Path] = (), most_bytes: int = MOST_BYTES) -> Path:
+    """Put a folder of ``out``, and files ``beside`` it, into a tar: small ones first, none that makes it too large."""
     target, left = out / name, most_bytes
     found = [path for path in (out / folder).rglob("*") if path.is_file() and ".tar" not in path.suffixes]
+    names = {path: str(path.relative_to(out)) for path in found} | {path: path.name for path in beside}
     left_out = []
     with tarfile.open(target, "w:gz", compresslevel=3) as tar:
-        for path in sorted(found, key=lambda path: path.stat().st_size):
+        for path in sorted(names, key=lambda path: path.stat().st_size):
             size = path.stat().st_size
             if size > left:
-                left_out.append(f"{path.relative_to(out)} ({size} bytes)")
+                left_out.append(f"{names[path]} ({size} bytes)")
                 continue
             left -= size
-            tar.add(path, str(path.relative_to(out)))
+            tar.add(path, names[path])
     if left_out:
         print(f"          too large for {name}: {', '.join(left_out)}", flush=True)
     return target

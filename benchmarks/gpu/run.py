@@ -21,8 +21,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +40,7 @@ SHAPES = {
 }
 DRY_SHAPES = {2: ("tiny-llama",), 3: ("tiny-qwen2", "tiny-opt", "tiny-falcon"), 4: ("tiny-llama",)}
 MINUTES = {1: 4.0, 2: 7.0, 3: 6.0, 4: 8.0}  # together less than the half hour for which a GPU is lent, starts included
+_AHEAD_S = 300.0
 _REPEATS = 3
 _STRATEGIES = ("capture", "async", "medusa")
 _WITHOUT = {
@@ -115,41 +118,77 @@ class Check:
 
     def checkpoint(self, shape: str) -> Path | None:
         """A folder with random weights of this shape, made once; None where it could not be made in time."""
-        folder = self._work / shape
-        if not (folder / "done").exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            began = time.monotonic()
-            command = [sys.executable, "-m", "benchmarks.make_checkpoint", "--shape", shape, "--out", str(folder)]
-            try:
-                subprocess.run(
-                    command,
-                    cwd=ROOT,
-                    env=_environ(),
-                    check=True,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    timeout=max(self.left_s, 1),
-                )
-            except (subprocess.SubprocessError, OSError) as error:
-                said = getattr(error, "stderr", None) or b""
-                self.keep(f"checkpoint {shape}", {"failed": f"{error}: {said.decode(errors='replace')[-300:]}"})
-                shutil.rmtree(folder, ignore_errors=True)  # a full disk would cost the next shape, too
-                return None
-            (folder / "done").touch()
-            print(f"{time.monotonic() - began:6.1f} s  checkpoint {shape}", flush=True)
+        began = time.monotonic()
+        try:
+            folder = make_checkpoint(self._work, shape, max(self.left_s, 1))
+        except (subprocess.SubprocessError, OSError, TimeoutError) as error:
+            said = getattr(error, "stderr", None) or b""
+            self.keep(f"checkpoint {shape}", {"failed": f"{error}: {said.decode(errors='replace')[-300:]}"})
+            return None
+        print(f"{time.monotonic() - began:6.1f} s  checkpoint {shape}", flush=True)
         return folder
+
+
+_making = threading.Lock()
+_writers: list[subprocess.Popen[bytes]] = []  # all that were started
+
+
+def make_checkpoint(work: Path, shape: str, timeout_s: float) -> Path:
+    """Write a checkpoint unless it is there, and return its folder. Raises what made it fail."""
+    folder = work / shape
+    if not _making.acquire(timeout=timeout_s):
+        raise TimeoutError("it was not written in time")
+    try:
+        if (folder / "done").exists():
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [sys.executable, "-m", "benchmarks.make_checkpoint", "--shape", shape, "--out", str(folder)]
+        with subprocess.Popen(
+            command, cwd=ROOT, env=_environ(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ) as process:
+            _writers.append(process)
+            try:
+                _, said = process.communicate(timeout=timeout_s)
+            finally:
+                process.kill()
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command, stderr=said)
+        (folder / "done").touch()
+    except (subprocess.SubprocessError, OSError):
+        shutil.rmtree(folder, ignore_errors=True)  # a full disk would cost the next shape, too
+        raise
+    finally:
+        _making.release()
+    return folder
+
+
+def make_ahead(work: Path, shapes: Sequence[str]) -> None:
+    """Write checkpoints in the background, so that the GPU does not wait for the disk when their turn comes."""
+
+    def make_all() -> None:
+        for shape in shapes:
+            with suppress(subprocess.SubprocessError, OSError):  # it is tried again, and reported, when it is needed
+                make_checkpoint(work, shape, _AHEAD_S)
+
+    threading.Thread(target=make_all, name="checkpoints", daemon=True).start()
+
+
+def shapes_of(numbers: Sequence[int], *, dry_run: bool) -> list[str]:
+    """The shapes that these runs need, in the order in which they need them."""
+    shapes = {1: ("tiny-llama",), **DRY_SHAPES} if dry_run else {1: ("llama-3-8b",), **SHAPES}
+    return list(dict.fromkeys(shape for number in numbers for shape in shapes[number]))
 
 
 def parts(number: int, check: Check, *, dry_run: bool) -> Iterator[Part]:
     """Made one by one: a checkpoint is written when its first part is due."""
-    shapes = DRY_SHAPES if dry_run else SHAPES
+    shapes = shapes_of([number], dry_run=dry_run)
     if number == 1:
         yield Part("environment", "environment", timeout_s=90)
         yield Part("transfer", "transfer", timeout_s=120)
-        if (model := check.checkpoint("tiny-llama" if dry_run else "llama-3-8b")) is not None:
+        if (model := check.checkpoint(shapes[0])) is not None:
             yield Part("loading", "loading", ("--model", str(model)), 150)
         return
-    for shape in shapes[number]:
+    for shape in shapes:
         if (model := check.checkpoint(shape)) is None:
             continue
         bundle = ("--model", str(model), "--bundle", f"{model}.graphs")
@@ -226,10 +265,12 @@ def main(arguments: list[str] | None = None) -> int:
         if importlib.util.find_spec(package) is None:
             print(f"          there is no {package} here: {lost}", flush=True)
     sys.path += _ROOTS
+    numbers = options.run or (1, 2, 3, 4)
+    make_ahead(options.work, shapes_of(numbers, dry_run=options.dry_run))
     check = Check(options.out, options.work, dry_run=options.dry_run, budget_s=SECONDS + 30)
     if not options.without_probe:
         probe(check, options.out, dry_run=options.dry_run)
-    for number in options.run or (1, 2, 3, 4):
+    for number in numbers:
         budget_s = (options.minutes or MINUTES[number]) * 60
         check = Check(options.out, options.work, dry_run=options.dry_run, budget_s=budget_s)
         try:
@@ -239,19 +280,21 @@ def main(arguments: list[str] | None = None) -> int:
                 gpu_tests(check, options.out)
         except Exception as error:  # noqa: BLE001 - a full disk, say: the next run may still bring something back
             check.keep(f"run {number}", {"failed": f"{type(error).__name__}: {error}"})
-        bring_back(check, options.out, number)
+        bring_back(check, options.out, number, options.work)
+    for process in _writers:  # one may write a checkpoint that nothing needs any more
+        process.kill()
     print("\n".join(lines(check.results)))
     return int(any("failed" in found for found in check.results.values()))
 
 
-def bring_back(check: Check, out: Path, number: int) -> None:
-    """Write the report of everything so far, and the run's tar."""
+def bring_back(check: Check, out: Path, number: int, work: Path) -> None:
+    """Write the report of everything so far, and the run's tar, with the bundles of graphs that it made."""
     from benchmarks.gpu.figures import report
 
     try:
         (out / "report.html").write_text(report(check.results))
         (out / "summary.txt").write_text("\n".join(lines(check.results)) + "\n")
-        print(f"          {pack(out, f'run-{number}.tar.gz')}", flush=True)
+        print(f"          {pack(out, f'run-{number}.tar.gz', beside=work.glob('*.graphs'))}", flush=True)
     except Exception as error:  # noqa: BLE001 - what was measured is in results.json
         print(f"          no report of run {number}: {type(error).__name__}: {error}", flush=True)
 

@@ -46,7 +46,7 @@ def test_a_dry_run_goes_through_all_parts(tmp_path: Path, monkeypatch: pytest.Mo
     assert "restore_graphs" in medusas
     assert not medusas & {"profile", "capture"}
     with tarfile.open(tmp_path / "out/run-4.tar.gz") as tar:
-        assert {"results.json", "report.html", "summary.txt"} <= set(tar.getnames())
+        assert {"results.json", "report.html", "summary.txt", "tiny-llama.graphs"} <= set(tar.getnames())
     assert "----  probe: not measured" in (tmp_path / "out/summary.txt").read_text()
     page = (tmp_path / "out/report.html").read_text()
     assert "WITHOUT A GPU" in page
@@ -167,3 +167,18 @@ def test_a_checkpoint_that_cannot_be_made_costs_its_shape_alone(tmp_path: Path) 
     checking = check(tmp_path)
     assert checking.checkpoint("no such shape") is None
     assert "no such shape" in checking.results["checkpoint no such shape"]["failed"]
+
+
+def test_checkpoints_are_written_while_earlier_parts_run(tmp_path: Path) -> None:
+    assert run.shapes_of((1, 2, 4), dry_run=False) == ["llama-3-8b", "qwen2.5-0.5b", "opt-1.3b"]
+    run.make_ahead(tmp_path, ["no such shape", "tiny-llama"])
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "tiny-llama/done").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    written = (tmp_path / "tiny-llama/config.json").stat().st_mtime_ns
+    (tmp_path / "out").mkdir()
+    checking = Check(tmp_path / "out", tmp_path, dry_run=True, budget_s=60)
+    assert checking.checkpoint("tiny-llama") == tmp_path / "tiny-llama"
+    assert (tmp_path / "tiny-llama/config.json").stat().st_mtime_ns == written, "it was written twice"
+    assert checking.checkpoint("no such shape") is None

@@ -79,10 +79,12 @@ def test_the_evidence_is_what_a_failure_is_reproduced_with(evidence: Path) -> No
 
 
 def test_what_is_too_large_is_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "small").write_bytes(bytes(10))
-    (tmp_path / "large").write_bytes(bytes(1000))
-    with tarfile.open(probe.pack(tmp_path, "it.tar.gz", most_bytes=500)) as tar:
-        assert tar.getnames() == ["small"]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/small").write_bytes(bytes(10))
+    (tmp_path / "out/large").write_bytes(bytes(1000))
+    (tmp_path / "beside").write_bytes(bytes(20))
+    with tarfile.open(probe.pack(tmp_path / "out", "it.tar.gz", beside=[tmp_path / "beside"], most_bytes=500)) as tar:
+        assert tar.getnames() == ["small", "beside"]
     assert "too large for it.tar.gz: large (1000 bytes)" in capsys.readouterr().out
 
 
@@ -134,6 +136,21 @@ def test_a_case_that_breaks_the_context_or_never_ends_costs_itself_alone(
     assert found["two captures"][0] == "ok"
     log = (tmp_path / "probe/restore.log").read_text()
     assert ("in run" if trouble == "HANG" else "CUDA_ERROR_ILLEGAL_ADDRESS") in log, "where it was"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_overwriting_memory_that_never_ends_leaves_the_other_steps_a_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_HANG_ON_POISON", "1")
+    monkeypatch.setenv("PROBE_CASE_S", "4")
+    monkeypatch.setattr(probe, "_GROUPS", probe._GROUPS[:2])
+    assert probe.main(["--dry-run", "--out", str(tmp_path)]) == 1
+    found = rows_of(tmp_path)
+    assert found["two captures"] == ("MISS", "the process ended in it; the log says where")
+    for name in probe._PROMISED:
+        assert found[name] == ("ok", f"{len(KEYS)} of {len(KEYS)} graphs")
 
 
 def test_a_step_that_hangs_or_fails_costs_its_own_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

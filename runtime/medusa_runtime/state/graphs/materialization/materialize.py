@@ -33,6 +33,8 @@ class Capture:
     fingerprint: what the graphs are valid for.
     reads_host: whether kernels may read pinned memory of the host. If not, an address of it is stale: it was left by
         copies before a launch.
+    finds_contents: whether to look, by overwriting memory, for contents that graphs need and do not write. If not, all
+        of it counts as scratch memory.
     """
 
     launches: Mapping[str, Launch]
@@ -42,6 +44,7 @@ class Capture:
     images: ImageStore
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     reads_host: bool = True
+    finds_contents: bool = True
 
 
 def materialize_graphs(
@@ -65,7 +68,8 @@ def materialize_graphs(
     blueprints = _with_references(blueprints, capture, replayer)
     contents: tuple[Piece, ...] = ()
     try:
-        contents = permanent_contents(blueprints, capture.launches, replayer)
+        if capture.finds_contents:
+            contents = permanent_contents(blueprints, capture.launches, replayer)
     except GraphMismatch as mismatch:
         blueprints = _refuse(blueprints, {graph.key: str(mismatch) for graph in blueprints.graphs})
     images = _images(blueprints, capture.images)

@@ -174,7 +174,10 @@ CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t size) {
   if (broken) return broken;
   return device_range(from, size) ? (memcpy(to, (void *)from, size), CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE;
 }
-CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t size) { return begin(to, NULL, value, size); }
+CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t size) {
+  while (value == 0xFF && getenv("FAKE_CUDA_HANG_ON_POISON")) sleep(1); // in place of the kernel that reads it
+  return begin(to, NULL, value, size);
+}
 // Pinned: the host's, and the device can read it.
 CUresult cuMemAllocHost_v2(void **memory, size_t size) {
   *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
