@@ -6,6 +6,7 @@ import functools
 import http.server
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -209,7 +210,21 @@ def test_a_failed_fetch_leaves_no_part_of_a_shard(model: Path, tmp_path: Path) -
     assert result.returncode == 1
     assert "model-2.safetensors" in result.stderr
     assert result.stderr.splitlines()[-1].endswith("[Storage.NotFound]")
-    assert list((tmp_path / "copy").iterdir()) == []
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_disk_that_becomes_full_leaves_no_file_cut_short(model: Path, tmp_path: Path) -> None:
+    """Where a part of the bytes has room, the kernel writes that part and reports no error."""
+    most_bytes = 1 << 20
+    copy = subprocess.run(
+        [MEDUSA, "fetch", model, "--to", tmp_path / "copy"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes)),
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert copy.returncode == 1, copy.stderr
+    assert "cannot write" in copy.stderr
+    assert "File too large" in copy.stderr
+    assert not (tmp_path / "copy").exists()
 
 
 def test_fetch_refuses_its_own_source_and_a_folder_it_cannot_write(model: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,8 @@ class _Piece(NamedTuple):
 class Download:
     """A download in ``connections`` threads. ``run`` returns when the folder is complete, or raises the store's error.
 
-    Shards are written under a name that ends in .part and renamed when all their bytes are there.
+    All files are written under a name that ends in .part, and renamed when all bytes of all of them are there. If it
+    fails, none of them is left.
     """
 
     def __init__(self, checkpoint: Checkpoint, folder: Path, connections: int) -> None:
@@ -50,19 +51,26 @@ class Download:
         return Progress("fetching", self._fetched, self.total_bytes, rate / 1e6 or None, left_s, None)
 
     def run(self) -> None:
+        made = not self._folder.exists()
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._check_room()
-        shards = self._checkpoint.index.shards
+        shards, files = self._checkpoint.index.shards, self._checkpoint.files
+        names = [*(shard.name for shard in shards), *files]
         try:
+            self._check_room()
             with ExitStack() as stack:
                 self._fetch_all([piece for shard in shards for piece in self._open(stack, shard)])
-            for shard in shards:
-                self._part(shard.name).replace(self._folder / shard.name)
+            for name, data in files.items():
+                part = self._part(name)
+                part.parent.mkdir(parents=True, exist_ok=True)
+                part.write_bytes(data)
+            for name in names:
+                self._part(name).replace(self._folder / name)
         finally:
-            for shard in shards:
-                self._part(shard.name).unlink(missing_ok=True)
-        for name, data in self._checkpoint.files.items():
-            (self._folder / name).write_bytes(data)
+            for name in names:
+                self._part(name).unlink(missing_ok=True)
+            if made:
+                with suppress(OSError):  # it is not empty
+                    self._folder.rmdir()
 
     def _open(self, stack: ExitStack, shard: Shard) -> list[_Piece]:
         part = self._part(shard.name)
@@ -91,8 +99,10 @@ class Download:
             local.buffer = memoryview(bytearray(_PIECE_BYTES))
         buffer = local.buffer[: piece.stop - piece.start]
         self._checkpoint.store.read_into(piece.key, piece.start, buffer, piece.version)
+        written = 0
         try:
-            os.pwrite(piece.fd, buffer, piece.start)
+            while written < len(buffer):  # a disk that becomes full takes a part of the bytes without an error
+                written += os.pwrite(piece.fd, buffer[written:], piece.start + written)
         except OSError as error:
             raise StorageError(f"cannot write {self._part(piece.key)}: {error.strerror}") from error
         with self._lock:
