@@ -46,10 +46,25 @@ class Headers(Mapping[str, str]):
         return len(self._values)
 
 
+class _NotJsonError(ValueError):
+    """A number that Python's parser takes, but JSON does not have (RFC 8259, section 6)."""
+
+
+def load_json(data: bytes | str) -> Any:
+    """Parse JSON. Raises ValueError, also for NaN and Infinity, and RecursionError."""
+    return json.loads(data, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> None:
+    raise _NotJsonError(f"{name}, which JSON does not have")
+
+
 def describe_json_error(body: bytes, error: ValueError) -> str:
     """Describe what was found in a body that is not JSON."""
     if isinstance(error, UnicodeDecodeError):
         return f"bytes that are not UTF-8, the first at {error.start}"
+    if isinstance(error, _NotJsonError):
+        return str(error)
     if not body.strip():
         return "an empty body"
     if not isinstance(error, json.JSONDecodeError):
@@ -80,7 +95,7 @@ class Request:
     def json(self) -> Any:
         """The body as JSON. Raises HttpError 400 when it is not."""
         try:
-            return json.loads(self.body)
+            return load_json(self.body)
         except RecursionError:
             raise HttpError(400, "expected a JSON body: it is nested too deeply") from None
         except ValueError as error:

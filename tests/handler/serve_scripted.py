@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import medusa_vllm  # noqa: F401 - registers the engine that has an HTTP server 
 from medusa_handler.server import gunicorn_options
 from medusa_handler.server.function_process import serve
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.base import Delta, EngineInfo, GenerateRequest, TokenLogprob
+from medusa_runtime.engine.base import Delta, Embedding, EngineInfo, GenerateRequest, TokenLogprob
 from medusa_runtime.errors import ContextLengthError, EngineError, MedusaError, OverloadedError
 from medusa_runtime.liveness import Heartbeats
 from medusa_runtime.timeline import Timeline
@@ -105,8 +106,9 @@ class ScriptedEngine:
     started = True
     on_change = staticmethod(lambda: None)
 
-    def __init__(self, token_s: float, seen_fd: int, http_port: int) -> None:
+    def __init__(self, token_s: float, seen_fd: int, http_port: int, architecture: str) -> None:
         self.token_s = token_s
+        self.architecture = architecture
         self.http_port = http_port
         self.up, self.held, self.lost, self.full = (threading.Event() for _ in range(4))
         self.cancelled = 0
@@ -118,7 +120,7 @@ class ScriptedEngine:
 
     @property
     def info(self) -> EngineInfo | None:
-        return EngineInfo("scripted", "Words", 1000, 100, (2,), 1000) if self.ready else None
+        return EngineInfo("scripted", self.architecture, 1000, 100, (2,), 1000) if self.ready else None
 
     def start(self) -> None:
         threading.Thread(target=self.listen, daemon=True).start()
@@ -145,6 +147,9 @@ class ScriptedEngine:
 
     def connect_http(self, wait_check: Callable[[], None]) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.http_port))
+
+    def embed(self, inputs: list[Any], *_: object, **__: object) -> list[Embedding]:
+        return [Embedding(3, array("f", [0.25, 0.75]).tobytes()) for _ in inputs]
 
     def stats(self) -> dict[str, Any]:
         return {"running": 0, "cancelled_total": self.cancelled}
@@ -195,6 +200,7 @@ def main(arguments: list[str]) -> None:
     with_engine, ready, token_s = options.pop("engine", True), options.pop("ready", True), options.pop("token_s", 0.0)
     gunicorn_options.KEEPALIVE_S = options.pop("keepalive_s", gunicorn_options.KEEPALIVE_S)
     files, http_port = options.pop("files", {}), options.pop("http_port", 0)
+    architecture = options.pop("architecture", "Words")
     if http_port:
         options.setdefault("engine", "vllm")
     options.setdefault("model", "/models/words" if with_engine else None)
@@ -202,7 +208,7 @@ def main(arguments: list[str]) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     timeline = Timeline.create("function")
     engine = (
-        ScriptedEngine(token_s, os.open("prompts", os.O_CREAT | os.O_WRONLY | os.O_APPEND), http_port)
+        ScriptedEngine(token_s, os.open("prompts", os.O_CREAT | os.O_WRONLY | os.O_APPEND), http_port, architecture)
         if with_engine
         else None
     )

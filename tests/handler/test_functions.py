@@ -176,6 +176,19 @@ def test_numbers_that_json_cannot_express_are_named(results: Any) -> None:
     assert "Infinity in result['loss']" in results.output()
 
 
+def test_numbers_that_json_does_not_have_are_refused(serve: Serve) -> None:
+    served = serve(handler="function/handler.py:handle")
+    for number in (b"NaN", b"Infinity", b"-Infinity"):
+        status, answer, _ = served.request("POST", "/", b'{"name": [%s]}' % number)
+        assert (status, answer["error"]) == (
+            400, f"expected a JSON body, found {number.decode()}, which JSON does not have"
+        )  # fmt: skip
+    assert served.request("POST", "/", b'{"name": "NaN"}')[1]["hello"] == "NaN"
+    typed = serve(handler="typed/handler.py:values")
+    assert typed.request("POST", "/", b'{"a": NaN}')[0] == 400
+    assert typed.request("POST", "/", b'{"Infinity": 1}')[1] == {"Infinity": 1.0}
+
+
 def test_errors_of_user_code(serve: Serve) -> None:
     served = serve(handler="failing/handler.py:handle")
     status, answer, headers = served.request("POST", "/", b"gone", TEXT)

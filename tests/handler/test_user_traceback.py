@@ -47,6 +47,17 @@ def test_our_frames_are_left_out_wherever_they_are(tmp_path: Path) -> None:
         assert "some.py" not in text
 
 
+def test_a_path_that_begins_with_the_name_of_one_of_ours_is_the_users(tmp_path: Path) -> None:
+    for place in (f"{medusa_runtime.__path__[0]}_extra/some.py", f"{tmp_path}2/some.py"):
+        names: dict[str, Any] = {}
+        exec(compile("def beside(call): return call()", place, "exec"), names)
+        exec(compile("def user(): raise ValueError", f"{tmp_path}/handler.py", "exec"), names)
+        text = user_traceback(_error(names["beside"], names["user"]), tmp_path)
+        assert "in user" in text
+        assert "in beside" not in text  # it called the user's code, from another folder
+        assert "in beside" in user_traceback(_error(names["beside"], names["user"]))
+
+
 def test_a_file_that_is_no_python_is_shown_without_our_import(tmp_path: Path) -> None:
     (tmp_path / "handler.py").write_text("def handle(request:\n    pass\n")
     with pytest.raises(HandlerLoadError) as caught:

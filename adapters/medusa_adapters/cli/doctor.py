@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _LOW_MEMORY_BYTES = 1 << 30
 _LOW_FILES = 1024
+_CPU_TORCH = f"{sys.executable} -m pip install torch --index-url https://download.pytorch.org/whl/cpu"
 _FLAGS = ("engine", "handler", "host", "port")  # of serve
 _EXTRAS = {
     "boto3": ("s3", "s3:// needs it"),
@@ -180,7 +181,9 @@ def _port(settings: Settings) -> Finding:
 
 def _torch() -> Iterator[Finding]:
     if find_spec("torch") is None:
-        yield Finding("fail", "torch", "not installed", f"{sys.executable} -m pip install 'torch>=2.7'")
+        yield Finding(
+            "fail", "torch", "not installed", f"{_CPU_TORCH} (without the URL, pip installs the build for CUDA)"
+        )
         return
     try:
         import torch  # a second; the quick checks have been printed by then
@@ -192,7 +195,10 @@ def _torch() -> Iterator[Finding]:
 
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     if torch.version.cuda and not torch.cuda.is_available():
-        advice = "give the container a GPU (--gpus all, nvidia.com/gpu), or take the CPU build, gigabytes smaller"
+        advice = (
+            "give the container a GPU (--gpus all, nvidia.com/gpu), or install the CPU build, gigabytes smaller: "
+            f"{_CPU_TORCH}"
+        )
         yield Finding("warn", "torch", f"{torch.__version__}, {built}, no GPU here", advice)
     else:
         yield Finding("ok", "torch", f"{torch.__version__}, {built}")

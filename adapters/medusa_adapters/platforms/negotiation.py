@@ -92,10 +92,11 @@ def _answer_forms(answer: Response) -> dict[str, Any]:
     if (answer.content_type or "").partition(";")[0] != _JSON or answer.status >= 400:
         return {}
     assert isinstance(answer.body, bytes)
-    body = answer.body
+    choices = json.loads(answer.body).get("choices")
+    if choices is None:  # vectors and labels have no other form
+        return {_JSON: lambda: answer}
 
     def texts() -> list[str]:
-        choices = json.loads(body)["choices"]
         return [choice["text"] if "text" in choice else choice["message"]["content"] or "" for choice in choices]
 
     return {

@@ -101,10 +101,10 @@ def _receive_prompt(request: Request) -> Request:
 
 def _one_body(lines: bytes) -> bytes:
     """Return one body with the prompts of all lines, each {"prompt": …}, which must agree in all else."""
-    from medusa_handler.contract import HttpError
+    from medusa_handler.contract import HttpError, load_json
 
     try:
-        bodies = [json.loads(line) for line in lines.splitlines() if line.strip()]
+        bodies = [load_json(line) for line in lines.splitlines() if line.strip()]
     except (ValueError, RecursionError) as error:
         raise HttpError(400, f"expected a JSON object on each line: {error}") from None
     if not bodies or not all(isinstance(body, dict) for body in bodies):

@@ -205,6 +205,7 @@ def _http_error(service: Service, error: HTTPException) -> ApiError:
             404, f"there is no route {request.method} {request.path}; {_suggestion(service)}", code="not_found"
         )
     if status == 405:
-        allowed = keep.get("Allow", "another method")
+        methods = [name for name in keep.get("Allow", "").split(", ") if name not in ("", "HEAD", "OPTIONS")]
+        allowed = ", ".join(methods) or "another method"
         return ApiError(405, f"{request.path} takes {allowed}, not {request.method}", code="bad_method", headers=keep)
     return ApiError(status, error.description or error.name, headers=keep)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from gunicorn.http.errors import ParseException
 from medusa_runtime.errors import json_kind
 from werkzeug.exceptions import ClientDisconnected
 
-from ..contract import Headers, Request, describe_json_error
+from ..contract import Headers, Request, describe_json_error, load_json
 from ..faults import ApiError
 from .environ import FORCE_CLOSE, GRANT, ON_REQUEST_READ, SMALL_BODY_BYTES
 
@@ -112,7 +111,7 @@ def json_object() -> dict[str, Any]:
 def as_json_object(data: bytes) -> dict[str, Any]:
     """Return ``data`` as a JSON object. Raises ApiError 400."""
     try:
-        body = json.loads(data)
+        body = load_json(data)
     except RecursionError:
         raise ApiError(400, "expected a JSON body: it is nested too deeply", code="invalid_json") from None
     except ValueError as error:

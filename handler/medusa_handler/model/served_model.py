@@ -17,11 +17,13 @@ from .chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
+    from medusa_runtime.engine.base import EngineInfo
     from medusa_runtime.engine.client import EngineClient
     from medusa_runtime.region.reader import Region
     from medusa_runtime.timeline import Timeline
 
 _LONGEST_GUESS_S = 60.0
+_INFO_POLL_S = 0.025
 
 
 class ServedModel:
@@ -88,6 +90,20 @@ class ServedModel:
                 raise stopping()
             if time.monotonic() > deadline:
                 raise not_ready(f"the model's files were not there within {self.settings.hold_s:g} s of the request")
+
+    def wait_info(self, is_disconnected: Callable[[], bool]) -> EngineInfo:
+        """Wait until the engine describes its model, which it does before it has the weights. Start it if needed.
+
+        Raises ClientDisconnectedError, EngineError, and 503 as ``check_hold``.
+        """
+        assert self.engine is not None
+        check = self.wait_check(is_disconnected)
+        if self.engine.info is None:
+            self.engine.start()
+        while (info := self.engine.info) is None:
+            check()
+            time.sleep(_INFO_POLL_S)
+        return info
 
     def check_hold(self, began: float) -> None:
         """Raise 503 if a request that came at ``began`` has waited ``hold_s`` for the model, or would wait in vain.

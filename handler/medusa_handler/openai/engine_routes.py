@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,6 @@ FILES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-_POLL_S = 0.025
 
 
 def engine_routes(service: Service, runner: RequestRunner) -> Blueprint:
@@ -60,16 +58,11 @@ def engine_routes(service: Service, runner: RequestRunner) -> Blueprint:
 def _describe(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Answer with the engine's description of itself (EngineInfo), and the checkpoint's small files."""
     check_model(service, body)
-    assert service.engine is not None
-    wait_check = service.model.wait_check(is_disconnected)
-    service.engine.start()
-    while service.engine.info is None:
-        wait_check()
-        time.sleep(_POLL_S)
+    info = service.model.wait_info(is_disconnected)
     assert service.region is not None
     files = {name: data for name in FILES if (data := service.region.file(name)) is not None}
     shown = {name: base64.b64encode(data).decode() for name, data in files.items()}
-    return jsonify({"info": service.engine.info._asdict(), "files": shown})
+    return jsonify({"info": info._asdict(), "files": shown})
 
 
 def _generate(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from flask import Response
 
+from ..contract import load_json
 from ..faults import ApiError, compact
 from ..http.body import as_json_object
 from .relay import answer_or_relay
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 def infer(service: Service, called: Request, is_disconnected: Callable[[], bool]) -> Response:
-    """Answer a JSON body like an OpenAI route (with ``messages``: chat, ``input``: embeddings, else completion).
+    """Answer a JSON body like the route that it fits. Any other body is a prompt.
 
-    Any other body is a prompt.
+    ``messages`` make it a chat, ``query`` with ``documents`` a ranking, and ``input`` a classification by a classifier
+    or else a request for embeddings. The rest are completions.
     """
     if called.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
         return _answer(service, as_json_object(called.body), is_disconnected)
@@ -33,21 +34,32 @@ def infer(service: Service, called: Request, is_disconnected: Callable[[], bool]
 
 
 def _answer(service: Service, body: dict[str, object], is_disconnected: Callable[[], bool]) -> Response:
-    from .calls import complete, complete_chat, embed_texts  # imported here, so that the app does not wait for it
+    from . import calls  # imported here, so that the app does not wait for it
 
     if "messages" in body:
-        answer, target = complete_chat, "/v1/chat/completions"
+        answer, target = calls.complete_chat, "/v1/chat/completions"
+    elif "documents" in body and "query" in body:
+        answer, target = calls.rerank_texts, "/rerank"
+    elif "input" in body and _classifies(service, is_disconnected):
+        answer, target = calls.classify_texts, "/classify"
     elif "input" in body:
-        answer, target = embed_texts, "/v1/embeddings"
+        answer, target = calls.embed_texts, "/v1/embeddings"
     else:
-        answer, target = complete, "/v1/completions"
+        answer, target = calls.complete, "/v1/completions"
     own = partial(answer, service, body, is_disconnected)
     return answer_or_relay(service, own, is_disconnected, target, compact(body))
 
 
+def _classifies(service: Service, is_disconnected: Callable[[], bool]) -> bool:
+    """Return whether the model is a classifier, which has labels for an input instead of a vector."""
+    if service.can_relay:  # the engine's own server has a route for each
+        return False
+    return service.model.wait_info(is_disconnected).architecture == "classifier"
+
+
 def _object(text: str) -> dict[str, object]:
     try:
-        value = json.loads(text)
+        value = load_json(text)
     except (ValueError, RecursionError):
         return {"prompt": text}
     return value if isinstance(value, dict) else {"prompt": text}

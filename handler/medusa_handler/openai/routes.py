@@ -88,7 +88,10 @@ def _add_models(routes: Blueprint, service: Service) -> None:
     def model(name: str) -> Response:
         if adapter_of(service, check_model(service, {"model": name})) is None:
             return jsonify(_model(service))
-        return jsonify(next(found for found in adapter_models(service) if found["id"] == name))
+        found = next((each for each in adapter_models(service) if each["id"] == name), None)
+        if found is None:  # another request has just unloaded it
+            raise ApiError(404, f"the model {name!r} does not exist", param="model", code="model_not_found")
+        return jsonify(found)
 
 
 def _add_others(routes: Blueprint, service: Service, runner: RequestRunner) -> None:

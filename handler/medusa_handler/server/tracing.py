@@ -76,12 +76,10 @@ class Tracer:
         """Wrap ``app``: note each request as a child of the span in its ``traceparent``, and put its own span there."""
 
         def call(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-            given = _PARENT.fullmatch(environ.get("HTTP_TRACEPARENT", "").strip())
-            good = given is not None and given[1] != "ff" and int(given[2], 16) and int(given[3], 16)
-            trace, parent = (given[2], given[3]) if given is not None and good else (os.urandom(16).hex(), "")
+            found = _parent_of(environ.get("HTTP_TRACEPARENT", ""))
+            trace, parent, sampled = found or (os.urandom(16).hex(), "", True)
             span = os.urandom(8).hex()
-            sampled = not (given is not None and good) or bool(int(given[4], 16) & 1)
-            if not good:
+            if found is None:
                 environ.pop("HTTP_TRACESTATE", None)  # it goes with the parent (Trace Context, section 3.2)
             environ["HTTP_TRACEPARENT"] = f"00-{trace}-{span}-{int(sampled):02x}"
             if not sampled:
@@ -137,6 +135,19 @@ class Tracer:
             span.start_ns += offset_ns
             span.end_ns += offset_ns
         return spans
+
+
+def _parent_of(header: str) -> tuple[str, str, bool] | None:
+    """Return a traceparent's trace and span, and whether it is sampled; None if it is invalid (Trace Context, 3.2).
+
+    A later version may have more behind the flags; version 00 may not.
+    """
+    given = _PARENT.fullmatch(header.strip())
+    if given is None or given[1] == "ff" or (given[1] == "00" and given[5]):
+        return None
+    if not int(given[2], 16) or not int(given[3], 16):
+        return None
+    return given[2], given[3], bool(int(given[4], 16) & 1)
 
 
 def _is_plain(value: Any) -> bool:

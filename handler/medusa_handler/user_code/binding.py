@@ -95,6 +95,8 @@ def _type_adapter(kind: Any, name: str, parameter: str) -> Resolve:
 def _validate(validate: Callable[[bytes], Any], request: Request) -> Any:
     from pydantic import ValidationError
 
+    if b"NaN" in request.body or b"Infinity" in request.body:  # pydantic takes these numbers, which JSON does not have
+        request.json  # noqa: B018 raises HttpError 400 unless they stand in text
     try:
         return validate(request.body)
     except ValidationError as error:

@@ -12,6 +12,8 @@ from typing import Any
 
 from medusa_runtime.errors import HandlerLoadError
 
+from .user_traceback import is_ours
+
 DEFAULT_NAMES = ("Handler", "handle")
 
 
@@ -84,7 +86,7 @@ def _import_failure(shown: str, error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return message
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(".py")]
-    users = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parents[1]))]
+    users = [frame for frame in frames if not is_ours(frame.filename)]
     return f"{message} ({users[-1].filename}, line {users[-1].lineno})" if users else message
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -12,13 +13,19 @@ from medusa_runtime.errors import MedusaError
 
 logger = logging.getLogger(__name__)
 
-_OURS = (str(Path(__file__).parents[1]), str(Path(medusa_runtime.__file__).parent), "<frozen importlib.")
+_OUR_FOLDERS = (Path(__file__).parents[1], Path(medusa_runtime.__file__).parent)
+_OURS = (*(f"{folder}{os.sep}" for folder in _OUR_FOLDERS), "<frozen importlib.")
+
+
+def is_ours(filename: str) -> bool:
+    """Return whether a traceback's file is one of ours, or of Python's import system."""
+    return filename.startswith(_OURS)
 
 
 def user_traceback(error: BaseException, folder: Path | None = None) -> str:
     """Return the traceback from the first frame in ``folder`` on, or whole if there is none, without our frames."""
     found = traceback.TracebackException(type(error), error, _first_in(folder, error.__traceback__))
-    found.stack[:] = [frame for frame in found.stack if not frame.filename.startswith(_OURS)]
+    found.stack[:] = [frame for frame in found.stack if not is_ours(frame.filename)]
     return "".join(found.format()).rstrip()
 
 
@@ -31,7 +38,7 @@ def log_cause(error: MedusaError, folder: Path | None) -> None:
 def _first_in(folder: Path | None, frames: TracebackType | None) -> TracebackType | None:
     first = frames
     while folder is not None and frames is not None:
-        if frames.tb_frame.f_code.co_filename.startswith(str(folder)):
+        if frames.tb_frame.f_code.co_filename.startswith(f"{folder}{os.sep}"):
             return frames
         frames = frames.tb_next
     return first

@@ -72,6 +72,18 @@ def test_a_missing_package_comes_with_its_installation(monkeypatch: pytest.Monke
     assert "pip install 'medusa-runtime[s3]'" in found["boto3"].found
     (torch,) = doctor._torch()
     assert (torch.level, torch.found) == ("fail", "not installed")
+    assert "pip install torch --index-url https://download.pytorch.org/whl/cpu" in torch.advice
+
+
+def test_a_build_of_torch_for_gpus_without_one_comes_with_the_command_for_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    finding = next(doctor._torch())
+    assert finding.level == "warn"
+    assert f"{sys.executable} -m pip install torch --index-url https://download.pytorch.org/whl/cpu" in finding.advice
 
 
 def test_the_author_of_a_checkpoint_changes_no_terminal(tmp_path: Path) -> None:

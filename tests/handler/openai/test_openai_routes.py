@@ -402,6 +402,7 @@ def test_errors_have_openai_shape(served: Any) -> None:
         ("POST", "/v1/completions", b"\xff\xfe", 400),
         ("POST", "/v1/completions", b"[" * 100_000, 400),
         ("POST", "/v1/completions", b'{"prompt": "a", "temperature": NaN}', 400),
+        ("POST", "/v1/completions", b'{"prompt": "a", "user": Infinity}', 400),  # a field without effect
         ("GET", "/v1/completions", None, 405),
         ("GET", "/v1/nothing", None, 404),
         ("POST", "/v1/completions", b'{"prompt": "' + b"a " * 200 + b'"}', 400),
@@ -428,6 +429,22 @@ def test_the_root_is_a_completion(served: Any) -> None:
     assert answer["usage"]["completion_tokens"] == 16
     chat = served.request("POST", "/", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1})
     assert chat[1]["object"] == "chat.completion"
+
+
+def test_the_root_reaches_a_classifier(serve: Serve) -> None:
+    served = serve(architecture="classifier")
+    status, answer, _ = served.request("POST", "/", {"input": ["a b", "c"]})
+    assert (status, [one["probs"] for one in answer["data"]]) == (200, [[0.25, 0.75]] * 2)
+    status, answer, _ = served.request("POST", "/", {"query": "a", "documents": ["b"]})
+    assert (status, "one with 2" in answer["error"]["message"]) == (400, True)  # it is the route of rankings
+    assert "embedding" in serve(architecture="encoder").request("POST", "/", {"input": "a"})[1]["data"][0]
+
+
+def test_another_method_is_refused_with_those_that_work(served: Any) -> None:
+    status, answer, headers = served.request("GET", "/v1/completions")
+    assert (status, answer["error"]["message"]) == (405, "/v1/completions takes POST, not GET")
+    assert "POST" in headers["allow"].split(", ")
+    assert served.request("PUT", "/v1/models", b"")[1]["error"]["message"] == "/v1/models takes GET, not PUT"
 
 
 def test_tokenize_and_back(served: Any) -> None:

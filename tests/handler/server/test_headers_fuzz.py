@@ -61,6 +61,20 @@ def test_fuzzed_traceparents() -> None:
         tracer._stopping.set()
 
 
+def test_a_traceparent_of_version_00_has_nothing_behind_its_flags() -> None:
+    """Trace Context, section 3.2.2: only a later version may have more fields."""
+    for header, kept in ((PARENT, True), (f"{PARENT}-more", False), (f"cc{PARENT[2:]}-more", True)):
+        passed_on: list[dict[str, Any]] = []
+        tracer = Tracer(SimpleNamespace(ready=False))  # type: ignore[arg-type]
+        app = tracer.around(
+            lambda environ, start, passed_on=passed_on: (passed_on.append(environ), answer(environ, start))[1]
+        )
+        call(app, HTTP_TRACEPARENT=header)
+        tracer._pending.clear()
+        tracer._stopping.set()
+        assert (passed_on[0]["HTTP_TRACEPARENT"][3:35] == PARENT[3:35]) is kept, header
+
+
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_fuzzed_lines_of_the_access_log(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One request is one line of printable characters, and the fields of a line cannot be moved."""
