@@ -39,7 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
         names = tuple(name.strip() for name in arguments.strategies.split(",") if name.strip())
         if not names:
             raise ConfigError("--strategies: expected at least one name, found none")
-        plan = replace(plan, strategies=tuple(strategy_named(name).name for name in names))
+        try:
+            plan = replace(plan, strategies=tuple(strategy_named(name).name for name in names))
+        except ConfigError as error:
+            raise ConfigError(f"--strategies: {error}") from None
     progress = _Progress()
     runs = []
     for summary in run_plan(plan, progress.show):

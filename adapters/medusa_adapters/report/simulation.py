@@ -38,13 +38,13 @@ def simulation_page(plan: SimulationPlan, runs: Sequence[Summary], changed: Sequ
 
 def _headline(plan: SimulationPlan, runs: Sequence[Summary]) -> str:
     """Return the best result under the hardest load, which is the one under which the first strategy does worst."""
-    hardest = hardest_run(plan, runs)
-    best = max(_under(runs, hardest), key=lambda run: (run.ttft_attainment, -run.device_hours))
+    best, meeting = _best(plan, _under(runs, hardest_run(plan, runs)))
+    which = "the cheapest strategy that meets the goal" if meeting else "the best strategy"
     return (
         f'<p class="kicker">simulated · {escape(plan.fleet.name)} · {plan.fleet.devices:,} devices · '
         f"{len(plan.fleet.models):,} models</p><h1>{100 * best.ttft_attainment:.1f}<span> % of the requests get their "
-        f"first token in time</span></h1><p class='versus'>with <strong>{escape(best.strategy)}</strong>, the best "
-        f"strategy under the hardest load ({_load(best)}), for {_hours(best)} device hours</p>"
+        f"first token in time</span></h1><p class='versus'>with <strong>{escape(best.strategy)}</strong>, {which} "
+        f"under the hardest load ({_load(best)}), for {_hours(best)} device hours</p>"
     )
 
 
@@ -52,14 +52,11 @@ def _goal(plan: SimulationPlan, runs: Sequence[Summary]) -> str:
     """Return the cheapest strategy that meets the goal, for each load."""
     rows = ""
     for load in {(run.rate, run.cv): run for run in runs}.values():
-        same = _under(runs, load)
-        meeting = [run for run in same if run.ttft_attainment >= plan.goal]
+        best, meeting = _best(plan, _under(runs, load))
         if meeting:
-            best = min(meeting, key=lambda run: run.device_hours)
-            why = "the only one" if len(meeting) == 1 else f"the fewest device hours of {len(meeting)} that meet it"
+            why = "the only one" if meeting == 1 else f"the fewest device hours of {meeting} that meet it"
             answer = f"{escape(best.strategy)}<small>{why}</small>"
         else:
-            best = max(same, key=lambda run: run.ttft_attainment)
             answer = f"none<small>{escape(best.strategy)} comes closest</small>"
         rows += (
             f"<tr><td>{load.rate:g}/s<small>CV {load.cv:g}, {load.requests:,} requests</small></td><td>{answer}</td>"
@@ -78,6 +75,14 @@ def _goal(plan: SimulationPlan, runs: Sequence[Summary]) -> str:
 
 def _under(runs: Sequence[Summary], load: Summary) -> list[Summary]:
     return [run for run in runs if (run.rate, run.cv) == (load.rate, load.cv)]
+
+
+def _best(plan: SimulationPlan, runs: Sequence[Summary]) -> tuple[Summary, int]:
+    """Return the cheapest run that meets the goal, else the one that comes closest; and how many meet it."""
+    meeting = [run for run in runs if run.ttft_attainment >= plan.goal]
+    if meeting:
+        return min(meeting, key=lambda run: run.device_hours), len(meeting)
+    return max(runs, key=lambda run: (run.ttft_attainment, -run.device_hours)), 0
 
 
 def _load(run: Summary) -> str:

@@ -20,6 +20,7 @@ from .trace import LENGTHS, Request
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _AMOUNT = re.compile(r"([0-9.]+)\s*([kKmMgGtT]i?)?(B|[bB]it|bps)?(?:/s)?")  # not b: 16Gb may be bits or bytes
+_UNCLEAR = re.compile(r"[0-9.]+\s*[kKmMgGtT]i?b(?:/s)?")
 
 _LARGEST_BYTES = 4 << 20
 _MOST = 1_000_000  # of whatever is counted
@@ -85,8 +86,8 @@ def read_simulation_plan(path: Path) -> SimulationPlan:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"the fleet {path} could not be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the fleet {path} could not be read: {error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: expected YAML, found bytes that are no UTF-8 text") from None
     except RecursionError:
         raise ConfigError(f"{path}: expected YAML, found some that is nested too deeply") from None
     except yaml.MarkedYAMLError as error:
@@ -337,6 +338,8 @@ class _Section:
         expected = f"a size {'above 0 ' if above_0 else ''}such as 12.5GB or 16Gbit"
         found = self._get(key, default, expected)
         value = found if found is default else _amount(found)
+        if isinstance(found, str) and _UNCLEAR.fullmatch(found.strip()):
+            expected += " (a small b may be a bit or a byte)"
         if value is None or (above_0 and value <= 0):
             raise self.wrong(key, expected, found)
         return float(value)

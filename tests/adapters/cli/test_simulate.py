@@ -105,6 +105,18 @@ def test_what_if_says_which_change_meets_the_goal(tmp_path: Path, capsys: pytest
     assert "The goal of 95 % is met with" in capsys.readouterr().out
 
 
+def test_the_page_begins_with_the_cheapest_strategy_that_meets_the_goal(tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    words = ["simulate", str(tmp_path / "fleet.yaml"), "--strategies", "medusa,full", "--report", str(report)]
+    for goal, said in (
+        (1, "<strong>medusa</strong>, the cheapest strategy that meets the goal under the hardest load"),
+        (99.9, "<strong>full</strong>, the cheapest strategy that meets the goal under the hardest load"),
+    ):
+        (tmp_path / "fleet.yaml").write_text(f"{FLEET}\ngoal: {goal}".replace("ttft: 7.5", "ttft: 2"))
+        assert run(words) == 0
+        assert said in report.read_text()
+
+
 def test_without_slos_every_first_token_counts_as_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "fleet.yaml").write_text(FLEET.replace(", slo: {ttft: 7.5, tpot: 0.2}", ""))
     assert run(["simulate", str(tmp_path / "fleet.yaml"), "--strategies", "medusa"]) == 0
@@ -124,8 +136,9 @@ def test_bad_calls_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "fleet.yaml").write_text(FLEET.replace("7.5", "soon"))
     assert run(["simulate", str(tmp_path / "fleet.yaml")]) == 2
     assert 'models[0].slo.ttft: expected a number of at least 0, in seconds, found "soon"' in capsys.readouterr().err
-    assert run(["simulate", str(tmp_path / "fleet.yaml"), "--strategies", "magic"]) == 2
     (tmp_path / "fleet.yaml").write_text(FLEET)
+    assert run(["simulate", str(tmp_path / "fleet.yaml"), "--strategies", "magic"]) == 2
+    assert "--strategies: expected a strategy of medusa" in capsys.readouterr().err
     for option in ("--report", "--json"):
         assert run(["simulate", str(tmp_path / "fleet.yaml"), option, str(tmp_path / "none" / "file")]) == 2
         shown = capsys.readouterr()

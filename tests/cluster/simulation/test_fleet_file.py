@@ -83,7 +83,7 @@ def test_a_model_of_ones_own() -> None:
         ),
         ("machines.0.link", None, r"fleet: machines\[0\]: expected link"),
         ("machines.0.link", 0, r"machines\[0\]\.link: expected a size above 0 .*, found 0"),
-        ("machines.0.link", "10Gb", r"machines\[0\]\.link: expected .* such as 12\.5GB or 16Gbit, found \"10Gb\""),
+        ("machines.0.link", "10Gb", r"such as 12\.5GB or 16Gbit \(a small b may be a bit or a byte\), found \"10Gb\""),
         ("goal", 200, r"fleet: goal: expected a number of at least 0 and at most 100, found 200"),
         ("goal", 0.95, r"fleet: goal: expected percent, such as 95, found 0\.95"),
         ("machines.0.count", 0, r"machines\[0\]\.count: expected a whole number of at least 1, found 0"),
