@@ -68,9 +68,9 @@ def backend(read: ReadFile, settings: Settings) -> Backend:
     stored = str(Fields(config).quantization() or "")
     if has_family(config):
         return Backend("decoder", architecture, quantization=stored)
-    from .transformers.catalog import known  # most models do not need it
+    from .transformers.catalog import find_class  # most models do not need it
 
-    found = known(config)
+    found = find_class(config)
     return Backend(found.kind, found.name, True, stored)
 
 

@@ -47,7 +47,7 @@ class TransformersApplier(FactoryApplier):
         dtype: torch.dtype,
         quantization: Quantization | None = None,
     ) -> None:
-        keep_wide(module)
+        keep_in_float32(module)
         super().__init__(module, factory, BuildOptions(rename=self.target, exact=dtype.itemsize > 2))
         self.quantization, self._float = quantization, dtype
         self._names = _Names(module)
@@ -168,7 +168,7 @@ class _Names:
         return self._found[name]
 
 
-def keep_wide(module: Any) -> None:
+def keep_in_float32(module: Any) -> None:
     """Convert to float32 the parameters that transformers always keeps in float32."""
     parts = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     for name, parameter in list(module.named_parameters()):

@@ -21,7 +21,7 @@ _RECURRENT = frozenset({"linear_attention", "mamba", "conv", "recurrent", "hybri
 INSTALL = 'pip install "medusa-runtime[transformers]"'
 
 
-class Known(NamedTuple):
+class TransformersClass(NamedTuple):
     """A class of transformers: its module, its name, and its kind: "decoder", "encoder" or "classifier"."""
 
     module: str
@@ -29,7 +29,7 @@ class Known(NamedTuple):
     kind: str
 
 
-def known(raw: Mapping[str, Any]) -> Known:
+def find_class(raw: Mapping[str, Any]) -> TransformersClass:
     """Return the class of transformers that runs the model of a parsed config.json.
 
     Raises ModelError for an architecture that transformers does not have or that the torch engine cannot run, and
@@ -51,7 +51,7 @@ def known(raw: Mapping[str, Any]) -> Known:
     source = found.read_text()
     if "_is_stateful = True" in source:
         raise _refused(architecture, "keeps a recurrent state, for which the torch engine has no cache")
-    return Known(f"transformers.models.{found.parent.name}.{found.stem}", architecture, kind)
+    return TransformersClass(f"transformers.models.{found.parent.name}.{found.stem}", architecture, kind)
 
 
 _OTHERS = "expected another model, or --engine vllm"
@@ -97,4 +97,4 @@ def _file_of(architecture: str, model_type: str, folder: Path) -> Path | None:
     return None
 
 
-__all__ = ["INSTALL", "Known", "installed", "known"]
+__all__ = ["INSTALL", "TransformersClass", "find_class", "installed"]

@@ -10,7 +10,7 @@ from ...errors import ConfigError, ModelError
 from ...imports.lean_transformers import import_from_transformers
 from ..base import MOST_LAYERS, ModelConfig, dtype_in
 from ..fields import QUANTIZED, Fields
-from .catalog import Known, known
+from .catalog import TransformersClass, find_class
 
 if TYPE_CHECKING:
     from .decoder import TransformersDecoder
@@ -22,20 +22,20 @@ _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 class TransformersConfig(ModelConfig):
     """The configuration of a decoder of transformers.
 
-    ``raw`` is the parsed config.json, and ``known`` the class that runs the model.
+    ``raw`` is the parsed config.json, and ``found_class`` the class that runs the model.
     """
 
     is_foreign: ClassVar[bool] = True
     raw: Mapping[str, Any]
-    known: Known
+    found_class: TransformersClass
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Self:
         """Read a parsed config.json.
 
-        Raises the errors of ``catalog.known``, and ConfigError for a config.json that transformers refuses.
+        Raises the errors of ``catalog.find_class``, and ConfigError for a config.json that transformers refuses.
         """
-        found = known(raw)
+        found = find_class(raw)
         fields = Fields(raw)
         config = own_config(found, raw)
         heads, hidden = config.num_attention_heads, config.hidden_size
@@ -58,7 +58,7 @@ class TransformersConfig(ModelConfig):
             windows=(None,) * config.num_hidden_layers,
             quantization=fields.quantization(),
             raw=raw,
-            known=found,
+            found_class=found,
         )
 
     def model(self) -> TransformersDecoder:
@@ -69,7 +69,7 @@ class TransformersConfig(ModelConfig):
 
 def verify(raw: Mapping[str, Any]) -> None:
     """Raise an error if something is wrong with the config.json of a model that transformers runs."""
-    found = known(raw)
+    found = find_class(raw)
     if found.kind == "decoder":
         TransformersConfig.of(raw)
     else:
@@ -77,12 +77,12 @@ def verify(raw: Mapping[str, Any]) -> None:
         own_config(found, raw)
 
 
-def own_class(found: Known) -> Any:
+def own_class(found: TransformersClass) -> Any:
     """Import and return the class itself, with only the parts of transformers that it needs."""
     return getattr(import_from_transformers(found.module), found.name)
 
 
-def own_config(found: Known, raw: Mapping[str, Any]) -> Any:
+def own_config(found: TransformersClass, raw: Mapping[str, Any]) -> Any:
     """Return transformers' configuration of a model. Raises ConfigError if transformers does not accept config.json."""
     kind = own_class(found).config_class
     try:

@@ -82,9 +82,9 @@ def _say_nothing(*_: Any) -> None:
 
 def build(config: TransformersConfig) -> tuple[Any, bool]:
     """Build the module that a config describes, as a skeleton. Also return whether it needs its own attention."""
-    kind = own_class(config.known)
-    own = own_config(config.known, config.raw)
-    gathers = not kind._supports_attention_backend or config.known.name in _OWN_ATTENTION
+    kind = own_class(config.found_class)
+    own = own_config(config.found_class, config.raw)
+    gathers = not kind._supports_attention_backend or config.found_class.name in _OWN_ATTENTION
     own._attn_implementation = own_attention(kind) if gathers else NAME
     own._experts_implementation = "eager"  # only the experts that a step needs are read
     return construct(kind, own, config.dtype), gathers

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..fields import Fields
 from .applier import TransformersApplier
-from .catalog import Known, known
+from .catalog import TransformersClass, find_class
 from .config import own_class, own_config
 from .decoder import construct, own_attention
 
@@ -38,11 +38,11 @@ class TransformersEncoder(nn.Module):
 
     def __init__(self, raw: Mapping[str, Any], dtype: torch.dtype) -> None:
         super().__init__()
-        self.known: Known = known(raw)
+        self.found_class: TransformersClass = find_class(raw)
         self._raw, self._dtype = raw, dtype
         self._quantization = Fields(raw).quantization()
         self.module = self._build()
-        self.is_classifier = self.known.kind == "classifier"
+        self.is_classifier = self.found_class.kind == "classifier"
         own = self.module.config
         self._several = getattr(own, "problem_type", None) == "multi_label_classification"
         size = own.num_labels if self.is_classifier else own.hidden_size
@@ -72,8 +72,8 @@ class TransformersEncoder(nn.Module):
         return self._applier
 
     def _build(self) -> Any:
-        kind = own_class(self.known)
-        own = own_config(self.known, self._raw)
+        kind = own_class(self.found_class)
+        own = own_config(self.found_class, self._raw)
         own._attn_implementation = own_attention(kind)
         return construct(kind, own, self._dtype)
 
