@@ -173,7 +173,7 @@ class HostGpu(Gpu):
         self.link = _HostLink()
 
     def memory(self, name: str, size_bytes: int) -> Tensor:
-        return self.link.memory(name, size_bytes)
+        return self.link.allocate(name, size_bytes)
 
     def free_bytes_beside_weights(self, loader: Any) -> int:
         loader.wait_placed()

@@ -46,8 +46,8 @@ def test_a_link_copies_every_byte(cuda: torch.device, way: str) -> None:
     from medusa_runtime.load.upload.cuda_link import CudaLink
 
     source = memfd(40 << 20)
-    link = CudaLink(cuda, way=way)
-    target = link.memory("weights", source.nbytes)
+    link = CudaLink(cuda, method=way)
+    target = link.allocate("weights", source.nbytes)
     target.fill_(0)
     torch.cuda.synchronize()
     pieces = [(0, 100), (100, 5000), (5000, 9 << 20), (9 << 20, source.nbytes)]
@@ -61,7 +61,7 @@ def test_a_link_copies_every_byte(cuda: torch.device, way: str) -> None:
     while not all(copy.done() for copy in copies):
         pass
     assert torch.equal(target.cpu(), source)
-    wide = link.memory("wide", 4 << 20).view(torch.float32)
+    wide = link.allocate("wide", 4 << 20).view(torch.float32)
     halves = source[: 2 << 20].view(torch.float16).nan_to_num()
     copy = link.copy(wide, halves, urgent=True)
     while not copy.done():

@@ -52,7 +52,7 @@ class HostLink:
         self.most_running_bytes = 0
         self.closed = 0
 
-    def memory(self, name: str, size_bytes: int) -> Tensor:
+    def allocate(self, name: str, size_bytes: int) -> Tensor:
         if self.failing == "memory":
             raise DeviceError(f"expected {size_bytes} bytes for the {name}")
         return torch.full((size_bytes,), 0xEE, dtype=torch.uint8)

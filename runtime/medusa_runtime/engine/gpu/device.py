@@ -104,7 +104,7 @@ class Gpu:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.empty(1, device=self.device)  # makes the context this thread's current one
         self.placed = PlacedMemory(CudaDriver(), self.device, BASE if base is None else base)
-        self.link: Link = CudaLink(self.device, self.memory, way=way)
+        self.link: Link = CudaLink(self.device, self.memory, method=way)
         self._graph_base = graph_base
 
     def memory(self, name: str, size_bytes: int) -> Tensor:

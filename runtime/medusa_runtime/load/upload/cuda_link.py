@@ -25,7 +25,7 @@ from medusa_runtime.load.upload.trial import Trial
 
 logger = logging.getLogger(__name__)
 
-WAYS = ("auto", "register", "staging")
+COPY_METHODS = ("auto", "register", "staging")
 _PIECE_BYTES = 16 << 20
 _PIECES = 12
 _LEAST_REGISTERED_BYTES = 1 << 20  # below it, registering takes longer than a copy
@@ -60,20 +60,20 @@ class CudaLink:
         device: torch.device,
         memory: Callable[[str, int], Tensor] | None = None,
         *,
-        way: str = "auto",
+        method: str = "auto",
         pieces: int = _PIECES,
     ) -> None:
         """``memory`` allocates device memory by a name; without it torch does.
 
-        ``way`` is ``register``, ``staging``, or ``auto``, which tries both and keeps the faster one.
+        ``method`` is ``register``, ``staging``, or ``auto``, which tries both and keeps the faster one.
         """
-        assert way in WAYS
+        assert method in COPY_METHODS
         self.device = device
         self._memory = memory
         self.registered_bytes = 0
-        self._trial = Trial(WAYS[1:])
-        self._trial.chosen = None if way == "auto" else way
-        self._must_register = way == "register"
+        self._trial = Trial(COPY_METHODS[1:])
+        self._trial.chosen = None if method == "auto" else method
+        self._must_register = method == "register"
         urgent = [torch.cuda.Stream(device, priority=_URGENT) for _ in range(2)]  # type: ignore[no-untyped-call]
         background = [torch.cuda.Stream(device, priority=_BACKGROUND) for _ in range(2)]  # type: ignore[no-untyped-call]
         self._streams = {True: cycle(urgent), False: cycle(background)}
@@ -83,7 +83,7 @@ class CudaLink:
         self._driver = Driver()
         self._registered: dict[int, int] = {}  # address → bytes
 
-    def memory(self, name: str, size_bytes: int) -> Tensor:
+    def allocate(self, name: str, size_bytes: int) -> Tensor:
         if self._memory is not None:
             return self._memory(name, size_bytes)
         try:
@@ -96,8 +96,8 @@ class CudaLink:
             ) from error
 
     def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> CudaCopy:
-        given, source = source, source.contiguous()
-        in_place = source.data_ptr() == given.data_ptr()  # else a copy, whose memory ``forget`` does not know
+        original, source = source, source.contiguous()
+        in_place = source.data_ptr() == original.data_ptr()  # else a copy, whose memory ``forget`` does not know
         stream: torch.cuda.Stream = next(self._streams[urgent])
         with torch.cuda.stream(stream):
             if target.dtype is source.dtype and target.is_contiguous():
@@ -116,9 +116,9 @@ class CudaLink:
         if not in_place or end - begin < _LEAST_REGISTERED_BYTES:
             self._stage(target, source, stream)
             return
-        way = self._trial.next()
-        with self._trial.timed(way, source.numel()):
-            if way == "staging" or not self._registers(source[begin:end]):
+        method = self._trial.next()
+        with self._trial.timed(method, source.numel()):
+            if method == "staging" or not self._registers(source[begin:end]):
                 self._stage(target, source, stream)
             else:
                 self._read_in_place(target, source, begin, end, stream)

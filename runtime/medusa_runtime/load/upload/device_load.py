@@ -73,7 +73,7 @@ class DeviceLoad:
         """Assign every parameter its address on the device, and return these targets by the tensors' names."""
         applier, pending = self._applier, self._backlog.pending
         layout = self.layout = lay_out(pending, applier.module, applier.dtype)
-        slab = self.slab = self._link.memory("weights", layout.size_bytes)
+        slab = self.slab = self._link.allocate("weights", layout.size_bytes)
         targets = slab_views(slab, layout, pending)
         for name, place in pending.items():
             applier.assign(place, applier.as_parameter(place, targets[name]))

@@ -19,7 +19,7 @@ class Copy(Protocol):
 class Link(Protocol):
     """The way into the memory of one device."""
 
-    def memory(self, name: str, size_bytes: int) -> Tensor:
+    def allocate(self, name: str, size_bytes: int) -> Tensor:
         """Allocate uint8 [size_bytes] on the device, aligned to ``ALIGNMENT``, not cleared.
 
         DeviceError if it is full.

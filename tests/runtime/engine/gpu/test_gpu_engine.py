@@ -139,7 +139,7 @@ class HostGpu(Gpu):
         self.abandoned = threading.Event()
 
     def memory(self, name: str, size_bytes: int) -> Tensor:
-        return self.link.memory(name, size_bytes)
+        return self.link.allocate(name, size_bytes)
 
     def context_is_lost(self, error: Exception) -> bool:
         return isinstance(error, DeviceError)
