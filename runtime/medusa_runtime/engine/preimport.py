@@ -41,9 +41,9 @@ def _import_foreign(region: Region) -> None:
         config = read_object(lambda name: region.file(name, _PATIENCE_S), "config.json")
         if config is None or is_encoder(config) or has_family(config):
             return
-        from ..models.transformers.catalog import known
+        from ..models.transformers.catalog import find_class
         from ..models.transformers.config import own_class
 
-        own_class(known(config))
+        own_class(find_class(config))
     except (MedusaError, TimeoutError):
         logger.debug("the model is not known yet; its module is imported by the engine")
