@@ -25,7 +25,9 @@ class Backlog:
 
     def __init__(self, tensors: RegionTensors, gates: Sequence[Gate], timeline: Timeline | None) -> None:
         self.pending: dict[str, Place] = {}  # by the tensors' names in the checkpoint
-        self.urgent: list[str] = []  # the pending tensors that a forward waited for in the last call of ``arrived``
+        self.urgent: list[
+            str
+        ] = []  # the pending tensors that a forward waited for in the last call of ``wait_for_arrivals``
         self.demanding: list[Gate] = []  # the gates at which a forward waits
         self._tensors = tensors
         self._gates = gates
@@ -64,7 +66,7 @@ class Backlog:
             if not gate.remaining:
                 gate.open()
 
-    def arrived(self, wait_s: float, patient_s: float = 0.0) -> list[str]:
+    def wait_for_arrivals(self, wait_s: float, patient_s: float = 0.0) -> list[str]:
         """Return pending tensors whose bytes have arrived, urgent ones first. If there are none, wait for the next one.
 
         The wait may end without one, so the list may be empty. ``wait_s`` limits it. After a wait in vain, bytes come
@@ -79,20 +81,20 @@ class Backlog:
             self._hint_at = now + _HINT_EVERY_S
             tensors.hint(self._order[self._next : self._next + _HINTED])
         ahead = self._order[self._next : self._next + _LOOKAHEAD]
-        looked = [name for name in dict.fromkeys([*self.urgent, *ahead]) if name in pending]
-        found = [name for name in looked if tensors.has(name)]
+        candidates = [name for name in dict.fromkeys([*self.urgent, *ahead]) if name in pending]
+        found = [name for name in candidates if tensors.has(name)]
         if found:
             self._waited = False
         elif self._waited:  # bytes come slowly: polling for them would take CPU time from the forward
             tensors.wait_for_more(fetched_bytes, patient_s or wait_s)
         else:
             try:
-                tensors.wait_tensor(looked[0], wait_s)
+                tensors.wait_tensor(candidates[0], wait_s)
             except TimeoutError:
                 self._waited = True
         return found
 
-    def count(self, place: Place, start_ns: int) -> None:
+    def mark_applied(self, place: Place, start_ns: int) -> None:
         """Count a tensor as applied: its gates wait for one tensor less. ``start_ns`` is when applying it began."""
         for gate in self._gates_of(place):
             gate.begin_ns = gate.begin_ns or start_ns

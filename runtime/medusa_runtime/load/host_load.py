@@ -31,11 +31,11 @@ class HostLoad:
         tensors, backlog = self._tensors, self._backlog
         while backlog.pending:
             check()
-            for name in backlog.arrived(_POLL_S, _PATIENT_S):
+            for name in backlog.wait_for_arrivals(_POLL_S, _PATIENT_S):
                 place, tensor = backlog.pending.pop(name), tensors.tensor(name)
                 start = time.monotonic_ns()
                 copied = self._applier.apply(place, tensor)
-                backlog.count(place, start)
+                backlog.mark_applied(place, start)
                 tensors.applied(name, copied=copied, release=self._release)
 
     def close(self) -> None:

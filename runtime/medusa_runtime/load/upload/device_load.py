@@ -53,11 +53,11 @@ class DeviceLoad:
             check()
             must_wait = not backlog.pending or not uploads.has_room
             for name in uploads.wait(check) if must_wait else uploads.finished():
-                backlog.count(places[name], begun_ns[name])
+                backlog.mark_applied(places[name], begun_ns[name])
                 link.forget(sources.pop(name))  # a dequantized tensor's memory is freed now, a released one's below
                 if self._release:
                     tensors.applied(name, copied=True, release=True)
-            for name in backlog.arrived(_POLL_S) if backlog.pending else ():
+            for name in backlog.wait_for_arrivals(_POLL_S) if backlog.pending else ():
                 del backlog.pending[name]
                 begun_ns[name] = time.monotonic_ns()
                 sources[name] = tensors.tensor(name)
