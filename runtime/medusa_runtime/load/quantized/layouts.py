@@ -24,7 +24,7 @@ _UNUSED = (
 )  # fmt: skip
 
 
-class Stored(NamedTuple):
+class QuantizedWeight(NamedTuple):
     """A quantized weight of ``shape`` [out, in], and the names in the checkpoint of its ``parts``."""
 
     module: str
@@ -53,7 +53,7 @@ class Layout(NamedTuple):
     needed: tuple[str, ...]
     optional: tuple[str, ...]
     shape: Callable[[_Parts, Scheme], tuple[int, int]]
-    codes: Callable[[Stored, Mapping[str, Tensor]], Codes]
+    codes: Callable[[QuantizedWeight, Mapping[str, Tensor]], Codes]
 
 
 class _Parts:
@@ -106,7 +106,9 @@ class _Parts:
         return inputs // group
 
 
-def find(scheme_of: Callable[[str], Scheme | None], entries: Mapping[str, TensorEntry]) -> dict[str, Stored]:
+def find_quantized(
+    scheme_of: Callable[[str], Scheme | None], entries: Mapping[str, TensorEntry]
+) -> dict[str, QuantizedWeight]:
     """Return the quantized weights of a checkpoint, by the name that each would have unquantized.
 
     ``scheme_of`` returns the scheme of a module, or None if it is not quantized. Raises MismatchError for parts that
@@ -117,7 +119,7 @@ def find(scheme_of: Callable[[str], Scheme | None], entries: Mapping[str, Tensor
         module, dot, part = name.rpartition(".")
         if dot and part in _PARTS:
             modules.setdefault(module, {})[part] = entry
-    found: dict[str, Stored] = {}
+    found: dict[str, QuantizedWeight] = {}
     for module, parts in modules.items():
         scheme = scheme_of(module)
         marker = _marker(parts)
@@ -149,7 +151,7 @@ def _marker(parts: Mapping[str, TensorEntry]) -> str | None:
     return "weight" if stored or any(_ALIASES.get(part, part) == "weight_scale" for part in parts) else None
 
 
-def _stored(module: str, scheme: Scheme, layout: Layout, parts: Mapping[str, TensorEntry]) -> Stored:
+def _stored(module: str, scheme: Scheme, layout: Layout, parts: Mapping[str, TensorEntry]) -> QuantizedWeight:
     names = {_ALIASES.get(part, part): f"{module}.{part}" for part in parts}
     entries = {_ALIASES.get(part, part): entry for part, entry in parts.items()}
     taken = [part for part in entries if part in (*layout.needed, *layout.optional)]
@@ -158,7 +160,7 @@ def _stored(module: str, scheme: Scheme, layout: Layout, parts: Mapping[str, Ten
         raise MismatchError(f"{module}: expected the tensors {', '.join(layout.needed)}, found no {', '.join(absent)}")
     names = {part: names[part] for part in taken}
     shape = layout.shape(_Parts({"weight_zero_point": f"{module}.weight_zero_point"} | names, entries), scheme)
-    return Stored(module, scheme, shape, names)
+    return QuantizedWeight(module, scheme, shape, names)
 
 
 def _direct_shape(parts: _Parts, scheme: Scheme) -> tuple[int, int]:
@@ -176,7 +178,7 @@ def _direct_shape(parts: _Parts, scheme: Scheme) -> tuple[int, int]:
     return rows, columns
 
 
-def _direct_codes(stored: Stored, tensors: Mapping[str, Tensor]) -> Codes:
+def _direct_codes(stored: QuantizedWeight, tensors: Mapping[str, Tensor]) -> Codes:
     scale, zero = tensors["weight_scale"], tensors.get("weight_zero_point")
     if scale.dim() < 2:  # one for the tensor, or one for each row
         scale = scale.reshape(-1, 1)
@@ -203,7 +205,7 @@ def _pack_shape(parts: _Parts, scheme: Scheme) -> tuple[int, int]:
     return rows, columns
 
 
-def _pack_codes(stored: Stored, tensors: Mapping[str, Tensor]) -> Codes:
+def _pack_codes(stored: QuantizedWeight, tensors: Mapping[str, Tensor]) -> Codes:
     bits, scale, zero = stored.scheme.bits, tensors["weight_scale"], tensors.get("weight_zero_point")
     said = tensors.get("weight_shape")
     if said is not None and said.tolist() != list(stored.shape):
@@ -242,7 +244,7 @@ def _transposed_shape(parts: _Parts, scheme: Scheme, rows: int, columns: int) ->
     return rows, columns
 
 
-def _gptq_codes(stored: Stored, tensors: Mapping[str, Tensor]) -> Codes:
+def _gptq_codes(stored: QuantizedWeight, tensors: Mapping[str, Tensor]) -> Codes:
     bits, scales = stored.scheme.bits, tensors["scales"]
     zeros = unpack.across(tensors["qzeros"], bits)
     if stored.scheme.shifted:
@@ -251,12 +253,12 @@ def _gptq_codes(stored: Stored, tensors: Mapping[str, Tensor]) -> Codes:
     return Codes(tensors["qweight"], scales, zeros, "down", bits, group_of=group_of, transposed=True)
 
 
-def _awq_codes(stored: Stored, tensors: Mapping[str, Tensor]) -> Codes:
+def _awq_codes(stored: QuantizedWeight, tensors: Mapping[str, Tensor]) -> Codes:
     bits, zeros = stored.scheme.bits, unpack.interleaved(tensors["qzeros"], stored.scheme.bits)
     return Codes(tensors["qweight"], tensors["scales"], zeros, "interleaved", bits, transposed=True)
 
 
-def _group_of(stored: Stored, index: Tensor | None, part: str, groups: int) -> Tensor | None:
+def _group_of(stored: QuantizedWeight, index: Tensor | None, part: str, groups: int) -> Tensor | None:
     """Return the group of each column, or None if the groups simply follow each other, which all -1 also means."""
     if index is None or bool((index == -1).all()):
         return None
@@ -291,4 +293,4 @@ LAYOUTS: dict[str, Layout] = {
 }
 _PARTS = frozenset(name for layout in LAYOUTS.values() for name in (*layout.needed, *layout.optional)) | {*_ALIASES}
 
-__all__ = ["LAYOUTS", "Stored", "find", "is_unused"]
+__all__ = ["LAYOUTS", "QuantizedWeight", "find_quantized", "is_unused"]

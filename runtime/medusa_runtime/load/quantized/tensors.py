@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from medusa_runtime.checkpoint.index import TensorEntry, WeightIndex
-from medusa_runtime.load.quantized.layouts import Stored, find, is_unused
+from medusa_runtime.load.quantized.layouts import QuantizedWeight, find_quantized, is_unused
 from medusa_runtime.load.quantized.scheme import Quantization
 from medusa_runtime.load.region_tensors import RegionTensors
 from medusa_runtime.load.views import DTYPES
@@ -24,7 +24,7 @@ class DequantizedIndex(WeightIndex):
 
     def __init__(self, index: WeightIndex, quantization: Quantization, dtype: torch.dtype) -> None:
         """List quantized weights with dtype ``dtype``. Raises MismatchError if parts are missing or do not fit."""
-        self.stored: dict[str, Stored] = find(quantization.scheme, index.tensors)
+        self.stored: dict[str, QuantizedWeight] = find_quantized(quantization.scheme, index.tensors)
         whole = {part: name for name, stored in self.stored.items() for part in stored.parts.values()}
         named = next(name for name, found in DTYPES.items() if found is dtype)
         order: dict[str, None] = {}
