@@ -18,7 +18,7 @@ class StopSignals:
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self._on_first = on_first
-        self._asked_at: float | None = None
+        self._requested_at: float | None = None
         self.immediate = False  # whether to stop without draining
         self.wakeup_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -30,19 +30,19 @@ class StopSignals:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     @property
-    def asked(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether the instance has been asked to stop."""
-        return self._asked_at is not None
+        return self._requested_at is not None
 
-    def asked_for_s(self) -> float:
+    def seconds_since_request(self) -> float:
         """Return the seconds since the first signal; 0 before it."""
-        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+        return 0.0 if self._requested_at is None else time.monotonic() - self._requested_at
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        if self._asked_at is None:
-            self._asked_at = time.monotonic()
+        if self._requested_at is None:
+            self._requested_at = time.monotonic()
             self._on_first()
-        elif self.asked_for_s() > _AGAIN_S:
+        elif self.seconds_since_request() > _AGAIN_S:
             self.immediate = True
 
     def drain(self) -> None:

@@ -159,16 +159,16 @@ class Instance:
             raise from_code(report.code, report.message)
         for ended in self._children.reap():
             if ended.name == "function":
-                if signals.asked:
+                if signals.stop_requested:
                     return 0 if ended.status in (0, -signal.SIGTERM) else 1
                 raise EngineError(f"the function process ended by itself ({ended.how})")
-            if not signals.asked:
+            if not signals.stop_requested:
                 self._replace(ended)
         if node is not None:
             self._look_at_node(node, readable)
         if signals.immediate:
             return 1
-        if signals.asked_for_s() > self._settings.drain_s + _KILL_AFTER_S:
+        if signals.seconds_since_request() > self._settings.drain_s + _KILL_AFTER_S:
             logger.warning("requests were still running %.0f s after SIGTERM; ending them", self._settings.drain_s)
             return 1
         if self._watchdog.due():
