@@ -14,7 +14,7 @@ from ..errors import DeviceError
 
 
 @contextmanager
-def compiled(source: Path) -> Iterator[Path]:
+def compile_library(source: Path) -> Iterator[Path]:
     """Compile a C file, and yield the path of the shared library.
 
     The file is deleted at the end of the context, but a library that was loaded stays loaded. Raises DeviceError if it
@@ -30,4 +30,4 @@ def compiled(source: Path) -> Iterator[Path]:
         yield made
 
 
-__all__ = ["compiled"]
+__all__ = ["compile_library"]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..errors import DeviceError
-from .compiling import compiled
+from .compiling import compile_library
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class ModuleRecorder:
 def _compiled() -> ctypes.CDLL | None:
     """Compile the callback in C, and return its library; None without a compiler."""
     try:
-        with compiled(_SOURCE) as library:
+        with compile_library(_SOURCE) as library:
             native = ctypes.CDLL(str(library))
     except (DeviceError, OSError) as error:
         logger.info("kernel images are recorded by Python: %s", error)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...device.compiling import compiled
+from ...device.compiling import compile_library
 from ...errors import DeviceError
 from ...state.graphs.blueprint import GRAPH_POOL, MemoryRange, RangeKind
 from ...state.graphs.driver import CudaDriver
@@ -46,7 +46,7 @@ class GraphPool:
         self._start = reserve(driver, _RESERVED_BYTES, granule, base)
         if self._start != base:
             logger.warning("%#x is taken: graphs are captured with their pool at %#x instead", base, self._start)
-        with compiled(_SOURCE) as library:
+        with compile_library(_SOURCE) as library:
             self._native = ctypes.CDLL(str(library))
             self._native.medusa_pool_open.argtypes = (ctypes.c_char_p, c_uint64, c_uint64, c_uint64, c_int)
             self._native.medusa_pool_used.restype = c_uint64
