@@ -129,7 +129,7 @@ class _Arrived:
 class _HostLink:
     registered_bytes = 0
 
-    def memory(self, name: str, size_bytes: int) -> Tensor:
+    def allocate(self, name: str, size_bytes: int) -> Tensor:
         return torch.zeros(size_bytes, dtype=torch.uint8)
 
     def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> _Arrived:

@@ -97,7 +97,7 @@ class Instance:
                     self._take_or_fork_engine()
             handle = resources.handle()
             self._children.fork("function", lambda _: function(resources.listener, handle, settings))
-        if self._signals.asked:  # before there was a function process to signal
+        if self._signals.stop_requested:  # before there was a function process to signal
             self._children.stop("function")
         self._report.bound(url_of(resources.listener))
         # Only the function process accepts. Once it is gone, connections must be refused, and not queue for ever.
@@ -190,7 +190,7 @@ class Instance:
         heartbeats = self._resources.heartbeats
         heartbeats.beat("supervisor")
         self._children.out_of_memory.look()
-        if self._signals.asked:
+        if self._signals.stop_requested:
             return
         for role in ("function", "zygote", "prefetcher"):
             self._watchdog.look(role, self._children.pid(role), os.getpid())
@@ -200,7 +200,7 @@ class Instance:
     def _look_at_node(self, node: Attachment, readable: set[int]) -> None:
         """Replace a region or engine that the agent no longer provides by processes of the instance's own."""
         for loss in node.take_losses(readable):
-            if self._signals.asked:
+            if self._signals.stop_requested:
                 continue
             if loss is loss.ENGINE:
                 logger.error("the node's engine process ended; starting one of our own")

@@ -168,7 +168,7 @@ class Loader:
         for place, value in zip(plan.missing, self._applier.initial_values(plan.missing), strict=True):
             start = time.monotonic_ns()
             self._applier.apply(place, value)
-            self._backlog.count(place, start)
+            self._backlog.mark_applied(place, start)
         if self._region.released_elsewhere:
             raise WeightsError(
                 "the weights were released by a process that has ended (--host-weights release); start the instance "

@@ -37,7 +37,7 @@ class ProxyProcess:
         self.address = f"127.0.0.1:{self._log.read_text().split()[0]}"
         self.url = f"http://{self.address}"
 
-    def stop_requested(self) -> list[str]:
+    def asked(self) -> list[str]:
         return self._log.read_text().splitlines()[1:]
 
 

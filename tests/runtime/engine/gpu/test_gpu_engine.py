@@ -71,7 +71,7 @@ class HostLink:
         self.open.set()
         self.ranges: dict[str, Tensor] = {}
 
-    def memory(self, name: str, size_bytes: int) -> Tensor:
+    def allocate(self, name: str, size_bytes: int) -> Tensor:
         self.ranges[name] = torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
         return self.ranges[name]
 
