@@ -81,9 +81,15 @@ class ClusterEngine:
         return str(self._call("detokenize", token_ids=token_ids))
 
     def embed(
-        self, inputs: list[str | list[int]], dimensions: int | None = None, truncate: int | None = None
+        self,
+        inputs: list[str | list[int]],
+        dimensions: int | None = None,
+        truncate: int | None = None,
+        classify: bool = False,
+        cancelled: threading.Event | None = None,  # is not passed on: the gateway ends the call
     ) -> list[list[Any]]:
-        return list(self._call("embed", inputs=inputs, dimensions=dimensions, truncate=truncate))
+        arguments = {"inputs": inputs, "dimensions": dimensions, "truncate": truncate, "classify": classify}
+        return list(self._call("embed", **arguments))
 
     def stats(self) -> dict[str, Any]:
         with self._lock:

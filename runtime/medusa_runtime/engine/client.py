@@ -288,7 +288,10 @@ class EngineClient:
                 except queue.Empty:
                     continue
             if value is None:
-                raise EngineError(f"the engine did not answer {method!r} within {timeout_s} s")
+                raise EngineError(f"the engine did not answer {method!r} within {timeout_s} s")  # noqa: TRY301
+        except BaseException:  # nobody waits for the answer any more
+            self._send(connection, {"type": "cancel", "id": call_id})
+            raise
         finally:
             with self._state:
                 self._calls.pop(call_id, None)

@@ -2,7 +2,7 @@
 
 They do not use pickle, because the other side may belong to another user (pre-warmed engines). The types of frames:
 
-    client → engine   generate {id, prompt, params, add_special_tokens, adapter}, cancel {id},
+    client → engine   generate {id, prompt, params, add_special_tokens, adapter}, cancel {id} (a generate or a call),
                       call {id, method, arguments}, adapter {name} +[region, and the files of local shards]
     engine → client   hello {info}, ready, delta {…}, result {id, value},
                       error {id, code, message, param, retry_after_s}

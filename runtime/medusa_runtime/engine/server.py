@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 _LONG = 1 << 16  # characters or token ids; handling more takes tens of milliseconds, so it gets a thread of its own
 _METHODS = ("stats", "tokenize", "detokenize", "embed", "wait_adapter", "drop_adapter")
-_SLOW = ("embed", "wait_adapter")  # these wait for forwards or bytes, so they must not hold up the connection
+# These wait for forwards or bytes, so they must not hold up the connection, and are given an event that cancels them.
+_CANCELLABLE = ("embed", "wait_adapter")
 _RETRY_S = 0.1  # between attempts to accept a connection while the process has no free descriptor
 _ADAPTER_FILES = 2  # descriptors of an adapter: its region, and its weights' file if that is local
 
@@ -112,6 +113,7 @@ class _Connection:
         self._on_close = on_close
         self._outgoing: queue.SimpleQueue[frames.Frame | None] = queue.SimpleQueue()
         self._running: set[str] = set()
+        self._calls: dict[str, threading.Event] = {}  # unfinished calls that can be cancelled
         self._http_handoff: Callable[[socket.socket], None] | None = (
             None  # gets the socket once the last frame has left
         )
@@ -153,6 +155,8 @@ class _Connection:
             self._running.clear()
             for request_id in running:
                 self._engine.cancel(request_id)
+            for cancelled in tuple(self._calls.values()):
+                cancelled.set()
             self.close()
             self._on_close(self)
 
@@ -169,10 +173,17 @@ class _Connection:
                 else:
                     self._engine.add(request, self._sink)
             elif kind == "cancel":
-                self._running.discard(frame["id"])
-                self._engine.cancel(frame["id"])
+                if (cancelled := self._calls.get(frame["id"])) is not None:
+                    cancelled.set()
+                else:
+                    self._running.discard(frame["id"])
+                    self._engine.cancel(frame["id"])
             elif kind == "call" and frame["method"] in _METHODS:
-                if frame["method"] in _SLOW or any(map(_is_long, frame["arguments"].values())):
+                if frame["method"] in _CANCELLABLE:
+                    cancelled = self._calls[request_id] = threading.Event()
+                    frame["arguments"]["cancelled"] = cancelled
+                    threading.Thread(target=self._call, args=(frame,), name="engine-call", daemon=True).start()
+                elif any(map(_is_long, frame["arguments"].values())):
                     threading.Thread(target=self._call, args=(frame,), name="engine-call", daemon=True).start()
                 else:
                     self._call(frame)
@@ -229,6 +240,8 @@ class _Connection:
             if not isinstance(error, frames.UNREADABLE):
                 logger.exception("a call of %s failed", method)
             self._send_error(request_id, RequestError(f"a call of {method} could not be read: {error}"))
+        finally:
+            self._calls.pop(request_id, None)
 
     def _unsupported(self, method: str, arguments: dict[str, Any]) -> RequestError:
         if method.endswith("_adapter"):

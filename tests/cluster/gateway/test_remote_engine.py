@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from cluster_stand_in import StandIn
 from gateway_fixtures import NAME, GatewayProcess, Instance, until
 from medusa_adapters.bench.served_instance import ServedInstance, serve_command
+from medusa_cluster.remote.engine import ClusterEngine
 
 Start = Callable[..., Any]
 
@@ -119,6 +121,20 @@ def test_errors_of_the_engine_reach_the_client_as_they_are(start_function: Start
     status, answer = function.post("/v1/completions", {"prompt": PROMPT * 500, "max_tokens": 4})
     assert status == 400
     assert "tokens" in answer["error"]["message"]
+
+
+def test_texts_are_embedded_as_the_engines_client_asks() -> None:
+    sent: list[Any] = []
+
+    def ask(path: str, body: Any) -> Any:
+        sent.append(body)
+        return {"value": [[3, "AAAAAA=="]]}
+
+    engine = object.__new__(ClusterEngine)
+    engine._model, engine._gateways = "m", cast(Any, SimpleNamespace(ask=ask))
+    found = engine.embed(inputs=["x"], dimensions=None, truncate=None, classify=True, cancelled=threading.Event())
+    assert found == [[3, "AAAAAA=="]]
+    assert (sent[0]["method"], sent[0]["arguments"]["classify"]) == ("embed", True)
 
 
 def test_an_unknown_model_ends_the_start(start_function: Start) -> None:

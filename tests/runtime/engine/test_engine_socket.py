@@ -69,6 +69,12 @@ class SpellingEngine:
             time.sleep(0.01)
         return list(text.encode())
 
+    def embed(self, inputs: list[str], *, cancelled: threading.Event, **_: Any) -> list[Any]:
+        while not cancelled.wait(0.01):
+            pass
+        self.cancelled += inputs
+        raise EngineError("it was cancelled")
+
     def detokenize(self, token_ids: list[int]) -> str:
         return bytes(token_ids).decode()
 
@@ -117,6 +123,13 @@ def client(listener: socket.socket) -> Iterator[EngineClient]:
 
 def request(prompt: str, request_id: str = "r1") -> GenerateRequest:
     return GenerateRequest(request_id, prompt, SamplingParams())
+
+
+def until(met: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not met():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def kill(pids: list[int]) -> None:
@@ -323,6 +336,36 @@ def test_an_engine_without_free_descriptors_takes_clients_again_later(
         with each:
             each.settimeout(30)
             assert each.recv(1)
+
+
+def test_an_embedding_that_nobody_waits_for_is_cancelled(
+    engine: list[int], listener: socket.socket, client: EngineClient
+) -> None:
+    """Its texts would be computed after the client has left."""
+
+    def leave() -> None:
+        nonlocal checks
+        checks += 1
+        if checks > 3:
+            raise ConnectionError("the function's caller has left")
+
+    checks = 0
+    with pytest.raises(ConnectionError):
+        client.embed(["one"], wait_check=leave)
+    until(lambda: client.stats()["cancelled"] == ["one"])
+    other = EngineClient(listener.getsockname())
+
+    def embed() -> None:
+        with pytest.raises(EngineError):
+            other.embed(["two"])
+
+    embedding = threading.Thread(target=embed)
+    embedding.start()
+    until(lambda: bool(other._calls))
+    time.sleep(0.1)
+    other.close()
+    embedding.join()
+    until(lambda: client.stats()["cancelled"] == ["one", "two"])
 
 
 def test_frames_round_trip() -> None:

@@ -28,6 +28,7 @@ from .text_encoder import Encoder, EncoderOptions, Tokens
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.2  # how often an idle engine looks at its stop event
+_CHECK_EVERY_S = 0.25  # how often a call that waits checks whether it was cancelled
 _WINDOW = 256  # a batch is made of so many of the texts that have waited longest
 _MOST_TEXTS = 64
 
@@ -62,13 +63,14 @@ class EncoderEngine:
         dimensions: int | None = None,
         truncate: int | None = None,
         classify: bool = False,
+        cancelled: threading.Event | None = None,
     ) -> list[tuple[int, str]]:
         """Return each input's number of tokens and its vector (float32 little-endian, in base64).
 
         ``dimensions``: keep this many numbers of each vector, and scale it to length 1 again. ``truncate``: cut inputs
         to this many tokens; -1 cuts at the model's limit. ``classify``: expect a classifier, whose vectors are the
-        probabilities of the labels. Any thread may call this. Raises RequestError, EngineError, and the error of
-        weights that could not be loaded.
+        probabilities of the labels. ``cancelled`` ends the call when it is set. Any thread may call this. Raises
+        RequestError, EngineError, and the error of weights that could not be loaded.
         """
         if classify is not self._encoder.is_classifier:
             able = (
@@ -91,10 +93,21 @@ class EncoderEngine:
             self._changed.notify()
         found = []
         for text in texts:
-            vector = text.vector.result()
+            vector = self._wait(text, texts, cancelled)
             vector = vector if dimensions is None else normalized(vector[:dimensions])
             found.append((len(text.tokens), _packed(vector)))
         return found
+
+    def _wait(self, text: _Text, texts: list[_Text], cancelled: threading.Event | None) -> Tensor:
+        """Wait for a text's vector. If the call is cancelled, raise EngineError, and drop all of its ``texts``."""
+        while True:
+            try:
+                return text.vector.result(None if cancelled is None else _CHECK_EVERY_S)
+            except TimeoutError:
+                if cancelled is not None and cancelled.is_set():
+                    with self._changed:
+                        self._waiting = [other for other in self._waiting if other not in texts]
+                    raise EngineError("the request was cancelled") from None
 
     def run(self, stop: threading.Event) -> None:
         end: MedusaError = EngineError("the engine is stopping; try again")
@@ -138,11 +151,11 @@ class EncoderEngine:
         start_ns = time.monotonic_ns()
         try:
             vectors = self._encoder.encode([text.tokens for text in batch])
-        except Exception as error:
+        except BaseException as error:
             failure = error if isinstance(error, MedusaError) else EngineError(f"the engine failed: {error}")
             for text in batch:
                 text.vector.set_exception(failure)
-            if isinstance(error, MedusaError):
+            if isinstance(error, MedusaError) or not isinstance(error, Exception):
                 raise
             logger.exception("a step failed; its %d texts end", len(batch))
             return

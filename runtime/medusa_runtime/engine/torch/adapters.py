@@ -19,6 +19,8 @@ from ..serving.sequence import Sequence, Span
 
 logger = logging.getLogger(__name__)
 
+_CHECK_EVERY_S = 0.25  # how often a call that waits checks whether it was cancelled
+
 
 class Adapter:
     """One adapter. When ``loaded`` is set, it has ``pairs`` or an ``error``. Until then its sequences are ``waiting``.
@@ -100,13 +102,16 @@ class Adapters:
             )
         return adapter
 
-    def wait(self, name: str) -> dict[str, Any]:
+    def wait(self, name: str, cancelled: threading.Event | None = None) -> dict[str, Any]:
         """Wait until an adapter is loaded, and return its numbers of layers and bytes.
 
-        Raises RequestError if it is unknown or cannot be used, and StorageError if its weights could not be fetched.
+        Raises RequestError if it is unknown or cannot be used, StorageError if its weights could not be fetched, and
+        EngineError once ``cancelled`` is set.
         """
         adapter = self.find(name)
-        adapter.loaded.wait()
+        while not adapter.loaded.wait(None if cancelled is None else _CHECK_EVERY_S):
+            if cancelled is not None and cancelled.is_set():
+                raise EngineError("the request was cancelled")
         if adapter.error is not None:
             raise adapter.error
         return {"layers": len(adapter.pairs or ()), "bytes": adapter.size_bytes}

@@ -185,9 +185,12 @@ class TorchEngine:
         error = f"adapters are not supported {where}; expected --device cpu, or --engine vllm -- --enable-lora"
         self._adapters.refuse(name, RequestError(error, "model"))
 
-    def wait_adapter(self, name: str) -> dict[str, Any]:
-        """Wait for an adapter, and return its numbers of layers and bytes. Raises RequestError and StorageError."""
-        return self._adapters.wait(name)
+    def wait_adapter(self, name: str, cancelled: threading.Event | None = None) -> dict[str, Any]:
+        """Wait for an adapter, and return its numbers of layers and bytes. ``cancelled`` ends the wait when it is set.
+
+        Raises RequestError, StorageError and EngineError.
+        """
+        return self._adapters.wait(name, cancelled)
 
     def drop_adapter(self, name: str) -> bool:
         """Forget an adapter, and return whether it was there. Requests that use it go on."""

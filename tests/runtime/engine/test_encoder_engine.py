@@ -1,0 +1,84 @@
+"""Texts that wait in the encoders' engine: they end with their caller, and with the engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.encoder import engine as encoder_engine
+from medusa_runtime.engine.encoder.engine import EncoderEngine
+from medusa_runtime.engine.encoder.text_encoder import Tokens
+from medusa_runtime.errors import EngineError
+from medusa_runtime.timeline import Timeline
+
+
+class FakeEncoder:
+    """Encodes a text once ``encode`` may go on."""
+
+    is_classifier, max_tokens, size = False, 8, 2
+
+    class config:
+        vocab_size = 100
+
+    def __init__(self, *_: object) -> None: ...
+
+    def tokenize(self, text: str, most: int | None) -> Tokens:
+        return Tokens([1, 2])
+
+    def encode(self, texts: list[Tokens]) -> Any:
+        raise SystemExit  # as a signal's handler may, in the middle of a forward
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[EncoderEngine]:
+    monkeypatch.setattr(encoder_engine, "Encoder", FakeEncoder)
+    made = EncoderEngine(None, Settings(threads=1), Timeline.create("test"))  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+def embedding(engine: EncoderEngine, cancelled: threading.Event | None = None) -> tuple[threading.Thread, list[str]]:
+    """Embed in a thread, and return it, and the list that its error is put into."""
+    errors: list[str] = []
+
+    def embed() -> None:
+        with pytest.raises(EngineError) as found:
+            engine.embed(["a text"], cancelled=cancelled)
+        errors.append(str(found.value))
+
+    thread = threading.Thread(target=embed, daemon=True)
+    thread.start()
+    until(lambda: engine.stats()["waiting"] == 1)
+    return thread, errors
+
+
+def until(met: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not met():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_text_whose_caller_has_left_is_not_encoded(engine: EncoderEngine) -> None:
+    cancelled = threading.Event()
+    thread, errors = embedding(engine, cancelled)
+    cancelled.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "cancelled" in errors[0]
+    assert engine.stats()["waiting"] == 0
+
+
+def test_a_text_in_the_step_that_ends_the_engine_gets_an_error(engine: EncoderEngine) -> None:
+    thread, errors = embedding(engine)
+    with pytest.raises(SystemExit):
+        engine.run(threading.Event())
+    thread.join(10)
+    assert not thread.is_alive(), "it waits for ever"
+    assert errors
