@@ -126,7 +126,9 @@ class Execution:
             if not self.is_wanted(known):
                 return
             await self._nodes.call(known.node, request, _START_S)
-        except MedusaError as error:
+        except Exception as error:  # any: an instance that stayed "starting" would never be started again
+            if not isinstance(error, MedusaError):
+                logger.exception("the start of %s failed", known.id)
             if self.is_wanted(known):
                 self.note_failed(known.id)
                 del cluster.instances[known.id]
@@ -177,13 +179,14 @@ class Execution:
         while known.node in self._cluster.nodes and self._cluster.nodes[known.node].lost_at is None:
             try:
                 answer = await self._nodes.call(known.node, request, drain_s + _CALL_S)
-            except MedusaError as error:
+                ended = bool(answer.get("ended", True))
+            except Exception as error:  # noqa: BLE001 - any: it must not stay "draining" because of one bad answer
                 logger.warning("%s could not be ended: %s", known.id, error)
                 await asyncio.sleep(_SHORTEST_PAUSE_S)
                 if known.state != "draining":
                     return
                 continue
-            if not answer.get("ended", True):
+            if not ended:
                 self._note_resumed(known)
                 return
             # Only after an order has arrived. Otherwise the node may come back with the instance, which then counts.

@@ -69,33 +69,39 @@ class Groups:
         cluster.execution.start_task(("start", first.id), self._start(group, workers))
 
     async def _start(self, group: str, workers: list[KnownInstance]) -> None:
-        cluster, leader = self._cluster, workers[0]
+        cluster = self._cluster
         try:
-            deployment = cluster.deployments[leader.model]
-            model = cluster.models.get(deployment.url)
-            if model is None:
-                raise ClusterError(f"{deployment.url} is not described")
-            layers = layer_settings(split(model.bytes, len(workers)))
-            for worker, part in zip(workers, layers, strict=True):
-                sources = cluster.execution.planned_sources(worker.node, deployment.url)
-                cluster.execution.fetch(Fetch(worker.node, deployment.url, sources), part)
-            place = await group_address(self._nodes, cluster.nodes[leader.node])
-            if not all(map(cluster.execution.is_wanted, workers)):
-                raise ClusterError("one of its workers was ended before it was started")
-            common = {"group": group, "token": secrets.token_hex(16), "size": len(workers), "then": "stay"}
-            common["leader"] = place
-            calls = [
-                self._start_worker(worker, {**common, "rank": worker.rank, "full": worker.full, "layers": part})
-                for worker, part in zip(workers, layers, strict=True)
-            ]
-            outcomes = await asyncio.gather(*calls, return_exceptions=True)
-            for outcome in outcomes:
-                if isinstance(outcome, BaseException):
-                    raise outcome
-        except (MedusaError, KeyError) as error:
+            await self._start_workers(group, workers)
+        except Exception as error:  # any: workers that stayed "starting" would never be started again
+            if not isinstance(error, MedusaError):
+                logger.exception("the start of the group %s failed", group)
             if any(map(cluster.execution.is_wanted, workers)):  # else the whole group was ended
                 self._give_up(group, workers, error)
         cluster.publish()
+
+    async def _start_workers(self, group: str, workers: list[KnownInstance]) -> None:
+        cluster, leader = self._cluster, workers[0]
+        deployment = cluster.deployments[leader.model]
+        model = cluster.models.get(deployment.url)
+        if model is None:
+            raise ClusterError(f"{deployment.url} is not described")
+        layers = layer_settings(split(model.bytes, len(workers)))
+        for worker, part in zip(workers, layers, strict=True):
+            sources = cluster.execution.planned_sources(worker.node, deployment.url)
+            cluster.execution.fetch(Fetch(worker.node, deployment.url, sources), part)
+        place = await group_address(self._nodes, cluster.nodes[leader.node])
+        if not all(map(cluster.execution.is_wanted, workers)):
+            raise ClusterError("one of its workers was ended before it was started")
+        common = {"group": group, "token": secrets.token_hex(16), "size": len(workers), "then": "stay"}
+        common["leader"] = place
+        calls = [
+            self._start_worker(worker, {**common, "rank": worker.rank, "full": worker.full, "layers": part})
+            for worker, part in zip(workers, layers, strict=True)
+        ]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     async def _start_worker(self, worker: KnownInstance, group: Mapping[str, Any]) -> None:
         deployment = self._cluster.deployments[worker.model].to_json()

@@ -102,6 +102,28 @@ def test_a_group_that_cannot_start_is_one_instance(run: Run) -> None:
     run(scenario, "n1", "n2", "n3", "n4")
 
 
+def test_a_group_whose_start_fails_in_an_unforeseen_way_is_one_instance(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        reached = net.call
+
+        async def call(node: str, request: dict[str, Any], timeout_s: float) -> Any:
+            if request["op"] == "group_port":
+                raise ValueError("no error of ours")
+            return await reached(node, request, timeout_s)
+
+        monkeypatch.setattr(net, "call", call)
+        for node in net.nodes.values():
+            node.arrives = True
+        await cluster.answer({"op": "deploy", "arguments": MODEL})
+        await until(lambda: cluster.models.get(MODEL["url"]))
+        await until(lambda: (asked(cluster), routed(cluster))[1])
+        assert [item.group for item in cluster.instances.values()] == [None]
+
+    run(scenario, "n1", "n2", "n3", "n4")
+
+
 def test_a_model_whose_workers_end_by_themselves_is_one_instance(run: Run) -> None:
     async def scenario(net: Any, cluster: Cluster) -> None:
         workers = await started(net, cluster)
