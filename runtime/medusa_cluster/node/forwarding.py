@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _END_POLLS, _END_POLL_S = 50, 0.02  # how long to wait for an instance to end after its connection broke
+
+# What comes before the path in a request's target in absolute form (RFC 9112 §3.2.2), as clients send it to a proxy.
+_ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")
 
 # Headers that concern one connection and not the message (RFC 9110 §7.6.1), and Host and Authorization, which are
 # replaced.
@@ -71,7 +75,8 @@ class Forwarder:
     async def _forward(self, request: web.Request, instance: RunningInstance, port: int) -> web.StreamResponse:
         assert self._session is not None
         # What follows the instance's id, not decoded.
-        path = request.raw_path.split("/", 3)[3] if request.raw_path.count("/") > 2 else ""
+        target = _ORIGIN.sub("", request.raw_path)
+        path = target.split("/", 3)[3] if target.count("/") > 2 else ""
         headers = _end_to_end_headers(request.headers)
         headers["Authorization"] = f"Bearer {instance.secret}"
         response: web.StreamResponse | None = None

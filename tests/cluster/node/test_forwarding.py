@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from medusa_cluster.node.instances import Instances, RunningInstance
 from medusa_cluster.node.settings import NodeServerSettings
 from medusa_runtime.errors import NoControllerError, UnauthorizedError, UnknownNameError
 
-from benchmarks.origin import _free_port
+from benchmarks.ports import free_port
 
 TOKEN = "0123456789abcdef"
 Scenario = Callable[[aiohttp.ClientSession, str, "Upstream"], Awaitable[None]]
@@ -76,7 +77,7 @@ class Upstream:
 async def serving(app: web.Application) -> AsyncIterator[int]:
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    port = _free_port()
+    port = free_port()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     yield port
     await runner.cleanup()
@@ -88,12 +89,12 @@ def run(folder: Path, scenario: Scenario, *, head_url: str | None = None) -> Non
         token_file = folder / "token"
         token_file.touch(0o600)
         token_file.write_text(TOKEN)
-        settings = NodeServerSettings("n1", folder, "127.0.0.1", token_file, data_port=_free_port(), head_url=head_url)
+        settings = NodeServerSettings("n1", folder, "127.0.0.1", token_file, data_port=free_port(), head_url=head_url)
         instances, upstream = Instances(settings), Upstream()
         line = ControllerClient(settings, settings.access())
         listener = NodeHttpServer(settings, settings.access(), Forwarder(instances), line, ())
         async with serving(upstream.app) as port:
-            for name, where in (("i1", port), ("ended", _free_port())):
+            for name, where in (("i1", port), ("ended", free_port())):
                 listening = asyncio.get_running_loop().create_future()
                 listening.set_result(where)
                 instances.add(RunningInstance(name, Deployment("m", "/m"), "secret", listening, state="ready"))
@@ -120,6 +121,22 @@ def test_a_request_and_its_answer_pass_through_unchanged(tmp_path: Path) -> None
         assert found["headers"]["X-Mine"] == "a"
         assert "X-Hop" not in found["headers"]
         assert found["headers"]["Authorization"] == "Bearer secret"  # the instance's own, not the cluster's
+
+    run(tmp_path, scenario)
+
+
+def test_a_target_in_absolute_form_is_that_of_its_path(tmp_path: Path) -> None:
+    """RFC 9112 §3.2.2: a server has to accept it, though only requests to proxies use it."""
+
+    async def scenario(_: aiohttp.ClientSession, url: str, __: Upstream) -> None:
+        address = url.removeprefix("http://")
+        for origin in (url, "HTTP://elsewhere"):
+            reader, writer = await asyncio.open_connection(*address.split(":"))
+            head = f"GET {origin}/instances/i1/echo?a=%20b HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n"
+            writer.write(f"{head}Authorization: Bearer {TOKEN}\r\n\r\n".encode())
+            answer = await reader.read()
+            writer.close()
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["path"] == "/echo?a=%20b"
 
     run(tmp_path, scenario)
 
