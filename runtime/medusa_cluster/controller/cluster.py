@@ -168,6 +168,7 @@ class Cluster:
             except ClusterError as error:
                 logger.warning("%s; trying again", error)
                 self._save_at = time.monotonic() + _SAVE_AGAIN_S
+        node.excluded = {(url, source) for url, source in node.excluded if url in deployed}
         names = {other.url: other.name for other in self.nodes.values()}
         for model in node.models():
             for source, reason in model.get("excluded", {}).items():
@@ -204,7 +205,7 @@ class Cluster:
         now = time.monotonic()
         self.groups.update()
         self.models.update(self.deployments.values(), self.nodes, now)
-        loads = self.loads.summed(self.gateways.values(), now)
+        loads = self.loads.summed(self.gateways.values(), now, self.deployments)
         fetches = self.execution.fetches(self.nodes, now)
         state = policy_state(self, fetches, loads)
         decisions, self._memory = decide(state, now, self._memory, self._options)
@@ -437,6 +438,7 @@ class Cluster:
         except OSError as error:
             raise ClusterError(f"{self._plan_path} could not be written: {error.strerror}") from error
         self.deployments, self.draining, self._save_at = deployments, draining, math.inf
+        self.loads.keep(deployments)
         self.publish()
         self.wake()
 

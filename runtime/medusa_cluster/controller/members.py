@@ -73,13 +73,14 @@ class Members:
                 self._following[name] = [asyncio.create_task(work) for work in follow]
         for name, node in list(nodes.items()):
             lost_s = 0.0 if node.lost_at is None else time.monotonic() - node.lost_at
-            if lost_s > _GIVE_UP_S and name not in servers and not node.given_up:
+            never_came = not node.status and name not in servers
+            if (lost_s > _GIVE_UP_S or never_came) and name not in servers and not node.given_up:
                 node.given_up = True
-                self._forgetting[name] = asyncio.create_task(self._nodes.forget(name))
-            if lost_s > _FORGET_LOST_S:
+                task = self._forgetting[name] = asyncio.create_task(self._nodes.forget(name))
+                task.add_done_callback(lambda _, name=name: self._forgetting.pop(name, None))  # type: ignore[misc]
+            if lost_s > _FORGET_LOST_S or never_came:
                 del nodes[name]
                 self._urls.pop(name, None)
-                self._forgetting.pop(name, None)
                 for task in self._following.pop(name):
                     task.cancel()
 

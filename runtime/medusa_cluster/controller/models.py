@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -108,8 +108,12 @@ class Models:
         if url in self._known:
             self._known[url].no_groups_until = now + _AVOIDED_S
 
-    def update(self, deployments: Iterable[Deployment], nodes: Mapping[str, KnownNode], now: float) -> None:
-        """Have a node describe each model that is not known yet, a few at a time."""
+    def update(self, deployments: Collection[Deployment], nodes: Mapping[str, KnownNode], now: float) -> None:
+        """Have a node describe each model that is not known yet, a few at a time. Forgets all that are not deployed."""
+        deployed = {item.url for item in deployments}
+        for known in (self._known, self._attempts):
+            for url in known.keys() - deployed:
+                del known[url]
         self._devices = any(node.status.get("devices") for node in nodes.values())
         alive = [name for name, node in nodes.items() if node.status and node.lost_at is None and not node.silent]
         asked = {

@@ -65,7 +65,7 @@ def _node(cluster: Cluster, node: KnownNode) -> dict[str, Any]:
 
 
 def _model(cluster: Cluster, item: Deployment) -> dict[str, Any]:
-    load = cluster.loads.summed(cluster.gateways.values(), time.monotonic()).get(item.name)
+    load = cluster.loads.summed(cluster.gateways.values(), time.monotonic(), cluster.deployments).get(item.name)
     instances = [instance for instance in cluster.instances.values() if instance.model == item.name]
     ones = [instance for instance in instances if not instance.rank]  # a group counts as one instance, by its leader
     states = ["starting" if one.loading and one.state == "ready" else one.state for one in ones]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ..policy import state as policy
@@ -23,12 +23,19 @@ class Loads:
     def __init__(self) -> None:
         self._last_request: dict[str, float] = {}
 
-    def summed(self, gateways: Iterable[Gateway], now: float) -> dict[str, policy.Load]:
+    def keep(self, deployed: Container[str]) -> None:
+        """Forget all models but these."""
+        self._last_request = {model: at for model, at in self._last_request.items() if model in deployed}
+
+    def summed(self, gateways: Iterable[Gateway], now: float, deployed: Container[str]) -> dict[str, policy.Load]:
+        """Return the loads of the ``deployed`` models, by name."""
         sums: dict[str, dict[str, float]] = {model: {} for model in self._last_request}
         for gateway in gateways:
             if now - gateway.seen_at > _GATEWAY_GONE_S:
                 continue
             for model, load in gateway.loads.items():
+                if model not in deployed:
+                    continue
                 total = sums.setdefault(model, {})
                 for name in ("waiting", "running", "tokens_per_s", "prefilled_per_s", "decoded_per_s"):
                     total[name] = total.get(name, 0.0) + float(load.get(name) or 0)

@@ -187,3 +187,74 @@ def test_nothing_is_kept_of_a_node_that_was_lost_for_long(run: Run, monkeypatch:
 
     monkeypatch.setattr(members, "_GIVE_UP_S", 0.0)
     run(scenario, "a", "b")
+
+
+def test_a_start_that_fails_in_an_unforeseen_way_is_tried_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        failed: list[str] = []
+        reached = net.call
+
+        async def call(node: str, request: dict[str, Any], timeout_s: float) -> Any:
+            if request["op"] == "start" and not failed:
+                failed.append(request["id"])
+                raise ValueError("no error of ours")
+            return await reached(node, request, timeout_s)
+
+        monkeypatch.setattr(net, "call", call)
+        await ask(cluster, "deploy", name="m", url=MODEL, min=1)
+        await until(lambda: [item for item in cluster.instances.values() if item.state == "ready"])
+        assert failed
+        assert failed[0] not in cluster.instances
+        assert "start-failed" in [event["kind"] for event in cluster.events]
+
+    run(scenario, "a")
+
+
+def test_a_stop_that_fails_in_an_unforeseen_way_is_tried_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        answers: list[Any] = [None, "nonsense"]
+        reached = net.call
+
+        async def call(node: str, request: dict[str, Any], timeout_s: float) -> Any:
+            if request["op"] == "stop" and answers:
+                return answers.pop()
+            return await reached(node, request, timeout_s)
+
+        monkeypatch.setattr(net, "call", call)
+        await ask(cluster, "deploy", name="m", url=MODEL, min=1)
+        await until(lambda: [item for item in cluster.instances.values() if item.state == "ready"])
+        await ask(cluster, "remove", name="m")
+        await until(lambda: not cluster.instances)
+        assert not net.nodes["a"].instances
+
+    run(scenario, "a")
+
+
+def test_nothing_is_kept_of_a_model_that_was_removed(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        loads: Any = cluster.loads
+        models: Any = cluster.models
+        await ask(cluster, "deploy", name="m", url=MODEL)
+        await ask(cluster, "report", gateway="g", url=None, loads={"m": {"waiting": 1}}, version="")
+        await until(lambda: "m" in loads._last_request and models.get(MODEL))
+        await ask(cluster, "remove", name="m")
+        await until(lambda: not cluster.instances)
+        await ask(cluster, "status")
+        assert (loads._last_request, models._known, models._attempts) == ({}, {}, {})
+
+    run(scenario, "a")
+
+
+def test_a_node_that_left_before_it_ever_answered_is_forgotten(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_LIST_S", 0.05)
+
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        net.cut.add("b")
+        net.listed.add("b")
+        await until(lambda: "b" in cluster.nodes)
+        net.listed.remove("b")
+        await until(lambda: "b" not in cluster.nodes)
+        await until(lambda: "b" in net.forgotten)
+        assert "a" in cluster.nodes
+
+    run(scenario, "a")
