@@ -84,9 +84,11 @@ class Health:
             self._dispatch.set_lost(key, False)  # it may come back with its node while it still has a request
         for key in set(self._last_bytes_at) - set(busy) - set(self._lost):
             self._last_bytes_at.pop(key)
-            self._failures.pop(key, None)
-            if not self._scopes.get(key):
-                self._scopes.pop(key, None)
+        # A probe may end, and a request leave its block, only after the instance was forgotten here.
+        for key in self._failures.keys() - busy.keys() - self._lost.keys():
+            del self._failures[key]
+        for key in [key for key, scopes in self._scopes.items() if not scopes and key not in self._last_bytes_at]:
+            del self._scopes[key]
         for key, instance in {**busy, **self._lost}.items():
             if key not in self._probes and (key in self._lost or self._last_bytes_at.get(key, 0.0) < silent_since):
                 self._probes[key] = asyncio.create_task(self._probe(instance))

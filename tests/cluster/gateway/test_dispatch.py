@@ -74,6 +74,23 @@ def test_a_lost_instance_that_left_the_routes_gets_requests_when_it_comes_back()
     run(work)
 
 
+def test_nothing_is_kept_of_an_instance_whose_probe_failed_after_it_was_gone() -> None:
+    async def work(dispatch: Dispatch) -> None:
+        async with aiohttp.ClientSession() as session:
+            health = Health(session, {}, dispatch)
+            dispatch.update(routes(m=["a", "b"]))
+            held = await lease(dispatch)
+            async with health.watch(held.instance):
+                dispatch.release(held)
+                health._start_probes()  # forgets it, though the block still runs
+            health._failures[held.instance.id] = 1  # a probe that was under way has failed
+            health._start_probes()
+            assert not health._failures
+            assert not health._scopes
+
+    run(work)
+
+
 def test_requests_wait_for_room_in_the_order_in_which_they_came() -> None:
     async def work(dispatch: Dispatch) -> None:
         dispatch.update(routes(m=["a"]))
