@@ -9,6 +9,7 @@ import re
 import secrets
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ _LISTENS_WITHIN_S = 60.0
 _KILLED_AFTER_S = 10.0  # how long an instance without requests may take to end
 _POLL_S = 0.05  # between two checks of an instance that drains
 _KEPT_ENDS_S = 60.0  # how long the status shows an instance that ended by itself
+_KEPT_LOGS = 50  # of instances that ended by themselves
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -71,6 +73,7 @@ class Instances:
         self._settings = settings
         self._instances: dict[str, RunningInstance] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._failed_logs: deque[Path] = deque()  # of instances that ended by themselves, the oldest first
 
     def get(self, instance_id: str) -> RunningInstance | None:
         return self._instances.get(instance_id)
@@ -123,7 +126,7 @@ class Instances:
             instance.child = Child(
                 self._command(deployment, worker),
                 self._environment(instance),
-                self._settings.log_folder / f"instance-{instance_id}.log",
+                self._log(instance),
                 on_line,
             )
         except (OSError, ValueError, ConfigError) as error:
@@ -156,6 +159,16 @@ class Instances:
             | ({} if instance.worker is None else instance.worker.environment(self._group_file(instance)))
         )
 
+    def _log(self, instance: RunningInstance) -> Path:
+        return self._settings.log_folder / f"instance-{instance.id}.log"
+
+    def _keep_log(self, log: Path) -> None:
+        """Keep the log of an instance that ended by itself, and remove the oldest of many."""
+        if log not in self._failed_logs:
+            self._failed_logs.append(log)
+        if len(self._failed_logs) > _KEPT_LOGS:
+            self._failed_logs.popleft().unlink(missing_ok=True)
+
     def _group_file(self, instance: RunningInstance) -> Path:
         return self._settings.folder / f"group-{instance.id}.json"
 
@@ -177,8 +190,7 @@ class Instances:
             self._instances.pop(instance.id, None)
             if not instance.listening.done():
                 instance.listening.set_exception(InstanceError(f"{instance.id} was ended before it listened"))
-            log = self._settings.log_folder / f"instance-{instance.id}.log"
-            log.unlink(missing_ok=True)
+            self._log(instance).unlink(missing_ok=True)
             return
         said = [line for line in child.last_lines if line.startswith("medusa: ")] or list(child.last_lines)[-1:]
         last = said[-1] if said else "it said nothing"
@@ -188,6 +200,7 @@ class Instances:
         logger.error("%s", failure)
         instance.failure = failure
         instance.set_state("failed")
+        self._keep_log(self._log(instance))
         if not instance.listening.done():
             instance.listening.set_exception(InstanceError(failure))
         asyncio.get_running_loop().call_later(_KEPT_ENDS_S, self._forget, instance)

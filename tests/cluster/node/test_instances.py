@@ -52,6 +52,22 @@ def test_text_that_no_process_can_be_given_is_refused(tmp_path: Path, text: str)
     asyncio.run(scenario())
 
 
+def test_the_logs_of_failed_instances_are_kept_but_not_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instances_module, "_KEPT_LOGS", 2)
+
+    async def scenario() -> None:
+        settings = settings_in(tmp_path)
+        instances = Instances(settings)
+        deployment = Deployment("m", "http://s/m", settings={"state": "a\0b"})  # no process can be given this
+        for number in range(4):
+            (settings.log_folder / f"instance-i{number}.log").write_text("why")
+            with pytest.raises(InstanceError, match="could not start"):
+                await instances.start(f"i{number}", deployment)
+        assert sorted(path.name for path in settings.log_folder.iterdir()) == ["instance-i2.log", "instance-i3.log"]
+
+    asyncio.run(scenario())
+
+
 def running_alone(instances: Instances) -> RunningInstance:
     """Add an instance that listens and runs a request; its process is one that sleeps."""
     listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
