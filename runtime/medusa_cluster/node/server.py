@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import IO
 
 from aiohttp import web
-from medusa_runtime.errors import ConfigError, NoControllerError
+from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.node.watchdog import Watchdog
 from medusa_runtime.process import adopt_orphans
 
@@ -163,7 +163,7 @@ class NodeServer:
         """Show the line "ready" once the controller knows this node and answers gateways."""
         await self._ray_started.wait()
         while True:
-            with suppress(NoControllerError):
+            with suppress(MedusaError):  # any: the head may be restarting, or behind a proxy that answers for it
                 await self._controller.call("routes", {})
                 nodes = (await self._controller.call("status", {}))["nodes"]
                 if any(node["name"] == self._settings.name and node["state"] in _READY_STATES for node in nodes):

@@ -14,7 +14,7 @@ from medusa_cluster.node.operations import Operations
 from medusa_cluster.node.server import NodeServer
 from medusa_cluster.node.settings import NodeServerSettings
 from medusa_cluster.transport.pacing import Pacer
-from medusa_runtime.errors import ConfigError
+from medusa_runtime.errors import ClusterError, ConfigError
 
 
 @pytest.mark.parametrize("limit", [math.nan, math.inf, -1, 0, "7", [], 10**400])
@@ -64,3 +64,29 @@ def test_the_controller_is_tried_again_where_its_process_cannot_be_made(
 
     asyncio.run(run())
     assert "the controller could not be created" in caplog.text
+
+
+def test_a_node_says_that_it_is_ready_although_the_controller_once_answered_with_an_error(tmp_path: Path) -> None:
+    async def run() -> None:
+        settings = NodeServerSettings("n1", tmp_path, "127.0.0.1", tmp_path / "token")
+        nothing: Any = None
+        shown: list[str] = []
+        server = NodeServer(settings, shown.append, nothing)
+        answers: list[Any] = [ClusterError("no node server"), {}, {"nodes": [{"name": "n1", "state": "alive"}]}]
+
+        class Controller:
+            async def call(self, *_: object) -> Any:
+                answer = answers.pop(0)
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
+
+        setattr(server, "_controller", Controller())  # noqa: B010
+        server._ray_started.set()
+        try:
+            await asyncio.wait_for(server._announce_ready(), 5)
+        finally:
+            server._watchdog.close()
+        assert shown == ["ready"]
+
+    asyncio.run(run())
