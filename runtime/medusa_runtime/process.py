@@ -28,6 +28,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SPINS = 2000  # some 30 µs
 _LONGEST_REPORT_BYTES = 3500  # the kernel writes up to 4096 to a pipe as a whole (pipe(7))
+_LONGEST_NAME = 200  # characters of a process's name in a report; each takes up to 12 bytes of JSON
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP)
 
 
@@ -59,7 +60,7 @@ class ReportPipe:
         return pipe
 
     def send(self, process: str, error: MedusaError) -> None:
-        message = str(error)[:_LONGEST_REPORT_BYTES]
+        process, message = process[:_LONGEST_NAME], str(error)[:_LONGEST_REPORT_BYTES]
         while len(line := json.dumps([process, error.code, message])) > _LONGEST_REPORT_BYTES:
             message = message[: len(message) * 7 // 8] + "…"
         try:

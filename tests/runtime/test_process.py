@@ -24,6 +24,14 @@ def test_a_long_report_arrives_shortened(message: str) -> None:
     assert short.message == "short"
 
 
+def test_a_report_by_a_process_with_a_long_name_arrives() -> None:
+    with closing(ReportPipe()) as pipe:
+        pipe.send("\U0001f40d" * 5000, MedusaError("it failed"))
+        (report,) = pipe.read()
+    assert report.message == "it failed"
+    assert report.process.startswith("\U0001f40d" * 100)
+
+
 def test_a_signal_to_a_child_whose_end_is_just_being_noted() -> None:
     with closing(ReportPipe()) as pipe:
         children = Children(Timeline.create("test"), pipe)
