@@ -67,9 +67,9 @@ class Site:
             origin_link=LinkSpeed(max(nodes, 4) * 4 * self.link_bytes_per_s),
         )
         checkpoint = open_checkpoint(str(options.model))
-        self.bytes = ModelBytes.of(checkpoint.index)
-        self.total_bytes = checkpoint.index.total_bytes
-        checkpoint.store.close()
+        with contextlib.closing(checkpoint.store):
+            self.bytes = ModelBytes.of(checkpoint.index)
+            self.total_bytes = checkpoint.index.total_bytes
 
     def __enter__(self) -> Self:
         self._stack.enter_context(self.laboratory)
@@ -123,10 +123,16 @@ class Workers:
         self._stack = ExitStack()
         self.folder = Path(self._stack.enter_context(_temporary()))
         self.began = time.monotonic()
-        self.processes = [self._start(rank, plan, layers[rank], urls) for rank, plan in enumerate(plans)]
-        if site.options.warm:
-            self._go()
-        self.clients = [self._client(rank) for rank in range(len(plans))]
+        self.processes: list[subprocess.Popen[Any]] = []
+        try:
+            for rank, plan in enumerate(plans):
+                self.processes.append(self._start(rank, plan, layers[rank], urls))
+            if site.options.warm:
+                self._go()
+            self.clients = [self._client(rank) for rank in range(len(plans))]
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def group(cls, site: Site, size: int, then: str = "stay", **plan: Any) -> Workers:
@@ -243,6 +249,10 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers, and remove their folder."""
         self.end()
         for pipe in (pipe for process in self.processes for pipe in (process.stdin, process.stdout)):
             if pipe is not None:

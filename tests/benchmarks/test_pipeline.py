@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 from pathlib import Path
+from tempfile import gettempdir
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from medusa_runtime.errors import ConfigError
+from medusa_runtime.errors import ConfigError, EngineError
 
 from benchmarks.pipeline.__main__ import ROWS, main
 from benchmarks.pipeline.consolidation import _differences, gaps_together
 from benchmarks.pipeline.disaggregation import burst
-from benchmarks.pipeline.workers import Stream
+from benchmarks.pipeline.workers import Stream, Workers
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 
@@ -81,3 +85,22 @@ def test_groups_of_vllm_workers_are_measured_from_cold(tmp_path: Path) -> None:
     rows = {(row["name"], row["metric"]): row["median"] for row in json.loads(file.read_text())["rows"]}
     speedup = rows["cold-1", "ttft_s"] / rows["cold-2", "ttft_s"]
     assert rows["cold", "speedup_2"] == pytest.approx(speedup)
+
+
+def test_workers_that_do_not_start_leave_nothing_behind() -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def popen(_: str, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(["sh", "-c", "echo cold; exec sleep 60"], **options))
+        return started[-1]
+
+    site: Any = SimpleNamespace(
+        options=SimpleNamespace(engine="torch", warm=True, batch_tokens=64),
+        laboratory=SimpleNamespace(nodes=["n1", "n2"], popen=popen),
+        url="http://origin/model",
+    )
+    before = set(Path(gettempdir()).glob("medusa-pipeline-*"))
+    with pytest.raises(EngineError, match="worker 0 did not start"):
+        Workers(site, [None, None], [None, None])
+    assert [process.poll() is not None for process in started] == [True, True]
+    assert set(Path(gettempdir()).glob("medusa-pipeline-*")) == before
