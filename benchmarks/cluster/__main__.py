@@ -54,8 +54,9 @@ def options_of(arguments: argparse.Namespace) -> Options:
         raise ConfigError(
             f"expected --nodes of 2 and --runs of 1 at least, found {arguments.nodes} and {arguments.runs}"
         )
+    needing = [row for row in rows if ROWS[row].module != "decisions"]  # those decide, and load nothing
     for folder in (arguments.model, arguments.large_model):
-        if folder is not None:
+        if folder is not None and needing:
             check_checkpoint(folder)
     return Options(
         model=arguments.model.resolve(),

@@ -40,6 +40,15 @@ def test_rows_of_the_modules_become_a_result(
     assert "MISSED    1.20  <= 1.05  origin" in printed
 
 
+def test_rows_without_a_model_need_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("benchmarks.cluster.decisions")
+    module.rows = lambda options: [row("planner", "ms", "ms", [1.0])]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "benchmarks.cluster.decisions", module)
+    assert main(["--rows", "planner", "--model", str(tmp_path / "none")]) == 0
+    with pytest.raises(ConfigError, match="expected a checkpoint"):
+        main(["--rows", "planner,chain", "--model", str(tmp_path / "none")])
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
