@@ -92,7 +92,7 @@ def steps(machine: Machine, one: Started, repeats: int = 20) -> dict[str, dict[s
     with torch.inference_mode():
         for size in shown:
             fill(one, size, seed=size, context=_CONTEXT)
-            eager = statistics.median(machine.time_ms(lambda size=size: graphs.step(size), repeats))  # type: ignore[misc]
+            eager = statistics.median(machine.time_ms(lambda size=size: graphs.run_eagerly(size), repeats))  # type: ignore[misc]
             replay = statistics.median(machine.time_ms(graphs.graphs[size].replay, repeats))
             found[str(size)] = {"eager_ms": eager, "replay_ms": replay, "speedup": eager / replay}
     return found
@@ -109,7 +109,7 @@ def against_eager(machine: Machine, one: Started) -> dict[str, float]:
             machine.synchronize()
             replayed = one.graphs.inputs.logits[:size].float().clone()
             fill(one, size, seed=5)
-            one.graphs.step(size)
+            one.graphs.run_eagerly(size)
             machine.synchronize()
             stepped = one.graphs.inputs.logits[:size].float()
             worst = max(worst, float((replayed - stepped).norm() / stepped.norm()))

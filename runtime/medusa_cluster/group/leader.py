@@ -157,7 +157,7 @@ class Leader(WorkerEngine):
         self._in_flight.clear()
         self._busy.clear()
         for sequence in list(self._scheduler.running):
-            self._scheduler.restart(sequence, 0 if consolidation is None else consolidation.gathered_tokens(sequence))
+            self._scheduler.rewind(sequence, 0 if consolidation is None else consolidation.gathered_tokens(sequence))
         self._release(self.plan.size if self.plan.then == "up" else 1)
         self._go_alone(reason)
 

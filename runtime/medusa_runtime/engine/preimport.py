@@ -26,10 +26,10 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
 
     import_families()
     if region is not None:
-        _import_foreign(region)
+        _import_transformers_module(region)
 
 
-def _import_foreign(region: Region) -> None:
+def _import_transformers_module(region: Region) -> None:
     """Import the model's module of transformers, if the model needs one and its config.json has arrived.
 
     Errors in the model are not reported here; the engine reports them.

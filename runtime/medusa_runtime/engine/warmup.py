@@ -58,16 +58,16 @@ _TOKENIZER: dict[str, Any] = {
         "merges": [],
     },
 }
-_TEXT = {
+_TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}",
 }
-_BYTES = {"BF16": 2, "F32": 4}
+_ITEM_BYTES = {"BF16": 2, "F32": 4}
 
 
 def warm_up(open_engine: Callable[[Region, Settings, Timeline], Engine], settings: Settings) -> None:
     """Open an engine for each dtype in turn, and generate two tokens. Raises what such an engine raises."""
-    for dtype in _BYTES:
+    for dtype in _ITEM_BYTES:
         region = _region(dtype)
         timeline = Timeline.create("warm-up")
         try:
@@ -112,7 +112,7 @@ def _region(dtype: str) -> Region:
     shapes = _shapes()
     entries, at = {}, 0
     for name, shape in shapes.items():
-        size = _BYTES[dtype]
+        size = _ITEM_BYTES[dtype]
         for extent in shape:
             size *= extent
         entries[name] = TensorEntry(0, at, at + size, dtype, shape)
@@ -124,7 +124,7 @@ def _region(dtype: str) -> Region:
     files: dict[str, Any] = {
         "config.json": {**_CONFIG, "dtype": names[dtype]},
         "tokenizer.json": _TOKENIZER,
-        "tokenizer_config.json": _TEXT,
+        "tokenizer_config.json": _TOKENIZER_CONFIG,
     }
     writer.lay_out(index, {name: json.dumps(body).encode() for name, body in files.items()})
     for chunk in writer.pending():

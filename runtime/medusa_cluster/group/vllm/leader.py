@@ -233,7 +233,7 @@ class VllmLeader(VllmEngine):
         if self._calls is None:
             return  # a worker was lost meanwhile, so it has taken over already
         now_ns = time.monotonic_ns()
-        tokens = sum(len(one.tokens) for one in self._requests.running())
+        tokens = sum(len(one.tokens) for one in self._requests.unfinished())
         self._timeline.record("gather", began_ns, now_ns, tokens=tokens, bytes=0)
         self._timeline.mark("consolidated", kept=keep)
         self._dissolve(keep)
@@ -248,7 +248,7 @@ class VllmLeader(VllmEngine):
         first, self._core = self._core, core
         begun = set(first.scheduler.requests)  # others wait in the inbox
         first.scheduler.shutdown()
-        for sequence in self._requests.running():
+        for sequence in self._requests.unfinished():
             if sequence.cancelled or sequence.id not in begun:
                 continue
             try:

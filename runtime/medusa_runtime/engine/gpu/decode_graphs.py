@@ -146,7 +146,7 @@ class DecodeGraphs:
         self.replays += 1
         return self.inputs.logits[: len(spans)]
 
-    def step(self, size: int, layers: int | None = None) -> None:
+    def run_eagerly(self, size: int, layers: int | None = None) -> None:
         """Run eagerly what the graph of this size does, from the first ``size`` rows of the inputs to their logits.
 
         ``layers``: run only the first so many of the model's layers.
@@ -163,7 +163,7 @@ class DecodeGraphs:
         start_ns = time.monotonic_ns()
 
         def work() -> None:
-            self.step(size)
+            self.run_eagerly(size)
 
         try:
             with bypass_gates(), torch.inference_mode():
@@ -181,7 +181,7 @@ class DecodeGraphs:
 
     def capture_first_layer(self, size: int, capturer: Capturer) -> Graph:
         """Capture a step of the first layer alone, which loads the modules of all kinds of kernels (MEDUSA §5.2)."""
-        work = partial(self.step, size, 1)
+        work = partial(self.run_eagerly, size, 1)
         with bypass_gates(), torch.inference_mode():
             self.inputs.fill([], self.inputs.rows)
             capturer.warm_up(work)

@@ -58,7 +58,7 @@ class Requests:
     def get(self, request_id: str) -> Sequence | None:
         return self._sequences.get(request_id)
 
-    def running(self) -> list[Sequence]:
+    def unfinished(self) -> list[Sequence]:
         """Return the sequences that have not ended, in the order of their admission."""
         with self._lock:
             return list(self._sequences.values())
@@ -89,7 +89,7 @@ class Requests:
             if sequence.id in self._sequences:
                 raise RequestError(f"id: expected one that no running request has, found {sequence.id!r}")
             if not self._sequences:
-                self._throughput.begin()
+                self._throughput.start()
             self._sequences[sequence.id] = sequence
             self._prompt_tokens += sequence.prompt_length
 
@@ -124,7 +124,7 @@ class Requests:
         self._release(sequence)
         with self._lock:
             del self._sequences[sequence.id]
-        self._throughput.note()
+        self._throughput.record_end()
 
     @contextlib.contextmanager
     def serving(self, translate: Callable[[Exception], MedusaError | None] = lambda error: None) -> Iterator[None]:
@@ -149,7 +149,7 @@ class Requests:
         """Admit no more requests, and end all with this error."""
         with self._lock:
             self._end = error
-        for sequence in self.running():
+        for sequence in self.unfinished():
             self.end(sequence, "error", error)
 
     def stats(self, running: int, kv_tokens_used: int) -> dict[str, Any]:

@@ -17,12 +17,12 @@ class Throughput:
         self._ended: deque[float] = deque(maxlen=_WINDOW)
         self._busy_since: float | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Note that the engine has work again, and forget older times: they say nothing about the present queue."""
         self._busy_since = time.monotonic()
         self._ended.clear()
 
-    def note(self) -> None:
+    def record_end(self) -> None:
         self._ended.append(time.monotonic())
 
     def retry_after_s(self, waiting: int) -> float:

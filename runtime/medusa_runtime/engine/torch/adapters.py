@@ -41,7 +41,7 @@ class Adapter:
 class Adapters:
     """The adapters of one engine, by name.
 
-    Any thread may add, drop, find and wait. ``defer``, ``group_by_adapter`` and ``check`` belong to the engine's
+    Any thread may add, drop, find and wait. ``defer``, ``group_by_adapter`` and ``end_misfits`` belong to the engine's
     thread. A dropped adapter lives on while a sequence uses it.
 
     Four functions connect this to the engine: ``base_loaded`` waits for the base model's weights, ``post`` runs a call
@@ -147,7 +147,7 @@ class Adapters:
         step.misfits.clear()
         return ordered
 
-    def check(self, spans: list[Span]) -> None:
+    def end_misfits(self, spans: list[Span]) -> None:
         """End the sequences whose adapter could not be applied. Call it after each step."""
         step = self._step
         used = [span.sequence for span in spans if span.sequence.adapter is not None]

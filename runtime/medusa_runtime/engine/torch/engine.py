@@ -293,7 +293,7 @@ class TorchEngine:
             spans = self._adapters.group_by_adapter(spans)
             self._constraints.request_masks(spans)
             logits, sequences = self.runner.step(spans)
-            self._adapters.check(spans)
+            self._adapters.end_misfits(spans)
             sampled = [] if logits is None else self._sample(logits, sequences)
         except MedusaError:
             raise

@@ -47,7 +47,7 @@ def run_step(
     model: DecoderModel,
     cache: KvCache,
     spans: list[Span],
-    attend: Callable[[KvCache, list[Span]], Attention] = PagedAttention,
+    make_attention: Callable[[KvCache, list[Span]], Attention] = PagedAttention,
 ) -> tuple[Tensor | None, list[Sequence]]:
     """Run the spans, and return the logits [rows, vocab] of each sequence's last token, and these sequences.
 
@@ -55,7 +55,7 @@ def run_step(
     Afterwards the keys and values of all spans are in the cache and count as computed.
     """
     device = cache.pool.device
-    attention = attend(cache, spans)
+    attention = make_attention(cache, spans)
     places = positions_of(spans).to(device)
     ends = [place for place, (sequence, _, stop) in enumerate(spans) if stop == len(sequence.tokens)]
     rows = last_rows(spans, ends).to(device) if ends else None

@@ -64,7 +64,7 @@ class Scheduler:
         self._admit(budget, prefills, busy)
         return decodes + prefills
 
-    def restart(self, sequence: Sequence, computed: int) -> None:
+    def rewind(self, sequence: Sequence, computed: int) -> None:
         """Count at most ``computed`` tokens of a running sequence as computed, because the other values are lost.
 
         It gets blocks up to its last token. If too few are free, it is put back among the waiting sequences.
