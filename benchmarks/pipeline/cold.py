@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from medusa_cluster.node.timeline_reader import start_times
-from medusa_runtime.state.stage_times import StageTimes, Worker
+from medusa_runtime.state.stage_times import StageTimes, WorkerRates
 from medusa_runtime.timeline import Stage
 
 from benchmarks.pipeline.options import Options
@@ -56,7 +56,7 @@ def _predictions(
     for size, measured in ttft.items():
         # Layers are not cut, so parts are not equal, and the slowest worker fetches the largest.
         share = site.total_bytes / size / site.part_bytes(size) if size > 1 else 1.0
-        workers = [Worker(site.link_bytes_per_s * share)] * size
+        workers = [WorkerRates(site.link_bytes_per_s * share)] * size
         predicted = times.predicted_ttft_s(workers, full_memory=size, hop_s=max(hop_s, 0.0) if size > 1 else 0.0)
         found.append(row(f"prediction-{size}", "ttft_s", "s", [predicted]))
         errors.append(100 * abs(predicted - median(measured)) / median(measured))

@@ -15,7 +15,7 @@ from medusa_cluster.simulation.simulator import Simulation
 from medusa_cluster.simulation.strategy import Strategy, strategy_named
 from medusa_cluster.simulation.trace import LENGTHS, Request, gamma, popularity
 from medusa_runtime.limits import cpu_count
-from medusa_runtime.state.stage_times import Worker
+from medusa_runtime.state.stage_times import WorkerRates
 
 from benchmarks.simulation.figure import Figure, Line, Order, bars, chart
 
@@ -67,7 +67,7 @@ def cold(model: str, strategy: Strategy, workers: int = 1, output: int = 8) -> O
     times = strategy.times(profile, 512)
     slo = math.inf
     if workers > 1:
-        group = [Worker(2 * GB, times.load_bytes_per_s)] * workers
+        group = [WorkerRates(2 * GB, times.load_bytes_per_s)] * workers
         slo = times.predicted_ttft_s(group, full_memory=workers, hop_s=0.0005) + 0.01
     machines = (Machine("n", 4, 16 * GBIT, memory_bytes=188 * GB),)
     fleet = Fleet("testbed i", machines, (Model("m", profile, ttft_slo_s=slo),))
@@ -375,7 +375,7 @@ def burst(count: int, workers: int) -> Outcome:
     strategy = strategy_named("paraserve" if workers > 1 else "single")
     profile = PROFILES["llama2-13b@v100"]
     times = strategy.times(profile, 512)
-    group = [Worker(2 * GB, times.load_bytes_per_s)] * workers
+    group = [WorkerRates(2 * GB, times.load_bytes_per_s)] * workers
     slo = times.predicted_ttft_s(group, full_memory=workers, hop_s=0.0005) + 0.01 if workers > 1 else math.inf
     strategy = replace(strategy, policy=replace(strategy.policy, largest_group=workers))
     machines = (Machine("v100", 4, 16 * GBIT, 4, "v100", 330 * GB),)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from medusa_runtime.state.stage_times import StageTimes, Worker
+from medusa_runtime.state.stage_times import StageTimes, WorkerRates
 
 LARGEST_GROUP = 4  # larger ones gain little (ParaServe §4.1.2)
 
@@ -96,7 +96,7 @@ def choose(servers: Iterable[CandidateNode], times: StageTimes, goal: Goal, laye
 
 def predict(group: Sequence[CandidateNode], full: int, times: StageTimes, goal: Goal) -> Scheme:
     """Return a group's scheme, with its times predicted by Eq. 5 and Eq. 2."""
-    workers = [Worker(server.fetch_bytes_per_s, server.load_bytes_per_s) for server in group]
+    workers = [WorkerRates(server.fetch_bytes_per_s, server.load_bytes_per_s) for server in group]
     computing = full if goal.follows_memory else len(group)
     hop_s = goal.hop_s if len(group) > 1 else 0.0
     ttft = times.predicted_ttft_s(workers, full_memory=computing, waiting_s=goal.waiting_s, hop_s=hop_s)

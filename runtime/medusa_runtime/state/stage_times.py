@@ -16,7 +16,7 @@ _NS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerRates:
     """One member of a pipeline group: its bytes a second from the store (b), and into its device (p)."""
 
     fetch_bytes_per_s: float
@@ -53,7 +53,7 @@ class StageTimes:
     fetch_begins_s: float = 0.0
 
     def predicted_ttft_s(
-        self, workers: Sequence[Worker], *, full_memory: int = 0, waiting_s: float = 0.0, hop_s: float = 0.0
+        self, workers: Sequence[WorkerRates], *, full_memory: int = 0, waiting_s: float = 0.0, hop_s: float = 0.0
     ) -> float:
         """Predict the TTFT of a pipeline group of these workers by ParaServe's Eq. 5.
 
@@ -165,4 +165,4 @@ def _moment(stages: Sequence[Stage], name: str, process: str | None = None) -> f
     raise StateError(f"expected a timeline with the stage {name}, found none; was the start cut short?")
 
 
-__all__ = ["StageTimes", "Worker", "summarize"]
+__all__ = ["StageTimes", "WorkerRates", "summarize"]

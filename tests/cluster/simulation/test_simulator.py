@@ -13,7 +13,7 @@ from medusa_cluster.simulation.simulator import Simulation
 from medusa_cluster.simulation.strategy import Strategy, strategy_named
 from medusa_cluster.simulation.trace import LENGTHS, Request, gamma
 from medusa_runtime.errors import ConfigError
-from medusa_runtime.state.stage_times import Worker
+from medusa_runtime.state.stage_times import WorkerRates
 
 from benchmarks.simulation.paraserve import COLD
 
@@ -34,7 +34,7 @@ def cold(model: str, strategy: Strategy, ttft_slo_s: float = 1e9) -> float:
 def test_cold_starts_are_those_of_the_paper_within_15_percent(model: str) -> None:
     s_llm, group = strategy_named("serverlessllm"), strategy_named("paraserve")
     times = group.times(PROFILES[model], 512)
-    fastest = times.predicted_ttft_s([Worker(2 * GB, times.load_bytes_per_s)] * 4, full_memory=4, hop_s=0.0005)
+    fastest = times.predicted_ttft_s([WorkerRates(2 * GB, times.load_bytes_per_s)] * 4, full_memory=4, hop_s=0.0005)
     found = (
         cold(model, strategy_named("vllm")),
         cold(model, s_llm),

@@ -30,7 +30,7 @@ from medusa_runtime.state.bundle.manifest import Artifact, Manifest
 from medusa_runtime.state.graphs.blob_format import VERSION, decode, encode
 from medusa_runtime.state.kinds import KINDS
 from medusa_runtime.state.kv_plan import Geometry, KvPlan, plan_kv_cache
-from medusa_runtime.state.stage_times import StageTimes, Worker
+from medusa_runtime.state.stage_times import StageTimes, WorkerRates
 from medusa_runtime.state.trust import Trust
 from medusa_runtime.state.weight_index import RecordedIndex
 from medusa_vllm.compiled import cache as compile_cache
@@ -227,7 +227,7 @@ TIMES = StageTimes(0.1, 0.0, 0.4, 0.02, 0.01, 1 << 20, float("inf"), 0.6, 3, {"e
 def use_times(data: bytes) -> None:
     times = StageTimes.from_bytes(data)
     assert f"{times.starts} {times.ttft_s * 1e3:.0f}"
-    times.predicted_ttft_s([Worker(1e9, 1e9)])
+    times.predicted_ttft_s([WorkerRates(1e9, 1e9)])
     StageTimes.from_bytes(times.to_bytes())
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from medusa_runtime.errors import StateError
-from medusa_runtime.state.stage_times import StageTimes, Worker, summarize
+from medusa_runtime.state.stage_times import StageTimes, WorkerRates, summarize
 from medusa_runtime.timeline import Stage
 
 MS = 1_000_000
@@ -44,13 +44,13 @@ def test_a_start_without_a_token_is_no_measurement() -> None:
 
 
 def test_one_worker_waits_for_the_slower_of_fetch_and_runtime() -> None:
-    assert TIMES.predicted_ttft_s([Worker(1e9)]) == pytest.approx(4.0 + 0.5)  # the fetch hides everything else
-    assert TIMES.predicted_ttft_s([Worker(1e11)]) == pytest.approx(0.2 + 0.1 + 1.0 + 0.5)  # the import does
-    assert TIMES.predicted_ttft_s([Worker(1e11, 1e9)]) == pytest.approx(0.3 + 4.0 + 0.5)  # loading into the device
+    assert TIMES.predicted_ttft_s([WorkerRates(1e9)]) == pytest.approx(4.0 + 0.5)  # the fetch hides everything else
+    assert TIMES.predicted_ttft_s([WorkerRates(1e11)]) == pytest.approx(0.2 + 0.1 + 1.0 + 0.5)  # the import does
+    assert TIMES.predicted_ttft_s([WorkerRates(1e11, 1e9)]) == pytest.approx(0.3 + 4.0 + 0.5)  # loading into the device
 
 
 def test_a_group_divides_the_fetch_and_the_slowest_member_counts() -> None:
-    group = [Worker(1e9), Worker(1e9), Worker(1e9), Worker(0.5e9)]
+    group = [WorkerRates(1e9), WorkerRates(1e9), WorkerRates(1e9), WorkerRates(0.5e9)]
     assert TIMES.predicted_ttft_s(group, waiting_s=0.3, hop_s=0.01) == pytest.approx(0.3 + 2.0 + 0.5 * 4 + 0.04)
     full = TIMES.predicted_ttft_s(group, full_memory=4, hop_s=0.01)
     assert full == pytest.approx(2.0 + 0.5 + 0.04)  # every one of them is given all layers in turn: t_p once
