@@ -14,7 +14,7 @@ from ..errors import NodeAwayError, NodeError, NodeRefusedError, from_code
 from ..process import hang_up, wait_readable
 from ..region.reader import Region
 from .callers.peer import Peer
-from .messages import VERSION, Message, close_all, receive, send
+from .messages import VERSION, Message, close_without_linger, receive, send
 from .regions.model_key import absolute, model_key, open_folder
 
 # The agent itself never waits for anything, so its answers are quick. Limits count waits instead of time: if other
@@ -99,7 +99,7 @@ class NodeClient:
             request |= {} if layers is None else {"layers": layers}
             answer = self._request("region", request, () if folder_fd is None else (folder_fd,))
         finally:
-            close_all(() if folder_fd is None else (folder_fd,))
+            close_without_linger(() if folder_fd is None else (folder_fd,))
         deadline = time.monotonic() + timeout_s
         while answer.kind in ("wait", "hello"):
             if time.monotonic() > deadline:

@@ -65,7 +65,7 @@ def receive(connection: socket.socket, most: int = MOST_DESCRIPTORS) -> Message 
     """
     try:
         # Make room for more descriptors than may come: the kernel would close the others itself, and if one is a socket
-        # the sender could make that wait (see ``close_all``).
+        # the sender could make that wait (see ``close_without_linger``).
         data, descriptors, flags, _ = socket.recv_fds(
             connection, LARGEST_BYTES + 1, MOST_INTERNAL_DESCRIPTORS + 3, socket.MSG_CMSG_CLOEXEC
         )
@@ -99,7 +99,7 @@ def _parse(data: bytes, descriptors: list[int], flags: int, most: int) -> Messag
     return Message(body["type"], body, descriptors)
 
 
-def text(body: Body, name: str) -> str:
+def text_field(body: Body, name: str) -> str:
     """Return a field that must be a text. Raises NodeError if it is not, or is empty."""
     value = body.get(name)
     if not isinstance(value, str) or not value or "\0" in value:
@@ -107,7 +107,7 @@ def text(body: Body, name: str) -> str:
     return value
 
 
-def flag(body: Body, name: str) -> bool:
+def flag_field(body: Body, name: str) -> bool:
     """Return a field that must be true or false, or False if it is missing. Raises NodeError for anything else."""
     value = body.get(name, False)
     if not isinstance(value, bool):
@@ -115,7 +115,7 @@ def flag(body: Body, name: str) -> bool:
     return value
 
 
-def close_all(descriptors: Iterable[int]) -> None:
+def close_without_linger(descriptors: Iterable[int]) -> None:
     """Close descriptors, also untrusted ones: never wait until a socket has sent what is left (SO_LINGER)."""
     for descriptor in descriptors:
         with suppress(OSError):  # it is none; to ask for its status could ask a caller's own file system
@@ -135,7 +135,7 @@ def discard(descriptors: Iterable[int]) -> None:
     """
     for descriptor in descriptors:
         if not _may_hang(descriptor):
-            close_all([descriptor])
+            close_without_linger([descriptor])
         elif threading.active_count() < MOST_THREADS:
             with suppress(RuntimeError):  # no room for a thread: it stays open
                 threading.Thread(target=_close, args=(descriptor,), name="discard", daemon=True).start()

@@ -19,7 +19,7 @@ from .callers.impersonation import Folder, Identity, received_folder
 from .callers.peer import Caller, shares_mount_namespace
 from .child import as_node_error
 from .engines.handover import check_descriptors
-from .messages import VERSION, Message, close_all, flag, send, text
+from .messages import VERSION, Message, close_without_linger, flag_field, send, text_field
 from .regions.model_key import model_key
 from .regions.region_entry import RegionEntry
 from .services import Services
@@ -85,10 +85,10 @@ class Session:
     def _region(self, message: Message) -> None:
         if self._region_sent and _has_unread(self.connection):
             raise NodeError("expected an answer to be read before a region is asked for again")
-        key = model_key(text(message.body, "url"))
+        key = model_key(text_field(message.body, "url"))
         self._services.policy.check(key, self.caller)
-        pin, fresh = flag(message.body, "pin"), flag(message.body, "fresh")
-        background, existing_only = flag(message.body, "background"), flag(message.body, "held")
+        pin, fresh = flag_field(message.body, "pin"), flag_field(message.body, "fresh")
+        background, existing_only = flag_field(message.body, "background"), flag_field(message.body, "held")
         layers = self._layers(message)
         if (pin or fresh) and not self.caller.trusted:
             raise NodeRefusedError("expected the agent's own user, or root, to pin a model or to fetch it again")
@@ -124,7 +124,7 @@ class Session:
         if not self.caller.trusted:
             raise NodeRefusedError("layers: expected the agent's own user, or root, to say what is fetched first")
         try:
-            return layer_range(text(message.body, "layers"))
+            return layer_range(text_field(message.body, "layers"))
         except ValueError as error:
             raise NodeError(f"layers: expected {error}") from None
 
@@ -167,7 +167,7 @@ class Session:
                 raise
             raise as_node_error("send a region to a function", error) from None
         finally:
-            close_all(descriptors)
+            close_without_linger(descriptors)
 
     def _engine(self, message: Message) -> None:
         entry = self.entry
@@ -189,7 +189,7 @@ class Session:
         bundle_model = entry.key if any(trust) else None
         try:
             pid = self._services.engines.take(
-                text(message.body, "kind"),
+                text_field(message.body, "kind"),
                 settings,
                 [*mine, *message.descriptors, *entry.shard_fds],
                 bundle_model=bundle_model,
@@ -200,7 +200,7 @@ class Session:
             self._engine_ended(charged_bytes)
             raise
         finally:
-            close_all(mine)
+            close_without_linger(mine)
         self.has_engine = True
         self.answer("engine", {"pid": pid})
 
@@ -239,7 +239,7 @@ class Session:
             self._services.accounts.refund(self.caller, "memory_bytes", charged_bytes)
 
     def _keep(self, message: Message) -> None:
-        key = model_key(text(message.body, "url"))
+        key = model_key(text_field(message.body, "url"))
         self._services.policy.check(key, self.caller)
         if len(message.descriptors) != 1:
             raise NodeError(f"expected one descriptor, a region's, found {len(message.descriptors)}")
@@ -252,7 +252,7 @@ class Session:
         self.answer("kept")
 
     def _drop(self, message: Message) -> None:
-        key = model_key(text(message.body, "url"))
+        key = model_key(text_field(message.body, "url"))
         if not self.caller.trusted:
             raise NodeRefusedError("expected the agent's own user, or root, to drop a model")
         found = self._services.keeper.regions.of_key(key)

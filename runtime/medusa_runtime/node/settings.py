@@ -137,7 +137,7 @@ def size_bytes(text: str) -> int:
     return int(size)
 
 
-def _size_or_none(text: str) -> int:
+def _size_or_zero(text: str) -> int:
     """Parse a size, or 0."""
     return 0 if text.strip() == "0" else size_bytes(text)
 
@@ -249,7 +249,7 @@ NODE_OPTIONS = (
     ),
     Option(
         "ready_memory_bytes",
-        _size_or_none,
+        _size_or_zero,
         "memory made ready for the next model while nothing is fetched, e.g. 256MB, or 0; default: 64Mi in a cluster",
         "MEDUSA_NODE_READY_MEMORY",
     ),

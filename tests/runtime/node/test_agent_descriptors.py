@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from medusa_runtime.errors import LimitError, MedusaError, NodeError
-from medusa_runtime.node.messages import channel_pair, close_all, receive, send
+from medusa_runtime.node.messages import channel_pair, close_without_linger, receive, send
 from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline
 
@@ -176,7 +176,7 @@ def test_a_socket_that_lingers_is_closed_at_once_where_no_file_can_be_opened() -
         tcp.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 60))
         given = os.dup(tcp.fileno())
         with room_for(os.getpid(), 0):
-            close_all([given])
+            close_without_linger([given])
         lingers, _ = struct.unpack("ii", tcp.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, 8))
     assert not lingers
 

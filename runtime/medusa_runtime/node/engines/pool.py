@@ -21,7 +21,7 @@ from ...registry import engine_kind, engine_names
 from ...timeline import Timeline
 from ..child import REAPER, Child, HungChildren, as_node_error, start_child
 from ..event_loop import EventLoop
-from ..messages import close_all, receive, send
+from ..messages import close_without_linger, receive, send
 from .warm_zygote import run_zygote
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class _Engine:
 
 
 @dataclass(eq=False)
-class _Kind:
+class _KindState:
     name: str
     wanted: int
     zygote: Child | None = None
@@ -77,7 +77,7 @@ class EnginePool:
         reports: ReportPipe,
         loop: EventLoop,
     ) -> None:
-        self._kinds = {name: _Kind(name, count) for name, count in wanted.items() if count}
+        self._kinds = {name: _KindState(name, count) for name, count in wanted.items() if count}
         self._gpu_context = gpu_context
         self._torch_import = torch_import
         self._timeline = timeline
@@ -165,7 +165,7 @@ class EnginePool:
             return idle.pid
         raise NodeError(kind.failure or f"no idle {name} engine process is warm at the moment")
 
-    def _on_serving(self, kind: _Kind, engine: _Engine) -> None:
+    def _on_serving(self, kind: _KindState, engine: _Engine) -> None:
         """Handle the end of a function's engine, which is the only thing that makes its channel readable."""
         kind.serving.remove(engine)
         self._loop.unwatch(engine.channel)
@@ -199,7 +199,7 @@ class EnginePool:
             kind.serving.clear()
             kind.failure = "the node agent is stopping"
 
-    def _start_zygote(self, kind: _Kind) -> None:
+    def _start_zygote(self, kind: _KindState) -> None:
         kind.forking = 0
         try:
             engine = Settings(engine=kind.name, torch_import=self._torch_import)
@@ -211,7 +211,7 @@ class EnginePool:
             return
         self._loop.watch(kind.zygote.channel, lambda: self._on_zygote(kind))
 
-    def _on_zygote(self, kind: _Kind) -> None:
+    def _on_zygote(self, kind: _KindState) -> None:
         assert kind.zygote is not None
         try:
             message = receive(kind.zygote.channel)
@@ -232,9 +232,9 @@ class EnginePool:
             kind.idle.append(idle)
             self._loop.watch(idle.channel, lambda: self._on_idle(kind, idle))
         else:
-            close_all(message.descriptors)
+            close_without_linger(message.descriptors)
 
-    def _on_idle(self, kind: _Kind, idle: _Engine) -> None:
+    def _on_idle(self, kind: _KindState, idle: _Engine) -> None:
         message = receive(idle.channel)
         if message is not None and message.kind == "warm":
             idle.warm = True
@@ -246,16 +246,16 @@ class EnginePool:
         logger.warning("idle %s engine process %d ended", kind.name, idle.pid)
         self._count_death(kind)
 
-    def _forget(self, kind: _Kind, idle: _Engine) -> None:
+    def _forget(self, kind: _KindState, idle: _Engine) -> None:
         kind.idle.remove(idle)
         self._loop.unwatch(idle.channel)
 
-    def _lost_zygote(self, kind: _Kind) -> None:
+    def _lost_zygote(self, kind: _KindState) -> None:
         logger.warning("the node's %s zygote ended", kind.name)
         self._end_zygote(kind)
         self._count_death(kind)
 
-    def _end_zygote(self, kind: _Kind) -> None:
+    def _end_zygote(self, kind: _KindState) -> None:
         assert kind.zygote is not None
         zygote, kind.zygote, kind.forking = kind.zygote, None, 0
         for idle in tuple(kind.idle):  # they end with their zygote
@@ -265,14 +265,14 @@ class EnginePool:
         self._loop.unwatch(zygote.channel)
         REAPER.kill(zygote)
 
-    def _count_death(self, kind: _Kind) -> None:
+    def _count_death(self, kind: _KindState) -> None:
         now = time.monotonic()
         kind.deaths = [at for at in kind.deaths if now - at < _QUICK_S] + [now]
         kind.refill_at = now + _REFILL_AFTER_S
         if len(kind.deaths) >= _MOST_QUICK_DEATHS:
             self._fail(kind, f"{kind.name} engine processes ended {len(kind.deaths)} times within {_QUICK_S:g} s")
 
-    def _fail(self, kind: _Kind, message: str) -> None:
+    def _fail(self, kind: _KindState, message: str) -> None:
         """Give up this kind, so that functions start engines of their own."""
         logger.error("%s; no more of them are kept until the node agent is restarted", message)
         kind.failure = message

@@ -25,7 +25,7 @@ from ...timeline import Timeline
 from ..callers.impersonation import Folder, assume_identity
 from ..callers.policy import Policy
 from ..child import REAPER, Child, close_others, start_child
-from ..messages import MOST_INTERNAL_DESCRIPTORS, close_all, receive, send
+from ..messages import MOST_INTERNAL_DESCRIPTORS, close_without_linger, receive, send
 from .region_entry import RegionEntry, open_region
 from .spare import Spare
 
@@ -92,7 +92,7 @@ def start_fetch(
 
     ``cluster`` is where it asks for peers that have the model.
     """
-    body = partial(_run, entry, settings, policy, cluster, reports)
+    body = partial(_run_prefetcher, entry, settings, policy, cluster, reports)
     return start_child("prefetcher", body, timeline=timeline, reports=reports)
 
 
@@ -105,7 +105,7 @@ def start_spare(
     """
     region, demand_fd = open_region()
     heartbeats = Heartbeats()
-    body = partial(_wait, region, demand_fd, heartbeats, size_bytes, policy, cluster, reports)
+    body = partial(_run_spare, region, demand_fd, heartbeats, size_bytes, policy, cluster, reports)
     try:
         child = start_child("spare", body, timeline=timeline, reports=reports)
     except BaseException:
@@ -153,7 +153,7 @@ def assign_spare(spare: Spare, entry: RegionEntry, connections: int | None) -> b
     return True
 
 
-def _wait(
+def _run_spare(
     region: Region,
     demand_fd: int,
     heartbeats: Heartbeats,
@@ -193,7 +193,7 @@ def fetch_settings(key: str, connections: int | None, layers: str | None) -> Set
     return Settings(model=key, connections=connections, load_priority="background", layers=layers)
 
 
-def _run(
+def _run_prefetcher(
     entry: RegionEntry,
     settings: Settings,
     policy: Policy,
@@ -322,4 +322,4 @@ class _Agent:
         try:
             send(self._channel, "sealed", None, files if len(files) <= MOST_INTERNAL_DESCRIPTORS - 8 else ())
         finally:
-            close_all(files)
+            close_without_linger(files)

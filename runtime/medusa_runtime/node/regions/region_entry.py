@@ -20,7 +20,7 @@ from ..callers.file_status import ask_in_thread, file_status
 from ..callers.impersonation import Folder
 from ..callers.peer import Caller
 from ..child import Child, as_node_error
-from ..messages import close_all
+from ..messages import close_without_linger
 
 if TYPE_CHECKING:
     from ...checkpoint.index import Shard
@@ -45,7 +45,7 @@ def open_region(fd: int | None = None) -> tuple[Region, int]:
         os.fchmod(region.fd, 0o644)
         return region, opened[0]
     except OSError as error:
-        close_all(opened)
+        close_without_linger(opened)
         raise as_node_error("make a region", error) from None
 
 
@@ -134,7 +134,7 @@ class RegionEntry:
             opened.append(reopen(self.region.fd, os.O_RDONLY))
             opened.append(os.dup(self.demand_fd))
         except OSError as error:
-            close_all(opened)
+            close_without_linger(opened)
             raise as_node_error("open a region for a function", error) from None
         return opened
 
@@ -182,5 +182,5 @@ class RegionEntry:
 
     def close(self) -> None:
         self.region.close()
-        close_all([self.demand_fd, *self.shard_fds, *([self.folder.fd] if self.folder else [])])
+        close_without_linger([self.demand_fd, *self.shard_fds, *([self.folder.fd] if self.folder else [])])
         self.shard_fds.clear()
