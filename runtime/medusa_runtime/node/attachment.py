@@ -129,7 +129,7 @@ class Attachment:
         try:
             client = NodeClient(self._path, self._settings.node_user, waits=FEW_WAITS)
             try:
-                client.keep(self._settings.model, self.region.fd)
+                client.return_region(self._settings.model, self.region.fd)
             except BaseException:
                 client.close()
                 raise

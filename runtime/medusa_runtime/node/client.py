@@ -121,7 +121,7 @@ class NodeClient:
         """Let an idle engine process serve this function, and return its pid. Raises NodeError if none is idle."""
         return int(self._request("engine", {"kind": kind, "settings": settings}, descriptors).body["pid"])
 
-    def keep(self, url: str, region_fd: int) -> None:
+    def return_region(self, url: str, region_fd: int) -> None:
         """Bring an agent a region that an earlier agent made. Raises NodeError if it does not accept it."""
         self._request("keep", {"url": model_key(absolute(url))}, (region_fd,))
 

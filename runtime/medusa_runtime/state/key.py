@@ -198,7 +198,7 @@ class Facts:
     def key(self, names: tuple[str, ...]) -> Key:
         return {name: self[name] for name in names}
 
-    def concerns(self, key: Mapping[str, str]) -> bool:
+    def is_for_engine(self, key: Mapping[str, str]) -> bool:
         """Return whether an artifact with this key is for this engine, in any version.
 
         A bundle may serve several engines.
@@ -230,7 +230,7 @@ def choose_artifact(manifest: Manifest, kind: Kind, candidates: Sequence[Facts])
             difference = facts.difference(artifact.key, kind.facts)
             if difference is None:
                 return artifact
-            reason = reason or (difference if facts.concerns(artifact.key) else None)
+            reason = reason or (difference if facts.is_for_engine(artifact.key) else None)
     if reason is not None:
         raise StateError(reason)
     return None

@@ -76,7 +76,7 @@ def test_ten_who_have_half_of_a_model_go_on_to_the_next_agent(start_node: Start,
     origin.bytes_per_s = None
     node.start()
     with pytest.raises(NodeError, match=r"is not complete|none that the node agent made"):  # it grew after the record
-        node.client().keep(url, regions[0].fd)
+        node.client().return_region(url, regions[0].fd)
     for client, region in zip(clients, regions, strict=True):
         with closing(node.client()) as again:
             complete = again.region(url)

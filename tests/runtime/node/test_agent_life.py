@@ -158,7 +158,7 @@ def test_a_region_outlives_its_agent_and_comes_back_to_the_next(start_node: Star
     assert node.status()["regions"] == []
     fetched = len(origin.requests)
     second = node.client()
-    second.keep(url, region.fd)
+    second.return_region(url, region.fd)
     (held,) = node.status()["regions"]
     assert (held["state"], held["in_use_by"]) == ("done", 1)
     third = node.client()
@@ -184,7 +184,7 @@ def test_nobody_can_bring_a_region_of_his_own(start_node: Start, put_model: Put)
     writer.close()
     for offered, name in ((forged.fd, url), (region.fd, other), (os.open(os.devnull, os.O_RDONLY), url)):
         with pytest.raises(NodeRefusedError, match="is none that the node agent made"):
-            node.client().keep(name, offered)
+            node.client().return_region(name, offered)
     assert node.status()["regions"] == []
     forged.close()
     region.close()

@@ -119,12 +119,12 @@ def test_models_that_are_brought_back_are_limited_too(start_node: Start, put_mod
     node.start()
     ours = [node.client() for _ in urls]
     for client, url, region in zip(ours, urls, regions, strict=True):
-        client.keep(url, region.fd)
+        client.return_region(url, region.fd)
 
     def attack() -> str:
         clients = [NodeClient(node.socket) for _ in urls]
         for client, url, region in zip(clients, urls, regions, strict=True):
-            client.keep(url, region.fd)
+            client.return_region(url, region.fd)
         return "had all"
 
     assert "user 1001 uses 1 models of the node agent's already; expected at most 1" in as_user(MALLORY, attack)

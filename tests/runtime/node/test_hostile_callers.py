@@ -68,7 +68,7 @@ def test_a_region_of_somebody_elses_making_is_not_kept(start_node: Start, put_mo
 
     def attack() -> str:
         with closing(NodeClient(node.socket)) as client:
-            client.keep(url, forged(seals))
+            client.return_region(url, forged(seals))
         return "kept"
 
     assert "is none that the node agent made" in as_user(MALLORY, attack)
@@ -90,7 +90,7 @@ def test_a_region_that_the_agent_made_comes_back_only_as_it_was(start_node: Star
     node.start()
     os.fchmod(os.open(f"/proc/self/fd/{region.fd}", os.O_RDONLY), 0o600)  # its time of change is now another one
     with pytest.raises(NodeRefusedError, match="none that the node agent made"):
-        node.client().keep(url, region.fd)
+        node.client().return_region(url, region.fd)
     region.close()
 
 

@@ -69,7 +69,7 @@ def an_attacker(node: Any, url: str) -> None:
             connection.send(b'{"type":"hello","version":1}')
             socket.send_fds(connection, [body], [forged] * random.randrange(1, 12))
     with closing(NodeClient(node.socket)) as client:
-        client.keep(url, forged)
+        client.return_region(url, forged)
 
 
 def an_engines_function(node: Any, url: str) -> None:

@@ -114,7 +114,7 @@ class Gpu:
         """
         return self.placed(name, size_bytes)
 
-    def blocks(self, planned: int) -> int:
+    def limit_blocks(self, planned: int) -> int:
         """Return how many of the ``planned`` blocks the KV cache gets. Subclasses may return fewer."""
         return planned
 

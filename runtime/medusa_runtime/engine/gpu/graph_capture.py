@@ -131,7 +131,7 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
         from .placed_memory import BASE, OTHER_BASE
 
         class OtherGpu(Gpu):
-            def blocks(self, planned: int) -> int:
+            def limit_blocks(self, planned: int) -> int:
                 """Return half as many, so that words of a graph that depend on the number of blocks differ."""
                 return max(planned // 2, 1)
 

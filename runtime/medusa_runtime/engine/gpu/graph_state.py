@@ -91,7 +91,7 @@ class GraphState:
             blueprints,
             placement,
             stream=stream.cuda_stream,
-            fingerprint=self.fingerprint() | self._blocks(blueprints.fingerprint.get(KV_BLOCKS) == _ANY),
+            fingerprint=self.fingerprint() | self._kv_blocks_fact(blueprints.fingerprint.get(KV_BLOCKS) == _ANY),
             current_stream=lambda: torch.cuda.current_stream().cuda_stream,
             trigger=self._trigger,
         )
@@ -170,7 +170,7 @@ class GraphState:
             outputs,
             stream,
             images,
-            fingerprint=self.fingerprint() | self._blocks(second is not None and self._resized(second)),
+            fingerprint=self.fingerprint() | self._kv_blocks_fact(second is not None and self._resized(second)),
             reads_host=False,
         )
         return materialize_graphs(self._driver, dump, capture, second=second)
@@ -210,7 +210,7 @@ class GraphState:
         parts = [memory_range for memory_range in self._named() if memory_range.name.startswith(KV_CACHE)]
         return all(sizes.get(part.name, part.size) != part.size for part in parts)
 
-    def _blocks(self, proved: bool) -> dict[str, str]:
+    def _kv_blocks_fact(self, proved: bool) -> dict[str, str]:
         """Return the fingerprint's entry for the KV cache's size: "any" if it is ``proved`` not to matter.
 
         Two captures with caches of different sizes prove it.

@@ -113,7 +113,7 @@ class TorchEngine:
             self._cache = (
                 KvCache(shape, plan.blocks, first_layer=cached.start)
                 if gpu is None
-                else KvCache(shape, gpu.blocks(plan.blocks), gpu.memory)
+                else KvCache(shape, gpu.limit_blocks(plan.blocks), gpu.memory)
             )
             detail |= {"tokens": plan.tokens, "source": plan.source}
         self.runner: Runner = (

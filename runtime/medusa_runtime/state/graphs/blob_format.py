@@ -108,7 +108,7 @@ def decode(data: bytes) -> Blueprints:
         raise StateError(f"expected CUDA graphs in format {VERSION}, found {version}; materialize again")
     try:
         header = json.loads(data[_PROLOGUE.size : _PROLOGUE.size + header_bytes])
-        blueprints = _Reader(memoryview(data)[_PROLOGUE.size + header_bytes :]).blueprints(header)
+        blueprints = _Decoder(memoryview(data)[_PROLOGUE.size + header_bytes :]).blueprints(header)
         check(blueprints)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, struct.error) as error:
         raise StateError(f"the CUDA graphs are malformed ({error!r}); materialize again") from None
@@ -119,7 +119,7 @@ def _pairs(entries: list[Any]) -> tuple[tuple[int, int], ...]:
     return tuple((first, second) for first, second in entries)
 
 
-class _Reader:
+class _Decoder:
     def __init__(self, body: memoryview) -> None:
         self._body = body
 

@@ -75,7 +75,7 @@ def dump_graphs(
     which the graphs may point. The variables of ``images``, the cubins that were loaded while capturing, are added. A
     graph with a node that cannot be materialized is in ``refused`` of the result. There must be a current context.
     """
-    reader = _Reader(driver, images or ImageStore())
+    reader = _GraphReader(driver, images or ImageStore())
     read: list[GraphBlueprint] = []
     refused = {}
     for key, graph in graphs.items():
@@ -155,7 +155,7 @@ def describe(driver: CudaDriver, *, func: int, kern: int) -> tuple[str, tuple[tu
     return name, tuple(layout)
 
 
-class _Reader:
+class _GraphReader:
     """Reads graphs, and keeps each kernel and each set of attributes once for all of them."""
 
     def __init__(self, driver: CudaDriver, images: ImageStore) -> None:
