@@ -55,7 +55,7 @@ def _arguments(
     """Return the arguments: what a region needs comes first, then the user's flags, then our settings."""
     from vllm.platforms import current_platform
 
-    from .flags import MEDIA_DOMAINS, words
+    from .flags import MEDIA_DOMAINS, flag_words
     from .serving.arguments import engine_arguments
 
     arguments: dict[str, Any] = {
@@ -69,7 +69,7 @@ def _arguments(
     }
     if settings.max_model_len is not None:
         arguments["max_model_len"] = settings.max_model_len
-    flags = engine_arguments(words(settings))
+    flags = engine_arguments(flag_words(settings))
     arguments |= flags
     text_only = bool(arguments["language_model_only"])
     arguments |= {

@@ -38,7 +38,7 @@ from .compiled.settings import CompiledStart
 from .configuration import configure
 from .core_request import CLIENT, core_request
 from .eos import eos_token_ids
-from .flags import words
+from .flags import flag_words
 from .imports import server_is_imported
 from .serving.front_end import FrontEnd, ServedModel
 from .structured import StructuredOutputManagers, TokenizerFolder
@@ -152,7 +152,7 @@ class VllmEngine:
         config = self.config.model_config
         served = ServedModel(
             self._core, self._files.path, self._arguments["distributed_executor_backend"], config.max_model_len, name,
-            words(self._settings), self._structured.limit_grammars,
+            flag_words(self._settings), self._structured.limit_grammars,
         )  # fmt: skip
         return self._front_end.open(served)
 

@@ -79,7 +79,7 @@ _SHORT = {
 }
 
 
-def words(settings: Settings) -> list[str]:
+def flag_words(settings: Settings) -> list[str]:
     """Return the flags as words. Raises ConfigError for flags that belong to medusa."""
     try:
         found = shlex.split(settings.vllm_args or "")
@@ -112,7 +112,7 @@ def adapters(settings: Settings) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     within = False
-    for word in words(settings):
+    for word in flag_words(settings):
         if word.startswith("--"):
             name, _, word = word.partition("=")
             within = _names([name]) == ["lora-modules"]
@@ -123,7 +123,7 @@ def adapters(settings: Settings) -> dict[str, str]:
 
 def light_routes_suffice(settings: Settings) -> bool:
     """Return whether our own routes may answer what they support: no flag makes vLLM answer differently."""
-    return set(_names(words(settings))) <= _WITHOUT_EFFECT_ON_ANSWERS
+    return set(_names(flag_words(settings))) <= _WITHOUT_EFFECT_ON_ANSWERS
 
 
 def _adapter(word: str) -> dict[str, str]:
@@ -151,6 +151,11 @@ def _names(found: list[str]) -> list[str]:
 
 
 __all__ = [
-    "MEDIA_DOMAINS", "MEDIA_ENVIRONMENT", "adapters", "light_routes_suffice", "names_media_domains",
-    "refuse_medusas_own", "words",
+    "MEDIA_DOMAINS",
+    "MEDIA_ENVIRONMENT",
+    "adapters",
+    "flag_words",
+    "light_routes_suffice",
+    "names_media_domains",
+    "refuse_medusas_own",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import ConfigError
-from medusa_vllm.flags import words
+from medusa_vllm.flags import flag_words
 from medusa_vllm.serving.arguments import engine_arguments
 
 pytestmark = [
@@ -63,7 +63,7 @@ def test_what_is_refused_in_full_is_refused_in_short() -> None:
 
 def _is_refused(flag: str) -> bool:
     try:
-        words(Settings(engine="vllm", vllm_args=f"{flag} 1"))
+        flag_words(Settings(engine="vllm", vllm_args=f"{flag} 1"))
     except ConfigError:
         return True
     return False

@@ -20,7 +20,7 @@ from medusa_runtime.process import die_with_parent, hang_up, terminate
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
-from ..flags import MEDIA_DOMAINS, MEDIA_ENVIRONMENT, names_media_domains, words
+from ..flags import MEDIA_DOMAINS, MEDIA_ENVIRONMENT, flag_words, names_media_domains
 from ..plugin import ANY_VERSION_FORMAT
 from ..weights.attached import loader_config
 
@@ -80,7 +80,7 @@ class VllmServer:
             command += ["--dtype", settings.dtype]
         if settings.tensor_parallel > 1:
             command += ["--tensor-parallel-size", str(settings.tensor_parallel)]
-        flags = words(settings)
+        flags = flag_words(settings)
         if not names_media_domains(flags):
             command += ["--allowed-media-domains", *MEDIA_DOMAINS]
         environment = MEDIA_ENVIRONMENT | os.environ
