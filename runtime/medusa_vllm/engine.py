@@ -139,7 +139,7 @@ class VllmEngine:
         self._loaded.wait()
         if self._load_error is not None:
             raise self._load_error
-        self._tokenizer.wait()
+        self._tokenizer.wait(self.info.vocab_size)
 
     def open_http(self) -> Callable[[socket.socket], None]:
         """Wait until vLLM's own HTTP server is there, and return a function that takes a connection."""

@@ -203,6 +203,11 @@ def _torch() -> Iterator[Finding]:
     else:
         yield Finding("ok", "torch", f"{torch.__version__}, {built}")
     from medusa_runtime import kernels
+    from medusa_runtime.imports.lazy_torch import why_not_lean
+
+    if reason := why_not_lean(Path(torch.__file__)):
+        advice = "a start takes a second longer than with a tested version"
+        yield Finding("warn", "torch", f"is imported plainly: {reason}", advice)
 
     for dtype, way in kernels.describe().items():
         yield Finding("ok", "kernels", f"{dtype}: {way}")

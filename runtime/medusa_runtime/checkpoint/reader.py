@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ SMALL_FILES = (
 )
 # Requested together with the header. The others are rare, and a record of the checkpoint may say which of them exist.
 _FIRST_FILES = SMALL_FILES[:5]
+_SHARD = re.compile(r"-\d{5}-of-\d{5}(\.\w+)$")
 _GUESS_BYTES = 256 << 10  # enough for the header of most checkpoints
 _MOST_SMALL_BYTES = 64 << 20
 _MOST_SHARDS, _MOST_MODULES = 10_000, 64
@@ -218,7 +220,11 @@ class _Reader:
             names = []
         if gguf := [name for name in names if name.endswith(".gguf")]:
             return f"GGUF, as in {gguf[0]}, is not read: expected the model as safetensors"
-        if named := [name for name in names if name.endswith((".safetensors", *ARCHIVE_SUFFIXES))]:
+        named = [name for name in names if name.endswith((".safetensors", *ARCHIVE_SUFFIXES))]
+        if shards := [name for name in named if _SHARD.search(name)]:
+            index = _SHARD.sub(r"\1.index.json", shards[0])
+            return f"there are shards, such as {shards[0]}, but not {index}, which says what they hold: copy it, too"
+        if named:
             return f"a file of another name is named itself, such as {redacted(self._store.url).rstrip('/')}/{named[0]}"
         return "a file of another name is named itself"
 

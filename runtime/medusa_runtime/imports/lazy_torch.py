@@ -91,7 +91,7 @@ def import_torch(*, numpy: bool = True) -> ModuleType:
     if "torch" in sys.modules:
         logger.info("torch is used as it is: it was imported before the engine's import of it")
         return sys.modules["torch"]
-    make_import_lean(_why_plain)
+    make_import_lean(why_not_lean)
     torch = importlib.import_module("torch")
     if not numpy and _active is not None:
         _hide_numpy(torch)
@@ -114,7 +114,7 @@ def make_handlers_import_lean(how: str) -> None:
     """
     if "torch" not in sys.modules:
         _LeanImport(
-            lambda file: _why_plain(file) or _extended() or (_built_for_gpu(file) if how == "auto" else None),
+            lambda file: why_not_lean(file) or _extended() or (_built_for_gpu(file) if how == "auto" else None),
             then=_share_with_processes,
         ).install()
 
@@ -130,7 +130,7 @@ def is_lean() -> bool:
     return _active is not None and _active.pending
 
 
-def _why_plain(file: Path) -> str | None:
+def why_not_lean(file: Path) -> str | None:
     """Return a reason to import torch plainly, or None. ``file`` is torch's __init__.py."""
     python = sys.version_info[:2]
     if sys.implementation.name != "cpython" or python not in TESTED_PYTHONS:
@@ -138,7 +138,7 @@ def _why_plain(file: Path) -> str | None:
         return f"{sys.implementation.name} {python[0]}.{python[1]}, the lean import was tested with CPython {tested}"
     version = _version(file.with_name("version.py"))
     if not version.startswith(TESTED):
-        return f"version {version or 'unknown'}, the lean import was tested with {', '.join(TESTED)}*"
+        return f"version {version or 'unknown'}, the lean import was tested with {', '.join(f'{v}*' for v in TESTED)}"
     for name in _PLAIN_IF_SET:
         if os.environ.get(name):
             return f"{name} is set"

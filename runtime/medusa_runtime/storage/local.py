@@ -13,6 +13,7 @@ from .base import Advance, ObjectInfo, scheme_of
 
 OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # non-blocking, or a FIFO would wait for a writer
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a model's name on huggingface.co: organisation/name
+_SLIP = re.compile(r"(s3|https?|hf|gs|az|abfs):/?(?!/)")  # the beginning of a URL that lacks slashes
 
 
 class LocalStore:
@@ -28,7 +29,11 @@ class LocalStore:
         self._folder = Path(path).expanduser().absolute()
         if check and not self._folder.is_dir():
             found = "a file" if self._folder.exists() else "nothing"
-            meant = f"; did you mean hf://{url}?" if found == "nothing" and _HUB_NAME.fullmatch(url) else ""
+            meant = ""
+            if found == "nothing" and (slip := _SLIP.match(url)):
+                meant = f"; did you mean {slip[1]}://{url[slip.end() :]}?"
+            elif found == "nothing" and _HUB_NAME.fullmatch(url):
+                meant = f"; did you mean hf://{url}?"
             raise ObjectNotFoundError(f"{self._folder}: expected a folder with a checkpoint, found {found}{meant}")
 
     def _open(self, key: str) -> int:

@@ -46,12 +46,23 @@ class S3Store(HttpStore):
             raise ConfigError(f"{redacted(url)}: expected s3://bucket/prefix, found no bucket")
         self._environ = os.environ if environ is None else environ
         self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
-        self._endpoint_url = self._environ.get("AWS_ENDPOINT_URL_S3") or self._environ.get("AWS_ENDPOINT_URL")
+        self._endpoint_url = self._endpoint()
         self._region = self._environ.get("AWS_REGION") or self._environ.get("AWS_DEFAULT_REGION")
         self._credentials: Callable[[], Credentials | None] | None = None
         self._finding = threading.Lock()
         super().__init__(self._address(), retries, self._environ)
         self.url = url
+
+    def _endpoint(self) -> str | None:
+        for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+            if url := self._environ.get(name):
+                try:
+                    parse_target(url)
+                except ConfigError:
+                    shown = redacted(url).rpartition("@")[2]  # without a scheme, redacted finds no password
+                    raise ConfigError(f"{name}={shown!r} cannot be used: expected http(s)://host[:port]") from None
+                return url
+        return None
 
     def _address(self) -> str:
         prefix = f"/{quote(self._prefix)}" if self._prefix else ""

@@ -95,7 +95,7 @@ class CompatibleEngine:
                 self._requests.close(end)
 
     def wait_ready(self) -> None:
-        self._tokenizer.wait()
+        self._tokenizer.wait(self.info.vocab_size)
 
     def open_http(self) -> Callable[[socket.socket], None]:
         """Return a function that takes a connection and passes its bytes to vLLM's server and back."""

@@ -86,6 +86,14 @@ def test_a_build_of_torch_for_gpus_without_one_comes_with_the_command_for_the_ot
     assert f"{sys.executable} -m pip install torch --index-url https://download.pytorch.org/whl/cpu" in finding.advice
 
 
+def test_a_torch_that_makes_starts_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An untested version is imported plainly, which a start's log says once, and nobody looks there."""
+    monkeypatch.setattr("medusa_runtime.imports.lazy_torch.TESTED", ("1.0.", "1.1."))
+    finding = next(finding for finding in doctor._torch() if "plainly" in finding.found)
+    assert finding.level == "warn"
+    assert finding.found.endswith("the lean import was tested with 1.0.*, 1.1.*")
+
+
 def test_the_author_of_a_checkpoint_changes_no_terminal(tmp_path: Path) -> None:
     shutil.copytree(Path(__file__).parents[3] / "examples/pydoc-lm", tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -227,6 +227,9 @@ def test_a_folder_without_a_usual_name_says_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "net.pt").touch()
     with pytest.raises(ObjectNotFoundError, match=f"named itself, such as {tmp_path}/net.pt$"):
         open_checkpoint(str(tmp_path))
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    with pytest.raises(ObjectNotFoundError, match=r"such as model-00001-of-00002\.safetensors, but not model\.saf"):
+        open_checkpoint(str(tmp_path))
     (tmp_path / "q4.gguf").touch()
     with pytest.raises(
         ObjectNotFoundError, match=r"GGUF, as in q4\.gguf, is not read: expected the model as safetensors"

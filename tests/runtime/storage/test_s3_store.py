@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from medusa_runtime.errors import ForbiddenError, MissingPackageError, ObjectChangedError, ObjectNotFoundError
+from medusa_runtime.errors import (
+    ConfigError,
+    ForbiddenError,
+    MissingPackageError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+)
 from medusa_runtime.storage.base import open_store
 from medusa_runtime.storage.retry import RetryPolicy
 from medusa_runtime.storage.s3 import S3Store
@@ -205,3 +211,11 @@ def test_addresses(url: str, environ: dict[str, str], address: tuple[str, str]) 
 
 def test_the_registry_knows_it() -> None:
     assert isinstance(open_store("s3://bucket/m"), S3Store)
+
+
+def test_an_endpoint_that_is_no_url_is_named_with_its_variable() -> None:
+    with pytest.raises(ConfigError, match=r"^AWS_ENDPOINT_URL='127\.0\.0\.1:9000' cannot be used: expected http"):
+        S3Store("s3://b/p", environ={"AWS_ENDPOINT_URL": "127.0.0.1:9000"})
+    with pytest.raises(ConfigError) as caught:
+        S3Store("s3://b/p", environ={"AWS_ENDPOINT_URL": "user:secret@127.0.0.1:9000"})
+    assert "secret" not in str(caught.value)

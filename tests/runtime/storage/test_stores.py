@@ -108,6 +108,12 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
         open_store(str(tmp_path / "f"))
 
 
+@pytest.mark.parametrize(("url", "meant"), [("s3:/b/m", "s3://b/m"), ("https:host/m", "https://host/m")])
+def test_a_url_that_lacks_slashes(url: str, meant: str) -> None:
+    with pytest.raises(ObjectNotFoundError, match=rf"found nothing; did you mean {meant}\?$"):
+        open_store(url)
+
+
 def test_an_unknown_scheme_lists_the_known_ones() -> None:
     with pytest.raises(
         ConfigError, match=r"gopher://host/p: unknown scheme .*file://.*https://.*s3://.*gs://.*hf://"

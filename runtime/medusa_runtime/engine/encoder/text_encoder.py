@@ -172,7 +172,7 @@ class Encoder:
     def wait(self) -> None:
         """Wait until weights and tokenizer are loaded. Raises the error of the one that failed."""
         self._loader.wait()
-        self.tokenizer.wait()
+        self.tokenizer.wait(self.config.vocab_size)
 
     def close(self) -> None:
         self._loader.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ from typing import Any
 
 from ...errors import ContextLengthError, CorruptError, MedusaError, RequestError
 from ...timeline import Timeline
+
+logger = logging.getLogger(__name__)
 
 _LONG_CHARACTERS = 1 << 16  # a shorter text is tokenized so fast that estimating its length first saves nothing
 # The tokenizers package keeps Python's lock while it tokenizes one text, but not while it tokenizes a batch. From this
@@ -41,10 +44,21 @@ class Tokenizer:
         if self.present:
             self._thread.start()
 
-    def wait(self) -> None:
-        """Wait until the tokenizer is loaded. Raises CorruptError if tokenizer.json cannot be read."""
-        if self.present:
-            self._loaded()
+    def wait(self, vocab_size: int) -> None:
+        """Wait until the tokenizer is loaded, and warn if it has more tokens than the model's vocabulary.
+
+        Raises CorruptError if tokenizer.json cannot be read.
+        """
+        if not self.present:
+            return
+        tokens = self._loaded().get_vocab_size()
+        if tokens > vocab_size:
+            logger.warning(
+                "tokenizer.json has %d tokens, the model only %d: texts with the others will be refused. "
+                "Does it belong to this checkpoint?",
+                tokens,
+                vocab_size,
+            )
 
     def check_length(self, text: str, most_tokens: int, *, name: str = "prompt") -> None:
         """Refuse a text that is certainly longer than ``most_tokens``, without tokenizing it, which can take minutes.
@@ -139,7 +153,9 @@ class Tokenizer:
                 parsed.no_padding()
                 parsed.no_truncation()
         except Exception as error:  # noqa: BLE001 - the package raises bare Exception
-            self._error = CorruptError(f"tokenizer.json: expected the JSON of a fast tokenizer, found {error}")
+            self._error = CorruptError(
+                f"tokenizer.json: expected the JSON of a fast tokenizer, which it is not: {error}; fetch it again"
+            )
         else:
             self._tokenizer = parsed
         self._data = None

@@ -257,7 +257,7 @@ class TorchEngine:
         """Wait for the weights and the tokenizer, in a thread of its own."""
         try:
             self._loader.wait()
-            self._tokenizer.wait()
+            self._tokenizer.wait(self.info.vocab_size)
         except MedusaError as error:
             self._load_error = error
         except Exception as error:  # noqa: BLE001 - wait_ready has to raise any error

@@ -91,6 +91,17 @@ def test_without_a_tokenizer_json_the_message_says_what_to_do() -> None:
         ours.encode("hello", add_special_tokens=True)
 
 
+def test_a_tokenizer_of_another_model_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    parsed = qwen()
+    tokens = parsed.get_vocab_size()
+    ours = Tokenizer(parsed.to_str().encode(), Timeline.create("test"))
+    ours.wait(tokens)
+    assert not caplog.records
+    ours.wait(tokens - 1)
+    (record,) = caplog.records
+    assert f"has {tokens} tokens, the model only {tokens - 1}" in record.getMessage()
+
+
 def test_a_text_at_which_the_tokenizer_panics_ends_its_own_request() -> None:
     """A panic is no Exception: one ended the engine's process, with all requests under way."""
     parsed = Parsed(models.BPE({"a": 0, "b": 1}, []))
