@@ -16,6 +16,11 @@ _MOST_FILES = 65536
 def as_limit_error(error: BaseException) -> LimitError | None:
     """Return an error that says which limit ``error`` is about and how to raise it; None for any other error."""
     number = error.errno if isinstance(error, OSError) else None
+    if _lacks_memory(error):
+        return LimitError(
+            f"there is no memory left: address space {_shown(resource.RLIMIT_AS)} kB (ulimit -v); raise that or the "
+            f"container's memory"
+        )
     if number == errno.EMFILE:
         return _too_few_files()
     if number == errno.ENFILE:
@@ -24,13 +29,10 @@ def as_limit_error(error: BaseException) -> LimitError | None:
         most = _shown(resource.RLIMIT_NPROC)
         return LimitError(
             f"no further process or thread could be made: expected room for about a hundred, found a limit of {most} "
-            f"for this user (ulimit -u), or one of the container (pids); raise it"
+            f"for this user (ulimit -u), or one of the container (pids){_address_space()}; raise it"
         )
-    if number == errno.ENOMEM or isinstance(error, MemoryError):
-        return LimitError(
-            f"there is no memory left: address space {_shown(resource.RLIMIT_AS)} kB (ulimit -v); raise that or the "
-            f"container's memory"
-        )
+    if number == errno.EFBIG:
+        return LimitError(f"no file may be larger than {_shown(resource.RLIMIT_FSIZE)} kB (ulimit -f); raise that")
     if isinstance(error, OSError) and number in (errno.ENOSPC, errno.EDQUOT):
         where = "the output" if error.filename is None else error.filename
         return LimitError(f"there is no room left for {where}: a disk, or this user's share of it, is full; make room")
@@ -62,6 +64,22 @@ def most_files() -> int:
     return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
+def _lacks_memory(error: BaseException) -> bool:
+    """Return whether memory ran out, in the words of the system, of torch's allocator or of the dynamic loader."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError):
+        return True
+    text = str(error) if isinstance(error, RuntimeError | ImportError) else ""
+    return "allocate memory" in text or "failed to map segment" in text
+
+
+def _address_space() -> str:
+    """Return, for a message, the limit of the address space, in which a thread's stack takes megabytes."""
+    found = _shown(resource.RLIMIT_AS)
+    return "" if found == "unlimited" else f", or of {found} kB of address space (ulimit -v)"
+
+
 def _too_few_files() -> LimitError:
     found = _shown(resource.RLIMIT_NOFILE)
     return LimitError(
@@ -73,4 +91,4 @@ def _shown(limit: int) -> str:
     value = resource.getrlimit(limit)[0]
     if value == resource.RLIM_INFINITY:
         return "unlimited"
-    return str(value // 1024 if limit == resource.RLIMIT_AS else value)
+    return str(value // 1024 if limit in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE) else value)

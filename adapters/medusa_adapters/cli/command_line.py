@@ -114,7 +114,7 @@ def run(argv: Sequence[str], *, in_child: bool = False) -> int:
     except BrokenPipeError:
         _drop_output()  # the reader of stdout has gone (`medusa inspect … | head`)
         return 141
-    except (OSError, MemoryError, RuntimeError) as error:
+    except (OSError, MemoryError, RuntimeError, ImportError) as error:
         known = as_limit_error(error)
         if known is None:
             raise

@@ -97,7 +97,11 @@ class EngineServer:
                 connection.send({"type": "hello", "info": self._engine.info._asdict()})
                 if self._ready:
                     connection.send({"type": "ready"})
-            connection.start()
+            try:
+                connection.start()
+            except RuntimeError as error:  # there is no room for a thread, now; the next client may find some
+                logger.warning("an engine connection is closed: %s", as_limit_error(error) or error)
+                self._forget(connection)
 
     def _forget(self, connection: _Connection) -> None:
         with self._lock:
@@ -119,8 +123,17 @@ class _Connection:
         )
 
     def start(self) -> None:
-        threading.Thread(target=self._read, name="engine-read", daemon=True).start()
-        threading.Thread(target=self._write, name="engine-write", daemon=True).start()
+        """Begin to read and write. Raises RuntimeError if a thread cannot be made; the connection is then closed."""
+        try:
+            threading.Thread(target=self._write, name="engine-write", daemon=True).start()
+        except RuntimeError:
+            self._end(False)
+            raise
+        try:
+            threading.Thread(target=self._read, name="engine-read", daemon=True).start()
+        except RuntimeError:
+            self.close()
+            raise
 
     def send(self, frame: frames.Frame) -> None:
         self._outgoing.put(frame)
@@ -192,6 +205,9 @@ class _Connection:
         except MedusaError as error:
             self._send_error(request_id, error)
         except Exception as error:  # the other requests on this connection go on
+            if limit := as_limit_error(error):
+                self._send_error(request_id, limit)
+                return
             if not isinstance(error, frames.UNREADABLE):
                 logger.exception("a %r frame could not be handled", kind)
             self._send_error(request_id, RequestError(f"a {kind!r} frame could not be read: {error}"))

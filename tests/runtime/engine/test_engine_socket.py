@@ -18,7 +18,7 @@ from medusa_runtime.engine.base import Delta, EngineInfo, GenerateRequest, Sampl
 from medusa_runtime.engine.client import EngineClient
 from medusa_runtime.engine.frames import delta_from_frame, delta_to_frame, pack, request_from_frame, request_to_frame
 from medusa_runtime.engine.server import EngineServer
-from medusa_runtime.errors import EngineError, OverloadedError, RequestError
+from medusa_runtime.errors import EngineError, LimitError, OverloadedError, RequestError
 
 
 def words_only(text: str) -> list[int]:
@@ -366,6 +366,42 @@ def test_an_embedding_that_nobody_waits_for_is_cancelled(
     other.close()
     embedding.join()
     until(lambda: client.stats()["cancelled"] == ["one", "two"])
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_an_engine_without_room_for_a_thread_takes_clients_again_later(
+    listener: socket.socket, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its accepting thread once ended, so that no client was ever taken again."""
+    server = EngineServer(listener, SpellingEngine())  # type: ignore[arg-type]
+    server.start()
+    server.announce_ready()
+    client = EngineClient(listener.getsockname())
+    assert client.wait_ready(30)
+    start, left = threading.Thread.start, [after]
+
+    def start_few(thread: threading.Thread) -> None:
+        if thread.name.startswith("engine-"):
+            if not left[0]:
+                raise RuntimeError("can't start new thread")
+            left[0] -= 1
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_few)
+        with socket.socket(socket.AF_UNIX) as turned_away:
+            turned_away.settimeout(30)
+            turned_away.connect(listener.getsockname())
+            while turned_away.recv(1 << 16):
+                pass
+        with pytest.raises(LimitError, match="no further process or thread could be made"):
+            list(client.generate(request("long" * (1 << 15), "r2")))  # would get a thread of its own
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.settimeout(30)
+        taken.connect(listener.getsockname())
+        assert taken.recv(1)
+    client.close()
+    server.close()
 
 
 def test_frames_round_trip() -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...errors import ContextLengthError, CorruptError, MedusaError, RequestError
+from ...errors import ContextLengthError, CorruptError, EngineError, MedusaError, RequestError
+from ...resource_limits import as_limit_error
 from ...timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -143,15 +144,17 @@ class Tokenizer:
         return self._tokenizer
 
     def _load(self) -> None:
-        from tokenizers import Tokenizer as Parsed
-
         assert self._data is not None
         try:
+            from tokenizers import Tokenizer as Parsed
+
             with self._timeline.stage("tokenizer", bytes=len(self._data)), _panics_as_errors():
                 parsed = Parsed.from_buffer(self._data)
                 # The file may ask for padding or truncation, which are meant for batches in training, not for prompts.
                 parsed.no_padding()
                 parsed.no_truncation()
+        except ImportError as error:
+            self._error = as_limit_error(error) or EngineError(f"the tokenizers package cannot be imported: {error}")
         except Exception as error:  # noqa: BLE001 - the package raises bare Exception
             self._error = CorruptError(
                 f"tokenizer.json: expected the JSON of a fast tokenizer, which it is not: {error}; fetch it again"

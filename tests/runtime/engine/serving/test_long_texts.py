@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from engine_fixtures import byte_level_tokenizer
 from medusa_runtime.engine.serving.tokenizer import Tokenizer
-from medusa_runtime.errors import RequestError
+from medusa_runtime.errors import LimitError, RequestError
 from medusa_runtime.timeline import Timeline
 
 TEXT = "It's a text, naïve 😀, of many words and 12345 numbers.\n\tNext line. " * 6000
@@ -90,3 +91,17 @@ def test_one_long_piece_does_not_let_prompts_be_as_long_as_it(tmp_path: Path) ->
     tokenizer.check_length(" " * (1 << 20), 100_000)
     with pytest.raises(RequestError, match="expected at most 1048576 characters"):
         tokenizer.check_length(" " * (2 << 20), 100_000)
+
+
+def test_a_tokenizer_that_cannot_be_imported_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread once ended with a traceback, and the first text failed on an attribute of None."""
+
+    class NoRoom:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "tokenizers":
+                raise ImportError("tokenizers.abi3.so: failed to map segment from shared object")
+
+    monkeypatch.delitem(sys.modules, "tokenizers", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [NoRoom(), *sys.meta_path])
+    with pytest.raises(LimitError, match="there is no memory left"):
+        Tokenizer(b"{}", Timeline.create("test")).wait()
