@@ -36,18 +36,18 @@ class Services:
     def status(self, caller: Caller, entry: RegionEntry | None) -> dict[str, object]:
         """Return the agent's status for a caller: everything if it is trusted, or else what concerns that caller."""
         pool, trusted = self.keeper.regions, caller.trusted
-        seen = [one for one in pool if trusted or one is entry]
+        visible = [one for one in pool if trusted or one is entry]
         return {
             "pid": os.getpid(),
             "socket": self.settings.path if trusted else caller.socket,
             "uptime_s": round(time.monotonic() - self.started_at, 1),
             "budget_bytes": pool.budget_bytes,
             "ready_bytes": self.keeper.ready_bytes if trusted else 0,
-            "used_bytes": pool.used_bytes if trusted else sum(one.size_bytes for one in seen),
+            "used_bytes": pool.used_bytes if trusted else sum(one.size_bytes for one in visible),
             "engines": self.engines.status(everything=trusted),
             "replaced": dict(self.keeper.replaced),
-            "count": len(list(pool)) if trusted else len(seen),
-            "regions": _listed(seen),
+            "count": len(list(pool)) if trusted else len(visible),
+            "regions": _listed(visible),
             **self.accounts.status(everybody=trusted),
         }
 

@@ -71,7 +71,7 @@ class Materialization:
         self._signer = signer
         self._writer = BundleWriter(self.folder)
         self._region = Region.create()
-        self._made: list[Artifact] = []
+        self._added: list[Artifact] = []
         self._facts: Facts | None = None
         self.continues_text = True  # known after ``prepare``: False for an encoder, or a model that cannot be run
 
@@ -120,7 +120,7 @@ class Materialization:
         self.add(WEIGHT_INDEX, recorded.to_bytes(), began)
         for name, capture in engine.captures.items() if engine is not None else ():
             self._capture(KINDS[name], capture)
-        if plan is not None and on_gpu and not any(made.kind == KV_PLAN.name for made in self._made):
+        if plan is not None and on_gpu and not any(made.kind == KV_PLAN.name for made in self._added):
             reason = "nothing was captured on the GPU, where it is measured; each start computes one"
             self._on_result(ArtifactResult(KV_PLAN.name, left_out=reason))
 
@@ -148,7 +148,7 @@ class Materialization:
         """Add an artifact. Work on it began at ``began``, a time of ``time.monotonic``."""
         assert self._facts is not None
         artifact = self._writer.add(kind.name, self._facts.key(kind.facts), data)
-        self._made.append(artifact)
+        self._added.append(artifact)
         self._on_result(ArtifactResult(kind.name, artifact.size, time.monotonic() - began))
 
     def commit(self) -> Manifest:
@@ -167,7 +167,7 @@ class Materialization:
             self._on_result(
                 ArtifactResult("signature", left_out="the bundle was signed and no longer is; expected --sign")
             )
-        manifest = Manifest((*self._made, *kept), names)
+        manifest = Manifest((*self._added, *kept), names)
         self._writer.commit(manifest, self._signer)
         return manifest
 
@@ -186,7 +186,7 @@ class Materialization:
         assert self._facts is not None
         if artifact.kind not in KINDS:
             return True  # a newer version made it
-        if any((made.kind, made.key) == (artifact.kind, artifact.key) for made in self._made):
+        if any((made.kind, made.key) == (artifact.kind, artifact.key) for made in self._added):
             return False
         return all(artifact.key.get(fact, self._facts[fact]) == self._facts[fact] for fact in ("layout", "shape"))
 

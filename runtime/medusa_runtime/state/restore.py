@@ -59,7 +59,7 @@ class BundleRestorer:
         self._error: Exception | None = None
         self._remote = False
         self._facts: list[Facts] = []  # one for each engine
-        self._late: dict[str, Artifact] = {}
+        self._late_artifacts: dict[str, Artifact] = {}
         self._reading: threading.Thread | None = None
         self._given_up = False
         self._fetching: threading.Thread | None = None
@@ -183,13 +183,13 @@ class BundleRestorer:
                     files[file_name(kind.name)] = self._bundle.read(artifact)
                 else:
                     check_size(artifact)
-                    self._late[file_name(kind.name)] = artifact
+                    self._late_artifacts[file_name(kind.name)] = artifact
                     continue
                 self._record_restored(kind.name, artifact, began_ns)
             except Exception as error:  # noqa: BLE001  a bundle is not trusted, and the start goes on without this one
                 report_unused(kind.name, error, self._timeline, began_ns)
         return RestoredCheckpoint(
-            index, checksums, files, {name: artifact.size for name, artifact in self._late.items()}
+            index, checksums, files, {name: artifact.size for name, artifact in self._late_artifacts.items()}
         )
 
     def start(self, writer: RegionWriter) -> None:
@@ -206,7 +206,7 @@ class BundleRestorer:
             began_ns = time.monotonic_ns()
             try:
                 with memory:
-                    artifact = self._late.get(name)
+                    artifact = self._late_artifacts.get(name)
                     if artifact is None or artifact.size != len(memory):
                         raise StateError("the bundle was replaced while it was read")  # noqa: TRY301
                     assert self._bundle is not None

@@ -117,7 +117,7 @@ class VllmGraphState:
 
     def dump(self, images: ImageStore) -> Blueprints:
         """Read all captured graphs as they are. ``images`` are those of all modules loaded so far."""
-        handles = {key_of(one): int(graph.raw_cuda_graph()) for one, graph in self._full()}
+        handles = {key_of(batch): int(graph.raw_cuda_graph()) for batch, graph in self._full()}
         handles |= {key: int(entry.cudagraph.raw_cuda_graph()) for key, (_, _, entry) in self._pieces().items()}
         known = self.named()
         if self._pool is not None:
@@ -140,32 +140,27 @@ class VllmGraphState:
         numbers = {memory_range.name: number for number, memory_range in enumerate(dump.ranges)}
         full = dict(self._full())
 
-        def inputs_of(one: BatchExecutionDescriptor) -> tuple[Piece, ...]:
+        def inputs_of(batch: BatchExecutionDescriptor) -> tuple[Piece, ...]:
             known = [
-                (memory_range, data) for memory_range, data in recording.inputs[one] if memory_range.name in numbers
+                (memory_range, data) for memory_range, data in recording.inputs[batch] if memory_range.name in numbers
             ]
             return tuple(Piece(numbers[memory_range.name], 0, data) for memory_range, data in known)
 
-        read = {key_of(one): inputs_of(one) for one in full}
-        launches = {key_of(one): partial(_launch, graph.replay, stream) for one, graph in full.items()}
-        outputs = {key_of(one): self._outputs(one, numbers[HIDDEN]) for one in full}
+        read = {key_of(batch): inputs_of(batch) for batch in full}
+        launches = {key_of(batch): partial(_launch, graph.replay, stream) for batch, graph in full.items()}
+        outputs = {key_of(batch): self._outputs(batch, numbers[HIDDEN]) for batch in full}
         results, refused = {}, {}
-        for key, (one, wrapper, entry) in self._pieces().items():
+        for key, (batch, wrapper, entry) in self._pieces().items():
             try:
                 results[key] = encode_results(entry.output, dump.ranges)
             except GraphMismatch as mismatch:
                 refused[key] = str(mismatch)
                 continue
             if is_last(wrapper):
-                launches[key] = partial(_launch, partial(recording.forwards[one], CUDAGraphMode.PIECEWISE), stream)
-                read[key] = inputs_of(one)
-                outputs[key] = tuple(_output(place, one.num_tokens) for place in _tensors(results[key]))
-        dump = replace(
-            dump,
-            graphs=tuple(graph for graph in dump.graphs if graph.key not in refused),
-            refused={**dump.refused, **refused},
-            results=results,
-        )
+                launches[key] = partial(_launch, partial(recording.forwards[batch], CUDAGraphMode.PIECEWISE), stream)
+                read[key] = inputs_of(batch)
+                outputs[key] = tuple(_output(place, batch.num_tokens) for place in _tensors(results[key]))
+        dump = replace(dump.without(refused), results=results)
         capture = Capture(
             launches,
             read,
@@ -212,7 +207,7 @@ class VllmGraphState:
             self._driver,
             blueprints,
             placement,
-            keys=[key_of(one) for one in full],
+            keys=[key_of(batch) for batch in full],
             stream=stream.cuda_stream,
             fingerprint=self.fingerprint() | {KV_BYTES: str(self._kv_bytes())},
             current_stream=lambda: torch.cuda.current_stream().cuda_stream,
@@ -240,30 +235,30 @@ class VllmGraphState:
             self._driver,
             blueprints,
             placement,
-            keys=[piece_key(one, name) for one in batches for name in wrappers],
+            keys=[piece_key(batch, name) for batch in batches for name in wrappers],
             stream=stream.cuda_stream,
             fingerprint=self.fingerprint() | {KV_BYTES: str(self._kv_bytes())},
             current_stream=lambda: torch.cuda.current_stream().cuda_stream,
             validate="none",
         )
         self._kept.append(restored)
-        whole = [one for one in batches if all(piece_key(one, name) in restored.graphs for name in wrappers)]
+        whole = [batch for batch in batches if all(piece_key(batch, name) in restored.graphs for name in wrappers)]
         try:
-            for one in whole:
+            for batch in whole:
                 for name, wrapper in wrappers.items():
-                    results = blueprints.results[piece_key(one, name)]
+                    results = blueprints.results[piece_key(batch, name)]
                     output = rebuild_results(results, blueprints.ranges, placement.addresses, device)
-                    put_entry(wrapper, one, restored.graphs[piece_key(one, name)], output)
-            for one in dict.fromkeys((*whole[:1], *whole[-1:])):
-                self._check(one, create_forward(one, warmup=True))
+                    put_entry(wrapper, batch, restored.graphs[piece_key(batch, name)], output)
+            for batch in dict.fromkeys((*whole[:1], *whole[-1:])):
+                self._check(batch, create_forward(batch, warmup=True))
         except BaseException:
-            for one in whole:
+            for batch in whole:
                 for wrapper in wrappers.values():
-                    put_entry(wrapper, one, None)
+                    put_entry(wrapper, batch, None)
             raise
         return whole
 
-    def _check(self, one: BatchExecutionDescriptor, forward: Callable[[CUDAGraphMode], None]) -> None:
+    def _check(self, batch: BatchExecutionDescriptor, forward: Callable[[CUDAGraphMode], None]) -> None:
         """Validate (MEDUSA §4) a forward through all pieces of a batch: two runs against the stored outputs.
 
         Raises GraphMismatch (OUTPUT) when they differ, and DeviceError when the context is broken.
@@ -275,7 +270,7 @@ class VllmGraphState:
             return placement.addresses[blueprints.ranges[piece.memory_range].name] + piece.offset
 
         replayer = Replayer(self._driver, at, stream.cuda_stream)
-        last = [graph for graph in blueprints.graphs if batch_of(graph.key) == key_of(one) and graph.outputs]
+        last = [graph for graph in blueprints.graphs if batch_of(graph.key) == key_of(batch) and graph.outputs]
         launch = partial(_launch, partial(forward, CUDAGraphMode.PIECEWISE), stream)
         try:
             right = [replayer.run(launch, graph.inputs, graph.outputs) == graph.outputs for graph in last * 2]
@@ -286,7 +281,7 @@ class VllmGraphState:
                 raise DeviceError(f"a restored CUDA graph broke the context ({error}); use --state none") from lost
             raise
         if not right or not all(right):
-            raise GraphMismatch(Reason.OUTPUT, f"a forward of {key_of(one)} did not give its stored outputs")
+            raise GraphMismatch(Reason.OUTPUT, f"a forward of {key_of(batch)} did not give its stored outputs")
 
     def _pieces(self) -> dict[str, tuple[BatchExecutionDescriptor, Any, Any]]:
         """Return, by key, each piece's batch, wrapper and entry. Empty if functions cannot be told apart."""
@@ -296,10 +291,10 @@ class VllmGraphState:
             logger.warning("piecewise CUDA graphs are captured each time: %s", mismatch)
             return {}
         return {
-            piece_key(one, name): (one, wrapper, entry)
-            for one in self._manager._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
+            piece_key(batch, name): (batch, wrapper, entry)
+            for batch in self._manager._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
             for name, wrapper in wrappers.items()
-            if (entry := entry_of(wrapper, one)) is not None
+            if (entry := entry_of(wrapper, batch)) is not None
         }
 
     def _hidden_states(
@@ -308,7 +303,7 @@ class VllmGraphState:
         """Allocate the tensor that vLLM allocates in its first warm-up, with the rows of the largest batch."""
         if memory_range is None or not full:
             return None
-        dtype, rows = self._runner.model_config.dtype, max(one.num_tokens for one in full)
+        dtype, rows = self._runner.model_config.dtype, max(batch.num_tokens for batch in full)
         width, rest = divmod(memory_range.size, rows * dtype.itemsize)
         if rest:
             detail = f"{HIDDEN} has {memory_range.size} bytes for batches of up to {rows}"
@@ -320,12 +315,12 @@ class VllmGraphState:
         return sum(storage.nbytes() for storage in caches.values())
 
     def _full(self) -> list[tuple[BatchExecutionDescriptor, Any]]:
-        listed = [(one, graph) for one, graph in self._manager.graphs.items() if one.num_ubatches == 1]
-        return [(one, graph) for one, graph in listed if one.cg_mode == CUDAGraphMode.FULL]
+        listed = [(batch, graph) for batch, graph in self._manager.graphs.items() if batch.num_ubatches == 1]
+        return [(batch, graph) for batch, graph in listed if batch.cg_mode == CUDAGraphMode.FULL]
 
-    def _outputs(self, one: BatchExecutionDescriptor, memory_range: int) -> tuple[Piece, ...]:
+    def _outputs(self, batch: BatchExecutionDescriptor, memory_range: int) -> tuple[Piece, ...]:
         row_bytes = self._manager.hidden_states[0].nbytes
-        rows = sorted({*range(min(one.num_tokens, _REFERENCE_ROWS)), one.num_tokens - 1})
+        rows = sorted({*range(min(batch.num_tokens, _REFERENCE_ROWS)), batch.num_tokens - 1})
         return tuple(Piece(memory_range, row * row_bytes, bytes(min(_REFERENCE_BYTES, row_bytes))) for row in rows)
 
 
@@ -340,7 +335,7 @@ def _tensors(results: Results) -> list[list[Any]]:
         return []
     if results[0] == "tensor":
         return [results[1:]]
-    return [place for one in results[1:] for place in _tensors(one)]
+    return [place for result in results[1:] for place in _tensors(result)]
 
 
 def _output(place: list[Any], rows: int) -> Piece:
@@ -352,33 +347,31 @@ def _output(place: list[Any], rows: int) -> Piece:
     return Piece(memory_range, offset + row, bytes(min(_REFERENCE_BYTES, width)))
 
 
-def _without_pinned(made: Blueprints) -> Blueprints:
+def _without_pinned(blueprints: Blueprints) -> Blueprints:
     """Refuse graphs that are only right at their captured addresses, because vLLM's memory moves between processes."""
     why = f"{Reason.ADDRESS}: it only fits where it was captured, and vLLM puts memory elsewhere in each process"
-    refused = {graph.key: why for graph in made.graphs if graph.pinned}
-    graphs = tuple(graph for graph in made.graphs if not graph.pinned)
-    return replace(made, graphs=graphs, refused={**made.refused, **refused})
+    return blueprints.without({graph.key: why for graph in blueprints.graphs if graph.pinned})
 
 
-def _without_stale_state(made: Blueprints) -> Blueprints:
+def _without_stale_state(blueprints: Blueprints) -> Blueprints:
     """Refuse all graphs if one needs the contents of a workspace, and drop inputs that no graph reads.
 
     Each step may write a workspace anew, at an address that is not known here.
     """
-    for piece in made.contents:
-        memory_range = made.ranges[piece.memory_range]
+    for piece in blueprints.contents:
+        memory_range = blueprints.ranges[piece.memory_range]
         if memory_range.kind == RangeKind.WORKSPACE:
             why = f"{Reason.CONTENTS}: they read {memory_range.name}, which has no name and may change with each step"
-            refused = {**made.refused, **{graph.key: why for graph in made.graphs}}
-            return replace(made, graphs=(), contents=(), images={}, refused=refused)
+            refused = blueprints.without({graph.key: why for graph in blueprints.graphs})
+            return replace(refused, contents=(), images={})
     read: defaultdict[str, set[int]] = defaultdict(set)
-    for graph in made.graphs:
+    for graph in blueprints.graphs:
         read[batch_of(graph.key)].update(relocation.memory_range for relocation in graph.relocations)
     graphs = []
-    for graph in made.graphs:
+    for graph in blueprints.graphs:
         inputs = tuple(piece for piece in graph.inputs if piece.memory_range in read[batch_of(graph.key)])
         graphs.append(replace(graph, inputs=inputs))
-    return replace(made, graphs=tuple(graphs))
+    return replace(blueprints, graphs=tuple(graphs))
 
 
 __all__ = ["KV_BYTES", "VllmGraphState", "materialize_obstacle"]

@@ -50,12 +50,12 @@ def capture(model: str, settings: Settings, folder: Path) -> Path | None:
         raise EngineError(
             "CUDA graphs are materialized for one GPU, found --tensor-parallel above 1; each start captures them"
         )
-    asked = replace(settings, model=model, device="cuda", state="none")
+    capture_settings = replace(settings, model=model, device="cuda", state="none")
     second, unchecked, result = folder / "second.dump", folder / "unchecked", folder / CUDA_GRAPHS.name
-    run(asked, second)
-    run(asked, unchecked, second)  # for the torch engine this also writes a KV plan into the folder
+    run(capture_settings, second)
+    run(capture_settings, unchecked, second)  # for the torch engine this also writes a KV plan into the folder
     if engine_kind(settings.engine).graph_capture == __name__:
-        run(asked, result, unchecked, check=True)
+        run(capture_settings, result, unchecked, check=True)
     else:
         unchecked.rename(result)  # vLLM's worker checks its graphs when it restores them
     return result if result.exists() else None

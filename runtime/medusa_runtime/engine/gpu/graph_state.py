@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -129,8 +128,7 @@ class GraphState:
         for size in self.begin(data):
             self.restore_sizes([size])
         reasons = {key: str(mismatch) for key, mismatch in self.restored.reasons.items()} if self.restored else {}
-        graphs = tuple(graph for graph in blueprints.graphs if graph.key not in reasons)
-        return replace(blueprints, graphs=graphs, refused={**blueprints.refused, **reasons})
+        return blueprints.without(reasons)
 
     def _trigger(self, key: str) -> int:
         sizes = {key_of(size): size for size in self._graphs.sizes}
@@ -222,9 +220,7 @@ class GraphState:
         if not self._resized(blueprints):
             return blueprints
         why = f"{Reason.ADDRESS}: captured with a KV cache of another size, which something in it may depend on"
-        refused = {graph.key: why for graph in blueprints.graphs if graph.pinned}
-        graphs = tuple(graph for graph in blueprints.graphs if not graph.pinned)
-        return replace(blueprints, graphs=graphs, refused={**blueprints.refused, **refused})
+        return blueprints.without({graph.key: why for graph in blueprints.graphs if graph.pinned})
 
     def _captured(self) -> dict[int, CudaGraph]:
         return {size: graph for size, graph in self._graphs.graphs.items() if isinstance(graph, CudaGraph)}

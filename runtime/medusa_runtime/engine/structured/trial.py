@@ -47,12 +47,12 @@ def try_grammar(make: Callable[[], Any]) -> Trial:
     if not wait_readable(reading, _WAIT_S):
         os.kill(pid, signal.SIGKILL)
     with open(reading, "rb") as pipe:
-        said = pipe.read()
+        output = pipe.read()
     os.waitpid(pid, 0)
-    if not said:
+    if not output:
         text = f"it takes more than {CPU_S} s of CPU time or {MEMORY_BYTES >> 20} MB to prepare; expected a simpler one"
         return Trial(text, 0)
-    return Trial(*json.loads(said))
+    return Trial(*json.loads(output))
 
 
 def _try_grammar(make: Callable[[], Any]) -> Trial:

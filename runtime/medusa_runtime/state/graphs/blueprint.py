@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,6 +164,11 @@ class Blueprints:
 
     def graph(self, key: str) -> GraphBlueprint:
         return next(graph for graph in self.graphs if graph.key == key)
+
+    def without(self, reasons: Mapping[str, str]) -> Blueprints:
+        """Return the blueprints without the graphs with these keys, which are in ``refused`` then, with the reasons."""
+        graphs = tuple(graph for graph in self.graphs if graph.key not in reasons)
+        return replace(self, graphs=graphs, refused={**self.refused, **reasons})
 
     def used_ranges(self) -> set[int]:
         """Return the numbers of the ranges into which a graph points, or that a graph pins."""

@@ -62,7 +62,7 @@ def materialize_graphs(
         logger.warning(
             "%d graphs only fit where they were captured: %s has a word that two captures do not explain", count, kernel
         )
-    blueprints = _refuse(result.blueprints, _foreign_pointers(driver, result.blueprints, capture.reads_host))
+    blueprints = result.blueprints.without(_foreign_pointers(driver, result.blueprints, capture.reads_host))
     captured = [memory_range.address for memory_range in blueprints.ranges]
     replayer = Replayer(driver, lambda piece: captured[piece.memory_range] + piece.offset, capture.stream)
     blueprints = _with_references(blueprints, capture, replayer)
@@ -71,7 +71,7 @@ def materialize_graphs(
         if capture.finds_contents:
             contents = permanent_contents(blueprints, capture.launches, replayer)
     except GraphMismatch as mismatch:
-        blueprints = _refuse(blueprints, {graph.key: str(mismatch) for graph in blueprints.graphs})
+        blueprints = blueprints.without({graph.key: str(mismatch) for graph in blueprints.graphs})
     images = _images(blueprints, capture.images)
     contents = (*dump.contents, *contents)
     blueprints = replace(blueprints, host=(), contents=contents, fingerprint=dict(capture.fingerprint), images=images)
@@ -114,11 +114,6 @@ def _foreign_pointers(driver: CudaDriver, blueprints: Blueprints, reads_host: bo
                         detail = f"node {number} points to {word:#x}, which is memory without a name"
                         found[graph.key] = f"{Reason.FOREIGN_POINTER}: {detail}"
     return found
-
-
-def _refuse(blueprints: Blueprints, refused: Mapping[str, str]) -> Blueprints:
-    graphs = tuple(graph for graph in blueprints.graphs if graph.key not in refused)
-    return replace(blueprints, graphs=graphs, refused={**blueprints.refused, **refused})
 
 
 def _with_references(blueprints: Blueprints, capture: Capture, replayer: Replayer) -> Blueprints:

@@ -27,13 +27,13 @@ def build(
     stream: int,
 ) -> int:
     """Build an executable graph (CUgraphExec), which the caller destroys. Arguments and errors as in ``construct``."""
-    made = construct(driver, blueprints, graph, kernels=kernels, addresses=addresses)
+    cuda_graph = construct(driver, blueprints, graph, kernels=kernels, addresses=addresses)
     try:
-        return _instantiate(driver, blueprints, graph, made, stream)
+        return _instantiate(driver, blueprints, graph, cuda_graph, stream)
     except CudaError as error:
         raise GraphMismatch(Reason.DRIVER_CALL, f"{error}: the whole") from error
     finally:
-        driver.result("cuGraphDestroy", made)
+        driver.result("cuGraphDestroy", cuda_graph)
 
 
 def construct(
@@ -58,7 +58,7 @@ def construct(
         else:
             words[relocation.position : relocation.position + 8] = address.to_bytes(8, "little")
     context = driver.current_context()
-    made = driver.handle("cuGraphCreate", 0)
+    cuda_graph = driver.handle("cuGraphCreate", 0)
     node: Node | None = None
     nodes = (c_uint64 * max(len(graph.nodes), 1))()
     first, add_kernel = addressof(nodes), driver.bind("cuGraphAddKernelNode_v2")
@@ -69,24 +69,24 @@ def construct(
             out = first + 8 * number
             if node.kind == NodeKind.KERNEL:
                 # Not by driver.call, which is slower: a start does this tens of thousands of times.
-                if code := add_kernel(out, made, None, 0, at):
+                if code := add_kernel(out, cuda_graph, None, 0, at):
                     driver.check("cuGraphAddKernelNode_v2", code)
                 at += KERNEL_NODE.size
                 if node.attributes:
                     _set_attributes(driver, nodes[number], blueprints.attribute_sets[node.attributes])
             elif node.kind == NodeKind.MEMSET:
-                driver.call("cuGraphAddMemsetNode", out, made, None, 0, base + node.start, context)
+                driver.call("cuGraphAddMemsetNode", out, cuda_graph, None, 0, base + node.start, context)
             elif node.kind == NodeKind.MEMCPY:
-                driver.call("cuGraphAddMemcpyNode", out, made, None, 0, base + node.start, context)
+                driver.call("cuGraphAddMemcpyNode", out, cuda_graph, None, 0, base + node.start, context)
             else:
-                driver.call("cuGraphAddEmptyNode", out, made, None, 0)
+                driver.call("cuGraphAddEmptyNode", out, cuda_graph, None, 0)
         node = None
-        _connect(driver, graph, made, nodes)
+        _connect(driver, graph, cuda_graph, nodes)
     except CudaError as error:
-        driver.result("cuGraphDestroy", made)
+        driver.result("cuGraphDestroy", cuda_graph)
         raise GraphMismatch(Reason.DRIVER_CALL, f"{error}: {_about(blueprints, node)}") from error
     del pointers  # the driver has read them until here
-    return made
+    return cuda_graph
 
 
 def _about(blueprints: Blueprints, node: Node | None) -> str:
@@ -133,7 +133,7 @@ def _set_attributes(driver: CudaDriver, node: int, attributes: AttributeSet) -> 
             driver.check("cuGraphKernelNodeSetAttribute", code)
 
 
-def _connect(driver: CudaDriver, graph: GraphBlueprint, made: int, nodes: ctypes.Array[c_uint64]) -> None:
+def _connect(driver: CudaDriver, graph: GraphBlueprint, cuda_graph: int, nodes: ctypes.Array[c_uint64]) -> None:
     """Add the edges, with one call for each value of their data.
 
     Drivers from 580.126 to 610.57 give all edges of a call the data of its first one (found by Foundry).
@@ -145,14 +145,16 @@ def _connect(driver: CudaDriver, graph: GraphBlueprint, made: int, nodes: ctypes
         count = len(edges)
         sources = (c_uint64 * count)(*[nodes[edge.source] for edge in edges])
         targets = (c_uint64 * count)(*[nodes[edge.target] for edge in edges])
-        driver.call("cuGraphAddDependencies_v2", made, sources, targets, data * count, count)
+        driver.call("cuGraphAddDependencies_v2", cuda_graph, sources, targets, data * count, count)
 
 
-def _instantiate(driver: CudaDriver, blueprints: Blueprints, graph: GraphBlueprint, made: int, stream: int) -> int:
+def _instantiate(
+    driver: CudaDriver, blueprints: Blueprints, graph: GraphBlueprint, cuda_graph: int, stream: int
+) -> int:
     prioritised = any(
         attribute == _PRIORITY for node in graph.nodes for attribute, _ in blueprints.attribute_sets[node.attributes]
     )
     # Upload at once, so that the first launch does not pay for it.
     flags = _UPLOAD | (_USE_NODE_PRIORITY if prioritised else 0)
     params = InstantiateParams(flags=flags, upload_stream=stream)
-    return driver.handle("cuGraphInstantiateWithParams", made, byref(params))
+    return driver.handle("cuGraphInstantiateWithParams", cuda_graph, byref(params))
