@@ -102,4 +102,4 @@ def test_another_pydantic_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch, capl
 
     assert AtOnce.__pydantic_complete__
     assert TypeAdapter(list[int]).pydantic_complete
-    assert "without deferred checks" in caplog.text
+    assert "without deferred validators" in caplog.text
