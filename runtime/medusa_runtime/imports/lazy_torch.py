@@ -28,7 +28,7 @@ from .lock import TESTED_PYTHONS
 
 logger = logging.getLogger(__name__)
 
-TESTED = ("2.13.", "2.15.")
+TESTED = ("2.13.", "2.14.", "2.15.")
 # These variables ask for something that torch does while it is imported, and that a lean import would put off.
 _PLAIN_IF_SET = ("TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_TRACE", "TORCH_CUDA_SANITIZER", "TORCH_COMPILE_DEBUG")
 # Modules that replace themselves in sys.modules, or that are imported for what they register.
