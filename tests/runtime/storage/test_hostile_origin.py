@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from medusa_runtime.checkpoint.reader import open_checkpoint
-from medusa_runtime.errors import ForbiddenError, MedusaError, StorageError
+from medusa_runtime.errors import ForbiddenError, MedusaError, ObjectChangedError, StorageError
 from medusa_runtime.storage.http.store import HttpStore
 from medusa_runtime.storage.retry import RetryPolicy
 from medusa_runtime.storage.s3 import S3Store
@@ -217,6 +217,27 @@ def test_a_region_that_is_not_one_signs_for_no_other_host(monkeypatch: pytest.Mo
             store.close()
             assert len(server.requests) == 1
             assert b"/us-east-1/s3/" in server.requests[0]
+
+
+def test_a_change_within_the_second_of_the_last_one_is_noticed_by_the_size() -> None:
+    """Last-Modified is the same then, and the bytes of both versions were once put together."""
+    date, sizes = "Last-Modified: Sun, 06 Nov 1994 08:49:37 GMT", [8, 8, 9, 9]
+
+    def answer(request: bytes) -> bytes:
+        first, last = re.findall(rb"Range: bytes=(\d+)-(\d+)", request)[0]
+        count = int(last) - int(first) + 1
+        place = f"Content-Range: bytes {int(first)}-{int(last)}/{sizes.pop(0)}"
+        return head(place, f"Content-Length: {count}", date) + bytes(count)
+
+    with ScriptedServer(answer) as server:
+        store = HttpStore(server.url, QUICK, {})
+        version = store.stat("w").version
+        buffer = memoryview(bytearray(4))
+        store.read_into("w", 0, buffer, version)
+        with pytest.raises(ObjectChangedError, match=r"expected 8 bytes, found 9 with the same version"):
+            store.read_into("w", 4, buffer, version)
+        assert store.stat("w").size == 9
+        store.close()
 
 
 def test_an_unasked_answer_is_not_taken_for_the_next() -> None:

@@ -80,6 +80,7 @@ class HttpStore:
         self._proxies = Proxies(os.environ if environ is None else environ)
         self._pool = ConnectionPool()
         self._moved: dict[str, Target] = {}  # by key, where redirects led: later ranges save the round trips
+        self._sizes: dict[str, ObjectInfo] = {}  # by key, from the last answer: a date of change has only whole seconds
         self._may_redirect: Callable[[str], bool] | None = None
         self._home, self._query, self._authorization = _home(url)
 
@@ -264,6 +265,13 @@ class HttpStore:
             raise ObjectChangedError(
                 f"{self.name(key)} changed while it was read: expected version {version!a}, "
                 f"found {info.version!a}; start again"
+            )
+        known = self._sizes.get(key)
+        self._sizes[key] = info
+        if known is not None and version == known.version and info.size != known.size:
+            raise ObjectChangedError(
+                f"{self.name(key)} changed while it was read: expected {known.size:,} bytes, found {info.size:,} with "
+                f"the same version {version!a}; start again"
             )
 
     def _ask(self, key: str, start: int, stop: int, version: str | None) -> tuple[Connection, Response]:
