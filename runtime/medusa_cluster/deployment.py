@@ -110,6 +110,8 @@ class Deployment:
         options = {option.field: option for option in OPTIONS if option.field not in _OURS}
         found = {}
         for name, value in self.settings.items():
+            if name in _OURS:
+                raise ConfigError(f"settings: {name} is chosen for each instance by its node; expected another option")
             if name not in options:
                 raise ConfigError(
                     f"settings: expected an option of medusa serve such as max_concurrency, found {name!r}"

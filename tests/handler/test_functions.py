@@ -176,6 +176,11 @@ def test_numbers_that_json_cannot_express_are_named(results: Any) -> None:
     assert "Infinity in result['loss']" in results.output()
 
 
+def test_every_path_of_a_function_is_described(serve: Serve) -> None:
+    paths = serve(handler="function/handler.py:handle").request("GET", "/openapi.json")[1]["paths"]
+    assert set(paths["/{path}"]) == {"parameters", "get", "post", "put", "patch", "delete"}
+
+
 def test_numbers_that_json_does_not_have_are_refused(serve: Serve) -> None:
     served = serve(handler="function/handler.py:handle")
     for number in (b"NaN", b"Infinity", b"-Infinity"):

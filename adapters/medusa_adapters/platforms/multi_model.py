@@ -43,6 +43,7 @@ _ANYTHING = {"description": "What the model answers", "content": {"*/*": {"schem
 _STATUSES = {"Weights.TooLarge": 507, "Config.Invalid": 400}  # by the code with which an instance ends
 _POLL_S = 0.1
 _END_S = 30.0
+_TIMEOUT_S = 600.0  # longer than SageMaker waits for an answer; for an instance that hangs
 
 
 @dataclass
@@ -62,8 +63,9 @@ class ModelHost:
         """``settings`` apply to every model: the host's flags reach the instances as environment variables."""
         given = {**environ, **to_env(settings)}
         self._environ = {name: value for name, value in given.items() if name not in _NOT_INHERITED}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._loaded: dict[str, LoadedModel] = {}
+        self._timeout_s = settings.timeout_s or _TIMEOUT_S
         # A child is killed when the thread that started it ends, so one thread starts them all.
         self._starter = ThreadPoolExecutor(1, "start-model")
 
@@ -110,7 +112,13 @@ class ModelHost:
         return _describe(str(name), self.load(name, url))
 
     def _invoke(self, request: Request, name: str) -> Response:
-        return _proxy(self._find(name).port, request)
+        from medusa_handler.contract import HttpError
+
+        try:
+            return _proxy(self._find(name).port, request, self._timeout_s)
+        except HttpError:
+            self._find(name)  # raises 404 if the model has been unloaded meanwhile, which explains the error
+            raise
 
     def load(self, name: Any, url: Any) -> LoadedModel:
         """Start the model's instance and wait until it is ready. Raises HttpError 400, 409, 500 or 507."""
@@ -165,9 +173,10 @@ class ModelHost:
                 raise HttpError(status, f"the model could not be loaded: {last[0].removeprefix('medusa: ')}")
 
     def unload(self, name: str) -> LoadedModel:
-        loaded = self._find(name)
+        """End the model's instance once it has answered its requests. Of two callers, one gets HttpError 404."""
         with self._lock:
-            self._loaded.pop(name, None)
+            loaded = self._find(name)
+            del self._loaded[name]
         terminate(loaded.process, _END_S)
         return loaded
 
@@ -220,17 +229,23 @@ def _ping(port: int) -> int:
             return 0
 
 
-def _proxy(port: int, request: Request) -> Response:
-    """Return the answer of the instance on ``port``. A stream is passed on piece by piece."""
+def _proxy(port: int, request: Request, timeout_s: float) -> Response:
+    """Return the answer of the instance on ``port``. A stream is passed on piece by piece.
+
+    Raises HttpError 503 if it cannot be reached or breaks off, and 504 if it is silent for ``timeout_s``.
+    """
     from medusa_handler.contract import Headers, HttpError, Response
 
     not_passed_on = (*_HOP_BY_HOP, "authorization")
     kept = {name: value for name, value in request.headers.items() if name.lower() not in not_passed_on}
-    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     try:
         connection.request("POST", "/invocations", request.body, kept)
         answer = connection.getresponse()
-    except OSError as error:
+    except TimeoutError:
+        connection.close()
+        raise HttpError(504, f"the model's instance did not answer within {timeout_s:g} s") from None
+    except (OSError, http.client.HTTPException) as error:
         connection.close()
         raise HttpError(503, f"the model's instance does not answer: {error}") from None
     found = Headers((name, value) for name, value in answer.getheaders() if name.lower() not in _HOP_BY_HOP)

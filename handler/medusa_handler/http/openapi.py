@@ -85,7 +85,7 @@ _CHAT = {
     },
     "additionalProperties": False,
 }
-_INPUT = {"type": "string", "minLength": 1}
+_TEXT = _INPUT = {"type": "string", "minLength": 1}
 
 
 def _tokens(vocab_size: int | None, least: int = 1) -> dict[str, Any]:
@@ -180,14 +180,33 @@ def _model_paths(service: Service) -> dict[str, Any]:
     info = service.engine.info
     tokens = _tokens(None if info is None else info.vocab_size, 0)
     described: dict[str, Any] = {
-        "/v1/models": {"get": _operation("The served model", {"200": _answer("application/json")})},
+        "/v1/models": {"get": _operation("The served models", {"200": _answer("application/json")})},
+        "/v1/models/{name}": {
+            "parameters": [_path_parameter("name")],
+            "get": _operation("One served model", {status: _answer("application/json") for status in ("200", "404")}),
+        },
         "/tokenize": {"post": _call("Text to token ids", _object("prompt", {"type": "string"}), "application/json")},
         "/detokenize": {"post": _call("Token ids to text", _object("tokens", tokens), "application/json")},
     }
+    if not service.can_relay:
+        load = {"lora_name": _TEXT, "lora_path": _TEXT, "load_inplace": _FLAG}
+        for path, summary, fields in (
+            ("/v1/load_lora_adapter", "Load a LoRA adapter", load),
+            ("/v1/unload_lora_adapter", "Unload a LoRA adapter", {"lora_name": _TEXT, "lora_int_id": _ANY}),
+        ):
+            required = [name for name in fields if name in ("lora_name", "lora_path")]
+            schema = {"type": "object", "required": required, "properties": fields}
+            operation = _call(summary, schema, "text/plain")
+            operation["responses"]["403"] = _answer("application/json", text="Not allowed by the operator")
+            described[path] = {"post": operation}
     for path, schema in _bodies(service).items():
         kinds = ["application/json", "text/event-stream"][: 2 if "stream" in schema["properties"] else 1]
         described[path] = {"post": _call(_SUMMARIES[path], schema, *kinds)}
     return described
+
+
+def _path_parameter(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": _TEXT}
 
 
 def _object(name: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -201,13 +220,14 @@ def _function_paths(service: Service) -> dict[str, Any]:
         call: dict[str, Any] = {"summary": "The function", "responses": answers}
         body = {"requestBody": {"content": {"*/*": {"schema": _ANY}}}}
         methods = {method: call | ({} if method in ("get", "delete") else body) for method in _FUNCTION_METHODS}
+        below = {"/{path}": {"parameters": [_path_parameter("path")], **methods}}
     elif service.engine is not None:
         call = _call("The model", {"anyOf": list(_bodies(service).values())}, "application/json", "text/event-stream")
         call["requestBody"]["content"]["text/plain"] = {"schema": {"type": "string", "pattern": "^\\s*[^\\s{]"}}
-        methods = {"post": call}
+        methods, below = {"post": call}, {}
     else:
         return {}
-    return dict.fromkeys(("/", *service.platform.aliases), methods)
+    return dict.fromkeys(("/", *service.platform.aliases), methods) | below
 
 
 def _call(summary: str, schema: dict[str, Any], *kinds: str) -> dict[str, Any]:

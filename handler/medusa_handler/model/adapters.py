@@ -30,7 +30,7 @@ _MOST_NAMES = 1000
 
 
 @dataclass(eq=False)
-class _Entry:
+class AdapterEntry:
     """An adapter. It takes one of ``max_loras`` places while it is ``opening`` or has its ``adapter``."""
 
     name: str
@@ -50,9 +50,9 @@ class _Entry:
 class AdapterLease:
     """A request's use of an adapter, which keeps it in memory until ``close``. ``close`` may be called twice."""
 
-    def __init__(self, adapters: Adapters, entry: _Entry) -> None:
+    def __init__(self, adapters: Adapters, entry: AdapterEntry) -> None:
         self._adapters = adapters
-        self._entry: _Entry | None = entry
+        self._entry: AdapterEntry | None = entry
 
     def close(self) -> None:
         entry, self._entry = self._entry, None
@@ -68,7 +68,7 @@ class Adapters:
         self._engine = engine
         self._timeline = timeline
         self._changed = threading.Condition()
-        self._entries = {name: _Entry(name, url) for name, url in lora_modules(settings.lora_modules).items()}
+        self._entries = {name: AdapterEntry(name, url) for name, url in lora_modules(settings.lora_modules).items()}
         self._warming = False
         self.first_token = threading.Event()
 
@@ -80,14 +80,15 @@ class Adapters:
         with self._changed:
             return {name: entry.url for name, entry in self._entries.items()}
 
-    def acquire(self, name: str, wait_check: Callable[[], None]) -> AdapterLease:
-        """Wait until the engine has this adapter, which then stays at least until the use is closed.
+    def acquire(self, name: str, wait_check: Callable[[], None], entry: AdapterEntry | None = None) -> AdapterLease:
+        """Wait until the engine has this adapter, which then stays at least until the lease is closed.
 
+        ``entry`` is what ``add`` has returned, if another request's adapter of the same name will not do.
         Meanwhile ``wait_check`` is called a few times a second, and an error that it raises ends the wait. Raises the
         store's errors, and ApiError: 404 for an unknown name, 503 if all places are in use for longer than ``hold_s``.
         """
         with self._changed:
-            entry = self._entries.get(name)
+            entry = entry or self._entries.get(name)
             if entry is None:
                 raise ApiError(
                     404, f"the model {json_excerpt(name)} does not exist", param="model", code="model_not_found"
@@ -101,7 +102,7 @@ class Adapters:
             raise
         return AdapterLease(self, entry)
 
-    def release(self, entry: _Entry) -> None:
+    def release(self, entry: AdapterEntry) -> None:
         """End a use."""
         with self._changed:
             entry.users -= 1
@@ -110,8 +111,11 @@ class Adapters:
                 self._close(entry)
             self._changed.notify_all()
 
-    def add(self, name: str, url: str, *, replace: bool = False) -> None:
-        """Add an adapter's name. Raises ApiError 400 if it is taken, unless ``replace``, or there are too many."""
+    def add(self, name: str, url: str, *, replace: bool = False) -> tuple[AdapterEntry, str | None]:
+        """Add an adapter's name. Return its entry, and the URL of the adapter that it replaces.
+
+        Raises ApiError 400 if the name is taken, unless ``replace``, or if there are too many.
+        """
         with self._changed:
             if name in self._entries and not replace:
                 raise ApiError(
@@ -122,8 +126,19 @@ class Adapters:
                 )
             if name not in self._entries and len(self._entries) >= _MOST_NAMES:
                 raise ApiError(400, f"expected at most {_MOST_NAMES} adapters", param="lora_name")
+            previous = self._entries[name].url if name in self._entries else None
             self._forget(name)
-            self._entries[name] = _Entry(name, url)
+            entry = self._entries[name] = AdapterEntry(name, url)
+            return entry, previous
+
+    def undo_add(self, entry: AdapterEntry, previous: str | None) -> None:
+        """Undo an ``add``, unless another request has removed or replaced the adapter since."""
+        with self._changed:
+            if self._entries.get(entry.name) is entry:
+                self._forget(entry.name)
+                if previous is not None:
+                    self._entries[entry.name] = AdapterEntry(entry.name, previous)
+                self._changed.notify_all()
 
     def remove(self, name: str) -> None:
         """Remove an adapter's name. Requests that use the adapter continue. Raises ApiError 404 for an unknown name."""
@@ -155,7 +170,7 @@ class Adapters:
             except Exception as error:  # noqa: BLE001  a request that names it gets the error
                 logger.warning("the adapter %s could not be fetched: %s", name, error)
 
-    def _open(self, entry: _Entry, wait_check: Callable[[], None]) -> None:
+    def _open(self, entry: AdapterEntry, wait_check: Callable[[], None]) -> None:
         deadline = time.monotonic() + self._settings.hold_s
         with self._changed:
             failed_before = entry.attempts - entry.opening
@@ -191,7 +206,7 @@ class Adapters:
         self._close(oldest)
         return True
 
-    def _fetch(self, entry: _Entry) -> None:
+    def _fetch(self, entry: AdapterEntry) -> None:
         from medusa_runtime.instance.adapter_region import open_adapter
         from medusa_runtime.region.fd_passing import descriptors_to_pass
 
@@ -226,15 +241,15 @@ class Adapters:
             if not entry.users:
                 self._close(entry)
 
-    def _drop_from_engine(self, entry: _Entry) -> None:
+    def _drop_from_engine(self, entry: AdapterEntry) -> None:
         if entry.adapter is not None and self._engine is not None:
             self._engine.drop_adapter(entry.name)
 
-    def _close(self, entry: _Entry) -> None:
+    def _close(self, entry: AdapterEntry) -> None:
         if entry.adapter is not None:
             with suppress(OSError):
                 entry.adapter.close()
             entry.adapter = None
 
 
-__all__ = ["AdapterLease", "Adapters"]
+__all__ = ["AdapterEntry", "AdapterLease", "Adapters"]

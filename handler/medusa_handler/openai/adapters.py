@@ -52,19 +52,16 @@ def load_adapter(service: Service, body: Body, is_disconnected: Callable[[], boo
         raise invalid("lora_name", "letters, digits and .:/_-, and not the name of the base model", name)
     adapters, engine = service.model.adapters, service.engine
     assert engine is not None
-    before = adapters.urls().get(name)
-    adapters.add(name, url, replace=inplace)
+    entry, previous = adapters.add(name, url, replace=inplace)
     wait_check = service.model.wait_check(is_disconnected)
     try:
-        lease = adapters.acquire(name, wait_check)
+        lease = adapters.acquire(name, wait_check, entry)
         try:
             engine.wait_adapter(name, wait_check)
         finally:
             lease.close()
     except BaseException as error:
-        adapters.remove(name)
-        if before is not None:
-            adapters.add(name, before)
+        adapters.undo_add(entry, previous)
         if isinstance(error, RequestError):
             error.param = "lora_path"
         raise

@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_adapters.platforms.multi_model import LoadedModel, ModelHost
+from medusa_handler.contract import Headers, HttpError, Request
+from medusa_runtime.config import Settings
 from process_tree import alive, descendants
 
 Launch = Callable[..., Any]
@@ -84,3 +90,65 @@ def test_models_that_cannot_be_loaded(host: Any, tmp_path: Path) -> None:
     assert host.request("POST", "/invocations", b"{}").status == 404
     host.terminate()
     assert host.process.wait(60) == 0
+
+
+def invoke(models: ModelHost) -> Any:
+    return models._invoke(Request("POST", "/models/a/invoke", Headers([]), {}, b"{}", "id"), "a")
+
+
+def test_an_instance_that_hangs_is_reported() -> None:
+    models = ModelHost(Settings(timeout_s=0.2), {})
+    with socket.create_server(("127.0.0.1", 0)) as silent, subprocess.Popen(["sleep", "100"], text=True) as process:
+        models._loaded["a"] = LoadedModel("/m", process, silent.getsockname()[1], ready=True)
+        with pytest.raises(HttpError, match=r"did not answer within 0\.2 s") as caught:
+            invoke(models)
+        assert caught.value.status == 504
+        process.kill()
+
+
+def test_of_two_that_unload_a_model_one_is_told_that_it_is_not_there() -> None:
+    models, found = ModelHost(Settings(), {}), []
+    with subprocess.Popen(["sleep", "100"], text=True) as process:
+        models._loaded["a"] = LoadedModel("/m", process, 1, ready=True)
+        with pytest.raises(HttpError) as caught:
+            invoke(models)  # nothing listens there
+        assert caught.value.status == 503
+        both = threading.Barrier(2)
+        find = models._find
+
+        def find_together(name: str) -> LoadedModel:
+            model = find(name)
+            try:
+                both.wait(0.5)  # as far as nothing excludes it, both have found the model now
+            except threading.BrokenBarrierError:
+                pass
+            return model
+
+        models._find = find_together  # type: ignore[method-assign]
+
+        def unload() -> None:
+            try:
+                models.unload("a")
+                found.append(200)
+            except HttpError as error:
+                found.append(error.status)
+
+        threads = [threading.Thread(target=unload) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert sorted(found) == [200, 404]
+
+
+def test_a_request_for_a_model_that_is_unloaded_meanwhile_does_not_find_it() -> None:
+    models = ModelHost(Settings(), {})
+    with subprocess.Popen(["sleep", "100"], text=True) as process:
+        model = LoadedModel("/m", process, 1, ready=True)
+        answers = iter([model])
+        find = models._find
+        models._find = lambda name: next(answers, None) or find(name)  # type: ignore[method-assign]
+        with pytest.raises(HttpError) as caught:
+            invoke(models)
+        assert caught.value.status == 404
+        process.kill()

@@ -104,7 +104,8 @@ def test_bad_arguments_are_named(run: Run) -> None:
             ({"url": "relative/../.."}, ""),
             ({"settings": {"nothing": "1"}}, "settings: expected an option of medusa serve"),
             ({"settings": {"max_concurrency": "0"}}, "settings: max_concurrency"),
-            ({"settings": {"token": "x"}}, "settings: expected"),
+            ({"settings": {"token": "x"}}, "settings: token is chosen for each instance"),
+            ({"settings": {"port": "1"}}, "settings: port is chosen for each instance"),
             ({"ttft_slo_s": -1}, "ttft_slo_s"),
             ({"what": 1}, "a deployment has no what"),
         ):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
+from flask import Blueprint, Flask
+from medusa_handler.faults import ApiError
+from medusa_handler.openai import routes
 
 Serve = Callable[..., Any]
 TEMPLATE = (
@@ -438,6 +442,29 @@ def test_the_root_reaches_a_classifier(serve: Serve) -> None:
     status, answer, _ = served.request("POST", "/", {"query": "a", "documents": ["b"]})
     assert (status, "one with 2" in answer["error"]["message"]) == (400, True)  # it is the route of rankings
     assert "embedding" in serve(architecture="encoder").request("POST", "/", {"input": "a"})[1]["data"][0]
+
+
+def test_every_route_for_clients_is_described(served: Any) -> None:
+    paths = served.request("GET", "/openapi.json")[1]["paths"]
+    assert {"/", "/v1/models", "/v1/models/{name}", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"} <= set(paths)
+    assert [one["name"] for one in paths["/v1/models/{name}"]["parameters"]] == ["name"]
+
+
+def test_an_adapter_that_another_request_has_just_unloaded_is_not_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "just-unloaded"
+    service = SimpleNamespace(engine=None, model=SimpleNamespace(name="base", adapters={name}))
+    monkeypatch.setattr(routes, "adapter_models", lambda _: [])
+    monkeypatch.setattr(routes, "check_model", lambda *_: name)
+    app = Flask("test")
+    blueprint = Blueprint("openai", __name__)
+    routes._add_models(blueprint, service)  # type: ignore[arg-type]
+    app.register_blueprint(blueprint)
+    app.testing = True
+    with pytest.raises(ApiError, match="just-unloaded") as caught:
+        app.test_client().get(f"/v1/models/{name}")
+    assert caught.value.status == 404
 
 
 def test_another_method_is_refused_with_those_that_work(served: Any) -> None:

@@ -48,19 +48,21 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.engine not in engine_names():
         raise ConfigError(f"--engine: expected one of {', '.join(offered_engines())}, found {arguments.engine!r}")
-    deployment = Deployment.from_json(
-        {
-            "name": arguments.name,
-            "url": url,
-            "engine": arguments.engine,
-            "min": arguments.min,
-            "max": max(arguments.max, arguments.min),
-            "ttft_slo_s": arguments.ttft_slo,
-            "tpot_slo_s": arguments.tpot_slo,
-            "live_scaling": arguments.live_scaling,
-            "settings": dict(map(_setting, arguments.set)),
-        }
-    )
+    values = {
+        "name": arguments.name,
+        "url": url,
+        "engine": arguments.engine,
+        "min": arguments.min,
+        "max": max(arguments.max, arguments.min),
+        "ttft_slo_s": arguments.ttft_slo,
+        "tpot_slo_s": arguments.tpot_slo,
+        "live_scaling": arguments.live_scaling,
+        "settings": dict(map(_setting, arguments.set)),
+    }
+    try:
+        deployment = Deployment.from_json(values)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("settings:", "--set:", 1)) from None
     found = ask(arguments, "deploy", deployment.to_json())
     print(f"deployed {found['name']}: {found['url']}, {found['min']} to {found['max']} instances")
     return 0
