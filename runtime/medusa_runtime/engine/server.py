@@ -255,7 +255,8 @@ class _Connection:
         except Exception as error:  # without an answer the caller would wait forever
             if not isinstance(error, frames.UNREADABLE):
                 logger.exception("a call of %s failed", method)
-            self._send_error(request_id, RequestError(f"a call of {method} could not be read: {error}"))
+            limit = as_limit_error(error)
+            self._send_error(request_id, limit or RequestError(f"a call of {method} could not be read: {error}"))
         finally:
             self._calls.pop(request_id, None)
 
@@ -276,7 +277,8 @@ class _Connection:
             self._send_error(request.id, error)
         except Exception as error:
             logger.exception("a request could not be added")
-            self._send_error(request.id, RequestError(f"the request could not be read: {error}"))
+            limit = as_limit_error(error)
+            self._send_error(request.id, limit or RequestError(f"the request could not be read: {error}"))
         else:
             if request.id not in self._running:  # cancelled before the engine knew it
                 self._engine.cancel(request.id)

@@ -109,6 +109,28 @@ def test_what_is_no_message_is_refused(data: bytes, reason: str) -> None:
     listener.close()
 
 
+def test_a_worker_without_room_for_a_thread_takes_peers_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its accepting thread once ended, so that no peer was ever taken again."""
+    accepted: queue.SimpleQueue[Greeting] = queue.SimpleQueue()
+    access = PeerAccess("secret")
+    listener = Listener("127.0.0.1", 0, group=GROUP, access=access, accept=accepted.put, link=None)
+    start = threading.Thread.start
+
+    def start_no_greeting(thread: threading.Thread) -> None:
+        if thread.name == "group-greet":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_no_greeting)
+        with socket.create_connection(("127.0.0.1", listener.port), 60) as refused:
+            assert not refused.recv(1)
+    ours = connected(listener, access)
+    accepted.get(timeout=240).channel.close()
+    ours.close()
+    listener.close()
+
+
 def test_hidden_states_of_another_size_are_refused() -> None:
     message = hidden_states(GROUP, 1, 0, torch.zeros(2, 4))
     for wrong in (message._replace(rows=3), message._replace(dtype=0), message._replace(dtype=9)):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from medusa_runtime.errors import EngineError, MedusaError, from_code
 from medusa_runtime.process import hang_up
+from medusa_runtime.resource_limits import as_limit_error
 from medusa_runtime.storage.peer_access import PeerAccess
 
 from .emulated_link import EmulatedLink
@@ -288,7 +289,15 @@ class Listener:
                 if oldest is not None:
                     del self._strangers[oldest]
                     hang_up(oldest)
-            threading.Thread(target=self._greet, args=(connection,), name="group-greet", daemon=True).start()
+            try:
+                threading.Thread(target=self._greet, args=(connection,), name="group-greet", daemon=True).start()
+            except RuntimeError as error:  # there is no room for a thread, now; a peer connects again
+                self._refuse(str(as_limit_error(error) or error))
+                with self._lock:
+                    self._strangers.pop(connection, None)
+                hang_up(connection)
+                connection.close()
+                time.sleep(_PAUSE_S)
 
     def _greet(self, connection: socket.socket) -> None:
         try:
