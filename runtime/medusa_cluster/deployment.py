@@ -90,13 +90,13 @@ class Deployment:
 
     def may_be_shared(self) -> bool:
         """Return whether a group of workers can answer every request that this deployment accepts."""
-        given = self.settings
-        if self.engine not in GROUP_ENGINES or any(given.get(name) for name in _OF_WHOLE_MODELS):
+        settings = self.settings
+        if self.engine not in GROUP_ENGINES or any(settings.get(name) for name in _OF_WHOLE_MODELS):
             return False
         suffices = engine_kind(GROUP_ENGINES[self.engine]).http  # only medusa's routes answer from a group
         try:
-            one_process = int(given.get("tensor_parallel", 1)) == 1
-            return one_process and (not suffices or imported(suffices)(Settings(vllm_args=given.get("vllm_args"))))
+            one_process = int(settings.get("tensor_parallel", 1)) == 1
+            return one_process and (not suffices or imported(suffices)(Settings(vllm_args=settings.get("vllm_args"))))
         except (ConfigError, ValueError):
             return False
 
@@ -126,11 +126,11 @@ class Deployment:
 
 def adapters_of(engine: str, settings: Mapping[str, str]) -> dict[str, str]:
     """Return the URLs of a deployment's LoRA adapters, by name. Empty if its instances will refuse the settings."""
-    given = Settings(lora_modules=settings.get("lora_modules"), vllm_args=settings.get("vllm_args"))
-    if not given.lora_modules and not given.vllm_args:
+    adapter_settings = Settings(lora_modules=settings.get("lora_modules"), vllm_args=settings.get("vllm_args"))
+    if not adapter_settings.lora_modules and not adapter_settings.vllm_args:
         return {}
     try:
         target = engine_kind(engine).adapters
-        return dict(imported(target)(given)) if target else {}
+        return dict(imported(target)(adapter_settings)) if target else {}
     except (ConfigError, ValueError):
         return {}

@@ -120,42 +120,42 @@ class Cluster:
         shown = {item["id"]: item for item in node.status.get("instances", ())}
         clock_s = time.time() - node.status.get("at", time.time())  # how far the node's clock is behind this one
         for instance_id, item in shown.items():
-            known = self.instances.get(instance_id)
+            instance = self.instances.get(instance_id)
             if item["state"] == "failed":
-                if known is not None and self.execution.note_failed(instance_id):
-                    self._forget_instance(known, "instance-died", str(item.get("failure")))
+                if instance is not None and self.execution.note_failed(instance_id):
+                    self._forget_instance(instance, "instance-died", str(item.get("failure")))
                 continue
-            if known is None:
+            if instance is None:
                 if self.execution.was_stopped(instance_id):
                     continue
-                known = KnownInstance(instance_id, item["model"], node.name, item["state"], item["since"] + clock_s)
+                instance = KnownInstance(instance_id, item["model"], node.name, item["state"], item["since"] + clock_s)
                 if item.get("group") and item["group"].get("state", "serving") == "serving":
-                    known.set_group(item["group"])
-                self.instances[instance_id] = known
-            known.confirmed, known.running = True, int(item.get("running", 0))
-            known.version = str(item.get("version", ""))
+                    instance.set_group(item["group"])
+                self.instances[instance_id] = instance
+            instance.confirmed, instance.running = True, int(item.get("running", 0))
+            instance.version = str(item.get("version", ""))
             if "helping" in item:
-                known.loading = item["helping"]
+                instance.loading = item["helping"]
             if item.get("start"):
-                self._learn_start(node, known, item["start"])
-            if known.state != "draining" and item["state"] != known.state:
-                known.state, known.since = item["state"], item["since"] + clock_s
+                self._learn_start(node, instance, item["start"])
+            if instance.state != "draining" and item["state"] != instance.state:
+                instance.state, instance.since = item["state"], item["since"] + clock_s
         node.starts = {instance_id: took for instance_id, took in node.starts.items() if instance_id in shown}
-        for known in [item for item in self.instances.values() if item.node == node.name]:
-            if known.id not in shown and known.confirmed and not self.execution.busy_with(known.id):
-                ended = "ended" if known.state == "draining" else "is gone"
-                self._forget_instance(known, "instance-ended", f"{known.id} {ended}")
+        for instance in [item for item in self.instances.values() if item.node == node.name]:
+            if instance.id not in shown and instance.confirmed and not self.execution.busy_with(instance.id):
+                ended = "ended" if instance.state == "draining" else "is gone"
+                self._forget_instance(instance, "instance-ended", f"{instance.id} {ended}")
         self.publish()
 
-    def _learn_start(self, node: KnownNode, known: KnownInstance, start: Mapping[str, float]) -> None:
+    def _learn_start(self, node: KnownNode, instance: KnownInstance, start: Mapping[str, float]) -> None:
         """Learn from a start whose first token has come."""
-        if known.helps is not None:
+        if instance.helps is not None:
             return  # it helped another instance first, so its times say nothing
-        deployment = self.deployments.get(known.model)
-        if deployment is not None and self.models.learn(node, known, deployment.url, start):
-            predicted = f", {known.predicted_s:.2f} s predicted" if known.predicted_s else ""
-            text = f"{known.id}: the first token came {start['ttft_s']:.2f} s after the start{predicted}"
-            self.record_event("cold-start", text, node=known.node, model=known.model)
+        deployment = self.deployments.get(instance.model)
+        if deployment is not None and self.models.learn(node, instance, deployment.url, start):
+            predicted = f", {instance.predicted_s:.2f} s predicted" if instance.predicted_s else ""
+            text = f"{instance.id}: the first token came {start['ttft_s']:.2f} s after the start{predicted}"
+            self.record_event("cold-start", text, node=instance.node, model=instance.model)
 
     def _update_models(self, node: KnownNode) -> None:
         """Note new versions of models, and peers from which a node no longer reads."""
@@ -179,9 +179,9 @@ class Cluster:
                         "peer-excluded", f"{node.name} reads {model['url']} from {peer} no more: {reason}", node=peer
                     )
 
-    def _forget_instance(self, known: KnownInstance, kind: str, text: str) -> None:
-        self.instances.pop(known.id, None)
-        self.record_event(kind, text, node=known.node, model=known.model)
+    def _forget_instance(self, instance: KnownInstance, kind: str, text: str) -> None:
+        self.instances.pop(instance.id, None)
+        self.record_event(kind, text, node=instance.node, model=instance.model)
         self.publish()
         self.wake()
 
@@ -219,9 +219,9 @@ class Cluster:
     def _knows_enough(self) -> bool:
         """Return whether the nodes have reported what runs on them. Before that, things might be started twice."""
         if not self._recovered:
-            late = time.monotonic() - self._began > _RECOVERS_WITHIN_S
-            known = all(node.status and node.reached for node in self.nodes.values())
-            self._recovered = bool(self.nodes) and (late or known)
+            overdue = time.monotonic() - self._began > _RECOVERS_WITHIN_S
+            reported = all(node.status and node.reached for node in self.nodes.values())
+            self._recovered = bool(self.nodes) and (overdue or reported)
         return self._recovered
 
     def leaving(self) -> set[str]:
@@ -284,7 +284,7 @@ class Cluster:
     async def answer(self, request: dict[str, Any]) -> Any:
         """Answer an operation under `/cluster/`. Raises MedusaError."""
         operation, arguments = str(request.get("op")), request.get("arguments") or {}
-        known = {
+        operations = {
             "deploy": self._deploy,
             "remove": self._remove,
             "scale": self._scale,
@@ -305,11 +305,11 @@ class Cluster:
             if operation == "routes":
                 wait_s = min(max(float(arguments.get("wait_s", 0)), 0), _LONGEST_WAIT_S)
                 return await self.routes.wait_for_change(str(arguments.get("version", "")), wait_s)
-            if operation in known:
-                return known[operation](arguments)
+            if operation in operations:
+                return operations[operation](arguments)
         except (KeyError, OverflowError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{operation}: a value is missing or of the wrong type: {error}") from error
-        raise ConfigError(f"expected one of {', '.join((*known, 'status', 'routes'))}, found {operation!r}")
+        raise ConfigError(f"expected one of {', '.join((*operations, 'status', 'routes'))}, found {operation!r}")
 
     def _deploy(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         deployment = Deployment.from_json(arguments)

@@ -88,9 +88,9 @@ class Execution:
             case SetSpare(node, spare):
                 self._cluster.set_spare(node, spare=spare)
             case ChangeRole():
-                known = self._cluster.instances.get(decision.id)
-                if known is not None:
-                    known.role = decision.role
+                instance = self._cluster.instances.get(decision.id)
+                if instance is not None:
+                    instance.role = decision.role
 
     def may_start(self, decision: StartInstance) -> bool:
         """Return whether a start may begin: it is new, and its model has no failed start that was just now."""
@@ -103,46 +103,50 @@ class Execution:
         cluster = self._cluster
         if not self.may_start(decision):
             return
-        known = KnownInstance(decision.id, decision.model, decision.node, "starting", time.time(), role=decision.role)
-        known.predicted_s = decision.ttft_s
-        cluster.instances[decision.id] = known
+        instance = KnownInstance(
+            decision.id, decision.model, decision.node, "starting", time.time(), role=decision.role
+        )
+        instance.predicted_s = decision.ttft_s
+        cluster.instances[decision.id] = instance
         reason = f": {decision.reason}" if decision.reason else ""
         cluster.record_event(
             "scale-up", f"{decision.id} starts on {decision.node}{reason}", node=decision.node, model=decision.model
         )
         cluster.publish()
-        self.start_task(("start", decision.id), self._start(known, decision.partner))
+        self.start_task(("start", decision.id), self._start(instance, decision.partner))
 
-    async def _start(self, known: KnownInstance, partner: str | None) -> None:
+    async def _start(self, instance: KnownInstance, partner: str | None) -> None:
         cluster = self._cluster
         try:
-            await self._wait_for_drops(known.node)
-            if not self.is_wanted(known):
+            await self._wait_for_drops(instance.node)
+            if not self.is_wanted(instance):
                 return
-            deployment = cluster.deployments[known.model].to_json()
-            request: dict[str, Any] = {"op": "start", "id": known.id, "deployment": deployment}
-            if (plan := await cluster.live.plan(known, partner)) is not None:
+            deployment = cluster.deployments[instance.model].to_json()
+            request: dict[str, Any] = {"op": "start", "id": instance.id, "deployment": deployment}
+            if (plan := await cluster.live.plan(instance, partner)) is not None:
                 request["group"] = plan
-            if not self.is_wanted(known):
+            if not self.is_wanted(instance):
                 return
-            await self._nodes.call(known.node, request, _START_S)
+            await self._nodes.call(instance.node, request, _START_S)
         except Exception as error:  # any: an instance that stayed "starting" would never be started again
             if not isinstance(error, MedusaError):
-                logger.exception("the start of %s failed", known.id)
-            if self.is_wanted(known):
-                self.note_failed(known.id)
-                del cluster.instances[known.id]
-                cluster.record_event("start-failed", f"{known.id}: {error}", node=known.node, model=known.model)
+                logger.exception("the start of %s failed", instance.id)
+            if self.is_wanted(instance):
+                self.note_failed(instance.id)
+                del cluster.instances[instance.id]
+                cluster.record_event(
+                    "start-failed", f"{instance.id}: {error}", node=instance.node, model=instance.model
+                )
                 cluster.publish()
             return
-        if known.state == "starting":
-            known.state, known.since = "ready", time.time()
-        self._failures.pop(known.model, None)
+        if instance.state == "starting":
+            instance.state, instance.since = "ready", time.time()
+        self._failures.pop(instance.model, None)
         cluster.publish()
 
-    def is_wanted(self, known: KnownInstance) -> bool:
+    def is_wanted(self, instance: KnownInstance) -> bool:
         """Return whether the instance should still start, that is, nothing has ended it since its start was decided."""
-        return self._cluster.instances.get(known.id) is known and known.state != "draining"
+        return self._cluster.instances.get(instance.id) is instance and instance.state != "draining"
 
     def note_failed(self, instance_id: str) -> bool:
         """Note that an instance ended by itself. Return False if that was noted before.
@@ -154,75 +158,79 @@ class Execution:
             return False
         self._failed_ids = {key: at for key, at in self._failed_ids.items() if at > now - _STOPPED_KEPT_S}
         self._failed_ids[instance_id] = now
-        known = self._cluster.instances.get(instance_id)
-        if known is not None and known.state != "draining":
+        instance = self._cluster.instances.get(instance_id)
+        if instance is not None and instance.state != "draining":
             # An instance that has served may be started again at once. One that never did would probably fail again.
-            lasted = known.state == "ready" and time.time() - known.since > _LONGEST_PAUSE_S / 6
-            count = 0 if lasted else self._failures.get(known.model, (0, 0.0))[0] + 1
+            lasted = instance.state == "ready" and time.time() - instance.since > _LONGEST_PAUSE_S / 6
+            count = 0 if lasted else self._failures.get(instance.model, (0, 0.0))[0] + 1
             if not lasted:
-                self._cluster.groups.start_failed(known)
-            self._failures[known.model] = (count, now + doubling_pause_s(count, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S))
+                self._cluster.groups.start_failed(instance)
+            self._failures[instance.model] = (count, now + doubling_pause_s(count, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S))
         return True
 
     def _begin_stop(self, decision: StopInstance) -> None:
-        known = self._cluster.instances.get(decision.id)
-        if known is None or known.state == "draining" or ("stop", known.id) in self._running:
+        instance = self._cluster.instances.get(decision.id)
+        if instance is None or instance.state == "draining" or ("stop", instance.id) in self._running:
             return  # or it was just resumed, and the answer to the last order is on its way: decided again, if need be
-        known.state, known.since = "draining", time.time()
+        instance.state, instance.since = "draining", time.time()
         reason = f": {decision.reason}" if decision.reason else ""
-        self._cluster.record_event("scale-down", f"{known.id} ends{reason}", node=known.node, model=known.model)
+        self._cluster.record_event(
+            "scale-down", f"{instance.id} ends{reason}", node=instance.node, model=instance.model
+        )
         self._cluster.publish()
-        self.start_task(("stop", known.id), self._stop(known, decision.drain_s))
+        self.start_task(("stop", instance.id), self._stop(instance, decision.drain_s))
 
-    async def _stop(self, known: KnownInstance, drain_s: float) -> None:
-        request = {"op": "stop", "id": known.id, "drain_s": drain_s}
-        while known.node in self._cluster.nodes and self._cluster.nodes[known.node].lost_at is None:
+    async def _stop(self, instance: KnownInstance, drain_s: float) -> None:
+        request = {"op": "stop", "id": instance.id, "drain_s": drain_s}
+        while instance.node in self._cluster.nodes and self._cluster.nodes[instance.node].lost_at is None:
             try:
-                answer = await self._nodes.call(known.node, request, drain_s + _CALL_S)
+                answer = await self._nodes.call(instance.node, request, drain_s + _CALL_S)
                 ended = bool(answer.get("ended", True))
             except Exception as error:  # noqa: BLE001 - any: it must not stay "draining" because of one bad answer
-                logger.warning("%s could not be ended: %s", known.id, error)
+                logger.warning("%s could not be ended: %s", instance.id, error)
                 await asyncio.sleep(_SHORTEST_PAUSE_S)
-                if known.state != "draining":
+                if instance.state != "draining":
                     return
                 continue
             if not ended:
-                self._note_resumed(known)
+                self._note_resumed(instance)
                 return
             # Only after an order has arrived. Otherwise the node may come back with the instance, which then counts.
             self._stopped = {key: at for key, at in self._stopped.items() if at > time.monotonic() - _STOPPED_KEPT_S}
-            self._stopped[known.id] = time.monotonic()
+            self._stopped[instance.id] = time.monotonic()
             break
-        if self._cluster.instances.get(known.id) is known:
-            del self._cluster.instances[known.id]
+        if self._cluster.instances.get(instance.id) is instance:
+            del self._cluster.instances[instance.id]
         self._cluster.publish()
 
     def _begin_resume(self, decision: ResumeInstance) -> None:
-        known = self._cluster.instances.get(decision.id)
-        if known is not None and known.state == "draining":
-            self.start_task(("resume", known.id), self._resume(known, decision.reason))
+        instance = self._cluster.instances.get(decision.id)
+        if instance is not None and instance.state == "draining":
+            self.start_task(("resume", instance.id), self._resume(instance, decision.reason))
 
-    async def _resume(self, known: KnownInstance, reason: str) -> None:
+    async def _resume(self, instance: KnownInstance, reason: str) -> None:
         """Have a node let an instance go on that drains; where it is too late, it is gone soon, and another starts."""
         try:
-            answer = await self._nodes.call(known.node, {"op": "resume", "id": known.id}, _CALL_S)
+            answer = await self._nodes.call(instance.node, {"op": "resume", "id": instance.id}, _CALL_S)
         except MedusaError as error:
-            logger.warning("%s could not be resumed: %s", known.id, error)
+            logger.warning("%s could not be resumed: %s", instance.id, error)
             return
         if answer.get("resumed"):
-            self._cluster.record_event("scale-up", f"{known.id} goes on: {reason}", node=known.node, model=known.model)
-            self._note_resumed(known)
+            self._cluster.record_event(
+                "scale-up", f"{instance.id} goes on: {reason}", node=instance.node, model=instance.model
+            )
+            self._note_resumed(instance)
 
-    def _note_resumed(self, known: KnownInstance) -> None:
-        if self._cluster.instances.get(known.id) is known and known.state == "draining":
-            known.state, known.since = "ready", time.time()
+    def _note_resumed(self, instance: KnownInstance) -> None:
+        if self._cluster.instances.get(instance.id) is instance and instance.state == "draining":
+            instance.state, instance.since = "ready", time.time()
             self._cluster.publish()
 
     def end_all(self, model: str, reason: str) -> None:
         """End all instances of a model after their requests."""
         self._failures.pop(model, None)
-        for known in [item for item in self._cluster.instances.values() if item.model == model]:
-            self._begin_stop(StopInstance(known.id, known.node, reason=reason))
+        for instance in [item for item in self._cluster.instances.values() if item.model == model]:
+            self._begin_stop(StopInstance(instance.id, instance.node, reason=reason))
 
     def was_stopped(self, instance_id: str) -> bool:
         """Return whether the instance was ended by an order. An older status may still show it."""

@@ -90,17 +90,17 @@ class Models:
 
     def layers(self, deployment: Deployment, now: float) -> int:
         """Return how many layers a group may share. 0 if no group is possible, or the last one has just failed."""
-        known = self._known.get(deployment.url)
-        if known is None or deployment.ttft_slo_s is None or self._devices or now < known.no_groups_until:
+        model = self._known.get(deployment.url)
+        if model is None or deployment.ttft_slo_s is None or self._devices or now < model.no_groups_until:
             return 0
         if not deployment.may_be_shared():
             return 0
-        return len(known.bytes.layers)
+        return len(model.bytes.layers)
 
     def scales_live(self, deployment: Deployment, now: float) -> bool:
         """Return whether a deployment's instances may help one another. Not for a while after such a start failed."""
-        known = self._known.get(deployment.url)
-        avoided = known is not None and now < known.no_groups_until
+        model = self._known.get(deployment.url)
+        avoided = model is not None and now < model.no_groups_until
         return deployment.live_scaling and not self._devices and not avoided
 
     def avoid_groups(self, url: str, now: float) -> None:
@@ -111,17 +111,17 @@ class Models:
     def update(self, deployments: Collection[Deployment], nodes: Mapping[str, KnownNode], now: float) -> None:
         """Have a node describe each model that is not known yet, a few at a time. Forgets all that are not deployed."""
         deployed = {item.url for item in deployments}
-        for known in (self._known, self._attempts):
-            for url in known.keys() - deployed:
-                del known[url]
+        for by_url in (self._known, self._attempts):
+            for url in by_url.keys() - deployed:
+                del by_url[url]
         self._devices = any(node.status.get("devices") for node in nodes.values())
         alive = [name for name, node in nodes.items() if node.status and node.lost_at is None and not node.silent]
-        asked = {
+        attempts = {
             item.url: self._attempts.get(item.url, (0, 0.0)) for item in deployments if item.url not in self._known
         }
-        due = [url for url, (_, again_at) in asked.items() if again_at <= now] if alive else []
-        for url in sorted(due, key=lambda url: (asked[url], url))[: _MOST_DESCRIBING - len(self._tasks)]:
-            count, _ = asked[url]
+        due = [url for url, (_, again_at) in attempts.items() if again_at <= now] if alive else []
+        for url in sorted(due, key=lambda url: (attempts[url], url))[: _MOST_DESCRIBING - len(self._tasks)]:
+            count, _ = attempts[url]
             self._attempts[url] = count + 1, now + doubling_pause_s(count + 1, _AGAIN_S, _LONGEST_AGAIN_S)
             task = asyncio.create_task(self._describe(min(alive), url))
             self._tasks.add(task)
@@ -140,23 +140,23 @@ class Models:
             times = StageTimes(_BEGINS_S, 0.0, 0.0, _PREFILL_S, _DECODE_S, total, float("inf"), 0.0, 0)
         self._known[url] = KnownModel(parts, total, replace(times, weights_bytes=total))
 
-    def learn(self, node: KnownNode, known: KnownInstance, url: str, start: Mapping[str, float]) -> bool:
+    def learn(self, node: KnownNode, instance: KnownInstance, url: str, start: Mapping[str, float]) -> bool:
         """Note how long a start took, once. Return whether that is new and a request waited for it."""
         if url not in self._known:
             return False
         try:
-            took = {name: float(start[name]) for name in ("ttft_s", "begins_s", "prefill_s")}
+            durations = {name: float(start[name]) for name in ("ttft_s", "begins_s", "prefill_s")}
             later = {name: float(start[name]) for name in ("decode_s",) if name in start}
         except (KeyError, TypeError, ValueError):
             return False
-        if known.id in node.starts:
-            node.starts[known.id].update(later)
+        if instance.id in node.starts:
+            node.starts[instance.id].update(later)
             return False
-        took |= later | {"predicted_s": known.predicted_s, "workers": known.workers}
-        node.starts[known.id] = took
-        if took["ttft_s"] > 0:
-            self._known[url].starts.append(took)
-        return took["ttft_s"] > 0
+        durations |= later | {"predicted_s": instance.predicted_s, "workers": instance.workers}
+        node.starts[instance.id] = durations
+        if durations["ttft_s"] > 0:
+            self._known[url].starts.append(durations)
+        return durations["ttft_s"] > 0
 
     def starts(self, url: str) -> list[dict[str, Any]]:
         """Return the newest cold starts for the status, with predicted and actual times."""

@@ -167,6 +167,6 @@ class LabCluster:
         while not condition():
             if process.poll() is not None or time.monotonic() > deadline:
                 ended = f"ended with {process.returncode}" if process.poll() is not None else "is not up yet"
-                said = " | ".join(log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
-                raise LabError(f"{log.stem} {ended}: {said or 'it printed nothing'}")
+                output = " | ".join(log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
+                raise LabError(f"{log.stem} {ended}: {output or 'it printed nothing'}")
             time.sleep(_POLL_S)

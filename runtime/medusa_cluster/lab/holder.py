@@ -32,9 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         laboratory = os.pidfd_open(int(lab))
         kernel.unshare(kernel.NODE)
-        pid, said = _fork(name, Path(folder), [Path(cgroup) for cgroup in cgroups])
-        print(said, flush=True)
-        if json.loads(said).get("pid"):
+        pid, line = _fork(name, Path(folder), [Path(cgroup) for cgroup in cgroups])
+        print(line, flush=True)
+        if json.loads(line).get("pid"):
             select.select([laboratory, os.pidfd_open(pid)], [], [])
         return 0
     except OSError as error:

@@ -189,15 +189,15 @@ class Laboratory:
 
     def run(self, node: str, command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[Any]:
         """Run a program in a node to its end. ``options`` are those of ``subprocess.run``."""
-        given, timeout_s = options.pop("input", None), options.pop("timeout", None)
+        data, timeout_s = options.pop("input", None), options.pop("timeout", None)
         check = options.pop("check", False)
         if options.pop("capture_output", False):
             options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        if given is not None:
+        if data is not None:
             options["stdin"] = subprocess.PIPE
         with self.popen(node, command, **options) as process:
             try:
-                out, err = process.communicate(given, timeout=timeout_s)
+                out, err = process.communicate(data, timeout=timeout_s)
             except BaseException:
                 process.kill()
                 raise

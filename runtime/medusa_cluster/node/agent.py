@@ -99,8 +99,8 @@ class Agent:
         if running is not None and not running.done():
             return
         self.failures.pop(url, None)
-        held = [region for region in self.last_status.get("regions", ()) if region["url"] == url]
-        fresh = bool(version) and any(region["version"] not in ("", version) for region in held)
+        regions = [region for region in self.last_status.get("regions", ()) if region["url"] == url]
+        fresh = bool(version) and any(region["version"] not in ("", version) for region in regions)
         self._fetches[url] = asyncio.create_task(self._fetch(url, pin, fresh, layers))
 
     async def _fetch(self, url: str, pin: bool, fresh: bool, layers: str | None) -> None:

@@ -192,8 +192,8 @@ class Instances:
                 instance.listening.set_exception(InstanceError(f"{instance.id} was ended before it listened"))
             self._log(instance).unlink(missing_ok=True)
             return
-        said = [line for line in child.last_lines if line.startswith("medusa: ")] or list(child.last_lines)[-1:]
-        last = said[-1] if said else "it said nothing"
+        lines = [line for line in child.last_lines if line.startswith("medusa: ")] or list(child.last_lines)[-1:]
+        last = lines[-1] if lines else "it said nothing"
         self._failed(instance, f"{instance.id} ended by itself on the node {self._settings.name} ({child.how}): {last}")
 
     def _failed(self, instance: RunningInstance, failure: str) -> None:

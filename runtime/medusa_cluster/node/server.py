@@ -156,8 +156,8 @@ class NodeServer:
 
     async def _on_ray_end(self, child: Child) -> None:
         self._ray_started.clear()
-        said = [line for line in child.last_lines if line.strip()]
-        logger.error("Ray's processes ended (%s): %s; starting them again", child.how, said[-1:] or "")
+        lines = [line for line in child.last_lines if line.strip()]
+        logger.error("Ray's processes ended (%s): %s; starting them again", child.how, lines[-1:] or "")
 
     async def _announce_ready(self) -> None:
         """Show the line "ready" once the controller knows this node and answers gateways."""

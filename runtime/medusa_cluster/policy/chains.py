@@ -59,8 +59,10 @@ def plan(sources: Iterable[Node], targets: Iterable[Node], *, arriving: Set[str]
     chain begins at the store, which sends the model once.
     """
     heads = _groups(node for node in sources if node.state != "lost" and not node.serves_out)
-    held = {node.name for group in heads for node in group}
-    receivers = (node for node in targets if node.state == "alive" and not node.serves_in and node.name not in held)
+    head_nodes = {node.name for group in heads for node in group}
+    receivers = (
+        node for node in targets if node.state == "alive" and not node.serves_in and node.name not in head_nodes
+    )
     waiting = _UnassignedGroups(_groups(receivers))
     chains: list[list[list[Node]]] = [[group] for group in heads] or [[[]]]
     rates = [_bandwidth(chain[0]) for chain in chains]

@@ -191,7 +191,7 @@ class _Tick:
         if useful:
             back = take_back(state.nodes, useful)
             return back, self._requested(missing, [state.nodes[change.node] for change in back]), IdleNodes()
-        given, idle = give_back(
+        changes, idle = give_back(
             state.nodes,
             self._index,
             self._memory.idle,
@@ -199,7 +199,7 @@ class _Tick:
             least=options.least_nodes,
             after_s=options.spare_after_s,
         )
-        return given, 0, idle
+        return changes, 0, idle
 
     def _requested(self, missing: int, taken_back: list[Node]) -> int:
         missing -= sum(node.slots for node in taken_back)
@@ -424,9 +424,9 @@ def _divide(counts: list[RoleCount], slots: int) -> None:
     """Cut the counts down so that so many slots are enough, fairly. None loses more than one instance at a time."""
     demands = {f"{count.deployment.name} {count.role}": count.wanted for count in counts}
     models = {f"{count.deployment.name} {count.role}": count.deployment for count in counts}
-    given = shares(demands, models, slots)
+    slots_of = shares(demands, models, slots)
     for count in counts:
-        share = given[f"{count.deployment.name} {count.role}"]
+        share = slots_of[f"{count.deployment.name} {count.role}"]
         count.wanted = max(share, min(count.wanted, count.current - 1))
 
 

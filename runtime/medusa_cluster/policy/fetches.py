@@ -83,15 +83,15 @@ class Fetches:
 
     def _routed(self, deployment: Deployment, wanted: dict[str, Fetch], feeding: dict[str, int]) -> list[Fetch]:
         url = deployment.url
-        held = sources(self.index, self.nodes, deployment) if self.from_peers else []
-        held = [node for node in held if node.name not in wanted]
-        arriving = {node.name for node in held if not self.index.holders[url][node.name].is_complete}
+        origins = sources(self.index, self.nodes, deployment) if self.from_peers else []
+        origins = [node for node in origins if node.name not in wanted]
+        arriving = {node.name for node in origins if not self.index.holders[url][node.name].is_complete}
         if not self.forwarding:
-            return self._star(wanted, [node for node in held if node.name not in arriving], feeding)
+            return self._star(wanted, [node for node in origins if node.name not in arriving], feeding)
         whole = [fetch for fetch in wanted.values() if fetch.layers is None]
-        idle = [node for node in held if not feeding.get(node.name)]
+        idle = [node for node in origins if not feeding.get(node.name)]
         busy = sorted(
-            (node for node in held if not node.serves_out), key=lambda node: (feeding.get(node.name, 0), node.name)
+            (node for node in origins if not node.serves_out), key=lambda node: (feeding.get(node.name, 0), node.name)
         )
         chains = plan(idle, (self.nodes[fetch.node] for fetch in whole), arriving=arriving)
         if busy and all(chain.groups[0] == () for chain in chains):

@@ -95,9 +95,9 @@ class Placement:
 
         If no node has the model, it is the best of the first servers on which nothing else is fetched.
         """
-        held = self.holders(deployment, planned)
-        if held:
-            return held[0].node
+        with_weights = self.holders(deployment, planned)
+        if with_weights:
+            return with_weights[0].node
         best: CandidateNode | None = None
         for seen, server in enumerate(self.others(deployment)):
             if server.free_bytes < deployment.size_bytes:

@@ -55,9 +55,9 @@ def restore(
             continue
         deployment = by_url[url]
         if index.is_short:
-            held = index.holders.get(url, {})
-            changes += [Pin(name, url, pinned=False) for name, copy in held.items() if copy.pinned]
-            if urls is None and not held:
+            holders = index.holders.get(url, {})
+            changes += [Pin(name, url, pinned=False) for name, copy in holders.items() if copy.pinned]
+            if urls is None and not holders:
                 missing.append(deployment)
             continue
         pinned = [

@@ -117,20 +117,20 @@ def shares(demands: Mapping[str, int], deployments: Mapping[str, Deployment], sl
     """
     if sum(demands.values()) <= slots:
         return dict(demands)
-    given: dict[str, int] = {}
+    slots_of: dict[str, int] = {}
     left = slots
     for name in sorted(demands):
-        given[name] = min(deployments[name].min, demands[name], left)
-        left -= given[name]
-    heap = [(given[name] / deployments[name].weight, name) for name in demands if given[name] < demands[name]]
+        slots_of[name] = min(deployments[name].min, demands[name], left)
+        left -= slots_of[name]
+    heap = [(slots_of[name] / deployments[name].weight, name) for name in demands if slots_of[name] < demands[name]]
     heapq.heapify(heap)
     while left and heap:
         _, name = heapq.heappop(heap)
-        given[name] += 1
+        slots_of[name] += 1
         left -= 1
-        if given[name] < demands[name]:
-            heapq.heappush(heap, (given[name] / deployments[name].weight, name))
-    return given
+        if slots_of[name] < demands[name]:
+            heapq.heappush(heap, (slots_of[name] / deployments[name].weight, name))
+    return slots_of
 
 
 def prescaled(load: Load, prefill: int, prefill_wanted: int) -> Load:

@@ -19,8 +19,8 @@ def require_token(token: str, *, open_paths: Collection[str] = ("/healthz",)) ->
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        found = given.removeprefix(_SCHEME).encode("utf-8", "surrogateescape") if given.startswith(_SCHEME) else b""
+        header = request.headers.get("Authorization", "")
+        found = header.removeprefix(_SCHEME).encode("utf-8", "surrogateescape") if header.startswith(_SCHEME) else b""
         if not hmac.compare_digest(found, expected) and request.path not in open_paths:
             # The connection has to end, because the rest of a body that was not read may follow on it.
             return web.Response(

@@ -84,5 +84,5 @@ def _mark(event: Status, ago: float, y: int, palette: Palette) -> str:
 def _line(event: Status, now: float, palette: Palette) -> str:
     colour = palette.of(event.get("model")) if event.get("model") else ""
     ago = duration(max(now - number(event.get("at")), 0.0))
-    said = text(event.get("text") or event.get("kind"))
-    return f'<li class="{_kind(event)} {colour}"><time>{ago} ago</time><span>{said}</span></li>'
+    label = text(event.get("text") or event.get("kind"))
+    return f'<li class="{_kind(event)} {colour}"><time>{ago} ago</time><span>{label}</span></li>'

@@ -106,9 +106,9 @@ def refuse_plain(connection: socket.socket, group: int) -> None:
     """
     if wait_readable(connection, _HELLO_S) and connection.recv(1, socket.MSG_PEEK) in (_HANDSHAKE_RECORD, b""):
         return
-    said = Message(Kind.ERROR, group)
+    message = Message(Kind.ERROR, group)
     with suppress(OSError):
-        connection.send(said.header(), socket.MSG_DONTWAIT)
+        connection.send(message.header(), socket.MSG_DONTWAIT)
     raise EngineError("it does not speak TLS, which this worker's certificates ask for")
 
 
