@@ -7,7 +7,7 @@ import resource
 import socket
 from typing import Any, cast
 
-from medusa_runtime.instance.adapter_region import HeldAdapter
+from medusa_runtime.instance.adapter_region import AdapterRegion
 from medusa_runtime.region.reader import Region
 
 
@@ -34,7 +34,7 @@ def test_an_adapter_of_an_agent_can_be_looked_at_beside_a_thousand_clients() -> 
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
     try:
         lease = Lease(1500)  # select(2) takes descriptors below 1024
-        held = HeldAdapter(Region.create(), cast(Any, lease))
+        held = AdapterRegion(Region.create(), cast(Any, lease))
         assert not held.failed
         lease.agents.send(b"the store has failed")
         assert held.failed

@@ -20,7 +20,7 @@ from ..faults import ApiError, not_ready
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
     from medusa_runtime.engine.client import EngineClient
-    from medusa_runtime.instance.adapter_region import HeldAdapter
+    from medusa_runtime.instance.adapter_region import AdapterRegion
     from medusa_runtime.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class AdapterEntry:
 
     name: str
     url: str
-    adapter: HeldAdapter | None = None
+    adapter: AdapterRegion | None = None
     opening: bool = False
     attempts: int = 0
     error: MedusaError | None = None
@@ -210,7 +210,7 @@ class Adapters:
         from medusa_runtime.instance.adapter_region import open_adapter
         from medusa_runtime.region.fd_passing import descriptors_to_pass
 
-        opened: HeldAdapter | None = None
+        opened: AdapterRegion | None = None
         error: MedusaError | None = None
         descriptors: list[int] = []
         try:

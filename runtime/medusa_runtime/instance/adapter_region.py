@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _MB = 10**6
 
 
-class HeldAdapter(NamedTuple):
+class AdapterRegion(NamedTuple):
     """An adapter's region. Its index is there, while the rest may still be fetched.
 
     ``lease`` is the connection for as long as which the agent keeps the region; None for a region of this process.
@@ -47,7 +47,7 @@ class HeldAdapter(NamedTuple):
             self.lease.close()
 
 
-def open_adapter(url: str, settings: Settings, timeline: Timeline) -> HeldAdapter:
+def open_adapter(url: str, settings: Settings, timeline: Timeline) -> AdapterRegion:
     """Start to fetch the adapter at ``url``, a folder or a file, and return when its index is there.
 
     Raises the store's errors, CorruptError, or TooLargeError if it has more than ``--max-lora-mb``.
@@ -67,10 +67,10 @@ def open_adapter(url: str, settings: Settings, timeline: Timeline) -> HeldAdapte
         raise ObjectNotFoundError(f"expected {names} in an adapter's folder, found neither: {error}") from None
 
 
-def _open(url: str, settings: Settings, timeline: Timeline) -> HeldAdapter:
+def _open(url: str, settings: Settings, timeline: Timeline) -> AdapterRegion:
     held = _from_agent(url, settings) if has_agent(settings) else None
     if held is None:
-        held = HeldAdapter(_fetched(url, settings, timeline), None)
+        held = AdapterRegion(_fetched(url, settings, timeline), None)
     try:
         _check_size(held.region.wait_index().total_bytes, settings)
     except BaseException:
@@ -79,14 +79,14 @@ def _open(url: str, settings: Settings, timeline: Timeline) -> HeldAdapter:
     return held
 
 
-def _from_agent(url: str, settings: Settings) -> HeldAdapter | None:
+def _from_agent(url: str, settings: Settings) -> AdapterRegion | None:
     """Ask the agent for the region; None if it refuses. Raises the store's error if the agent could not fetch it."""
     from ..node.client import NodeClient
 
     try:
         client = NodeClient(settings.node_socket or NODE_SOCKET, settings.node_user)
         try:
-            return HeldAdapter(client.region(url), client)
+            return AdapterRegion(client.region(url), client)
         except BaseException:
             client.close()
             raise
@@ -141,4 +141,4 @@ def _check_size(size_bytes: int, settings: Settings) -> None:
         )
 
 
-__all__ = ["HeldAdapter", "open_adapter"]
+__all__ = ["AdapterRegion", "open_adapter"]
