@@ -142,7 +142,10 @@ class WeightIndex:
                 f"expected a weight index, found something else ({str(error)[:100]}); materialize it again"
             ) from None
         if not fits:
-            raise CorruptError("the weight index names bytes that its shards do not have; materialize it again")
+            raise CorruptError(
+                "the weight index names bytes that its shards do not have, or that its tensors do not fill; "
+                "materialize it again"
+            )
         return cls(shards, tensors, tuple(tensors), recorded=bool(document.get("recorded")))
 
     def __eq__(self, other: object) -> bool:
@@ -158,7 +161,7 @@ def _entry(
 
 
 def _fits(shards: Sequence[Shard], tensors: Sequence[TensorEntry]) -> bool:
-    """Return whether all fields have the right types, and each tensor lies in its shard.
+    """Return whether all fields have the right types, and each tensor lies in its shard and fills its bytes.
 
     Raises KeyError, TypeError or ValueError for some of those that do not.
     """
@@ -182,11 +185,10 @@ def _is_inside(entry: TensorEntry, sizes: Sequence[int]) -> bool:
     shard, start, stop, dtype, shape, strides = entry
     if shard >= len(sizes) or start > stop or stop > sizes[shard] or len(shape) > MOST_DIMENSIONS:
         return False
-    bits = DTYPE_BITS[dtype]
-    if strides is None:
-        return math.prod(shape) * bits == (stop - start) * 8
-    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return 0 in shape or (last + 1) * bits <= (stop - start) * 8
+    elements = math.prod(shape)
+    if strides is not None and elements:
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return elements * DTYPE_BITS[dtype] == (stop - start) * 8
 
 
 __all__ = ["Shard", "TensorEntry", "WeightIndex"]
