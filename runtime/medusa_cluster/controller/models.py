@@ -133,7 +133,7 @@ class Models:
             parts = ModelBytes(int(found["entry"]), tuple(map(int, found["layers"])), int(found["exit"]))
             total = int(found["total_bytes"])
             times = None if found["times"] is None else StageTimes.from_bytes(found["times"].encode())
-        except (MedusaError, KeyError, TypeError, ValueError) as error:
+        except (MedusaError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             logger.warning("%s could not be described: %s", url, error)
             return
         if times is None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fuzzing import fuzz
 from hypothesis import strategies as st
 from medusa_cluster.controller.cluster import Cluster
+from medusa_cluster.controller.models import Models
 from medusa_cluster.controller.reports import node_status
 from medusa_runtime.errors import ClusterError, MedusaError
 
@@ -66,6 +67,23 @@ def test_a_node_that_reports_nonsense_stops_no_decision(run: Run) -> None:
         )
 
     run(scenario, "a", "b")
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"entry": float("inf")}, {"layers": [float("inf")]}, {"total_bytes": float("nan")}, {"layers": {}},
+        {"exit": []}, {"times": 5}, {"times": "x"},
+    ],
+)  # fmt: skip
+def test_a_description_of_nonsense_is_left_out(nonsense: dict[str, Any]) -> None:
+    class Node:
+        async def call(self, *_: Any) -> dict[str, Any]:
+            return {"entry": 1, "layers": [1], "exit": 1, "total_bytes": 3, "times": None} | nonsense
+
+    models = Models(cast(Any, Node()))
+    asyncio.run(models._describe("a", MODEL))
+    assert (models.get(MODEL) is None) == (nonsense != {"layers": {}})
 
 
 def test_fuzzed_statuses_of_a_node() -> None:
