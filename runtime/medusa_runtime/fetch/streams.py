@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Protocol
@@ -97,6 +98,7 @@ class Streams:
         self._checksums = checksums
         self._nice = nice
         self._threads: list[threading.Thread] = []
+        self._opened = 0
         self._target = 0  # how many connections take ranges; those with a higher number end
         self._received = 0  # bytes of all connections; changed under the lock
         self._delivering: set[int] = set()  # the threads that have received something
@@ -113,7 +115,7 @@ class Streams:
     @property
     def connections(self) -> int:
         """The number of connections that were opened, without those of hedges."""
-        return len(self._threads) - self.hedges
+        return self._opened
 
     def run(self) -> None:
         """Fetch until everything is published. Raises the first error of any connection."""
@@ -124,7 +126,8 @@ class Streams:
                 self._run_peers(self._fixed or from_peers)
             if not from_peers or self._alive():  # only the object store is left
                 self._open_connections(self._fixed or min(max(cpu_count(), _FEWEST), _FIRST))
-                monitor.start()
+                with suppress(RuntimeError):  # this process may have no more threads; then nothing is hedged
+                    monitor.start()
                 if self._fixed is None:
                     self._adapt()
             while self._alive():
@@ -165,8 +168,12 @@ class Streams:
         while self._alive():
             for flight in self._late_ranges():
                 flight.hedged = True
+                try:
+                    self._start(partial(self._hedge, flight))
+                except RuntimeError:  # this process may have no more threads; the first request goes on alone
+                    flight.hedged = False
+                    break
                 self.hedges += 1
-                self._start(partial(self._hedge, flight))
             self._over.wait(_LOOK_S)
 
     def _late_ranges(self) -> list[InFlightRange]:
@@ -219,16 +226,34 @@ class Streams:
         return self._error is None and self._working > 0 and not self._schedule.complete
 
     def _open_connections(self, count: int) -> None:
+        """Open connections until there are ``count``, or as many as this process may have threads.
+
+        Raises RuntimeError if it may have no further one, and none is open.
+        """
         self._target = count
-        while (number := self.connections) < count:
-            self._start(partial(self._take_all, number))
+        while self._opened < count:
+            try:
+                self._start(partial(self._take_all, self._opened))
+            except RuntimeError as error:
+                if not self._opened:
+                    raise
+                logger.info("fetching over %d connections instead of %d: %s", self._opened, count, error)
+                self._target = self._opened
+                return
+            self._opened += 1
 
     def _start(self, work: Callable[[], None]) -> None:
+        """Start a thread. Raises RuntimeError if this process may have no more of them."""
         thread = threading.Thread(target=self._work, args=(work,), name=f"fetch-{len(self._threads)}", daemon=True)
         with self._lock:
             self._working += 1
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._lock:
+                self._working -= 1
+            raise
         self._threads.append(thread)
-        thread.start()
 
     def _adapt(self) -> None:
         """Open more connections while the store, not this machine, is the limit and the last ones sped up the fetch.

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -115,6 +116,31 @@ def test_ranges_are_asked_for_in_execution_order(served: Any, region: Region) ->
     first_two = next(i for i, (shard, _) in enumerate(asked) if shard == "two")
     last_one = max(i for i, (shard, _) in enumerate(asked) if shard == "one")
     assert 0 < first_two < last_one  # layer 0, in the second shard, comes before layer 1 in the first
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_a_fetch_goes_on_with_as_many_threads_as_it_may_have(
+    served: Any, region: Region, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    started: list[str] = []
+    start_thread = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith(("fetch-", "hedge")):
+            if len(started) == most:
+                raise RuntimeError("can't start new thread")
+            started.append(thread.name)
+        start_thread(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    if most:
+        fill(region, served.url + "/m")
+        check(region)
+    else:
+        with pytest.raises(RuntimeError, match="new thread"):
+            fill(region, served.url + "/m")
+        assert "Limit" in (region.progress().error or "")
+    assert len(started) == most
 
 
 @pytest.mark.parametrize("fault", ["cut:500000", "503", "short:1000", "stall"])
