@@ -111,6 +111,7 @@ static void wake_at(struct receive_job *r, long bytes)
 static int receive_one(struct receive_job *r, uint8_t *data, long size)
 {
     const long head = sizeof r->frame;
+    int64_t until = now_ns() + r->silence_ms * 1000000LL;
     while (r->filled < head + size) {
         struct iovec parts[2];
         int count = 0;
@@ -120,16 +121,19 @@ static int receive_one(struct receive_job *r, uint8_t *data, long size)
         parts[count++] = (struct iovec){data + in_data, (size_t)(size - in_data)};
         wake_at(r, head + size - r->filled);
         struct pollfd readable = {.fd = r->connection, .events = POLLIN};
-        poll(&readable, 1, r->silence_ms);
+        int64_t left_ms = (until - now_ns() + 999999) / 1000000;
+        poll(&readable, 1, left_ms > 0 ? (int)left_ms : 0);
         struct msghdr message = {.msg_iov = parts, .msg_iovlen = (size_t)count};
         ssize_t found = recvmsg(r->connection, &message, MSG_DONTWAIT);
         if (!found)
             return CLOSED;
-        if (found < 0 && (errno == EAGAIN || errno == EINTR))
-            return TIMED_OUT;
-        if (found < 0)
+        if (found < 0 && errno != EAGAIN && errno != EINTR)
             return -errno;
-        r->filled += found;
+        if (found >= 0) {
+            r->filled += found;
+            until = now_ns() + r->silence_ms * 1000000LL;
+        } else if (now_ns() >= until) /* else a signal ended the wait */
+            return TIMED_OUT;
     }
     return DONE;
 }

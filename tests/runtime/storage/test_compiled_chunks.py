@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import socket
 import threading
 import time
@@ -120,6 +121,22 @@ def test_a_silence_an_end_and_a_stop_are_told_apart(
     assert (functions.receive(job), job.wire_bytes) == (TIMED_OUT, 4)
     pair[1].close()
     assert functions.receive(job) == CLOSED
+
+
+def test_a_signal_is_not_taken_for_a_silence(
+    functions: CompiledChunks, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    half, signals = Half(), list[int]()
+    before = signal.signal(signal.SIGALRM, lambda number, _: signals.append(number))
+    job = ReceiveTarget(half.at, ctypes.addressof(half.data), populate=False).receive_job(0)
+    job.connection, job.silence_ms, job.wake_bytes, job.stop = pair[0].fileno(), 400, 1, COUNT
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    began = time.monotonic()
+    try:
+        assert functions.receive(job) == TIMED_OUT
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert (signals, time.monotonic() - began >= 0.4) == ([signal.SIGALRM], True)
 
 
 def test_what_a_peer_brought_before_it_was_given_up_is_told(
