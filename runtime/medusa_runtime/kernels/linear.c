@@ -68,10 +68,10 @@ static atomic_flag scratch_taken = ATOMIC_FLAG_INIT;
 static float *scratch;
 static size_t scratch_bytes;
 
-static float *take_scratch(size_t bytes, int *shared)
+static float *take_scratch(size_t bytes, int *is_kept)
 {
-    *shared = !atomic_flag_test_and_set(&scratch_taken);
-    if (!*shared)
+    *is_kept = !atomic_flag_test_and_set(&scratch_taken);
+    if (!*is_kept)
         return aligned_alloc(64, bytes);
     if (scratch_bytes < bytes) {
         free(scratch);
@@ -81,12 +81,21 @@ static float *take_scratch(size_t bytes, int *shared)
     return scratch;
 }
 
-static void give_scratch(float *memory, int shared)
+static void give_scratch(float *memory, int is_kept)
 {
-    if (shared)
+    if (is_kept)
         atomic_flag_clear(&scratch_taken);
     else
         free(memory);
+}
+
+void medusa_forget_scratch(void)
+{
+    if (atomic_flag_test_and_set(&scratch_taken)) { /* a thread of the parent used it, or was about to free it */
+        scratch = NULL;
+        scratch_bytes = 0;
+    }
+    atomic_flag_clear(&scratch_taken);
 }
 
 static const struct linear_variant *variant_for(int dtype)
@@ -116,10 +125,10 @@ int medusa_products(char *out, const char *x, const struct linear_part *parts, l
     block = (block + variant->tile_cols - 1) / variant->tile_cols * variant->tile_cols;
     const long block_rows = at_most(rows, ROW_BLOCK);
     const size_t floats = (size_t)(block_rows * padded + wanted * block_rows * block);
-    int shared;
-    float *memory = take_scratch((floats * sizeof(float) + 63) / 64 * 64, &shared);
+    int is_kept;
+    float *memory = take_scratch((floats * sizeof(float) + 63) / 64 * 64, &is_kept);
     if (!memory) {
-        give_scratch(memory, shared);
+        give_scratch(memory, is_kept);
         return 1;
     }
     for (long row = 0; row < rows; row += ROW_BLOCK) {
@@ -133,6 +142,6 @@ int medusa_products(char *out, const char *x, const struct linear_part *parts, l
         spread(pack_tiles, &run, height * depth > SERIAL_PACK ? wanted : 1);
         spread(multiply_blocks, &run, wanted);
     }
-    give_scratch(memory, shared);
+    give_scratch(memory, is_kept);
     return 0;
 }

@@ -80,9 +80,11 @@ static void *idle(void *argument)
     return NULL;
 }
 
-static void forget_workers(void)
+/* The parent's threads are not in the child. They may have been at work. */
+static void forget_parent(void)
 {
-    pool.workers = 0; /* the parent's threads are not in the child */
+    medusa_forget_scratch();
+    pool.workers = 0;
     pool.sleepers = 0;
     pool.gate = CLOSED;
     atomic_flag_clear(&pool.taken);
@@ -139,7 +141,7 @@ int medusa_interface(void)
 void medusa_configure(int instruction_set, int has_bf16_dots)
 {
     if (!medusa_instruction_set)
-        pthread_atfork(NULL, NULL, forget_workers);
+        pthread_atfork(NULL, NULL, forget_parent);
     medusa_instruction_set = instruction_set;
     medusa_has_bf16_dots = instruction_set != 256 && has_bf16_dots;
 }

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -162,6 +165,46 @@ def _multiply_fork_and_multiply(end: Connection, instruction_set: int, library: 
     child.start()
     child.join(40)
     raise SystemExit(child.exitcode != 0)
+
+
+_FORK_DURING_A_PRODUCT = """
+import os, resource, sys, threading, time
+from pathlib import Path
+import torch
+from medusa_runtime.kernels import native
+
+torch.set_num_threads(1)
+kernels = native.NativeKernels(int(sys.argv[1]), Path(sys.argv[2]))
+x, large, small = (torch.zeros(rows, 4096, dtype=torch.bfloat16) for rows in (256, 2048, 8))
+threading.Thread(target=lambda: [kernels.linear(x, large, None) for _ in range(1000)], daemon=True).start()
+for _ in range(3):
+    time.sleep(0.1)
+    if not (pid := os.fork()):
+        faults = []
+        for _ in range(4):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            kernels.linear(x, small, None)
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        print(max(faults[1:]), flush=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
+os._exit(0)
+"""
+
+
+def test_a_child_keeps_its_scratch_memory_though_it_was_forked_during_a_product(
+    library: Path,
+) -> None:
+    """Else each product would allocate 4 MB anew: a thousand page faults. glibc is kept from caching so much."""
+    ran = subprocess.run(
+        [sys.executable, "-c", _FORK_DURING_A_PRODUCT, "256" if "avx2" in cpu.features() else "128", str(library)],
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert [int(line) < 300 for line in ran.stdout.split()] == [True] * 3, ran.stdout
 
 
 def test_linear_in_a_forked_child(compiled: native.NativeKernels, library: Path) -> None:
