@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from .faults import as_exception
+from .forked_child import ending_forked_children
 
 T = TypeVar("T")
 
@@ -63,10 +64,11 @@ class Merge(Generic[T]):
     def _pump(self, number: int, source: Iterable[T]) -> None:
         try:
             try:
-                for value in source:
-                    self._put((number, value, None, False))
-                    if self._closed.is_set():
-                        return
+                with ending_forked_children():
+                    for value in source:
+                        self._put((number, value, None, False))
+                        if self._closed.is_set():
+                            return
             finally:
                 close = getattr(source, "close", None)
                 if close is not None:

@@ -176,6 +176,22 @@ def test_numbers_that_json_cannot_express_are_named(results: Any) -> None:
     assert "Infinity in result['loss']" in results.output()
 
 
+@pytest.mark.parametrize(("name", "timeout_s"), [("handle", 0), ("handle", 60), ("stream", 0), ("Asynchronous", 0)])
+def test_a_child_that_user_code_forks_ends_with_the_users_code(serve: Serve, name: str, timeout_s: float) -> None:
+    served = serve(handler=f"forking/handler.py:{name}", timeout_s=timeout_s)
+    for how, expected in (("exit", 3), ("raise", 1), ("return", 0)):
+        status, answer, _ = served.request("POST", "/", how.encode(), TEXT)
+        found = answer if name != "stream" else json.loads(events(answer)[0])
+        assert (status, found) == (200, {"status": expected})
+    assert "ValueError: in the child" in served.output()
+
+
+def test_a_child_that_loading_forks_ends_the_load_for_itself_alone(serve: Serve) -> None:
+    served = serve(handler="forking/handler.py:Loading")
+    assert served.request("POST", "/", b"", TEXT)[1] == {"status": 3}
+    assert "failed" not in served.output()
+
+
 def test_every_path_of_a_function_is_described(serve: Serve) -> None:
     paths = serve(handler="function/handler.py:handle").request("GET", "/openapi.json")[1]["paths"]
     assert set(paths["/{path}"]) == {"parameters", "get", "post", "put", "patch", "delete"}

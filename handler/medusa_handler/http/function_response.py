@@ -18,6 +18,7 @@ from ..cloud_event import is_cloud_event_class
 from ..contract import Request, Response
 from ..disconnection import POLL_S
 from ..faults import ClientDisconnectedError, as_exception, stream_error
+from ..forked_child import ending_forked_children
 from ..merge import Item, Merge
 from ..user_code.user_traceback import user_traceback
 from . import sse
@@ -90,8 +91,9 @@ def _is_stream(result: Any) -> bool:
 def _pieces(pieces: Iterator[str | bytes]) -> Iterator[bytes]:
     """Yield a response's body piece by piece. An error that would end the process (``sys.exit``) ends only this one."""
     try:
-        for piece in pieces:
-            yield piece.encode() if isinstance(piece, str) else piece
+        with ending_forked_children():
+            for piece in pieces:
+                yield piece.encode() if isinstance(piece, str) else piece
     except GeneratorExit:  # the server needs no more of it
         raise
     except BaseException as error:  # noqa: BLE001

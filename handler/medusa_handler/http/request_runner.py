@@ -11,6 +11,7 @@ from flask import Response, g, request
 from ..deadline import Deadline
 from ..disconnection import disconnect_check
 from ..faults import ClientDisconnectedError, as_api_error, as_exception
+from ..forked_child import ending_forked_children
 from .body import read_body
 from .environ import UNSENT_RESPONSE
 from .timing import server_timing
@@ -50,7 +51,8 @@ class RequestRunner:
             self._count(route, error)
             raise
         try:
-            response = answer()
+            with ending_forked_children():
+                response = answer()
         except ClientDisconnectedError:
             service.admission.leave()
             service.metrics.count_request(route, _CLIENT_CLOSED)

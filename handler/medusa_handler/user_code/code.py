@@ -13,6 +13,7 @@ from medusa_runtime.errors import HandlerError, HandlerLoadError
 
 from ..contract import Context, Request
 from ..deadline import Deadline
+from ..forked_child import ending_forked_children
 from .binding import Binding
 from .loader import load_target
 from .loop import AsyncItems, EventLoop
@@ -38,6 +39,10 @@ class UserCode:
 
         Raises HandlerError and HandlerLoadError, with the code's own error as cause.
         """
+        with ending_forked_children():
+            self._load(spec, context)
+
+    def _load(self, spec: str, context: Context) -> None:
         target = load_target(spec)
         source = getattr(sys.modules.get(getattr(target, "__module__", "")), "__file__", None)
         self.folder = Path(source).parent if source else None
@@ -70,7 +75,7 @@ class UserCode:
         """
         assert self._binding is not None
         positional, named = self._binding.arguments(request)
-        call = partial(self._call, *positional, **named)
+        call = partial(_run, self._call, *positional, **named)
         result = self._wait(
             is_disconnected.run(call) if isinstance(is_disconnected, Deadline) else call(), is_disconnected
         )
@@ -83,7 +88,13 @@ class UserCode:
         """Run the ``close`` of the user's class, if it has one. Raises its errors."""
         close = getattr(self._instance, "close", None)
         if callable(close):
-            self._wait(close())
+            with ending_forked_children():
+                self._wait(close())
+
+
+def _run(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    with ending_forked_children():
+        return function(*arguments, **named)
 
 
 def _not_loaded(*_: object) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..disconnection import POLL_S
 from ..faults import ClientDisconnectedError
+from ..forked_child import ending_forked_children
 
 if TYPE_CHECKING:
     import asyncio
@@ -35,7 +36,7 @@ class EventLoop:
 
     def run(self, coroutine: Coroutine[Any, Any, T], is_disconnected: Callable[[], bool] = lambda: False) -> T:
         """Return the coroutine's result. If the client leaves, cancel it and raise ClientDisconnectedError."""
-        future = self.submit(coroutine)
+        future = self.submit(_ending_children(coroutine))
         while True:
             done, _ = concurrent.futures.wait([future], POLL_S)
             if done:
@@ -48,6 +49,11 @@ class EventLoop:
                     future.cancel()
             if left:
                 raise ClientDisconnectedError
+
+
+async def _ending_children(coroutine: Coroutine[Any, Any, T]) -> T:
+    with ending_forked_children():
+        return await coroutine
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -71,7 +77,8 @@ class AsyncItems:
 
     def __next__(self) -> Any:
         async def step() -> Any:
-            return await anext(self._items)
+            with ending_forked_children():
+                return await anext(self._items)
 
         if self._cancelled:
             raise StopIteration
