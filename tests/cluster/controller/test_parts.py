@@ -45,14 +45,18 @@ def test_loads_are_summed_and_die_with_their_gateway() -> None:
             "b", None, 0, 10.0, {"m": {"waiting": 2, "kv_use": 0.7, "tokens_per_s": 5, "prefilled_per_s": 4}, "n": {}}
         ),
         Gateway("gone", None, 0, 5.0, {"m": {"waiting": 100}}),
+        Gateway("late", None, 0, 10.0, {"removed": {"waiting": 1}}),
     ]
-    found = loads.summed(gateways, 10.5)
+    found = loads.summed(gateways, 10.5, ("m", "n"))
     load = found["m"]
     assert (load.waiting, load.running, load.tokens_per_s, load.prefilled_per_s, load.kv_use) == (3, 2, 5, 4, 0.7)
     assert load.last_request_s == 10.5
     assert found["n"].last_request_s == -math.inf
-    later = loads.summed([], 20.0)["m"]
+    assert set(found) == {"m", "n"}
+    later = loads.summed([], 20.0, ("m", "n"))["m"]
     assert (later.waiting, later.last_request_s) == (0, 10.5)
+    loads.keep(("n",))
+    assert loads.summed([], 20.0, ("n",)) == {}
 
 
 def _node(version: str, lost: bool = False) -> KnownNode:
