@@ -16,7 +16,7 @@ from typing import Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from ..errors import ConfigError, CorruptError, ForbiddenError, ObjectNotFoundError, short_repr
-from ..storage.base import ObjectInfo, Store, open_store, redacted, scheme_of
+from ..storage.base import BucketNotFoundError, ObjectInfo, Store, open_store, redacted, scheme_of
 from .adapter import ADAPTER_CONFIG, ADAPTER_FILES
 from .header import PREFIX_BYTES, HeaderEntry, header_bytes, parse_header
 from .index import Shard, TensorEntry, WeightIndex
@@ -180,7 +180,7 @@ class _Reader:
             names = sharded.result() if sharded else None
             if names is not None:
                 return self._sharded(SAFETENSORS_INDEX, names), {SAFETENSORS_INDEX: names}
-            if sharded is None or isinstance(error, ForbiddenError):
+            if sharded is None or isinstance(error, ForbiddenError | BucketNotFoundError):
                 raise
             return self._index_other_formats(error)
         return WeightIndex.from_headers([shard], [entries]), {}
@@ -225,8 +225,9 @@ class _Reader:
             index = _SHARD.sub(r"\1.index.json", shards[0])
             return f"there are shards, such as {shards[0]}, but not {index}, which says what they hold: copy it, too"
         if named:
-            return f"a file of another name is named itself, such as {redacted(self._store.url).rstrip('/')}/{named[0]}"
-        return "a file of another name is named itself"
+            file = f"{redacted(self._store.url).rstrip('/')}/{named[0]}"
+            return f"to use a file of another name, give its own address: {file}"
+        return "to use a file of another name, give its own address"
 
     def _sharded(self, what: str, text: bytes) -> WeightIndex:
         wanted = weight_map(what, text)

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
-from ..errors import ConfigError, StorageError
+from ..errors import ConfigError, ObjectNotFoundError, StorageError
+
+
+class BucketNotFoundError(ObjectNotFoundError):
+    """There is not even the bucket, so looking for other objects in it is of no use."""
 
 
 class ObjectInfo(NamedTuple):

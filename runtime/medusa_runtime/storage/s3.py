@@ -156,8 +156,8 @@ class S3Store(HttpStore):
         self._adopt(region)
         return True
 
-    def missing(self, body: bytes) -> str:
-        return "bucket" if b"NoSuchBucket" in body else "object"
+    def lacks_bucket(self, body: bytes) -> bool:
+        return b"NoSuchBucket" in body
 
     def hint(self) -> str:
         return (

@@ -222,10 +222,10 @@ def test_an_index_that_names_bytes_out_of_bounds(shards: Any, entry: Any) -> Non
 
 
 def test_a_folder_without_a_usual_name_says_what_it_has(tmp_path: Path) -> None:
-    with pytest.raises(ObjectNotFoundError, match=r"; a file of another name is named itself$"):
+    with pytest.raises(ObjectNotFoundError, match=r"; to use a file of another name, give its own address$"):
         open_checkpoint(str(tmp_path))
     (tmp_path / "net.pt").touch()
-    with pytest.raises(ObjectNotFoundError, match=f"named itself, such as {tmp_path}/net.pt$"):
+    with pytest.raises(ObjectNotFoundError, match=f"give its own address: {tmp_path}/net.pt$"):
         open_checkpoint(str(tmp_path))
     (tmp_path / "model-00001-of-00002.safetensors").touch()
     with pytest.raises(ObjectNotFoundError, match=r"such as model-00001-of-00002\.safetensors, but not model\.saf"):

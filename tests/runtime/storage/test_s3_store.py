@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from medusa_runtime.checkpoint.reader import open_checkpoint
 from medusa_runtime.errors import (
     ConfigError,
     ForbiddenError,
@@ -64,7 +65,8 @@ def test_ranges_and_versions(moto: str) -> None:
     nowhere = S3Store("s3://buckte/v1", environ={**KEYS, "AWS_ENDPOINT_URL": moto})
     with pytest.raises(ObjectNotFoundError, match=r"s3://buckte/v1/w: no such bucket \(404\)"):
         nowhere.stat("w")
-    nowhere.close()
+    with pytest.raises(ObjectNotFoundError, match=r"^s3://buckte/v1/model.safetensors: no such bucket \(404\)"):
+        open_checkpoint("s3://buckte/v1", store=nowhere)
 
 
 @pytest.mark.parametrize("token", [None, "session+token=="])

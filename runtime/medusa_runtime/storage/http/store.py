@@ -19,7 +19,7 @@ from ...errors import (
     StorageError,
     UnreachableError,
 )
-from ..base import Advance, ObjectInfo, redacted, require_validator, size_as_version
+from ..base import Advance, BucketNotFoundError, ObjectInfo, redacted, require_validator, size_as_version
 from ..retry import RetryPolicy, RetryState, TransientError, with_retries
 from .endpoint import Endpoint
 from .fields import (
@@ -368,7 +368,9 @@ class HttpStore:
         if status == 412:
             return ObjectChangedError(f"{name} changed while it was read (412); start again")
         if status in (404, 410):
-            return ObjectNotFoundError(f"{name}: no such {self.missing(body)} ({status}); check the address")
+            kind = BucketNotFoundError if self.lacks_bucket(body) else ObjectNotFoundError
+            what = "bucket" if kind is BucketNotFoundError else "object"
+            return kind(f"{name}: no such {what} ({status}); check the address")
         if status == 407:
             return ForbiddenError(
                 f"{name}: the proxy wants to be authorized (407); expected HTTP_PROXY=http://user:password@host:port"
@@ -383,9 +385,9 @@ class HttpStore:
     def _retry_after_s(response: Response) -> float | None:
         return retry_after_s(response.headers.get("retry-after", ""), time.time())
 
-    def missing(self, body: bytes) -> str:
-        """Return, for a message, what is missing according to a 404 or 410."""
-        return "object"
+    def lacks_bucket(self, body: bytes) -> bool:
+        """Return whether, according to a 404 or 410, not only the object is missing."""
+        return False
 
     def hint(self) -> str:
         """Return, for a message, what to do about a 401 or 403."""
