@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ...checkpoint.index import Shard
     from .spare import Spare
 
-_ANSWER_WITHIN_S = 0.1  # for the file system of a caller's folder; the agent does nothing else meanwhile
+_ANSWER_WITHIN_S = 0.25  # for the file system of a caller's folder; the agent does nothing else meanwhile
 _SOURCES = ("received_bytes", "excluded")
 LEAST_BYTES = 2 * HEADER_BYTES  # the header of an empty region, and the page for its readers' requests
 
