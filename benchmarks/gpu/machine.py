@@ -164,7 +164,7 @@ class _HostRestorer:
     def build(self, sizes: Sequence[int]) -> None: ...
 
     def restore_sizes(self, sizes: Sequence[int], *, validate: str = "all") -> Mapping[int, Any]:
-        return {size: _Recorded(partial(self._graphs.step, size)) for size in sizes}
+        return {size: _Recorded(partial(self._graphs.run_eagerly, size)) for size in sizes}
 
 
 class HostGpu(Gpu):

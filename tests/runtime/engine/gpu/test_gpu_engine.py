@@ -126,7 +126,7 @@ class HostRestorer:
         if self.data == b"breaks later":
             return {size: Recorded(self.gpu.fault) for size in sizes}
         self.gpu.restores.append(tuple(sizes))
-        return {size: Recorded(partial(self.graphs.step, size)) for size in sizes if size != 1}
+        return {size: Recorded(partial(self.graphs.run_eagerly, size)) for size in sizes if size != 1}
 
 
 class HostGpu(Gpu):
