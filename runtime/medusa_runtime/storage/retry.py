@@ -106,5 +106,7 @@ class RetryState:
         if cause.retry_after_s is not None:
             pause = max(pause, cause.retry_after_s)
         if self._failed >= most or time.monotonic() + pause > self._since + self._policy.patience_s:
-            raise type(cause.error)(f"{cause.error} (tried {self._failed} times)") from None
+            tries = "once" if self._failed == 1 else f"{self._failed} times"
+            asked = "" if cause.retry_after_s is None else f"; the server asks to wait {cause.retry_after_s:,.0f} s"
+            raise type(cause.error)(f"{cause.error} (tried {tries}{asked})") from None
         self._sleep(pause)

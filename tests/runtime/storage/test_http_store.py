@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+import ssl
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import make_certificates
 from medusa_runtime.errors import (
     ConfigError,
     ForbiddenError,
@@ -17,8 +21,10 @@ from medusa_runtime.errors import (
     StorageError,
     UnreachableError,
 )
+from medusa_runtime.storage.http import wire
 from medusa_runtime.storage.http.store import HttpStore
 from medusa_runtime.storage.retry import RetryPolicy
+from scripted_server import ScriptedServer
 
 QUICK = RetryPolicy(attempts=4, patience_s=10.0, stall_s=1.0, first_pause_s=0.01)
 BODY = os.urandom(8_000_000)
@@ -94,7 +100,7 @@ def test_retry_after_is_honoured(store: HttpStore, origin: Any, monkeypatch: pyt
 
 def test_a_server_that_asks_for_more_patience_than_there_is(store: HttpStore, origin: Any) -> None:
     origin.retry_after, origin.faults["/m/w"] = "3600", ["503"]
-    with pytest.raises(StorageError, match="503"):
+    with pytest.raises(StorageError, match=r"answers 503 \(tried once; the server asks to wait 3,600 s\)"):
         fetched(store)
 
 
@@ -153,6 +159,28 @@ def test_nobody_listens() -> None:
         port = free.getsockname()[1]
     with pytest.raises(UnreachableError, match=f"cannot reach 127.0.0.1 port {port}: Connection refused"):
         HttpStore(f"http://127.0.0.1:{port}/m", QUICK).stat("w")
+
+
+@pytest.mark.parametrize("named", ["", "nowhere.pem", "other.pem"])
+def test_a_certificate_of_an_unknown_authority_says_where_one_is_named(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python silently ignores an SSL_CERT_FILE that is not there."""
+    _, certificate, key = make_certificates(tmp_path)
+    (tmp_path / "other.pem").write_bytes(b"")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    monkeypatch.setattr(wire, "_contexts", [ssl.create_default_context()])
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    said = "belongs in the file that SSL_CERT_FILE names"
+    if named:
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / named))
+        said += f", which is '{tmp_path / named}'" + (" and cannot be read" if named == "nowhere.pem" else "")
+    with (
+        ScriptedServer(lambda request: b"", context=context) as server,
+        pytest.raises(UnreachableError, match=re.escape(f"{said} (tried ")),
+    ):
+        HttpStore(f"{server.url}/m", QUICK).stat("w")
 
 
 def test_a_name_that_does_not_exist() -> None:

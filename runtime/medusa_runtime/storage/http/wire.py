@@ -9,6 +9,7 @@ The server is not trusted: heads, lines and bodies have a largest size, and an a
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import struct
@@ -33,6 +34,7 @@ _MOST_INTERIM = 8  # interim answers (1xx) before the final one
 _LINE_END = b"\r\n"
 _CUT = "the connection was closed before the answer's end"
 _WAKE_BYTES = 512 << 10  # how much to wait for at a time; the kernel's receive buffer grows to hold twice as much
+_UNKNOWN_AUTHORITY = (18, 19, 20, 21)  # OpenSSL's verify codes: self-signed, or by an issuer that is not known here
 _MOMENT_S = 0.25  # bytes that have come are handed on after this time, for others may wait for them
 
 
@@ -399,7 +401,8 @@ def _connect(
         raise
     except ssl.SSLCertVerificationError as error:
         connection.close()
-        raise WireError(f"its certificate cannot be trusted: {error.verify_message}", refused=True) from None
+        hint = _authority_hint() if context is None and error.verify_code in _UNKNOWN_AUTHORITY else ""
+        raise WireError(f"its certificate cannot be trusted: {error.verify_message}{hint}", refused=True) from None
     except (ssl.SSLError, OSError, ValueError) as error:  # ValueError: a host that no certificate can name
         connection.close()
         reason = _reason(error) if isinstance(error, OSError) else "its name cannot be in a certificate"
@@ -425,6 +428,13 @@ def _tunnel(connection: socket.socket, endpoint: Endpoint, proxy: Proxy, timeout
     if not 200 <= head.status < 300 or rest:
         hint = f"; expected user and password in {proxy.variable}" if head.status == 407 else ""
         raise WireError(f"{where}: expected a tunnel, found {head.status}{hint}", refused=True)
+
+
+def _authority_hint() -> str:
+    """Return, for a message, where the certificate of a private CA belongs. Python ignores a file that is not there."""
+    file = os.environ.get("SSL_CERT_FILE")
+    found = "" if file is None else f", which is {file!r}{'' if os.access(file, os.R_OK) else ' and cannot be read'}"
+    return f"; the certificate of a CA of your own belongs in the file that SSL_CERT_FILE names{found}"
 
 
 _contexts: list[ssl.SSLContext] = []
