@@ -14,6 +14,7 @@ stops the watcher too, so it makes no process look hung.
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 import signal
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5  # the time between two looks, and between two heartbeats
 STOPPED_S = 1.5
+RESUME_EVERY_S = 60.0
 SUSPECT_SILENT_S, SILENT_S = 10.0, 60.0
 _LONGEST_LOOK_S = 1.0
 ROLES = ("supervisor", "function", "worker", "zygote", "engine", "prefetcher")
@@ -113,6 +115,7 @@ class Watch:
         self._looked = time.monotonic()
         self._stopped_looks = 0
         self._stopped_s = self._silent_s = 0.0
+        self._resumed = -math.inf
 
     def look(self) -> Verdict:
         now = time.monotonic()
@@ -142,6 +145,16 @@ class Watch:
             return Verdict.HUNG
         return Verdict.SUSPECT if self._stopped_looks > 1 else Verdict.ALIVE
 
+    def resume(self) -> bool:
+        """Continue a stopped process (SIGCONT). Return False if it was continued just before, too."""
+        now = time.monotonic()
+        stat = _stat(self.pid)
+        if stat is None or int(stat[1]) != self._parent or stat[0] != b"T" or now - self._resumed < RESUME_EVERY_S:
+            return False
+        self._resumed = now
+        os.kill(self.pid, signal.SIGCONT)
+        return True
+
     def kill(self) -> None:
         """Kill the process (SIGKILL), unless it has already ended."""
         stat = _stat(self.pid)
@@ -157,10 +170,11 @@ class Watchdog:
         self._watches: dict[str, Watch] = {}
         self._next = 0.0
 
-    def look(self, role: str, pid: int, parent: int) -> None:
+    def look(self, role: str, pid: int, parent: int, *, resume: bool = False) -> None:
         """Judge the process of a role. Call it about every LOOK_S for each role.
 
-        ``pid`` is the process that has the role now, or 0 for none. ``parent`` is as in ``Watch``.
+        ``pid`` is the process that has the role now, or 0 for none. ``parent`` is as in ``Watch``. With ``resume``, a
+        process that was stopped is continued, and killed only if it is stopped again within RESUME_EVERY_S.
         """
         watch = self._watches.get(role)
         if watch is None or watch.pid != pid:
@@ -173,7 +187,9 @@ class Watchdog:
             return
         verdict = watch.look()
         self._heartbeats.mark_hung(role, verdict is not Verdict.ALIVE)
-        if verdict is Verdict.HUNG and parent:
+        if verdict is Verdict.HUNG and parent and resume and watch.resume():
+            logger.warning("the %s process (%d) hangs: %s; continuing it", role, pid, watch.reason)
+        elif verdict is Verdict.HUNG and parent:
             logger.error("the %s process (%d) hangs: %s; killing it", role, pid, watch.reason)
             watch.kill()
 

@@ -99,7 +99,8 @@ def _publish_start(probes: Probes, instance: InstanceHandle, settings: Settings)
 def _watch(watchdog: Watchdog, heartbeats: Heartbeats) -> None:
     """Look at the worker, which is this process's child, and at the supervisor, which only the platform can replace."""
     heartbeats.beat("function")
-    watchdog.look("worker", heartbeats.pid("worker"), os.getpid())
+    # A worker that was killed would take the connections of its clients with it, so a stopped one is continued.
+    watchdog.look("worker", heartbeats.pid("worker"), os.getpid(), resume=True)
     watchdog.look("supervisor", heartbeats.pid("supervisor"), 0)
 
 

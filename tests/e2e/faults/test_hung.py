@@ -30,6 +30,10 @@ def killed_within(serving: Any, name: str) -> float:
     """Stop a process; the seconds, without load, after which somebody has killed it."""
     pid = serving.child(name)
     watcher = serving.child("function") if name == "worker" else serving.process.pid
+    if name == "worker":  # it is continued the first time
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: stopped(pid))
+        until(lambda: not stopped(pid))
     os.kill(pid, signal.SIGSTOP)
     until(lambda: not alive(pid) or stopped(pid))
     clock = Unloaded(watcher)
@@ -56,7 +60,7 @@ def other(serving: Any, name: str, than: int) -> int:
 
 
 @pytest.mark.forked
-@pytest.mark.parametrize("name", ["engine", "zygote", "worker"])
+@pytest.mark.parametrize("name", ["engine", "zygote"])
 def test_a_stopped_process_of_a_ready_instance_is_named_and_replaced(start: Start, example: Path, name: str) -> None:
     serving = start("--model", example)
     serving.wait_ready()
@@ -86,6 +90,26 @@ def test_a_stopped_process_of_a_ready_instance_is_named_and_replaced(start: Star
     metrics = serving.request("GET", "/metrics")[1].decode()
     assert re.search(rf'(?m)^medusa_process_restarts_total{{process="{name}"[^}}]*}} 1$', metrics)
     assert f"the {name} process ({pid}) hangs: it has been stopped" in serving.output()
+    assert serving.stop() == 0
+
+
+@pytest.mark.forked
+def test_a_stopped_worker_is_named_and_continued(start: Start, example: Path) -> None:
+    serving = start("--model", example)
+    serving.wait_ready()
+    worker = serving.child("worker")
+    os.kill(worker, signal.SIGSTOP)
+    until(lambda: stopped(worker))
+    clock = Unloaded(serving.child("function"))
+    named = set()
+    while stopped(worker):
+        status, answer, _ = serving.request("GET", "/readyz")
+        named.add((status, answer.get("process")))
+    assert clock.passed_s() <= _NOTICED_S
+    assert (503, "worker") in named
+    assert serving.complete()["choices"][0]["text"]
+    assert serving.child("worker") == worker
+    assert f"the worker process ({worker}) hangs: it has been stopped" in serving.output()
     assert serving.stop() == 0
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from medusa_runtime.liveness import is_stopped
+
 Serve = Callable[..., Any]
 
 
@@ -101,3 +103,25 @@ def test_more_connections_than_there_is_room_for_are_lost_nowhere(serve: Serve) 
         os.kill(worker, signal.SIGCONT)
         for connection in waiting:
             assert read_all(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_a_worker_that_is_stopped_during_a_start_loses_no_client(serve: Serve) -> None:
+    """It is continued, because a new worker would not have the connections of the one that was killed."""
+    served = serve(ready=False)
+    served.until(lambda: served.request("GET", "/metrics")[0] == 200)
+    (worker,) = children(served.process.pid)
+    body = b'{"prompt": "a", "max_tokens": 2}'
+    with connect(served) as waiting:
+        waiting.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        served.until(lambda: served.metric("medusa_requests_in_flight") == 1)
+        os.kill(worker, signal.SIGSTOP)
+        served.until(lambda: is_stopped(worker))
+        served.until(lambda: not is_stopped(worker))
+        assert children(served.process.pid) == [worker]
+        served.control(ready=True)
+        assert read_all(waiting).startswith(b"HTTP/1.1 200")
+    os.kill(worker, signal.SIGSTOP)  # who stops it again means it
+    served.until(lambda: children(served.process.pid) not in ([], [worker]))
