@@ -46,6 +46,7 @@ _STRATEGIES = ("capture", "async", "medusa")
 _WITHOUT = {
     "torch": "nothing can be measured",
     "triton": "decode steps cannot be captured, so runs 2 to 4 will fail",
+    "numpy": "no checkpoint can be written",
     "tokenizers": "only the probe, the transfers and the tests marked gpu can be run",
     "pytest": "the tests marked gpu will fail",
     "vllm": "its worker and its graphs stay unmeasured, all else is measured",

@@ -23,7 +23,8 @@ def machine(root: Path, *, node: str | None = "nvidiactl", cuda: str | None = "'
 def test_auto_takes_a_gpu_that_torch_can_use(tmp_path: Path, node: str) -> None:
     there = machine(tmp_path, node=node)
     assert choose("auto", {}, **there) == "cuda"
-    assert choose("cuda", {"CUDA_VISIBLE_DEVICES": "0"}, **there) == "cuda"
+    for visible in ("0", "1,0", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-a6a1ba2b-7b9c-5b1f-a1a4-1b1b2a0c3d4e"):
+        assert choose("cuda", {"CUDA_VISIBLE_DEVICES": visible}, **there) == "cuda"
     assert choose("cpu", {}, **there) == "cpu"
 
 

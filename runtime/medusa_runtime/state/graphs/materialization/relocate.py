@@ -196,8 +196,6 @@ class _Comparison:
             common = self._common(*known) if known else []
             if common:
                 self._words["map"] += 1
-                if common[0].memory_range in self._own and not self._pairs.moved(common[0].memory_range):
-                    self._pinned.add(common[0].memory_range)
                 return Relocation(start, common[0].memory_range, common[0].offset, map=True)
         return None
 
