@@ -126,7 +126,8 @@ class Probe:
             "FAKE_CUDA_BASE": hex(0x5100_0000_0000 + (len(name) << 40)),
             "FAKE_CUDA_HANDLES": f"0x55{len(name):x}000000000",
         }
-        return {**os.environ, "PYTHONPATH": paths, **(fake if self._library else {})}
+        slow = {"PROBE_CASE_S": str(_LIMITS[name])} if name == "memcheck" else {}  # the sanitizer takes its time
+        return {**os.environ, "PYTHONPATH": paths, **slow, **(fake if self._library else {})}
 
     def _facts(self, name: str) -> dict[str, Any]:
         try:
