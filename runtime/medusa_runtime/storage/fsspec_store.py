@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import (
     ForbiddenError,
@@ -18,6 +21,8 @@ from ..errors import (
 from .base import FSSPEC_EXTRAS, Advance, ObjectInfo, redacted, require_validator, scheme_of, size_as_version
 from .retry import RetryPolicy, TransientError, with_retries
 
+T = TypeVar("T")
+_OPERATION_S = 60.0  # the time limit of one operation; a piece of 4 MiB then comes at 70 KB/s or more
 _VERSION_KEYS = (
     "ETag",
     "etag",
@@ -53,12 +58,14 @@ class FsspecStore:
         try:
             import fsspec  # 0.05 to 0.5 s, because url_to_fs imports the scheme's own package
 
-            self._system, self._root = fsspec.core.url_to_fs(url)
+            self._system, self._root = _limited(lambda: fsspec.core.url_to_fs(url))
         except ImportError as error:
             raise self._missing(error) from None
         except ValueError as error:
             raise StorageError(f"{redacted(url)} cannot be opened: {error}") from None
-        except OSError as error:  # some file systems connect at once
+        except _NoAnswerError:  # some file systems connect at once
+            raise UnreachableError(f"{redacted(url)}: no answer within {_OPERATION_S:g} s") from None
+        except OSError as error:
             raise UnreachableError(f"{redacted(url)}: cannot be reached: {error.strerror or error}") from None
 
     def _missing(self, error: ImportError) -> MissingPackageError:
@@ -83,6 +90,8 @@ class FsspecStore:
                 f"{name}: access denied ({type(error).__name__}); expected credentials that may read it"
                 f"{self._token_hint()}"
             )
+        if isinstance(error, _NoAnswerError):
+            return TransientError(UnreachableError(f"{name}: no answer within {_OPERATION_S:g} s"))
         if _is_unreachable(error):
             return TransientError(
                 UnreachableError(f"{name}: cannot be reached ({type(error).__name__}); {self._network_hint()}")
@@ -111,7 +120,7 @@ class FsspecStore:
 
     def _stat_once(self, key: str) -> ObjectInfo:
         try:
-            info: dict[str, Any] = self._system.info(self._path(key))
+            info: dict[str, Any] = _limited(lambda: self._system.info(self._path(key)))
         except Exception as error:  # noqa: BLE001  each file system has errors of its own
             raise self._translated(key, error) from None
         if info.get("type") == "directory":
@@ -123,8 +132,11 @@ class FsspecStore:
         return ObjectInfo(size, version or size_as_version(size))
 
     def _check(self, key: str, version: str | None) -> ObjectInfo:
-        # fsspec has no conditional reads, so the version is compared before or after each read.
         require_validator(self.name(key), version, "an ETag nor a date of change")
+        return self._compare(key, version)
+
+    def _compare(self, key: str, version: str | None) -> ObjectInfo:
+        """Look an object up anew. Raises ObjectChangedError if it has another version than the given one."""
         self._system.invalidate_cache()
         info = self.stat(key)
         if version is not None and info.version != version:
@@ -136,7 +148,10 @@ class FsspecStore:
     def read(self, key: str, start: int, stop: int, version: str | None = None) -> tuple[bytes, ObjectInfo]:
         info = self._check(key, version)
         stop = min(stop, info.size)
-        data = self._range(key, start, stop) if start < stop else b""
+        if start >= stop:
+            return b"", info
+        data = self._range(key, start, stop)
+        self._compare(key, info.version)  # fsspec has no conditional reads, so the bytes may be of a later version
         return data, info
 
     def _range(self, key: str, start: int, stop: int) -> bytes:
@@ -144,7 +159,7 @@ class FsspecStore:
 
     def _range_once(self, key: str, start: int, stop: int) -> bytes:
         try:
-            data: bytes = self._system.cat_file(self._path(key), start=start, end=stop)
+            data: bytes = _limited(lambda: self._system.cat_file(self._path(key), start=start, end=stop))
         except Exception as error:  # noqa: BLE001
             raise self._translated(key, error) from None
         if len(data) != stop - start:
@@ -176,6 +191,32 @@ class FsspecStore:
         return None
 
     def close(self) -> None: ...
+
+
+class _NoAnswerError(Exception):
+    """A file system has not answered within the time limit."""
+
+
+def _limited(operation: Callable[[], T]) -> T:
+    """Return what an operation returns. Raises _NoAnswerError if it hangs: many file systems have no time limit.
+
+    The thread of an operation that hangs stays behind.
+    """
+    found = Future[T]()
+
+    def run() -> None:
+        try:
+            found.set_result(operation())
+        except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="fsspec", daemon=True).start()
+    try:
+        return found.result(_OPERATION_S)
+    except TimeoutError:
+        if found.done():
+            raise
+        raise _NoAnswerError from None
 
 
 def _is_unreachable(error: Exception) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from medusa_runtime.errors import (
     ObjectChangedError,
     ObjectNotFoundError,
     StorageError,
+    UnreachableError,
 )
 from medusa_runtime.storage.base import Store, open_store
+from medusa_runtime.storage.fsspec_store import FsspecStore
 from medusa_runtime.storage.local import LocalStore
+from medusa_runtime.storage.retry import RetryPolicy
 
 BODY = os.urandom(5_000_000)
 
@@ -75,6 +79,44 @@ def test_versions_that_are_only_a_size_are_not_mixed(store: Store) -> None:
         memoryview(bytearray(10)) as view,
     ):
         store.read_into("w", 0, view, f"size={len(BODY)}")
+
+
+@pytest.fixture
+def memory(store: Store) -> Any:
+    if not isinstance(store, FsspecStore):
+        pytest.skip("this is about fsspec")
+    return store._system
+
+
+@pytest.mark.parametrize("version", [None, "the current one"])
+def test_a_change_during_a_read_is_seen(
+    store: Store, memory: Any, monkeypatch: pytest.MonkeyPatch, version: str | None
+) -> None:
+    """fsspec has no conditional reads: the version is compared before and after each one."""
+    version = version and store.stat("w").version
+    read = type(memory).cat_file
+
+    def replaced(system: Any, path: str, **options: Any) -> Any:
+        data = read(system, path, **options)
+        system.pipe(path, BODY[::-1])
+        return data
+
+    monkeypatch.setattr(type(memory), "cat_file", replaced)
+    with pytest.raises(ObjectChangedError):
+        store.read("w", 0, 10, version)
+
+
+@pytest.mark.parametrize("method", ["info", "cat_file"])
+def test_a_file_system_that_hangs_is_given_up(
+    store: Store, memory: Any, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr("medusa_runtime.storage.fsspec_store._OPERATION_S", 0.1)
+    hanging = threading.Event()
+    monkeypatch.setattr(type(memory), method, lambda *_, **__: hanging.wait())
+    monkeypatch.setattr(store, "retries", RetryPolicy(unreachable_attempts=2, first_pause_s=0.01))
+    with pytest.raises(UnreachableError, match=r"no answer within 0\.1 s.*tried 2 times"):
+        store.read("w", 0, 10)
+    hanging.set()
 
 
 def test_only_local_files_can_be_mapped(store: Store) -> None:
