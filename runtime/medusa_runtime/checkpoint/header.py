@@ -14,9 +14,11 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..errors import CorruptError, short_repr
+from ..imports.gc_paused import gc_paused
 
 MAX_HEADER_BYTES = 100_000_000
 PREFIX_BYTES = 8
+MOST_TENSORS = 500_000  # of a checkpoint, five times as many as the largest have; they take seconds and 400 MB
 MOST_DIMENSIONS = 64  # torch's own limit; without one, the product of a long shape could take hours
 _MOST = 1 << 63
 
@@ -59,14 +61,20 @@ def header_bytes(name: str, prefix: bytes, file_bytes: int) -> int:
     return PREFIX_BYTES + length
 
 
+@gc_paused()  # the collector would look through all tensors again and again, for two thirds of the time
 def parse_header(name: str, text: bytes, data_bytes: int) -> dict[str, HeaderEntry]:
     """Return the tensors by name, in the order of the file.
 
     ``text`` is the JSON, and ``data_bytes`` the length of the data section. Raises CorruptError, which names the file
     and the tensor.
     """
+    if (count := text.count(b'"data_offsets"')) > MOST_TENSORS:  # before the header is parsed, which takes seconds
+        raise too_many_tensors(name, count)
+    objects = _objects(name, text)
+    if len(objects) > MOST_TENSORS:
+        raise too_many_tensors(name, len(objects))
     entries = sorted(
-        ((tensor, _entry(name, tensor, raw)) for tensor, raw in _objects(name, text).items()),
+        ((tensor, _entry(name, tensor, raw)) for tensor, raw in objects.items()),
         key=lambda item: (item[1].start, item[1].stop),
     )
     end, last = 0, ""
@@ -89,6 +97,11 @@ def parse_header(name: str, text: bytes, data_bytes: int) -> dict[str, HeaderEnt
     if end != data_bytes:
         raise CorruptError(f"{name}: the tensors cover {end} bytes, but {data_bytes} follow the header")
     return dict(entries)
+
+
+def too_many_tensors(name: str, count: int) -> CorruptError:
+    """Return the error for more tensors than a checkpoint may have."""
+    return CorruptError(f"{name}: expected at most {MOST_TENSORS} tensors, found {count}")
 
 
 def _objects(name: str, text: bytes) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ..errors import CorruptError
-from .header import DTYPE_BITS, MOST_DIMENSIONS, HeaderEntry
+from ..imports.gc_paused import gc_paused
+from .header import DTYPE_BITS, MOST_DIMENSIONS, MOST_TENSORS, HeaderEntry, too_many_tensors
 
 PAGE_BYTES = 4096
 _FORMAT = 1
@@ -54,7 +55,7 @@ class WeightIndex:
 
     ``recorded`` says that the order was observed in a forward pass. Otherwise it is derived from the tensors' names,
     and a reader that has constructed the module may know a better one. Raises CorruptError for an order that does not
-    name each tensor once.
+    name each tensor once, and for more than MOST_TENSORS.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class WeightIndex:
         *,
         recorded: bool = False,
     ) -> None:
+        if len(tensors) > MOST_TENSORS:
+            raise too_many_tensors("the checkpoint", len(tensors))
         self.recorded = recorded
         self.shards = tuple(shards)
         self.tensors = dict(tensors)
@@ -77,6 +80,7 @@ class WeightIndex:
             raise CorruptError("the weight index's order does not name each of its tensors once; materialize it again")
 
     @classmethod
+    @gc_paused()
     def from_headers(
         cls, shards: Sequence[Shard], headers: Sequence[Mapping[str, HeaderEntry] | Mapping[str, TensorEntry]]
     ) -> WeightIndex:
@@ -128,6 +132,7 @@ class WeightIndex:
         return json.dumps(document, separators=(",", ":")).encode()
 
     @classmethod
+    @gc_paused()
     def from_json(cls, text: bytes | str) -> WeightIndex:
         """Read what ``to_json`` wrote. Raises CorruptError for anything else, and for bytes out of bounds."""
         try:

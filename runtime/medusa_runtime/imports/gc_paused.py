@@ -1,4 +1,4 @@
-"""Import modules without the garbage collector, which would find nothing among objects that all stay."""
+"""Import modules, or read an index, without the garbage collector, which would find nothing among objects that stay."""
 
 from __future__ import annotations
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_runtime.checkpoint.header import DTYPE_BITS
-from medusa_runtime.checkpoint.index import WeightIndex
+from medusa_runtime.checkpoint.header import DTYPE_BITS, MOST_TENSORS, parse_header
+from medusa_runtime.checkpoint.index import Shard, WeightIndex
 from medusa_runtime.checkpoint.reader import open_checkpoint
 from medusa_runtime.errors import CorruptError, ObjectNotFoundError
 
@@ -235,3 +236,43 @@ def test_a_folder_without_a_usual_name_says_what_it_has(tmp_path: Path) -> None:
         ObjectNotFoundError, match=r"GGUF, as in q4\.gguf, is not read: expected the model as safetensors"
     ):
         open_checkpoint(str(tmp_path))
+
+
+def _header(count: int, offsets: str = "data_offsets") -> bytes:
+    names = (f'"t{number}":{{"dtype":"U8","shape":[0],"{offsets}":[0,0]}}' for number in range(count))
+    return f"{{{','.join(names)}}}".encode()
+
+
+def test_a_header_of_too_many_tensors_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json, "loads", None)
+    with pytest.raises(CorruptError, match=f"expected at most {MOST_TENSORS} tensors, found {MOST_TENSORS + 1}"):
+        parse_header("x", _header(MOST_TENSORS + 1), 0)
+
+
+@pytest.mark.parametrize("offsets", ["data_offsets", "data_offset\\u0073"])
+def test_no_checkpoint_has_too_many_tensors(monkeypatch: pytest.MonkeyPatch, offsets: str) -> None:
+    for module in ("header", "index"):
+        monkeypatch.setattr(f"medusa_runtime.checkpoint.{module}.MOST_TENSORS", 9)
+    entries = parse_header("x", _header(9, offsets), 0)
+    shards = [Shard("one", 8, 8), Shard("two", 8, 8)]
+    with pytest.raises(CorruptError, match="x: expected at most 9 tensors, found 10"):
+        parse_header("x", _header(10, offsets), 0)
+    assert len(WeightIndex.from_headers(shards, [entries, {}]).tensors) == 9
+    with pytest.raises(CorruptError, match="the checkpoint: expected at most 9 tensors, found 18"):
+        WeightIndex.from_headers(shards, [entries, {f"other.{name}": entry for name, entry in entries.items()}])
+
+
+def test_no_garbage_is_collected_while_a_header_is_read() -> None:
+    """A collector that looks through a hundred thousand new tuples again and again takes longer than all the rest."""
+    collections: list[str] = []
+    text = _header(20_000)
+    index = WeightIndex.from_headers([Shard("one", 8, 8)], [parse_header("x", text, 0)])
+    recorded = index.to_json()
+    gc.callbacks.append(lambda phase, _: collections.append(phase))
+    try:
+        entries = parse_header("x", text, 0)
+        WeightIndex.from_headers([Shard("one", 8, 8)], [entries])
+        WeightIndex.from_json(recorded)
+    finally:
+        gc.callbacks.pop()
+    assert (len(collections) < 9, gc.isenabled()) == (True, True), "one between two calls, and none during them"
