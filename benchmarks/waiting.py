@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from medusa_runtime.errors import LabError
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 def until(condition: Callable[[], bool], within_s: float, what: str) -> None:
@@ -16,4 +16,4 @@ def until(condition: Callable[[], bool], within_s: float, what: str) -> None:
     while not condition():
         if time.monotonic() > deadline:
             raise LabError(f"expected {what} within {within_s:g} s")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)

@@ -31,7 +31,7 @@ from medusa_cluster.transport.pacing import Pacer
 from medusa_cluster.transport.regions import RegionRoutes
 from medusa_runtime.errors import ClusterError
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 class Neighbours:
@@ -71,7 +71,7 @@ async def end_stopped() -> None:
     stopped = StoppedProcesses()
     while True:
         stopped.check()
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
 
 
 async def run(settings: NodeServerSettings) -> None:

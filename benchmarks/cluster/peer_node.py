@@ -25,7 +25,7 @@ from medusa_runtime.region.checksummed import ChecksummedRegion
 from medusa_runtime.storage.peer_access import PeerAccess
 
 _POLL_S = 0.02
-_FETCHED_LOOK_S = 0.1  # may be coarse, because the region records when it was complete
+_FETCHED_POLL_S = 0.1  # may be coarse, because the region records when it was complete
 _DROPPED_WITHIN_S = 10.0
 _READY_WITHIN_S = 10.0
 
@@ -70,7 +70,7 @@ class PeerNode:
         client = NodeClient(self._agent)
         fetched = client.region(url)
         while fetched.progress().state == "fetching":
-            time.sleep(_FETCHED_LOOK_S)
+            time.sleep(_FETCHED_POLL_S)
         region = ChecksummedRegion(
             fetched
         )  # only now, because a node server does not read the index of a model that it fetches

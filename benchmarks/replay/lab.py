@@ -32,7 +32,7 @@ CONCURRENCY = 16
 _NAME, _PORT = "model", 8080
 _BYTES_PER_S = 50e6
 _TICK_S = 0.2  # how often the controller decides
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _WITHIN_S = 180.0
 _STARTS = 3  # in a sample; starts in one laboratory vary by a fifth, and the slowest first tokens are those of starts
 
@@ -78,12 +78,12 @@ class LabSystem:
                 found.answers.append(answer)
                 threads.append(threading.Thread(target=self._answer, args=(answer, began_s), daemon=True))
                 threads[-1].start()
-            if now_s >= looked_s + _LOOK_S:
+            if now_s >= looked_s + _POLL_S:
                 last, seen = seen, self._instances()
                 found.starts += len(seen - last)
                 found.node_s += len(seen) * (now_s - looked_s)
                 looked_s = now_s
-            until = min(looked_s + _LOOK_S, began_s + waiting[0].at_s if waiting else looked_s + _LOOK_S)
+            until = min(looked_s + _POLL_S, began_s + waiting[0].at_s if waiting else looked_s + _POLL_S)
             time.sleep(max(until - time.monotonic(), 0.0))
         return found
 

@@ -184,7 +184,7 @@ _STEPS = {
 }
 _SEEDS = (1, 2, 3)
 _MORE_SEEDS = (1, 2, 3, 4, 5)  # for figures by application, which have a third of the models and so vary more
-_LOOK_S = 0.5  # between two decisions while something happens; the first one after a quiet time comes immediately
+_POLL_S = 0.5  # between two decisions while something happens; the first one after a quiet time comes immediately
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def attained(hour: Hour, seed: int) -> Percents:
     lengths = [replace(LENGTHS[name], most=_MOST_TOKENS) for name in names]
     cv = 1.0 if hour.assumed.sampled else hour.cv
     requests = gamma(_rates(names, hour.rate, hour.assumed, seed), cv, hour.seconds, lengths, seed)
-    outcome = Simulation(fleet, strategy_named(hour.system), requests, tick_s=_LOOK_S).run()
+    outcome = Simulation(fleet, strategy_named(hour.system), requests, tick_s=_POLL_S).run()
     return {name: _percent(outcome, fleet, name) for name in ("", *APPLICATIONS)}
 
 
