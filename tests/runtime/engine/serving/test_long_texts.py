@@ -25,7 +25,7 @@ def tokenizer() -> Tokenizer:
 def longest_pause_s(tokenizer: Tokenizer, work: str) -> tuple[float, float]:
     """The longest time for which another thread did not run while ``work`` was done, and the time of all the work."""
     ids = tokenizer.encode(TEXT, True) if work == "decode" else []
-    tokenizer.wait()
+    tokenizer.wait(1 << 30)
     ended = threading.Event()
     pauses = [0.0]
 
@@ -104,4 +104,4 @@ def test_a_tokenizer_that_cannot_be_imported_is_one_error(monkeypatch: pytest.Mo
     monkeypatch.delitem(sys.modules, "tokenizers", raising=False)
     monkeypatch.setattr(sys, "meta_path", [NoRoom(), *sys.meta_path])
     with pytest.raises(LimitError, match="there is no memory left"):
-        Tokenizer(b"{}", Timeline.create("test")).wait()
+        Tokenizer(b"{}", Timeline.create("test")).wait(1)
