@@ -1,8 +1,8 @@
-"""Locks what the images install: `python images/lock.py` writes images/locks/<variant>.txt, and build.txt: what builds
-the runtime's own wheel.
+"""Lock what the images install: `python images/lock.py` writes images/locks/<variant>.txt and, for the tools that build
+the runtime's own wheel, build.txt.
 
-Versions and hashes, and nothing of the registry that they were found in: an image is built from any index that has the
-same files. It takes `uv` (pip install uv); UV_DEFAULT_INDEX and its other variables say where to look.
+A lock has versions and hashes, and names no registry, so an image can be built from any index that has the same files.
+This needs `uv` (pip install uv); UV_DEFAULT_INDEX and its other variables say where to look.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def build_requirements() -> list[str]:
 
 
 def requirements(variant: dict[str, Any], common: dict[str, Any]) -> list[str]:
-    """What `install.py` installs for a variant. pip itself is among it: the one that comes with Python is old."""
+    """Return what `install.py` installs for a variant: also pip, because the one that comes with Python is old."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = ["pip", variant["torch"]]
     wanted += [each for each in project["dependencies"] if not each.startswith("torch")]
@@ -84,7 +84,7 @@ def requirements(variant: dict[str, Any], common: dict[str, Any]) -> list[str]:
 
 
 def resolve(wanted: list[str], places: list[str], earlier: str) -> str:
-    """uv's resolution, with the versions of ``earlier``, a lock, where they fit; checked to name no place."""
+    """Return the lock that uv makes, with the versions of the lock ``earlier`` where they fit. It names no index."""
     with tempfile.TemporaryDirectory(prefix="medusa-lock-") as scratch:
         source = Path(scratch) / "requirements.in"
         source.write_text("\n".join(wanted) + "\n")
@@ -107,9 +107,9 @@ def resolve(wanted: list[str], places: list[str], earlier: str) -> str:
 
 
 def verify(name: str, torch_index: str | None, folder: str | None) -> None:
-    """Compare each hash with those that the index publishes, or torch's own, or the files of ``folder`` have.
+    """Check that each hash is published by an index, or is that of a file in ``folder``.
 
-    Ends the program where one is unknown to an index, or where no index that has the version answers.
+    If not, or if no index that has the version answers, end the program with a message.
     """
     indexes = [os.environ.get("UV_DEFAULT_INDEX") or PYPI, *([torch_index] if torch_index else [])]
     own = {hashlib.sha256(file.read_bytes()).hexdigest() for file in Path(folder).glob("*.whl")} if folder else set()
@@ -127,7 +127,7 @@ def verify(name: str, torch_index: str | None, folder: str | None) -> None:
 
 
 def published_hashes(package: str, indexes: list[str]) -> set[str]:
-    """The hashes of all files of a package, by the simple repository API (PEP 503), of the indexes that answer."""
+    """Return the hashes of all files of a package (simple repository API, PEP 503), from the indexes that answer."""
     found: set[str] = set()
     for index in indexes:
         with suppress(OSError), urlopen(f"{index.rstrip('/')}/{package}/", timeout=60) as answer:

@@ -1,4 +1,4 @@
-"""The network that train.py trains and handler.py serves. It tells which language a text is in."""
+"""The network that train.py trains and handler.py serves. It recognizes the language of a text."""
 
 import zlib
 

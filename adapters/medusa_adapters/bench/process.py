@@ -26,7 +26,7 @@ _SHOWN_CHARACTERS = 1500
 
 
 class Process:
-    """A child process, a context manager: it leads a process group of its own, and all of it is gone at the end.
+    """A child process with a process group of its own. As a context manager, it ends with all of its descendants.
 
     ``started_ns`` (CLOCK_MONOTONIC) is taken just before the exec. Its output is kept for the message when it fails:
     stderr alone, as ``line`` reads stdout, or both where ``log`` names a file to write them to. ``env`` is added to
@@ -84,9 +84,9 @@ class Process:
 
     @contextmanager
     def explained_failures(self) -> Iterator[None]:
-        """Raise a broken connection or stream to this process as MedusaError with the end of its output.
+        """Turn an error of a connection or stream to this process into a MedusaError with the end of its output.
 
-        An instance that fails closes its connections before it says why and ends, so it is given a moment for that.
+        A failing instance closes its connections before it prints why and ends, so wait a moment for that.
         """
         try:
             yield

@@ -48,7 +48,7 @@ _TIMEOUT_S = 600.0  # longer than SageMaker waits for an answer; for an instance
 
 @dataclass
 class LoadedModel:
-    """A loaded model: its instance's process, and the port on which the instance listens."""
+    """A model, the process of its instance, and the port on which the instance listens once that is known."""
 
     url: str
     process: subprocess.Popen[str]

@@ -38,8 +38,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Sample:
-    """One cold start. ``stages``, where it has some, are counted from ``began_ns`` (CLOCK_MONOTONIC). ``text`` is the
-    whole answer, ``first`` its first token where the contestant reports it separately."""
+    """One cold start. ``text`` is the whole answer, and ``first`` its first token, if the contestant reports it.
+
+    ``began_ns`` is the time of the exec on CLOCK_MONOTONIC, which the ``stages`` use, too.
+    """
 
     ttft_s: float
     text: str = ""
@@ -52,6 +54,8 @@ class Sample:
 
 
 class Contestant(Protocol):
+    """A way to start a model, which gives one sample at a time."""
+
     name: str
 
     def sample(self, question: Question) -> Sample: ...

@@ -13,9 +13,10 @@ from .metrics import add
 
 
 def measure_sharing(result: Result, ours: Medusa, question: Question, *, runs: int, instances: int) -> None:
-    """Rows: ``first_mb`` the first instance's memory, ``added_mb`` what each further one adds (PSS: shared pages are
-    counted once over all instances), ``added_system_mb`` the same from the machine's anonymous and shared memory,
-    and ``weights`` with ``size_mb``.
+    """Add rows of memory in MB: ``first_mb`` of the first instance, and ``added_mb``, which each further one adds.
+
+    Both are PSS, which counts shared pages once over all instances. ``added_system_mb`` is the same as ``added_mb``,
+    but from the machine's anonymous and shared memory. ``size_mb`` is the size of the ``weights``.
     """
     first, added, system = [], [], []
     for number in range(runs):

@@ -156,9 +156,9 @@ def _ordered(settings: Settings, request: str | None) -> Callable[[Region], Sequ
 
 
 def convert(settings: Settings, file: Path) -> str:
-    """Write torch.save's tensors, or unaligned or sharded ones, as one safetensors file; returns what to serve.
+    """Write torch.save's tensors, or unaligned or sharded ones, as one safetensors file. Return what to serve then.
 
-    ConfigError when there is nothing to convert, or no place for the file.
+    Raises ConfigError if there is nothing to convert, or the file cannot be there.
     """
     from medusa_runtime.checkpoint.reader import SAFETENSORS_FILE
     from medusa_runtime.fetch.prefetcher import prefetch
@@ -187,7 +187,7 @@ def convert(settings: Settings, file: Path) -> str:
 
 
 def measure(settings: Settings, folder: Path, starts: int) -> StageTimes:
-    """Start the model ``runs`` times with the bundle made so far, and ask each instance for a few tokens."""
+    """Start the model ``starts`` times with the bundle made so far, and ask each instance for a few tokens."""
     assert settings.model is not None
     given = {
         option.flag: getattr(settings, option.field)

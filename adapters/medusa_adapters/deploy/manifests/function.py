@@ -26,6 +26,8 @@ _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|ACCESS_KEY|API_KEY)$")
 
 @dataclass(frozen=True)
 class Function:
+    """A function to deploy: its image, its load, and the environment variables that configure it."""
+
     name: str
     image: str
     concurrency: int
@@ -106,9 +108,9 @@ def _check_environment(env: Mapping[str, str], platform: str) -> None:
 
 
 def hold_s(measured: MeasuredStart | None, timeout_s: int) -> int:
-    """Return how long a request waits for the model before it gets 503 and Retry-After:
+    """Return how long a request waits for the model before it gets 503 and Retry-After.
 
-    below the platform's own timeout.
+    It is less than ``timeout_s``, after which the platform itself would end the request.
     """
     most = max(1, timeout_s - 5)
     if measured is None:

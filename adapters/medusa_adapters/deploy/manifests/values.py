@@ -1,6 +1,6 @@
 """Checks of names, quantities and labels, as Kubernetes accepts them.
 
-Each function returns its value if it is valid, and raises ConfigError, which names the flag and the expected form.
+Each check returns its value if it is valid, and raises ConfigError, which names the flag and the expected form.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ def amount(value: str) -> float:
 
 
 def check_range(value: int | float, low: float, high: float, flag: str, unit: str = "") -> None:
+    """Raise ConfigError for a number that is not between ``low`` and ``high``, both included."""
     if not low <= value <= high:
         raise ConfigError(f"{flag}={value:g} cannot be used: expected {low:g} to {high:g}{unit and ' ' + unit}")
 

@@ -17,7 +17,7 @@ _POD = {
 
 
 def required(service: Mapping[str, Any]) -> dict[str, str]:
-    """Flag → the field that needs it. They go into ConfigMap ``config-features`` as ``enabled``."""
+    """Return the flags to set to ``enabled`` in ConfigMap ``config-features``, each with the field that needs it."""
     template = service["spec"]["template"]
     found = {flag: field for field, flag in _POD.items() if field in template["spec"]}
     if any("hostPath" in volume for volume in template["spec"]["volumes"]):

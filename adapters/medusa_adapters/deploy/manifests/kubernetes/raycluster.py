@@ -213,7 +213,7 @@ def _gateways(cluster: RayCluster) -> dict[str, Any]:
 
 
 def _network_policies(cluster: RayCluster) -> list[dict[str, Any]]:
-    """Nodes are reached by each other, Ray's ports among them, and by the gateways; gateways by the namespace."""
+    """Return policies that admit nodes and gateways to nodes, and pods of the namespace to gateways."""
     nodes = {"ray.io/cluster": cluster.name}
     gateway = _labels(cluster, "gateway")
     to_nodes: list[dict[str, Any]] = [
