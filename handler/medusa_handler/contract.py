@@ -61,6 +61,8 @@ def _refuse_constant(name: str) -> None:
 
 def describe_json_error(body: bytes, error: ValueError) -> str:
     """Describe what was found in a body that is not JSON."""
+    if body.startswith(b"\x1f\x8b"):
+        return "one that is compressed with gzip; send it uncompressed"
     if isinstance(error, UnicodeDecodeError):
         return f"bytes that are not UTF-8, the first at {error.start}"
     if isinstance(error, _NotJsonError):

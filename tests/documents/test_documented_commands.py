@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from medusa_adapters.cli.main import main
 from medusa_adapters.trial import Trial
+from medusa_runtime.config import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "pydoc-lm"
@@ -161,6 +163,15 @@ def test_what_it_names_exists(command: str, capsys: pytest.CaptureFixture[str]) 
         assert ended.value.code == 0, command
         known = capsys.readouterr().out
     assert flags <= set(re.findall(r"--[a-z][a-z-]*", known)), command
+
+
+@pytest.mark.parametrize("command", [command for command in SHOWN if command.startswith("medusa serve ")])
+def test_what_it_gives_serve_is_accepted(command: str) -> None:
+    words = shlex.split(command.replace("$PWD", "/here"))
+    options = {option.flag: option for option in OPTIONS}
+    for flag, value in itertools.pairwise(words):
+        if flag in options and flag != "--trust-key":  # this one reads files
+            options[flag].parse(value)
 
 
 @functools.cache  # pages show some of them several times

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
 import json
 from collections.abc import Callable
@@ -197,7 +198,7 @@ def test_every_path_of_a_function_is_described(serve: Serve) -> None:
     assert set(paths["/{path}"]) == {"parameters", "get", "post", "put", "patch", "delete"}
 
 
-def test_numbers_that_json_does_not_have_are_refused(serve: Serve) -> None:
+def test_bodies_that_are_not_json_are_described(serve: Serve) -> None:
     served = serve(handler="function/handler.py:handle")
     for number in (b"NaN", b"Infinity", b"-Infinity"):
         status, answer, _ = served.request("POST", "/", b'{"name": [%s]}' % number)
@@ -205,6 +206,8 @@ def test_numbers_that_json_does_not_have_are_refused(serve: Serve) -> None:
             400, f"expected a JSON body, found {number.decode()}, which JSON does not have"
         )  # fmt: skip
     assert served.request("POST", "/", b'{"name": "NaN"}')[1]["hello"] == "NaN"
+    status, answer, _ = served.request("POST", "/", gzip.compress(b'{"name": "Ada"}'))
+    assert (status, "gzip; send it uncompressed" in answer["error"]) == (400, True)
     typed = serve(handler="typed/handler.py:values")
     assert typed.request("POST", "/", b'{"a": NaN}')[0] == 400
     assert typed.request("POST", "/", b'{"Infinity": 1}')[1] == {"Infinity": 1.0}

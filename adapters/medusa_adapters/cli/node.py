@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="status: show what the running agent holds; ping: end with 0 if the running agent answers, else 1 (for "
         "liveness probes)",
     )
-    parser.add_argument("--timeout-s", type=_timeout, default=2.0, help="with ping: how long to wait; 2")
+    parser.add_argument("--timeout-s", type=_timeout, default=2.0, help="with ping: how long to wait")
     parser.add_argument("--drop", metavar="URL", help="have the running agent unpin and evict a model, and end")
     parser.add_argument("--json", action="store_true", help="with status: as JSON")
 

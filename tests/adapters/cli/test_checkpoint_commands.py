@@ -79,6 +79,7 @@ def test_inspect_says_what_an_adapter_is(tmp_path: Path) -> None:
     text = medusa("inspect", adapter).stdout
     assert f"model    a LoRA adapter of rank 6 for q_proj, v_proj, of {example}" in text
     assert "runs     beside its base model: --lora-modules NAME=URL" in text
+    assert "materialize" not in text  # an adapter has no state bundle
     found = json.loads(medusa("inspect", write_adapter(tmp_path / "dora", example, use_dora=True), "--json").stdout)
     assert "expected no use_dora (DoRA), found true" in found["backend"]["problem"]
     refused = medusa("serve", "--model", adapter, "--port", "0")

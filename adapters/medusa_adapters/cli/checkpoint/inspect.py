@@ -153,7 +153,8 @@ def as_text(found: dict[str, Any]) -> list[str]:
         "runs": found["backend"].get("text") or f"no: {found['backend']['problem']}",
     }
     lines = [f"  {name:8} {text}" for name, text in rows.items() if text]
-    return [found["url"], *lines, *bundle_summary.as_text(found["state"])]
+    state = [] if found["adapter"] and found["state"] is None else bundle_summary.as_text(found["state"])
+    return [found["url"], *lines, *state]
 
 
 def _adapter(checkpoint: Checkpoint) -> str:
