@@ -72,6 +72,7 @@ class LocalStore:
             self._check(key, info, version)
             buffer = bytearray(max(min(stop, info.size) - start, 0))
             self._fill(fd, key, start, memoryview(buffer))
+            self._check(key, _info(fd), info.version)  # again: it may be written to in place while it is read
             return bytes(buffer), info
         finally:
             os.close(fd)
@@ -87,8 +88,10 @@ class LocalStore:
     ) -> None:
         fd = self._open(key)
         try:
-            self._check(key, _info(fd), version)
+            info = _info(fd)
+            self._check(key, info, version)
             self._fill(fd, key, start, buffer)
+            self._check(key, _info(fd), info.version)
         finally:
             os.close(fd)
         if advance:

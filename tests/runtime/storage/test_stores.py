@@ -60,6 +60,27 @@ def test_missing_and_changed(store: Store) -> None:
         store.read_into("w", 0, view, "another version")
 
 
+@pytest.mark.parametrize("how", ["read", "read_into"])
+def test_a_file_that_is_written_to_while_it_is_read_is_no_mixture(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first half of it was once of the old version, and the second of the new one."""
+    (tmp_path / "w").write_bytes(BODY)
+    os.utime(tmp_path / "w", (1, 1))
+    store, read = LocalStore(str(tmp_path)), os.preadv
+
+    def write_between(fd: int, buffers: Any, offset: int) -> int:
+        count = read(fd, [buffers[0][: len(BODY) // 2]], offset)
+        with open(tmp_path / "w", "r+b") as file:  # in place, as rsync --inplace does
+            file.write(BODY[::-1])
+        return count
+
+    monkeypatch.setattr(os, "preadv", write_between)
+    stop: Any = len(BODY) if how == "read" else memoryview(bytearray(len(BODY)))
+    with pytest.raises(ObjectChangedError, match="replaced or written to while it was read"):
+        getattr(store, how)("w", 0, stop)
+
+
 @pytest.mark.parametrize("size", [None, -1, "9"])
 def test_an_object_of_unknown_size_is_one_error(size: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = pytest.importorskip("fsspec").filesystem("memory")
