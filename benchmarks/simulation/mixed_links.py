@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 
 from medusa_cluster.simulation.fleet import GBIT
-from medusa_cluster.simulation.fleet_file import read_plan
+from medusa_cluster.simulation.fleet_file import read_simulation_plan
 from medusa_cluster.simulation.result import mean, percentile
 from medusa_cluster.simulation.simulator import Simulation
 from medusa_cluster.simulation.strategy import strategy_named
@@ -49,7 +49,7 @@ class Means:
 
 
 def measure(strategy: str, load: Load, seconds: float) -> Means:
-    plan = read_plan(_FLEET)
+    plan = read_simulation_plan(_FLEET)
     fast, slow = plan.fleet.machines
     machines = tuple(
         replace(machine, name=f"{machine.name != load.first:d}-{machine.name}", link_bytes_per_s=link * GBIT)
