@@ -68,10 +68,20 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 def unsupported(architecture: str, reason: str = "transformers has no such class") -> ModelError:
     """Return the error for an architecture that the torch engine does not run."""
+    from difflib import get_close_matches  # 5 ms, and only an error needs it
+
+    near = get_close_matches(architecture[:100], ARCHITECTURES, n=1, cutoff=0.9)
+    if near and _digits(near[0]) != _digits(architecture):  # Qwen9 is another model, not a misspelled Qwen3
+        near = []
+    meant = f" (did you mean {near[0]}?)" if near else ""
     return ModelError(
-        f"the torch engine does not know the architecture {architecture[:100]}, and {reason}; expected one of "
+        f"the torch engine does not know the architecture {architecture[:100]}{meant}, and {reason}; expected one of "
         f"{', '.join(ARCHITECTURES)}, one that transformers knows, or --engine vllm"
     )
+
+
+def _digits(name: str) -> str:
+    return "".join(filter(str.isdigit, name))
 
 
 def import_families() -> None:

@@ -34,6 +34,8 @@ def checkpoint(folder: Path, example: Path, **changes: object) -> Path:
 
 REFUSED = {
     "architecture": ({"architectures": ["NoSuchLM"]}, "does not know the architecture NoSuchLM"),
+    "typo": ({"architectures": ["LlamaForCasualLM"]}, "LlamaForCasualLM (did you mean LlamaForCausalLM?), and"),
+    "newer": ({"architectures": ["Qwen9ForCausalLM"]}, "the architecture Qwen9ForCausalLM, and"),
     "encoder-decoder": (
         {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
         "T5ForConditionalGeneration is an encoder and a decoder",
