@@ -92,23 +92,6 @@ def test_the_models_are_those_that_are_deployed(gateway: GatewayProcess, cluster
     until(lambda: len(gateway.get("/v1/models")[1]["data"]) == 1)
 
 
-def test_a_model_that_was_deployed_just_now_exists(gateway: GatewayProcess, cluster: StandIn) -> None:
-    cluster.slow_routes = True
-    cluster.change()  # ends the call that waits for new routes
-    for number in range(10):
-        cluster.deploy(f"new-{number}")
-        assert gateway.get(f"/v1/models/new-{number}")[0] == 200
-
-
-def test_an_unknown_model_may_exist_while_the_controller_is_away(gateway: GatewayProcess, cluster: StandIn) -> None:
-    cluster.away = True
-    status, answer = gateway.get("/v1/models/unheard-of")
-    assert (status, answer["error"]["code"]) == (503, "not_ready")
-    assert gateway.get(f"/v1/models/{NAME}")[0] == 200
-    cluster.away = False
-    until(lambda: gateway.get("/v1/models/unheard-of")[0] == 404)
-
-
 BAD = (
     ("/v1/completions", b"", 400, "invalid_json"),
     ("/v1/completions", b"{", 400, "invalid_json"),
