@@ -19,8 +19,8 @@ from ..faults import ApiError, retry_after
 # Memory taken beside a body while it is read: an eighth of it by Python, and gunicorn's copies of the last pieces.
 _GROWTH, _COPIES, _COPIED_BYTES = 8, 4, 8 << 20
 _CHUNKED_BYTES = 1 << 20  # the step by which a body of unknown size grows
-_PATIENCE_S = 10.0
-_LOOK_S = 0.05
+_WAIT_TIMEOUT_S = 10.0
+_POLL_S = 0.05
 _GRACE_S, _SLOW_BYTES_PER_S = 2.0, 256e3  # a slower client may be cut off while others wait
 
 
@@ -57,13 +57,13 @@ class BodyBudget:
                 raise self._refusal(f"{len(self._waiting)} others wait already")
             self._waiting.append(waiting)
             self._advance()
-        if waiting.turn.wait(_PATIENCE_S):
+        if waiting.turn.wait(_WAIT_TIMEOUT_S):
             return
         with self._lock:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
                 self._advance()
-                raise self._refusal(f"none became free within {_PATIENCE_S:g} s")
+                raise self._refusal(f"none became free within {_WAIT_TIMEOUT_S:g} s")
 
     def _advance(self) -> None:
         """Let waiting bodies begin while there is room, first come, first served."""
@@ -77,7 +77,7 @@ class BodyBudget:
 
     def grow(self, grant: Grant, more_bytes: int) -> None:
         """Grant memory for more of a body of unknown size; wait a while for it. Raises ApiError 503."""
-        end = time.monotonic() + _PATIENCE_S
+        end = time.monotonic() + _WAIT_TIMEOUT_S
         while True:
             with self._lock:
                 if grant.granted_bytes >= self._total_bytes:
@@ -87,8 +87,8 @@ class BodyBudget:
                     self.used_bytes += more_bytes
                     return
                 if time.monotonic() >= end:
-                    raise self._refusal(f"none became free within {_PATIENCE_S:g} s")
-            time.sleep(_LOOK_S)
+                    raise self._refusal(f"none became free within {_WAIT_TIMEOUT_S:g} s")
+            time.sleep(_POLL_S)
 
     def has_read(self, grant: Grant) -> None:
         """Note that a body has been read, and free the memory that was held beside it."""

@@ -180,7 +180,7 @@ class Events:
         self._merge: Merge[Any] = Merge([items], _AHEAD)
         self._request = request
         self._is_disconnected = is_disconnected
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
 
     def response(self, status: int) -> flask.Response:
         """Return the response once the first item has come, so that an error before it keeps its own status.
@@ -201,18 +201,18 @@ class Events:
     def _next(self) -> Item[Any] | None:
         """Return the next item; None after a silent ``heartbeat_s`` or at the end."""
         left_s = self._service.settings.heartbeat_s
-        if time.monotonic() - self._looked >= POLL_S:
-            self._look()
+        if time.monotonic() - self._checked_at >= POLL_S:
+            self._check_client()
         while not self._merge.done and left_s > 0:
             item = self._merge.get(min(POLL_S, left_s))
             if item is not None:
                 return item
             left_s -= POLL_S
-            self._look()
+            self._check_client()
         return None
 
-    def _look(self) -> None:
-        self._looked = time.monotonic()
+    def _check_client(self) -> None:
+        self._checked_at = time.monotonic()
         if self._is_disconnected():
             raise ClientDisconnectedError
 

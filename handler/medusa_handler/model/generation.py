@@ -53,12 +53,12 @@ class Generation:
 
         Raises ClientDisconnectedError, RequestError, OverloadedError, EngineError, and ApiError 503 after ``hold_s``.
         """
-        last = looked = time.monotonic()
+        last = checked_at = time.monotonic()
         while self._unfinished:
             item = self._next()
             now = time.monotonic()
-            if now - looked >= POLL_S:
-                looked = now
+            if now - checked_at >= POLL_S:
+                checked_at = now
                 if self._is_disconnected():
                     raise ClientDisconnectedError
             if item is not None:

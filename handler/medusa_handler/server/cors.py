@@ -15,7 +15,7 @@ _MAX_AGE_S = "600"
 _ORIGIN = re.compile(rb"\r\norigin:[ \t]*([!-~]*)[ \t]*(?=\r\n)", re.IGNORECASE)
 
 
-def sharing(origins: str) -> Callable[[str], list[tuple[str, str]]]:
+def headers_for_origin(origins: str) -> Callable[[str], list[tuple[str, str]]]:
     """Return a function that maps a page's origin to the headers of the answer.
 
     If it is one of ``origins`` (``*`` or a list with commas), the headers let the page read the answer.
@@ -24,32 +24,32 @@ def sharing(origins: str) -> Callable[[str], list[tuple[str, str]]]:
 
     def headers(origin: str) -> list[tuple[str, str]]:
         # A cache must not give a page the answer that another page, or a client without an origin, was given.
-        shared = [("Vary", "Origin")]
+        cors_headers = [("Vary", "Origin")]
         if origin and (origin in allowed or "*" in allowed):
-            shared.append(("Access-Control-Allow-Origin", "*" if "*" in allowed else origin))
-        return shared
+            cors_headers.append(("Access-Control-Allow-Origin", "*" if "*" in allowed else origin))
+        return cors_headers
 
     return headers
 
 
-def head_sharing(origins: str, data: bytes) -> list[tuple[str, str]]:
+def headers_for_head(origins: str, data: bytes) -> list[tuple[str, str]]:
     """Return the headers of the answer to a request of which only ``data`` has come: its head, or a part of it."""
     found = _ORIGIN.findall(data.partition(b"\r\n\r\n")[0] + b"\r\n")
-    shared = sharing(origins)(found[0].decode() if len(found) == 1 else "")
-    return [*shared, ("Access-Control-Expose-Headers", _EXPOSED)] if len(shared) > 1 else shared
+    cors_headers = headers_for_origin(origins)(found[0].decode() if len(found) == 1 else "")
+    return [*cors_headers, ("Access-Control-Expose-Headers", _EXPOSED)] if len(cors_headers) > 1 else cors_headers
 
 
 def with_cors(app: WSGIApplication, origins: str) -> WSGIApplication:
     """Wrap ``app``: answer preflights, and let these origins (``*`` or a list with commas) read the answers."""
-    shared_with = sharing(origins)
+    headers_for = headers_for_origin(origins)
 
     def call(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        shared = shared_with(environ.get("HTTP_ORIGIN", ""))
-        may_read = len(shared) > 1
+        cors_headers = headers_for(environ.get("HTTP_ORIGIN", ""))
+        may_read = len(cors_headers) > 1
         if may_read and environ["REQUEST_METHOD"] == "OPTIONS" and "HTTP_ACCESS_CONTROL_REQUEST_METHOD" in environ:
             asked = environ.get("HTTP_ACCESS_CONTROL_REQUEST_HEADERS", "")
             headers = [
-                *shared,
+                *cors_headers,
                 ("Access-Control-Allow-Methods", _METHODS),
                 ("Access-Control-Allow-Headers", asked or "Authorization, Content-Type"),
                 ("Access-Control-Max-Age", _MAX_AGE_S),
@@ -61,7 +61,7 @@ def with_cors(app: WSGIApplication, origins: str) -> WSGIApplication:
             # A function that has its own rules keeps them.
             if not any(name.lower() == "access-control-allow-origin" for name, _ in headers):
                 exposed = [("Access-Control-Expose-Headers", _EXPOSED)] if may_read else []
-                headers = [*headers, *shared, *exposed]
+                headers = [*headers, *cors_headers, *exposed]
             return start_response(status, headers, *rest)
 
         return app(environ, start)

@@ -212,12 +212,12 @@ class ProbeAcceptor:
     ) -> None:
         kind = "invalid_request_error" if status < 500 else "service_unavailable_error"
         error = {"message": message, "type": kind, "param": None, "code": code}
-        shared: Sequence[tuple[str, str]] = ()
+        cors_headers: Sequence[tuple[str, str]] = ()
         if self._cors_origins is not None:
-            from .cors import head_sharing  # most instances never need it
+            from .cors import headers_for_head  # most instances never need it
 
-            shared = head_sharing(self._cors_origins, data)
-        answer = _response(status, {"error": error}, lasting=False, only_head=False, more=shared)
+            cors_headers = headers_for_head(self._cors_origins, data)
+        answer = _response(status, {"error": error}, lasting=False, only_head=False, more=cors_headers)
         with contextlib.suppress(OSError):
             # Take the bytes that have come: closing with unread bytes would reset the connection before the answer.
             for _ in range(_MAX_DISCARDED):

@@ -110,6 +110,8 @@ def test_a_classifier_answers_its_routes(tmp_path: Path, start: Callable[..., An
     status, classified = post("/classify", {"input": TEXTS})
     assert (status, [one["label"] for one in classified["data"]]) == (200, ["LABEL_0", "LABEL_0"])
     assert classified["data"][1]["probs"] == pytest.approx(expected(model, tmp_path, TEXTS[1]).tolist(), rel=1e-4)
+    assert post("/", {"input": TEXTS})[1]["data"] == classified["data"]
+    assert post("/", {"query": "the cat", "documents": TEXTS, "top_n": 2})[1]["results"] == ranked["results"]
     assert post("/v1/embeddings", {"input": "a"})[0] == 400
     assert post("/rerank", {"query": "a"})[0] == 400
     described = json.loads(instance.exchange("GET", "/openapi.json").body)["paths"]
