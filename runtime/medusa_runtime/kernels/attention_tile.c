@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "attention.h"
+#include "exponential.h"
 #include "simd.h"
 
 #define KEYS 32L /* a chunk of keys: its scores and values stay in the first-level cache */
@@ -27,14 +28,12 @@ struct rows {
 static inline float exponential(float x)
 {
     x = x < -87.0f ? -87.0f : x;
-    const float n = rintf(x * 1.44269504f);
-    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f; /* Cephes' split of ln 2 */
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
+    const float n = rintf(x * LOG2_E);
+    const float r = (x - n * LN_2_HIGH) + n * LN_2_LOW;
+    float p = exp_coefficients[0];
+#pragma GCC unroll 8
+    for (int i = 1; i < COEFFICIENTS; i++)
+        p = p * r + exp_coefficients[i];
     p = p * r * r + r + 1.0f;
     const int32_t bits = ((int32_t)n + 127) << 23;
     float power;

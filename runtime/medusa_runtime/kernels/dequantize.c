@@ -1,6 +1,7 @@
 /* Turns quantized weights into floats: (value - zero) * scale in fp32, rounded once. AVX2 and NEON suffice: memory is slower. */
 #include <stdatomic.h>
 
+#include "at_most.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -67,8 +68,6 @@ static void decode(const struct codes *codes, long row, long begin, long count, 
                 out[8 * i + k] = (float)(int)(words[i] >> (k / 2 + k % 2 * 4) * 4 & 15);
     }
 }
-
-static inline long at_most(long value, long limit) { return value < limit ? value : limit; }
 
 static void scale_values(const struct codes *codes, long row, long begin, long count, float *restrict values)
 {

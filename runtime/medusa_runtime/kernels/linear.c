@@ -4,6 +4,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "at_most.h"
 #include "dtype.h"
 #include "parallel.h"
 
@@ -28,8 +29,6 @@ static void pack_tiles(void *argument, int thread)
     for (long tile; (tile = atomic_fetch_add(&run->next_task, 1)) < count;)
         run->variant->pack(&run->job, tile);
 }
-
-static long at_most(long value, long limit) { return value < limit ? value : limit; }
 
 static long blocks_of(const struct linear_part *part, long block_cols) { return (part->cols + block_cols - 1) / block_cols; }
 

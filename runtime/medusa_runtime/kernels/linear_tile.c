@@ -6,6 +6,7 @@
  * rows keeps R*C vector accumulators, so each weight vector is used R times and each x vector C times. */
 #include <string.h>
 
+#include "at_most.h"
 #include "linear.h"
 #include "simd.h"
 
@@ -186,8 +187,6 @@ INLINE void any_tile(const char *x, const char *w, long stride, long depth, floa
 
 /* The weight rows of a register tile with this many rows of x. */
 static inline long cols_of(long rows) { return rows <= MAX_ROWS ? TILE_COLS : rows <= 6 ? 2 : 1; }
-
-static inline long at_most(long value, long limit) { return value < limit ? value : limit; }
 
 static long tiles(long rows) { return rows <= FEW_ROWS ? 1 : (rows + MAX_ROWS - 1) / MAX_ROWS; }
 

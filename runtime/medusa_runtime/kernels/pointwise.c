@@ -3,6 +3,7 @@
 #include <math.h>
 #include <stdatomic.h>
 
+#include "exponential.h"
 #include "parallel.h"
 #include "pointwise.h"
 #include "simd.h"
@@ -153,18 +154,16 @@ struct gate {
     long size, gate_stride, up_stride;
 };
 
-/* exp(x), as in Cephes: 2^n times a polynomial. */
+/* exp(x); see exponential.h. */
 INLINE vf exponential(vf x)
 {
     x = CLAMP(x, -87.0f, 88.0f);
-    const vf n = ROUND(x * SPLAT(1.44269504f));
-    const vf r = (x - n * SPLAT(0.693359375f)) + n * SPLAT(2.12194440e-4f);
-    vf p = SPLAT(1.9875691500e-4f);
-    p = FMA(p, r, SPLAT(1.3981999507e-3f));
-    p = FMA(p, r, SPLAT(8.3334519073e-3f));
-    p = FMA(p, r, SPLAT(4.1665795894e-2f));
-    p = FMA(p, r, SPLAT(1.6666665459e-1f));
-    p = FMA(p, r, SPLAT(5.0000001201e-1f));
+    const vf n = ROUND(x * SPLAT(LOG2_E));
+    const vf r = (x - n * SPLAT(LN_2_HIGH)) + n * SPLAT(LN_2_LOW);
+    vf p = SPLAT(exp_coefficients[0]);
+#pragma GCC unroll 8
+    for (int i = 1; i < COEFFICIENTS; i++)
+        p = FMA(p, r, SPLAT(exp_coefficients[i]));
     p = FMA(p * r, r, r) + SPLAT(1.0f);
     return p * POWER_OF_TWO(n);
 }
