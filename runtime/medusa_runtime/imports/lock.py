@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 TESTED_PYTHONS = ((3, 11), (3, 12), (3, 13))  # the versions with which this lock, and so the lean imports, were tested
-_POLL_S = 0.05
+_PASSING_CHECK_S = 0.05  # how often a thread that waits checks whether the holder waits for it
 _bootstrap: Any = importlib._bootstrap
 
 
@@ -44,7 +44,7 @@ class ImportLock:
         if passed:
             self._local.passed = passed + 1
             return
-        while not self._lock.acquire(timeout=_POLL_S):
+        while not self._lock.acquire(timeout=_PASSING_CHECK_S):
             if self._is_waited_for(me):
                 self._local.passed = 1
                 return

@@ -9,7 +9,7 @@ from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.backlog import Backlog
 from medusa_runtime.load.region_tensors import RegionTensors
 
-_POLL_S = 0.01  # how long to wait for the next tensor before looking whether others have arrived
+_NEXT_TENSOR_S = 0.01  # how long to wait for the next tensor before looking whether others have arrived
 _PATIENT_S = 0.05  # the same while bytes come slowly; an arrival ends this wait early
 
 
@@ -31,7 +31,7 @@ class HostLoad:
         tensors, backlog = self._tensors, self._backlog
         while backlog.pending:
             check()
-            for name in backlog.wait_for_arrivals(_POLL_S, _PATIENT_S):
+            for name in backlog.wait_for_arrivals(_NEXT_TENSOR_S, _PATIENT_S):
                 place, tensor = backlog.pending.pop(name), tensors.tensor(name)
                 start = time.monotonic_ns()
                 copied = self._applier.apply(place, tensor)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from medusa_runtime.load.upload.link import Link
     from medusa_runtime.load.upload.slab import Layout
 
-_POLL_S = 0.01  # how often a load that waits for the index checks whether it was closed
+_CLOSING_CHECK_S = 0.01  # how often a load that waits for the index checks whether it was closed
 
 
 class Loader:
@@ -157,7 +157,7 @@ class Loader:
         while True:
             self._check_closing()
             try:
-                return self._tensors.wait_index(_POLL_S)
+                return self._tensors.wait_index(_CLOSING_CHECK_S)
             except TimeoutError:
                 continue
 

@@ -15,7 +15,7 @@ from medusa_runtime.load.upload.slab import Layout, lay_out
 from medusa_runtime.load.upload.slab import views as slab_views
 from medusa_runtime.load.upload.uploads import Uploads
 
-_POLL_S = 0.0005  # how long to wait for the next tensor before looking for copies that are done
+_NEXT_TENSOR_S = 0.0005  # how long to wait for the next tensor before looking for copies that are done
 
 
 class DeviceLoad:
@@ -57,7 +57,7 @@ class DeviceLoad:
                 link.forget(sources.pop(name))  # a dequantized tensor's memory is freed now, a released one's below
                 if self._release:
                     tensors.applied(name, copied=True, release=True)
-            for name in backlog.wait_for_arrivals(_POLL_S) if backlog.pending else ():
+            for name in backlog.wait_for_arrivals(_NEXT_TENSOR_S) if backlog.pending else ():
                 del backlog.pending[name]
                 begun_ns[name] = time.monotonic_ns()
                 sources[name] = tensors.tensor(name)

@@ -12,7 +12,7 @@ from torch import Tensor
 from medusa_runtime.load.upload.link import Copy, Link
 
 _IN_FLIGHT_BYTES = 256 << 20  # limits how long a tensor that a forward waits for is held up by earlier copies
-_POLL_S = 0.0002
+_COPY_CHECK_S = 0.0002  # how often a wait looks for copies that are done
 
 
 @dataclass(slots=True)
@@ -56,5 +56,5 @@ class Uploads:
         """Wait until at least one copy is done, and return the names. ``check`` is called meanwhile and may raise."""
         while not (names := self.finished()):
             check()
-            time.sleep(_POLL_S)
+            time.sleep(_COPY_CHECK_S)
         return names
