@@ -28,12 +28,14 @@ _SHOWN = 3  # files in a warning
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Build an image of a function. A Dockerfile in the folder is used as it is."
-    parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="the function's; default: this one")
+    parser.add_argument(
+        "folder", nargs="?", default=".", metavar="FOLDER", help="the function's folder; default: this one"
+    )
     parser.add_argument("--tag", metavar="NAME", help="the image's name; default: the folder's")
     parser.add_argument("--base", default=_BASE, metavar="IMAGE", help=f"the image to build on; default: {_BASE}")
     parser.add_argument("--handler", metavar="SPEC", help="file.py:name; default: handler.py")
     parser.add_argument("--model", metavar="URL", help="where the model is; it can be set later, too (MEDUSA_MODEL)")
-    parser.add_argument("--tool", choices=TOOLS, help="default: the first that is installed")
+    parser.add_argument("--tool", choices=TOOLS, help="what builds it; default: the first of these that is installed")
     parser.add_argument("--push", action="store_true", help="push it to its registry, too")
     parser.add_argument("--show", action="store_true", help="print the Dockerfile, and build nothing")
 
