@@ -10,7 +10,7 @@ from medusa_cluster.simulation.result import percentile
 from medusa_cluster.simulation.trace import Request
 from medusa_runtime.errors import ConfigError
 
-from benchmarks.simulation import blitzscale, equal_slo, medusa, scale
+from benchmarks.simulation import blitzscale, equal_slo, medusa, mixed_links, scale
 from benchmarks.simulation.__main__ import FIGURES, main
 from benchmarks.simulation.figure import LESS, Figure, Line, Order
 
@@ -139,3 +139,14 @@ def test_what_a_large_fleet_asks_of_a_controller(capsys: pytest.CaptureFixture[s
     assert "| messages a second, polling | 50,000 |" in shown
     with pytest.raises(ConfigError, match="expected a number above 0"):
         scale.main(["--seconds", "0"])
+
+
+def test_strategies_are_compared_on_links_of_different_speed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mixed_links, "_LINKS_GBIT", ((64, 10),))
+    monkeypatch.setattr(mixed_links, "_SEEDS", (1,))
+    assert mixed_links.main(["--seconds", "60"]) == 0
+    shown = capsys.readouterr().out
+    assert "| 64 and 10 Gbit/s, slow, 1 | serverlessllm |" in shown
+    assert "| all loads, all | medusa |" in shown
