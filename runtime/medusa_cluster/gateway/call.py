@@ -54,7 +54,7 @@ def parse_call(route: str, raw: bytes, request_headers: Mapping[str, str]) -> Ca
     if route in SAMPLING_ROUTES:
         if body.get("seed") is None:
             body["seed"] = secrets.randbits(_SEED_BITS)
-            raw = json.dumps(body, separators=(",", ":")).encode()
+            raw = _rewritten(body)
         sequences = _sequences(body)
     elif route == FRAME_ROUTE:
         raw = _seeded_frame(body)
@@ -90,7 +90,14 @@ def _seeded_frame(body: dict[str, Any]) -> bytes:
         raise Fault(400, "expected a frame with params", code="invalid_value", param="frame")
     if params.get("seed") is None:
         params["seed"] = secrets.randbits(_SEED_BITS)
-    return json.dumps(body, separators=(",", ":")).encode()
+    return _rewritten(body)
+
+
+def _rewritten(body: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError:  # such as 1e999, of which Python makes Infinity
+        raise Fault(400, "expected finite numbers, found one that is none", code="invalid_value") from None
 
 
 def _sequences(body: dict[str, Any]) -> float:
