@@ -1,6 +1,7 @@
 /* Linear layers: x @ weight^T + bias, accumulated in fp32. */
 #include "linear.h"
 
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
@@ -67,11 +68,24 @@ static atomic_flag scratch_taken = ATOMIC_FLAG_INIT;
 static float *scratch;
 static size_t scratch_bytes;
 
+/* Give a forked process scratch memory of its own. */
+static void forget_scratch(void)
+{
+    if (atomic_flag_test_and_set(&scratch_taken)) { /* a thread of the parent used it, or was about to free it */
+        scratch = NULL;
+        scratch_bytes = 0;
+    }
+    atomic_flag_clear(&scratch_taken);
+}
+
 static float *take_scratch(size_t bytes, int *is_kept)
 {
     *is_kept = !atomic_flag_test_and_set(&scratch_taken);
     if (!*is_kept)
         return aligned_alloc(64, bytes);
+    static int is_registered; /* read and written by who has the memory */
+    if (!is_registered)
+        is_registered = !pthread_atfork(NULL, NULL, forget_scratch);
     if (scratch_bytes < bytes) {
         free(scratch);
         scratch = aligned_alloc(64, bytes);
@@ -86,15 +100,6 @@ static void give_scratch(float *memory, int is_kept)
         atomic_flag_clear(&scratch_taken);
     else
         free(memory);
-}
-
-void medusa_forget_scratch(void)
-{
-    if (atomic_flag_test_and_set(&scratch_taken)) { /* a thread of the parent used it, or was about to free it */
-        scratch = NULL;
-        scratch_bytes = 0;
-    }
-    atomic_flag_clear(&scratch_taken);
 }
 
 static const struct linear_variant *variant_for(int dtype)

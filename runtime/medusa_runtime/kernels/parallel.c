@@ -81,9 +81,8 @@ static void *idle(void *argument)
 }
 
 /* The parent's threads are not in the child. They may have been at work. */
-static void forget_parent(void)
+static void forget_workers(void)
 {
-    medusa_forget_scratch();
     pool.workers = 0;
     pool.sleepers = 0;
     pool.gate = CLOSED;
@@ -141,7 +140,7 @@ int medusa_interface(void)
 void medusa_configure(int instruction_set, int has_bf16_dots)
 {
     if (!medusa_instruction_set)
-        pthread_atfork(NULL, NULL, forget_parent);
+        pthread_atfork(NULL, NULL, forget_workers);
     medusa_instruction_set = instruction_set;
     medusa_has_bf16_dots = instruction_set != 256 && has_bf16_dots;
 }

@@ -13,6 +13,3 @@ extern int medusa_has_bf16_dots;   /* whether the CPU also has AVX-512's or NEON
 /* Run `work` on the calling thread (as thread 0) and on up to `threads` - 1 others, each at most once at a time. `work` takes
  * tickets until there are none. Returns when all threads that began have ended. */
 void medusa_spread(work_fn work, void *argument, int threads);
-
-/* Give a forked process scratch memory of its own for products, if a thread of its parent was using it (linear.c). */
-void medusa_forget_scratch(void);
