@@ -31,7 +31,7 @@ _PAUSE_S = 0.3  # before each timed request, because a process that has slept an
 
 @dataclass
 class Samples:
-    """MeasuredStart seconds.
+    """Measured seconds.
 
     ``start`` has the time to the first token and the stages of each start. ``prefill`` has pairs of the tokens of all
     prompts and their time, ``decode`` pairs of the number of sequences and the time of a step, and ``end`` the times

@@ -40,7 +40,7 @@ def run_client(
             "out and apply what is printed"
         ) from None
     except subprocess.TimeoutExpired:
-        raise DeployError(f"`{shown}` did not end check_range {timeout_s:g} s") from None
+        raise DeployError(f"`{shown}` did not end within {timeout_s:g} s") from None
     except OSError as error:
         raise DeployError(f"`{shown}` cannot be run: {error.strerror}") from None
     if done.returncode:

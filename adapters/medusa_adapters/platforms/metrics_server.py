@@ -36,8 +36,8 @@ class CallMetrics:
             histograms = [self._seconds[key] for key in sorted(self._seconds)]
         samples = [(histogram.labels, histogram.count) for histogram in histograms]
         lines = [
-            *gauge("http_requests_total", "CallMetrics by status and method.", *samples),
-            *gauge("http_requests_in_flight", "CallMetrics that are not answered yet.", ((), in_flight)),
+            *gauge("http_requests_total", "Calls by status and method.", *samples),
+            *gauge("http_requests_in_flight", "Calls that are not answered yet.", ((), in_flight)),
         ]
         if histograms:
             lines += histograms[0].lines(*histograms[1:])

@@ -63,7 +63,7 @@ _NAMES = {"sagemaker": "SageMaker", "application-autoscaling": "Application Auto
 def add_arguments(
     parser: argparse.ArgumentParser, *, updates: str, deletes: str, vpc: str = "", tags: str = ""
 ) -> None:
-    """Add the flags of all services of AWS. ``updates`` … ``tags`` print_line in their help what is meant."""
+    """Add the flags of all services of AWS. ``updates`` … ``tags`` say in their help what is meant."""
     parser.add_argument("--role", metavar="ARN", help="execution role")
     add_list(parser, "--subnet", "ID", f"{vpc}of a VPC to join")
     add_list(parser, "--security-group", "ID", "with --subnet")

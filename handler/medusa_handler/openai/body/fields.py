@@ -123,7 +123,7 @@ _ECHO = Refusal("a chat does not repeat its messages")  # /v1/completions has it
 def check_fields(body: Body, known: frozenset[str]) -> None:
     """Raise ApiError 400 for the first field that would change the answer and is not among the ``known`` ones.
 
-    It is a UnsupportedRequestError if an engine's own server may know the field.
+    It is an UnsupportedRequestError if an engine's own server may know the field.
     """
     for name, value in body.items():
         if name in known or name in WITHOUT_EFFECT:
