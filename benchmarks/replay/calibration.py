@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -42,6 +43,22 @@ class Samples:
     prefill: list[tuple[int, float]] = field(default_factory=list)
     decode: list[tuple[int, float]] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSpeed(Speed):
+    """A speed whose prefills take what samples took: ``prefills`` has tokens and seconds, by ascending tokens.
+
+    Times between two samples, and beyond the outermost ones, are on the line through the next two. One line for all
+    does not fit a CPU, which computes a short prompt with fewer threads, and prompts together faster than one alone.
+    """
+
+    prefills: tuple[tuple[int, float], ...]
+
+    def prefill(self, tokens: float) -> float:
+        place = bisect([size for size, _ in self.prefills[1:-1]], tokens)
+        (size, taken), (next_size, next_taken) = self.prefills[place : place + 2]
+        return max(taken + (tokens - size) * (next_taken - taken) / (next_size - size), 0.0)
 
 
 @dataclass(frozen=True)
@@ -131,8 +148,9 @@ def _ask(instance: ServedInstance, system: System, request: Request) -> Completi
 
 
 def calibrate(found: Samples) -> Calibration:
-    """Fit lines to the times of prefills and decode steps, and divide a start into its recorded stages."""
-    speed = Speed(*_line(found.prefill), *_line(found.decode))
+    """Fit the times of prefills and decode steps, and divide a start into its recorded stages."""
+    usual = {size: median(taken for other, taken in found.prefill if other == size) for size, _ in found.prefill}
+    speed = SampledSpeed(*_line(found.prefill), *_line(found.decode), tuple(sorted(usual.items())))
     starts = [taken for taken, _ in found.start]
     total = median(starts)
     rest = max(total - speed.prefill(PROMPT), 0.0)
@@ -150,7 +168,6 @@ def calibrate(found: Samples) -> Calibration:
         imports = min(times.import_s, max(rest - container - device, 0.0))
     init = max(rest - container - device - imports, 0.0)
     stages = Stages(container, device, imports, 1e15, init, 0.0, 0.0, 0.0, 0.0, 0.0, end_s=end)
-    usual = {size: median(taken for other, taken in found.prefill if other == size) for size, _ in found.prefill}
     prefill_spread = _spread([taken / usual[size] for size, taken in found.prefill])
     return Calibration(stages, speed, recorded, _spread(starts), prefill_spread)
 

@@ -109,14 +109,23 @@ def test_lines_are_fitted_and_a_start_is_what_the_first_prefill_leaves() -> None
 def test_a_line_weighs_deviations_in_percent_and_starts_have_a_spread() -> None:
     samples = Samples(
         start=[(math.exp(at), ()) for at in (-0.1, 0.0, 0.1)],
-        prefill=[(10, 0.02), (100, 0.11), (2000, 3.0)],  # the last one is far off the line of the others
-        decode=[(1, 0.012)],
+        prefill=[(10, 0.02), (100, 0.11)],
+        decode=[(1, 0.02), (10, 0.11), (200, 3.0)],  # the last one is far off the line of the others
         end=[0.3],
     )
     found = calibrate(samples)
     assert found.start_spread == pytest.approx(0.1)
-    assert found.speed.prefill(10) == pytest.approx(0.02, rel=0.25)
-    assert found.speed.prefill(100) == pytest.approx(0.11, rel=0.5)
+    assert found.speed.decode(1) == pytest.approx(0.02, rel=0.25)
+    assert found.speed.decode(10) == pytest.approx(0.11, rel=0.5)
+
+
+def test_prefills_take_what_was_sampled_and_between_samples_what_is_on_the_line_through_both() -> None:
+    prefill = [(16, 0.008), (64, 0.016), (64, 0.016), (64, 0.9), (255, 0.029), (1000, 0.05)]
+    speed = calibrate(Samples(start=[(1.0, ())], prefill=prefill, decode=[(1, 0.001)], end=[0.3])).speed
+    assert [speed.prefill(size) for size in (16, 64, 255, 1000)] == pytest.approx([0.008, 0.016, 0.029, 0.05])
+    assert speed.prefill(40) == pytest.approx(0.012)
+    assert speed.prefill(4) == pytest.approx(0.006)
+    assert speed.prefill(1745) == pytest.approx(0.071)
 
 
 def test_simulated_starts_differ_by_their_spread_and_by_the_seed() -> None:
