@@ -378,6 +378,7 @@ def test_an_engine_without_room_for_a_thread_takes_clients_again_later(
     server.announce_ready()
     client = EngineClient(listener.getsockname())
     assert client.wait_ready(30)
+    list(client.generate(request("long", "r1")))  # so that both threads of this connection run
     start, left = threading.Thread.start, [after]
 
     def start_few(thread: threading.Thread) -> None:
