@@ -92,7 +92,7 @@ class Probe:
             self.run(unfinished)
 
     def _may_go_on(self, name: str) -> bool:
-        """Whether another try of a step that did not come to its end would begin further on."""
+        """Return whether a step is unfinished, and another try of it would get further than the last one."""
         found = self.results[name]
         if name not in _STEPS or "done" in found:
             return False

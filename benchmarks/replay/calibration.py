@@ -46,7 +46,7 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True)
-class SampledSpeed(Speed):
+class SampledSpeed:
     """A speed whose prefills take what samples took: ``prefills`` has tokens and seconds, by ascending tokens.
 
     Times between two samples, and beyond the outermost ones, are on the line through the next two. One line for all
@@ -54,11 +54,16 @@ class SampledSpeed(Speed):
     """
 
     prefills: tuple[tuple[int, float], ...]
+    decode_s: float
+    decode_s_per_sequence: float
 
     def prefill(self, tokens: float) -> float:
         place = bisect([size for size, _ in self.prefills[1:-1]], tokens)
         (size, taken), (next_size, next_taken) = self.prefills[place : place + 2]
         return max(taken + (tokens - size) * (next_taken - taken) / (next_size - size), 0.0)
+
+    def decode(self, batch: float) -> float:
+        return self.decode_s + self.decode_s_per_sequence * batch
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,7 @@ def _ask(instance: ServedInstance, system: System, request: Request) -> Completi
 def calibrate(found: Samples) -> Calibration:
     """Fit the times of prefills and decode steps, and divide a start into its recorded stages."""
     usual = {size: median(taken for other, taken in found.prefill if other == size) for size, _ in found.prefill}
-    speed = SampledSpeed(*_line(found.prefill), *_line(found.decode), tuple(sorted(usual.items())))
+    speed = SampledSpeed(tuple(sorted(usual.items())), *_line(found.decode))
     starts = [taken for taken, _ in found.start]
     total = median(starts)
     rest = max(total - speed.prefill(PROMPT), 0.0)

@@ -1,4 +1,4 @@
-"""Whether the client of a request has disconnected, which everything that waits for long checks now and then."""
+"""Checks whether a request's client has disconnected. Everything that waits for long makes them now and then."""
 
 from __future__ import annotations
 

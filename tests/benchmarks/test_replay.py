@@ -15,7 +15,7 @@ from medusa_adapters.bench.openai_client import Completion
 from medusa_adapters.bench.result import Result
 from medusa_adapters.bench.served_instance import ServedInstance
 from medusa_cluster.simulation import trace
-from medusa_cluster.simulation.profiles import Speed, Stages
+from medusa_cluster.simulation.profiles import LinearSpeed, Stages
 from medusa_cluster.simulation.trace import Request
 from medusa_runtime.errors import ConfigError, MedusaError
 
@@ -129,7 +129,7 @@ def test_prefills_take_what_was_sampled_and_between_samples_what_is_on_the_line_
 
 
 def test_simulated_starts_differ_by_their_spread_and_by_the_seed() -> None:
-    calibration = Calibration(Stages(1.0, 0, 0, 1e15, 0, 0), Speed(0.01, 0, 0.01, 0), {}, start_spread=0.2)
+    calibration = Calibration(Stages(1.0, 0, 0, 1e15, 0, 0), LinearSpeed(0.01, 0, 0.01, 0), {}, start_spread=0.2)
     wanted = [Request(10.0 * number, 0, 10, 2) for number in range(30)]
     runs = [simulate(calibration, wanted, slots=1, concurrency=8, keep_alive_s=0.5, seed=seed) for seed in (1, 1, 2)]
     first, again, other = (list(run.ttft_s) for run in runs)
@@ -138,7 +138,7 @@ def test_simulated_starts_differ_by_their_spread_and_by_the_seed() -> None:
 
 
 def test_simulated_prefills_differ_by_their_spread() -> None:
-    calibration = Calibration(Stages(0.1, 0, 0, 1e15, 0, 0), Speed(0.1, 0, 0.01, 0), {}, prefill_spread=0.2)
+    calibration = Calibration(Stages(0.1, 0, 0, 1e15, 0, 0), LinearSpeed(0.1, 0, 0.01, 0), {}, prefill_spread=0.2)
     wanted = [Request(10.0 * number, 0, 10, 1) for number in range(60)]
     found = [1000 * ttft for ttft in simulate(calibration, wanted, slots=1, concurrency=8, keep_alive_s=20).ttft_s[1:]]
     assert min(found) < 80 < 120 < max(found)
@@ -209,7 +209,7 @@ def test_a_machine_scales_to_zero_between_bursts_as_the_simulator_says() -> None
     found = Machine(Sleeper(), slots=1, keep_alive_s=0.8).replay(wanted)
     assert unanswered(found) == 0
     assert found.starts == 2
-    calibration = Calibration(Stages(START_S, 0, 0, 1e15, 0, 0), Speed(PREFILL_S, 0, DECODE_S, 0), {})
+    calibration = Calibration(Stages(START_S, 0, 0, 1e15, 0, 0), LinearSpeed(PREFILL_S, 0, DECODE_S, 0), {})
     simulated = simulate(calibration, wanted, slots=1, concurrency=8, keep_alive_s=0.8)
     assert simulated.cold_starts == 2
     # Python's own start, which the simulator is not told of, takes long on a busy machine.

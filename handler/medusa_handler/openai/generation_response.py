@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """What one request generates: ``per_prompt`` sequences continue each prompt, and ``keep`` of them are returned."""
+    """What to generate: ``per_prompt`` sequences for each prompt, of which the best ``keep`` are returned."""
 
     requests: list[GenerateRequest]
     envelope: Envelope

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class AccessRecord:
-    """What a log or a trace says about one request: its status, size and duration.
+    """One request as logs and traces show it: its status, size and duration.
 
     ``ended`` is called once, after the last byte has been given to the server.
     """

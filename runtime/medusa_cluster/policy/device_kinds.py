@@ -31,19 +31,20 @@ def in_the_way(
             continue
         holding = [
             instance
-            for model, instances in index.instances.items()
-            if model in deployments and not deployments[model].device_kind
-            for instance in instances.values()
-            if nodes[instance.node].device_kind == kind
-        ]
-        missing -= sum(
-            instance.state == "draining"
             for instances in index.instances.values()
             for instance in instances.values()
             if nodes[instance.node].device_kind == kind
-        )
+        ]
+        missing -= sum(instance.state == "draining" for instance in holding)
         free = {name: slots for name, slots in index.free.items() if nodes[name].device_kind != kind}
-        movable = [item for item in holding if item.state == "ready" and item.group is None]
+        movable = [
+            item
+            for item in holding
+            if item.state == "ready"
+            and item.group is None
+            and item.model in deployments
+            and not deployments[item.model].device_kind
+        ]
         for instance in sorted(movable, key=lambda item: (item.running, -item.since_s, item.id)):
             size = deployments[instance.model].size_bytes
             fitting = (name for name in free if not nodes[name].memory_bytes or nodes[name].memory_bytes >= size)

@@ -14,7 +14,7 @@ from medusa_runtime.errors import ConfigError, json_excerpt
 
 from . import trace
 from .fleet import Fleet, Machine, Model
-from .profiles import PROFILES, Profile, Speed, Stages
+from .profiles import PROFILES, LinearSpeed, Profile, Stages
 from .strategy import STRATEGIES
 from .trace import LENGTHS, Request
 
@@ -213,7 +213,7 @@ def _profile(item: _Section) -> Profile:
         times.seconds("plain_init", times.seconds("init", 0.0)),
         0.0,
     )
-    speed = Speed(
+    speed = LinearSpeed(
         times.seconds("prefill", None),
         times.seconds("prefill_per_token", 0.0),
         times.seconds("decode", None),

@@ -7,6 +7,7 @@ BlitzScale's prefill rates are those of its code. ``docs/simulate.md`` has the f
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 GB = 10**9
 
@@ -33,9 +34,17 @@ class Stages:
     end_s: float = 0.0
 
 
+class Speed(Protocol):
+    """How fast a device computes: the seconds of a prefill of n tokens together, and of one decode step of a batch."""
+
+    def prefill(self, tokens: float) -> float: ...
+
+    def decode(self, batch: float) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """The seconds of a prefill of n tokens, and of one decode step of a batch. Both are linear (BlitzScale §5.4)."""
+class LinearSpeed:
+    """A speed whose prefills and decode steps are linear in tokens and sequences (BlitzScale §5.4)."""
 
     prefill_s: float
     prefill_s_per_token: float
@@ -78,17 +87,17 @@ A800 = Stages(0.0, 0.0, 0.0, 16e9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 A100 = Stages(0.0, 0.0, 0.0, 16e9, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def _speed(ttft_s: float, tpot_s: float) -> Speed:
+def _speed(ttft_s: float, tpot_s: float) -> LinearSpeed:
     """Return the speed by ParaServe's Table 1, for 8 sequences of 1024 tokens.
 
     Four fifths of a decode step are taken as the reading of the weights.
     """
-    return Speed(0.05, (ttft_s - 0.05) / 8192, 0.8 * tpot_s, 0.2 * tpot_s / 8)
+    return LinearSpeed(0.05, (ttft_s - 0.05) / 8192, 0.8 * tpot_s, 0.2 * tpot_s / 8)
 
 
-def _rate(tokens_per_s: float, decode_s: float) -> Speed:
+def _rate(tokens_per_s: float, decode_s: float) -> LinearSpeed:
     """Return the speed by BlitzScale's prefill capacity."""
-    return Speed(0.02, 1 / tokens_per_s, 0.8 * decode_s, 0.2 * decode_s / 32)
+    return LinearSpeed(0.02, 1 / tokens_per_s, 0.8 * decode_s, 0.2 * decode_s / 32)
 
 
 PROFILES: dict[str, Profile] = {

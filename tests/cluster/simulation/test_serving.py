@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from medusa_cluster.simulation.network import call_after
-from medusa_cluster.simulation.profiles import Speed
+from medusa_cluster.simulation.profiles import LinearSpeed
 from medusa_cluster.simulation.serving import ServedRequest, Server, relieved_s
 
 simpy = pytest.importorskip("simpy")
-SPEED = Speed(0.1, 0.001, 0.01, 0.01)
+SPEED = LinearSpeed(0.1, 0.001, 0.01, 0.01)
 
 
 def server(env: object, ended: list[ServedRequest], **changes: float) -> Server:
