@@ -54,6 +54,15 @@ def test_kernels_of_a_cubin(cubins: Path) -> None:
     assert cubin.mutable_bytes == 0
 
 
+def test_tags_of_the_library_are_no_state_and_a_flag_is(cubins: Path) -> None:
+    tags, flag = ((cubins / f"toy_{name}.cubin").read_bytes() for name in "gh")
+    assert len(parse_cubin(tags).variables) == 2
+    assert parse_cubin(tags).mutable_bytes == 0
+    assert parse_cubin(flag).mutable_bytes == 1
+    assert ImageStore([tags]).of("count", ((0, 8),)) == hashlib.sha256(tags).hexdigest()
+    assert ImageStore([flag]).of("count", ((0, 8),)) == "", "a second copy would not know that the kernel has run"
+
+
 def test_parameters_with_padding(cubins: Path) -> None:
     assert parse_cubin((cubins / "toy_c.cubin").read_bytes()).kernels["scale"].parameters == ((0, 8), (8, 4), (16, 8))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _SYMTAB, _NOBITS = 2, 8
 _FUNC, _OBJECT = 2, 1
+# An object of an empty class takes one byte, which nothing writes. torch's images have dozens, such as cuda::std::ignore.
+_TAG = re.compile(r"4cuda3std|6thrust|3cub|4cute")
 _KERNEL = 0x10  # st_other of a __global__ function
 _PARAMETER, _REGISTERS = 0x17, 0x2F
 
@@ -28,8 +31,8 @@ class Cubin(NamedTuple):
     """The kernels of an image, and its variables in device memory.
 
     ``variables`` has their sizes by name, including those in constant memory. ``initial`` has, by name, the bytes of
-    variables that are not zero when the image is loaded. ``mutable_bytes`` is the size of the others: if kernels write
-    there, two loaded copies of the image differ.
+    variables that are not zero when the image is loaded. ``mutable_bytes`` is the size of the others, except for the
+    C++ library's tags: if kernels write there, two loaded copies of the image differ.
     """
 
     kernels: dict[str, CubinKernel]
@@ -84,6 +87,7 @@ def _parse(data: bytes) -> Cubin:
     kernels: dict[str, CubinKernel] = {}
     variables: dict[str, int] = {}
     initial: dict[str, bytes] = {}
+    tags = 0
     for number, (name, info, other, home, value, size) in enumerate(_symbols(data, sections)):
         if not home or home >= len(sections):
             continue
@@ -91,13 +95,15 @@ def _parse(data: bytes) -> Cubin:
             variables[name] = size
             if sections[home].kind != _NOBITS:
                 initial[name] = data[sections[home].start + value :][:size]
+            elif size == 1 and _TAG.search(name):
+                tags += 1
         if info & 0xF == _FUNC and info >> 4 == 1 and other & _KERNEL:
             parameters = _parameters(data, by_name.get(f".nv.info.{name}"))
             code = sections[home]
             digest = hashlib.sha256(data[code.start : code.start + code.size]).hexdigest()
             kernels[name] = CubinKernel(parameters, registers.get(number, 0), digest)
     zeroed = by_name.get(".nv.global")
-    return Cubin(kernels, variables, initial, zeroed.size if zeroed else 0)
+    return Cubin(kernels, variables, initial, zeroed.size - tags if zeroed else 0)
 
 
 def _symbols(data: bytes, sections: list[_Section]) -> list[tuple[str, int, int, int, int, int]]:

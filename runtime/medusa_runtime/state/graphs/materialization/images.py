@@ -69,8 +69,8 @@ class ImageStore:
             image = self._loaded_as(name, loaded) or self.find(name, parameters, registers)
         except StateError:
             return ""
-        # A second copy would lack what kernels have written to the image's variables. One byte is the compiler's tag.
-        return image if image and self._parsed[image].mutable_bytes <= 1 else ""
+        # A second copy would lack what kernels have written to the image's variables.
+        return image if image and not self._parsed[image].mutable_bytes else ""
 
     def _loaded_as(self, name: str, loaded: Iterable[int]) -> str | None:
         """Return the image of one of these handles, if it has a kernel of this name."""

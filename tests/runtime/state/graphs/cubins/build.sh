@@ -8,4 +8,6 @@ for name in toy_a toy_b toy_c toy_d; do
 done
 "${NVCC:-nvcc}" -arch=sm_90 -O1 -DVARIANT=5 -cubin toy_e.cu -o toy_e.cubin
 "${NVCC:-nvcc}" -arch=sm_90 -O1 -DVARIANT=6 -cubin toy_e.cu -o toy_f.cubin
+"${NVCC:-nvcc}" -arch=sm_90 -O1 -cubin toy_g.cu -o toy_g.cubin
+"${NVCC:-nvcc}" -arch=sm_90 -O1 -DFLAG -cubin toy_g.cu -o toy_h.cubin
 "${NVCC:-nvcc}" -gencode arch=compute_90,code=sm_90 -gencode arch=compute_100,code=sm_100 -O1 -Xfatbin -compress-all -fatbin toy_a.cu -o toy_packed.fatbin
