@@ -171,6 +171,7 @@ def test_a_checkpoint_that_cannot_be_made_costs_its_shape_alone(tmp_path: Path) 
 
 def test_checkpoints_are_written_while_earlier_parts_run(tmp_path: Path) -> None:
     assert run.shapes_of((1, 2, 4), dry_run=False) == ["llama-3-8b", "qwen2.5-0.5b", "opt-1.3b"]
+    assert run.shapes_of((1, 2, 4), ["opt-1.3b"], dry_run=False) == ["opt-1.3b"]
     run.make_ahead(tmp_path, ["no such shape", "tiny-llama"])
     deadline = time.monotonic() + 120
     while not (tmp_path / "tiny-llama/done").exists():

@@ -339,7 +339,7 @@ def online(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict[
         blueprints = replace(blueprints, graphs=tuple(graph for graph in blueprints.graphs if key in graph.key))
     if options.get("take"):
         (pool,) = [one for one in blueprints.ranges if one.name == GRAPH_POOL]
-        cuda.driver.handle("cuMemAddressReserve", 2 << 20, 0, pool.address, 0)
+        cuda.driver.handle("cuMemAddressReserve", 1 << 30, 0, pool.address, 0)
     runner, manager = start(cuda, config, options)
     if options.get("wrong_weights"):
         runner.model.weights.data.mul_(1.5)

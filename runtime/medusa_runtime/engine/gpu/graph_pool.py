@@ -21,13 +21,12 @@ from ...device.compiling import compile_library
 from ...errors import DeviceError
 from ...state.graphs.blueprint import GRAPH_POOL, MemoryRange, RangeKind
 from ...state.graphs.driver import CudaDriver
-from ...state.graphs.placement import granularity, reserve
+from ...state.graphs.placement import RESERVED_BYTES, granularity, reserve
 
 logger = logging.getLogger(__name__)
 
 POOL_BASE = 0x6800_0000_0000  # above what PlacedMemory can need
 OTHER_POOL_BASE = 0x5A00_0000_0000  # for the second capture; shifted by another distance than named memory
-_RESERVED_BYTES = 256 << 30  # addresses only, which take no memory
 _SOURCE = Path(__file__).with_name("graph_pool.c")
 
 
@@ -43,7 +42,7 @@ class GraphPool:
         Raises DeviceError if there is no C compiler, or the driver refuses.
         """
         granule = granularity(driver)
-        self._start = reserve(driver, _RESERVED_BYTES, granule, base)
+        self._start = reserve(driver, RESERVED_BYTES, granule, base).start
         if self._start != base:
             logger.warning("%#x is taken: graphs are captured with their pool at %#x instead", base, self._start)
         with compile_library(_SOURCE) as library:
@@ -51,7 +50,7 @@ class GraphPool:
             self._native.medusa_pool_open.argtypes = (ctypes.c_char_p, c_uint64, c_uint64, c_uint64, c_int)
             self._native.medusa_pool_used.restype = c_uint64
             if self._native.medusa_pool_open(
-                driver.file.encode(), self._start, _RESERVED_BYTES, granule, driver.current_device()
+                driver.file.encode(), self._start, RESERVED_BYTES, granule, driver.current_device()
             ):
                 raise DeviceError("the graphs' memory pool cannot be opened; expected the driver of CUDA 12.4 or newer")
             allocator = torch.cuda.memory.CUDAPluggableAllocator(str(library), "medusa_pool_malloc", "medusa_pool_free")

@@ -1,10 +1,12 @@
 """Device memory at chosen addresses, so that a graph's pointers are valid in another process too.
 
-Ranges lie one after the other from a fixed base. Their sizes and order are the same offline and in a start, and so are
-their addresses. Only if an address is taken does its range lie elsewhere, and pointers into it are relocated.
+Ranges lie one after the other from a fixed base, in one reservation. Their sizes and order are the same offline and in a
+start, and so are their addresses. Only if the base is taken do they lie elsewhere, and pointers into them are relocated.
 """
 
 from __future__ import annotations
+
+import logging
 
 import torch
 from torch import Tensor
@@ -13,7 +15,9 @@ from ...errors import DeviceError
 from ...state.graphs.blueprint import MemoryRange, RangeKind
 from ...state.graphs.driver import CudaDriver
 from ...state.graphs.mismatch import GraphMismatch
-from ...state.graphs.placement import Placement, place
+from ...state.graphs.placement import RESERVED_BYTES, Placement, granularity, place, reserve
+
+logger = logging.getLogger(__name__)
 
 BASE = 0x6000_0000_0000  # a process's own mappings are at 0x55.. and 0x7f..
 OTHER_BASE = 0x5000_0000_0000  # for the second capture: words that differ between the two are pointers
@@ -25,12 +29,18 @@ class PlacedMemory:
     """A ``Memory`` that maps each range at a chosen address. Its tensors stay mapped as long as it lives."""
 
     def __init__(self, driver: CudaDriver, device: torch.device, base: int = BASE) -> None:
-        """Place memory from the address ``base`` on. The calling thread's current context must be the device's."""
+        """Place memory from the address ``base`` on. The calling thread's current context must be the device's.
+
+        Raises DeviceError if the driver refuses.
+        """
         self.driver = driver
         self._context = driver.current_context()
         self.ranges: dict[str, MemoryRange] = {}
         self.device = device
-        self._next = base
+        self._reserved = reserve(driver, RESERVED_BYTES, granularity(driver), base)
+        if self._reserved.start != base:
+            logger.info("%#x is taken: memory is placed from %#x on instead", base, self._reserved.start)
+        self._next = self._reserved.start
         self._placements: list[Placement] = []
 
     def __call__(self, name: str, size_bytes: int) -> Tensor:
@@ -43,7 +53,7 @@ class PlacedMemory:
         self.make_current()
         memory_range = MemoryRange(name, RangeKind.NAMED, self._next, max(size_bytes, 1))
         try:
-            placement = place(self.driver, [memory_range])
+            placement = place(self.driver, [memory_range], reserved=True)
         except GraphMismatch as mismatch:
             raise DeviceError(
                 f"the {name} cannot be placed: {mismatch}; use a larger GPU, or end what else runs on this one"

@@ -15,6 +15,16 @@ from .structs import MemAccessDesc, MemAllocationProp, MemLocation
 logger = logging.getLogger(__name__)
 
 _DEVICE, _PINNED, _READ_WRITE = 1, 1, 3
+# Addresses only, which take no memory. A driver puts a small reservation into a gap of its own, whatever address is
+# wished for, or rounds its address up to 32 MiB (seen with driver 580). One of this size fits into no gap.
+RESERVED_BYTES = 512 << 30
+
+
+class Reservation(NamedTuple):
+    """Addresses that the driver gives to nobody else, until it is freed."""
+
+    start: int
+    size: int
 
 
 class _Span(NamedTuple):
@@ -32,6 +42,7 @@ class Placement:
         self.addresses = addresses
         self._driver = driver
         self._mapped: list[tuple[int, int, int]] = []  # address, size, handle
+        self._reserved: list[Reservation] = []
 
     def __enter__(self) -> Placement:
         return self
@@ -45,11 +56,20 @@ class Placement:
             raise GraphMismatch(Reason.MEMORY_RANGE, f"{memory_range.name} was not placed")
         return self.addresses[memory_range.name] + offset
 
-    def map(self, span: _Span, handle: int, address: int) -> None:
+    def reserve(self, size: int, granule: int, wanted: int) -> int:
+        """Reserve addresses until the end, unless an earlier reservation has them, and return the first."""
+        if any(one.start <= wanted and wanted + size <= one.start + one.size for one in self._reserved):
+            return wanted
+        self._reserved.append(reserve(self._driver, size, granule, wanted))
+        return self._reserved[-1].start
+
+    def map(self, span: _Span, address: int) -> None:
+        """Map new memory at a reserved address."""
+        prop = MemAllocationProp(type=_PINNED, location=MemLocation(_DEVICE, self._driver.current_device()))
+        handle = self._driver.handle("cuMemCreate", span.size, byref(prop), 0)
         try:
             self._driver.call("cuMemMap", address, span.size, 0, handle, 0)
         except CudaError:
-            self._driver.result("cuMemAddressFree", address, span.size)
             self._driver.result("cuMemRelease", handle)
             raise
         self._mapped.append((address, span.size, handle))
@@ -62,8 +82,9 @@ class Placement:
         while self._mapped:
             address, size, handle = self._mapped.pop()
             self._driver.result("cuMemUnmap", address, size)
-            self._driver.result("cuMemAddressFree", address, size)
             self._driver.result("cuMemRelease", handle)
+        while self._reserved:
+            self._driver.result("cuMemAddressFree", *self._reserved.pop())
 
 
 def place(
@@ -72,15 +93,16 @@ def place(
     *,
     at_recorded: bool = True,
     placed: dict[str, int] | None = None,
+    reserved: bool = False,
 ) -> Placement:
     """Map every range that is not in ``placed`` (addresses by name), each at its captured address if that is free.
 
-    If an address is taken, the range is mapped elsewhere, and pointers into it are relocated. Raises GraphMismatch if
-    the device has too little free memory; then nothing stays mapped.
+    If an address is taken, the range is mapped elsewhere, and pointers into it are relocated. With ``reserved``, the
+    caller has reserved the addresses of all ranges. Raises GraphMismatch if the device has too little free memory; then
+    nothing stays mapped.
     """
     placement = Placement(driver, dict(placed or {}))
     granule = granularity(driver)
-    prop = MemAllocationProp(type=_PINNED, location=MemLocation(_DEVICE, driver.current_device()))
     spans = _spans([memory_range for memory_range in ranges if memory_range.name not in placement.addresses], granule)
     needed, free, total = sum(span.size for span in spans), c_size_t(), c_size_t()
     driver.call("cuMemGetInfo_v2", byref(free), byref(total))
@@ -88,17 +110,13 @@ def place(
         raise GraphMismatch(Reason.MEMORY, f"expected {needed >> 20} MiB of free memory, found {free.value >> 20} MiB")
     try:
         for span in spans:
-            handle = c_uint64()
-            address = reserve(driver, span.size, granule, span.start if at_recorded else 0)
+            address = span.start
+            if not reserved:
+                address = placement.reserve(span.size, granule, span.start if at_recorded else 0)
             if address != span.start and at_recorded:
                 names = ", ".join(memory_range.name for memory_range in span.ranges)
                 logger.info("%#x is taken: %s is at %#x instead", span.start, names, address)
-            try:
-                driver.call("cuMemCreate", byref(handle), span.size, byref(prop), 0)
-            except CudaError:
-                driver.result("cuMemAddressFree", address, span.size)
-                raise
-            placement.map(span, handle.value, address)
+            placement.map(span, address)
     except CudaError as error:
         placement.close()
         reason = Reason.MEMORY if error.result == OUT_OF_MEMORY else Reason.DRIVER_CALL
@@ -114,12 +132,16 @@ def granularity(driver: CudaDriver) -> int:
     return granule.value
 
 
-def reserve(driver: CudaDriver, size: int, granule: int, wanted: int) -> int:
-    """Reserve addresses and return the first: ``wanted`` if possible, which is a hint to the driver, or another one."""
+def reserve(driver: CudaDriver, size: int, granule: int, wanted: int = 0) -> Reservation:
+    """Reserve addresses from ``wanted`` on, at least ``size``; if these are taken, or for 0, where the driver likes."""
     address = c_uint64()
-    if driver.result("cuMemAddressReserve", byref(address), size, granule, wanted, 0):
-        driver.call("cuMemAddressReserve", byref(address), size, granule, 0, 0)
-    return address.value
+    large = max(size, RESERVED_BYTES)
+    if wanted and not driver.result("cuMemAddressReserve", byref(address), large, granule, wanted, 0):
+        if address.value == wanted:
+            return Reservation(wanted, large)
+        driver.call("cuMemAddressFree", address.value, large)
+    driver.call("cuMemAddressReserve", byref(address), size, granule, 0, 0)
+    return Reservation(address.value, size)
 
 
 def _spans(ranges: Sequence[MemoryRange], granule: int) -> list[_Span]:

@@ -126,7 +126,7 @@ def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
     recording = phase in ("dump", "materialize")
     pool = open_pool(cuda.driver, OTHER_POOL_BASE if phase == "dump" else POOL_BASE) if recording else None
     for address in options.get("take", []):
-        cuda.driver.handle("cuMemAddressReserve", 2 << 20, 0, address, 0)
+        cuda.driver.handle("cuMemAddressReserve", 1 << 30, 0, address, 0)
     stale = 0
     if pool is not None and "stale" in options:
         stale = pool.memory_range.address + options["stale"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -50,3 +51,12 @@ def test_one_that_never_ends_is_ended(
     ):
         graph_capture.run(settings, tmp_path / "out")
     assert "capturing" in caplog.messages, "what it said until then"
+
+
+def test_one_that_hangs_says_where(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_capture, "_TIMEOUT_S", 5.0)
+    real = Path(sys.prefix) / "bin/python"
+    os.mkfifo(tmp_path / "never")
+    python(tmp_path, f'exec {real} "$@" <> {tmp_path}/never')
+    with pytest.raises(EngineError, match=r"it was not done after 5 s: (.*\n)*.*graph_capture.py\", line \d+ in main"):
+        graph_capture.run(settings, tmp_path / "out")

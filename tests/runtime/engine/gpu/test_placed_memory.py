@@ -16,7 +16,7 @@ from medusa_runtime.state.graphs import CudaDriver
 
 SOURCES = Path(__file__).parents[2] / "state/graphs/fakecuda"
 HOST = torch.device("cpu")
-BASE, FREE_GAP = 0x2000_0000_0000, 1 << 36
+BASE, FREE_GAP = 0x2000_0000_0000, 1 << 40
 
 
 @pytest.fixture(scope="module")

@@ -396,7 +396,7 @@ def online(options: dict[str, Any]) -> dict[str, Any]:
         if options.get("change"):
             blueprints = CHANGES[options["change"]](blueprints)
         for address in options.get("take", []):
-            driver.handle("cuMemAddressReserve", 2 << 20, 0, address, 0)
+            driver.handle("cuMemAddressReserve", 1 << 30, 0, address, 0)
         wanted = [memory_range for memory_range in blueprints.ranges if memory_range.kind != RangeKind.MODULE]
         if options.get("mode") == "replay":
             placement = place(driver, [one for one in wanted if one.kind != SLAB], at_recorded=False)

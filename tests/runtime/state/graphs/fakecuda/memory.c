@@ -90,9 +90,13 @@ CUresult cuMemFree_v2(CUdeviceptr address) {
 }
 
 CUresult cuMemGetAllocationGranularity(size_t *size, const void *prop, int option) { return *size = GRANULE, CUDA_SUCCESS; }
+// Driver 580 on an H200 put reservations of up to 64 MiB into gaps of its own wherever they were wished for, and rounded
+// the wished address of larger ones up to 32 MiB.
+enum { SMALL = 1 << 30, ROUNDED = 32 << 20 };
 CUresult cuMemAddressReserve(CUdeviceptr *address, size_t size, size_t alignment, CUdeviceptr wanted, uint64_t flags) {
   if (!size || size % GRANULE || wanted % GRANULE) return CUDA_ERROR_INVALID_VALUE;
   if (wanted && getenv("FAKE_CUDA_NO_HINTS")) return CUDA_ERROR_INVALID_VALUE;
+  wanted = size < SMALL ? 0 : (wanted + ROUNDED - 1) / ROUNDED * ROUNDED;
   if (!(*address = map(wanted, size, PROT_NONE))) return CUDA_ERROR_OUT_OF_MEMORY;
   add(*address, size, 0, 1);
   return CUDA_SUCCESS;
