@@ -174,23 +174,23 @@ def make_ahead(work: Path, shapes: Sequence[str]) -> None:
     threading.Thread(target=make_all, name="checkpoints", daemon=True).start()
 
 
-def shapes_of(numbers: Sequence[int], *, dry_run: bool) -> list[str]:
-    """The shapes that these runs need, in the order in which they need them."""
+def shapes_of(numbers: Sequence[int], only: Sequence[str] = (), *, dry_run: bool) -> list[str]:
+    """The shapes that these runs need, in the order in which they need them; of ``only``, if that is not empty."""
     shapes = {1: ("tiny-llama",), **DRY_SHAPES} if dry_run else {1: ("llama-3-8b",), **SHAPES}
-    return list(dict.fromkeys(shape for number in numbers for shape in shapes[number]))
+    needed = dict.fromkeys(shape for number in numbers for shape in shapes[number])
+    return [shape for shape in needed if not only or shape in only]
 
 
-def parts(number: int, check: Check, *, dry_run: bool) -> Iterator[Part]:
+def parts(number: int, check: Check, shapes: Sequence[str]) -> Iterator[Part]:
     """Made one by one: a checkpoint is written when its first part is due."""
-    shapes = shapes_of([number], dry_run=dry_run)
     if number == 1:
         yield Part("environment", "environment", timeout_s=90)
         yield Part("transfer", "transfer", timeout_s=120)
-        if (model := check.checkpoint(shapes[0])) is not None:
-            yield Part("loading", "loading", ("--model", str(model)), 150)
-        return
     for shape in shapes:
         if (model := check.checkpoint(shape)) is None:
+            continue
+        if number == 1:
+            yield Part("loading", "loading", ("--model", str(model)), 150)
             continue
         bundle = ("--model", str(model), "--bundle", f"{model}.graphs")
         yield Part(f"{shape} materialize", "materialize", bundle, 240, Path(f"{model}.graphs"))
@@ -257,6 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--work", type=Path, default=Path("/tmp/medusa-gpu"), help="checkpoints and bundles, to be kept"
     )
     parser.add_argument("--minutes", type=float, help=f"of each run; what is left over is left out (default {MINUTES})")
+    parser.add_argument("--shape", action="append", default=[], help="of the models; more than once; all of the run's")
     parser.add_argument("--without-probe", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
@@ -267,7 +268,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"          there is no {package} here: {lost}", flush=True)
     sys.path += _ROOTS
     numbers = options.run or (1, 2, 3, 4)
-    make_ahead(options.work, shapes_of(numbers, dry_run=options.dry_run))
+    make_ahead(options.work, shapes_of(numbers, options.shape, dry_run=options.dry_run))
     check = Check(options.out, options.work, dry_run=options.dry_run, budget_s=SECONDS + 30)
     if not options.without_probe:
         probe(check, options.out, dry_run=options.dry_run)
@@ -275,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
         budget_s = (options.minutes or MINUTES[number]) * 60
         check = Check(options.out, options.work, dry_run=options.dry_run, budget_s=budget_s)
         try:
-            for part in parts(number, check, dry_run=options.dry_run):
+            for part in parts(number, check, shapes_of([number], options.shape, dry_run=options.dry_run)):
                 check.run(part)
             if number == 1 and not options.dry_run:
                 gpu_tests(check, options.out)
