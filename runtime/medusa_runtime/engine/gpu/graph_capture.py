@@ -7,9 +7,11 @@ so that the modules that the driver has loaded, and their addresses, do not depe
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -32,6 +34,7 @@ if TYPE_CHECKING:  # torch is imported after the recorder has begun
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 600.0
+_TRACEBACK_S = 1.0
 _LINES_OF_AN_ERROR = 20
 # Bytes of tensors that are allocated before the dump, so that torch's own segments lie at other addresses.
 _SHIFTS = (3 << 20, 24 << 20, 1 << 30)
@@ -81,6 +84,9 @@ def run(settings: Settings, out: Path, other: Path | None = None, *, check: bool
 
     def end() -> None:
         late.set()
+        process.send_signal(signal.SIGUSR1)  # it says where it is
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_TRACEBACK_S)
         process.kill()
 
     timer = threading.Timer(_TIMEOUT_S, end)
@@ -105,7 +111,9 @@ def main(arguments: list[str]) -> int:
 
     The settings come as JSON on standard input.
     """
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d ms  %(message)s")
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
     settings = Settings(**json.load(sys.stdin))
     out, other = Path(arguments[0]), Path(arguments[1]) if len(arguments) > 1 else None
     if other is not None and arguments[2:] == ["check"]:
@@ -147,12 +155,15 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
             assert isinstance(capturer, CudaCapturer)
             memory = CudaMemory()
             free = memory.free()
+            logger.info("the weights are loaded, %d graphs are captured", len(graphs.pending))
             while graphs.pending:
                 graphs.capture_next()
+            logger.info("captured")
             inputs = sum(gpu.placed.ranges[name].size for name in ("graph inputs", "graph outputs"))
             taken = free - memory.free() + inputs
             state = GraphState(runner.model, graphs, gpu.placed)
             images = ImageStore(recorder.images, recorder.handles)
+            logger.info("%d kernel images were loaded", len(images.data))
             if second is None:
                 state.dump(capturer, images).save(out)
             else:

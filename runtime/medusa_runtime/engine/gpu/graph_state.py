@@ -142,7 +142,9 @@ class GraphState:
     def dump(self, capturer: CudaCapturer, images: ImageStore) -> Blueprints:
         """Dump all captured graphs, which need ``keep_graph``. ``images``: those of all modules loaded so far."""
         handles = {key_of(size): graph.captured.raw_cuda_graph() for size, graph in self._captured().items()}
-        return dump_graphs(self._driver, handles, self.ranges(capturer), images=images)
+        dump = dump_graphs(self._driver, handles, self.ranges(capturer), images=images)
+        logger.info("read %d nodes of %d graphs", sum(len(graph.nodes) for graph in dump.graphs), len(dump.graphs))
+        return dump
 
     def materialize(
         self,

@@ -67,11 +67,13 @@ def materialize_graphs(
     replayer = Replayer(driver, lambda piece: captured[piece.memory_range] + piece.offset, capture.stream)
     blueprints = _with_references(blueprints, capture, replayer)
     contents: tuple[Piece, ...] = ()
+    logger.info("%d graphs give the same outputs twice", len(blueprints.graphs))
     try:
         if capture.finds_contents:
             contents = permanent_contents(blueprints, capture.launches, replayer)
     except GraphMismatch as mismatch:
         blueprints = blueprints.without({graph.key: str(mismatch) for graph in blueprints.graphs})
+    logger.info("%d bytes of scratch memory must be restored", sum(len(piece.data) for piece in contents))
     images = _images(blueprints, capture.images)
     contents = (*dump.contents, *contents)
     blueprints = replace(blueprints, host=(), contents=contents, fingerprint=dict(capture.fingerprint), images=images)
