@@ -1,7 +1,7 @@
 """Device memory at chosen addresses, so that a graph's pointers are valid in another process too.
 
-Ranges lie one after the other from a fixed base, in one reservation. Their sizes and order are the same offline and in a
-start, and so are their addresses. Only if the base is taken do they lie elsewhere, and pointers into them are relocated.
+Ranges lie one after the other from a fixed base, in one reservation. Their sizes and order are the same offline and in
+a start, and so are their addresses. Only if the base is taken do they lie elsewhere, and pointers are relocated.
 """
 
 from __future__ import annotations

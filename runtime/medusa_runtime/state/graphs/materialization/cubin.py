@@ -13,7 +13,7 @@ _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _SYMTAB, _NOBITS = 2, 8
 _FUNC, _OBJECT = 2, 1
-# An object of an empty class takes one byte, which nothing writes. torch's images have dozens, such as cuda::std::ignore.
+# An object of an empty class takes one byte, which nothing writes. torch's images have dozens: cuda::std::ignore …
 _TAG = re.compile(r"4cuda3std|6thrust|3cub|4cute")
 _KERNEL = 0x10  # st_other of a __global__ function
 _PARAMETER, _REGISTERS = 0x17, 0x2F
