@@ -28,7 +28,7 @@ from .lock import TESTED_PYTHONS
 
 logger = logging.getLogger(__name__)
 
-TESTED = ("2.13.", "2.14.", "2.15.")
+TESTED = ("2.11.", "2.12.", "2.13.", "2.14.", "2.15.")
 # These variables ask for something that torch does while it is imported, and that a lean import would put off.
 _PLAIN_IF_SET = ("TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_TRACE", "TORCH_CUDA_SANITIZER", "TORCH_COMPILE_DEBUG")
 # Modules that replace themselves in sys.modules, or that are imported for what they register.
@@ -219,9 +219,10 @@ class _LeanImport:
             with gc_paused():  # the import makes a hundred thousand objects, which all stay
                 yield
                 torch: Any = sys.modules["torch"]
-                # torch._prims.rng_prims does this at the end of a plain import; torch.Generator does not work without.
-                base = sys.modules.get("torch._custom_class_base") or torch._opaque_base  # renamed in 2.15
-                torch._C._set_generator_metaclass(base.OpaqueBaseMeta)
+                if set_metaclass := getattr(torch._C, "_set_generator_metaclass", None):  # since 2.13
+                    # torch._prims.rng_prims does it at the end of a plain import; torch.Generator fails without.
+                    base = sys.modules.get("torch._custom_class_base") or torch._opaque_base  # renamed in 2.15
+                    set_metaclass(base.OpaqueBaseMeta)
                 # LSTM, EmbeddingBag, interpolate and others ask for it at each call; TorchScript knows it by identity.
                 namespace_of(torch.jit)["is_scripting"] = torch._jit_internal.is_scripting
                 self._then(torch)
@@ -240,7 +241,7 @@ class _LeanImport:
         names["torch.distributed.rpc"] = {"is_available": lambda: False}
         # torch has called this since 2.15. _register_process_groups calls the real one once that module is executed.
         names["torch.distributed.distributed_c10d"] = {"_register_process_group_opaque_type": lambda: None}
-        names["torch.library"] = {"Library": self._library}
+        names["torch.library"] = {"Library": _Library()}
         return names
 
     def _lasting(self) -> dict[str, dict[str, Any]]:
@@ -255,16 +256,6 @@ class _LeanImport:
             "torch.fx.experimental.sym_node": {"DynamicInt": _DynamicInt},
             "numpy": {"__version__": _numpy_version()},  # torch._C reads it, to warn about a bug in one version
         }
-
-    def _library(self, *args: Any) -> StandIn:
-        made: list[Any] = []
-
-        def resolve() -> Any:
-            if not made:
-                made.append(importlib.import_module("torch.library").Library(*args))
-            return made[0]
-
-        return StandIn(resolve)
 
     @staticmethod
     def _without_modes() -> contextlib.AbstractContextManager[object]:
@@ -292,10 +283,11 @@ class _LeanImport:
         for function, name in self._builtins:
             register(function, name)
         importlib.import_module("torch._logging")._init_logs()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Warning only once for all operators")
-            # torch._native does this at its end. Here it was executed before its operators were there.
-            importlib.import_module("torch._native.registry")._register_all_overrides()
+        if "torch._native" in sys.modules:  # since 2.12
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Warning only once for all operators")
+                # torch._native does this at its end. Here it was executed before its operators were there.
+                importlib.import_module("torch._native.registry")._register_all_overrides()
 
     def _replace_stand_ins(self) -> None:
         for name, module in list(sys.modules.items()):
@@ -339,6 +331,23 @@ def _look_for_dynamic_ints() -> None:
 
 class _DynamicInt(metaclass=_DynamicIntType):
     """A stand-in for sym_node's class. torch._C looks it up once, for the first size that it parses, and keeps it."""
+
+
+class _Library:
+    """A stand-in for torch.library.Library: the library that it makes is created when it is first used."""
+
+    def __call__(self, *args: Any) -> StandIn:
+        made: list[Any] = []
+
+        def resolve() -> Any:
+            if not made:
+                made.append(importlib.import_module("torch.library").Library(*args))
+            return made[0]
+
+        return StandIn(resolve)
+
+    def __or__(self, other: Any) -> Any:  # torch 2.12 annotates a variable with it
+        return typing.ForwardRef("torch.library.Library") | other
 
 
 def _query(module: str, name: str) -> Callable[[], bool]:
