@@ -1,9 +1,10 @@
 """Addresses in tensor maps (CUtensorMap), which TMA kernels take by value: 128 bytes in an unpublished format.
 
 The driver can write another address into a map (cuTensorMapReplaceAddress), but cannot read the present one. So it is
-asked to write addresses that differ in one bit, which shows the bits of the map that depend on this bit. From these,
-the address in any map can be worked out. Bytes count as a map only if two captures prove it: the driver must be able to
-make the second capture's bytes from the first's.
+asked, once, to write addresses that differ in one bit, which shows the bits of a map that depend on this bit. From
+these, the address in any map can be worked out. Bytes count as a map only if two captures prove it: they differ in
+nothing else, and the driver must be able to make the second capture's bytes from the first's. (A graph of a real model
+has thousands of words that need this question, and a call of the driver for each bit of each took minutes.)
 """
 
 from __future__ import annotations
@@ -39,33 +40,47 @@ def replacer(driver: CudaDriver) -> Replace:
     return replace
 
 
-def addresses(one: bytes, two: bytes, replace: Replace) -> tuple[int, int] | None:
-    """Return the addresses in two maps that differ only in them; None if the bytes are not two such maps."""
-    first, second = _address(one, replace), _address(two, replace)
-    if first is None or second is None or replace(one, second) != two:
-        return None
-    return first, second
+class TensorMaps:
+    """Reads the addresses in tensor maps, with what the driver's answers have taught it about their format."""
 
+    def __init__(self, replace: Replace) -> None:
+        self._replace = replace
+        self._masks: dict[int, int] = {}  # by bit of the address: the bits of a map that depend on it
+        self._address_bits = 0  # all of these bits
 
-def _address(data: bytes, replace: Replace) -> int | None:
-    base = replace(data, _PROBE)
-    if base is None:
-        return None
-    found, changed = _PROBE, _number(data) ^ _number(base)
-    for bit in _BITS:
-        before, after = (_PROBE, _PROBE ^ 1 << bit) if 1 << bit != _PROBE else (_PROBE | _OTHER, _OTHER)
-        pair = replace(data, before), replace(data, after)
-        if pair[0] is None or pair[1] is None:
-            continue  # this map needs a larger alignment
-        mask = _number(pair[0]) ^ _number(pair[1])
-        if mask and changed & mask == mask:
-            found ^= 1 << bit
-            changed ^= mask
-    return found if replace(data, found) == data else None
+    def addresses(self, one: bytes, two: bytes) -> tuple[int, int] | None:
+        """Return the addresses in two maps that differ only in them; None if the bytes are not two such maps."""
+        if not self._masks:
+            self._learn(one)
+        if not self._masks or (_number(one) ^ _number(two)) & ~self._address_bits:
+            return None
+        first, second = self._address(one), self._address(two)
+        if first is None or second is None or self._replace(one, second) != two:
+            return None
+        return first, second
+
+    def _learn(self, data: bytes) -> None:
+        for bit in _BITS:
+            before, after = (_PROBE, _PROBE ^ 1 << bit) if 1 << bit != _PROBE else (_PROBE | _OTHER, _OTHER)
+            pair = self._replace(data, before), self._replace(data, after)
+            if pair[0] is not None and pair[1] is not None:  # else it is no map, or needs a larger alignment
+                self._masks[bit] = _number(pair[0]) ^ _number(pair[1])
+                self._address_bits |= self._masks[bit]
+
+    def _address(self, data: bytes) -> int | None:
+        base = self._replace(data, _PROBE)
+        if base is None:
+            return None
+        found, changed = _PROBE, _number(data) ^ _number(base)
+        for bit, mask in self._masks.items():
+            if mask and changed & mask == mask:
+                found ^= 1 << bit
+                changed ^= mask
+        return found if self._replace(data, found) == data else None
 
 
 def _number(data: bytes) -> int:
     return int.from_bytes(data, "little")
 
 
-__all__ = ["MAP_BYTES", "Replace", "addresses", "replacer"]
+__all__ = ["MAP_BYTES", "Replace", "TensorMaps", "replacer"]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..blueprint import GRAPH_POOL, Blueprints, GraphBlueprint, Node, NodeKind, RangeKind, Relocation
 from ..mismatch import GraphMismatch, Reason
-from ..tensor_map import MAP_BYTES, Replace, addresses
+from ..tensor_map import MAP_BYTES, Replace, TensorMaps
 from .memory_ranges import Place, RangeMap
 
 # Where a process's stack, libraries and, if it is position-independent, its own code and heap are.
@@ -49,7 +49,7 @@ def find_relocations(
     """
     words: Counter[str] = Counter()
     opaque: Counter[str] = Counter()
-    pairs = _Pairs(first, second or first)
+    pairs, maps = _Pairs(first, second or first), TensorMaps(replace_address)
     graphs, refused = [], dict(first.refused)
     others = {graph.key: graph for graph in second.graphs} if second else {}
     for graph in first.graphs:
@@ -57,9 +57,7 @@ def find_relocations(
             refused[graph.key] = second.refused.get(graph.key, f"{Reason.NOT_DETERMINISTIC}: captured only once")
             continue
         try:
-            comparison = _Comparison(
-                first, second or first, graph, others.get(graph.key, graph), pairs, words, replace_address
-            )
+            comparison = _Comparison(first, second or first, graph, others.get(graph.key, graph), pairs, words, maps)
             graphs.append(comparison.run())
             opaque.update(comparison.opaque)
         except GraphMismatch as mismatch:
@@ -117,7 +115,7 @@ class _Comparison:
         b: GraphBlueprint,
         pairs: _Pairs,
         words: Counter[str],
-        replace_address: Replace,
+        tensor_maps: TensorMaps,
     ) -> None:
         self._dumps = first, second
         self._graphs = a, b
@@ -132,7 +130,7 @@ class _Comparison:
         self._unmoved = {n for n in self._own if first.ranges[n].address in addresses}
         self._pinned: set[int] = set()
         self._words = words
-        self._replace = replace_address
+        self._tensor_maps = tensor_maps
         self.opaque: set[str] = set()
 
     def run(self) -> GraphBlueprint:
@@ -164,8 +162,9 @@ class _Comparison:
             if place is not None:
                 found.append(Relocation(position, place.memory_range, place.offset))
             elif self._changed(position) or all(self._places(position)):
-                first = max(start, behind, found[-1].position + 8 if found else start)
-                relocation = self._map(range(first + -(first - node.start) % 8, stop - MAP_BYTES + 1, 8), position)
+                first = max(start, behind, found[-1].position + 8 if found else start, position - MAP_BYTES + 8)
+                last = min(position, stop - MAP_BYTES)
+                relocation = self._map(range(first + -(first - node.start) % 8, last + 1, 8))
                 if relocation is not None:
                     found.append(relocation)
                     behind = relocation.position + MAP_BYTES
@@ -186,13 +185,11 @@ class _Comparison:
         one, two = self._values(position)
         return self._maps[0].places(one), self._maps[1].places(two)
 
-    def _map(self, starts: range, position: int) -> Relocation | None:
-        """Return a tensor map around this word with the same place in both captures; None if there is none."""
+    def _map(self, starts: range) -> Relocation | None:
+        """Return a tensor map with the same place in both captures, at the first of these positions; None without one."""
         for start in starts:
-            if not start <= position < start + MAP_BYTES:
-                continue
             one, two = (graph.blob[start : start + MAP_BYTES] for graph in self._graphs)
-            known = addresses(one, two, self._replace)
+            known = self._tensor_maps.addresses(one, two)
             common = self._common(*known) if known else []
             if common:
                 self._words["map"] += 1
