@@ -31,7 +31,8 @@ def permanent_contents(blueprints: Blueprints, launches: Mapping[str, Launch], r
     try:
         launched = [graph for graph in blueprints.graphs if graph.key in launches]
         for graph in launched:
-            needed |= _needed(graph, launches[graph.key], replayer, saved)
+            unknown = [number for number in range(len(saved)) if number not in needed]
+            needed |= _needed(graph, launches[graph.key], replayer, saved, unknown)
         scratch = [piece for number, piece in enumerate(saved) if number not in needed]
         contents = tuple(piece for number, piece in enumerate(saved) if number in needed)
         for graph in launched:
@@ -42,13 +43,15 @@ def permanent_contents(blueprints: Blueprints, launches: Mapping[str, Launch], r
     return contents
 
 
-def _needed(graph: GraphBlueprint, launch: Launch, replayer: Replayer, saved: Sequence[Piece]) -> set[int]:
-    """Return the numbers of the pieces that this graph needs.
+def _needed(
+    graph: GraphBlueprint, launch: Launch, replayer: Replayer, saved: Sequence[Piece], unknown: Sequence[int]
+) -> set[int]:
+    """Return the numbers of the pieces that this graph needs, of those of which it is ``unknown``.
 
     Pieces that can be poisoned together without an effect are not needed. Otherwise, each half of them is tried.
     """
     found: set[int] = set()
-    waiting = [range(len(saved))]
+    waiting = [unknown]
     while waiting:
         tried = waiting.pop()
         if not tried or _is_correct(graph, launch, replayer, saved, [saved[number] for number in tried]):
