@@ -53,6 +53,8 @@ SIGNATURES = {
     "cuLibraryLoadData": "ppppuppu",
     "cuLibraryUnload": "p",
     "cuLibraryGetKernel": "pps",
+    "cuLibraryGetKernelCount": "pp",
+    "cuLibraryEnumerateKernels": "pup",
     "cuLibraryGetGlobal": "ppps",
     "cuModuleGetGlobal_v2": "ppps",
     "cuModuleGetFunctionCount": "pp",

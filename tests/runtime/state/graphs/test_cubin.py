@@ -63,6 +63,13 @@ def test_tags_of_the_library_are_no_state_and_a_flag_is(cubins: Path) -> None:
     assert ImageStore([flag]).of("count", ((0, 8),)) == "", "a second copy would not know that the kernel has run"
 
 
+def test_a_kernel_that_is_local_to_its_image(cubins: Path) -> None:
+    """torch's kernels are, where their namespace has no name: ``layer_norm``, ``silu``."""
+    image = (cubins / "toy_g.cubin").read_bytes()
+    (name,) = (name for name in parse_cubin(image).kernels if "count_twice" in name)
+    assert ImageStore([image]).of(name, ((0, 8),)) == hashlib.sha256(image).hexdigest()
+
+
 def test_parameters_with_padding(cubins: Path) -> None:
     assert parse_cubin((cubins / "toy_c.cubin").read_bytes()).kernels["scale"].parameters == ((0, 8), (8, 4), (16, 8))
 

@@ -260,3 +260,24 @@ print([data for _, _, data in edges_of(driver, graph)])
     ).splitlines()
     assert said[0].endswith("CUDA_ERROR_LOSSY_QUERY (402)")
     assert said[1] == r"[b'\x01\x00\x01\x00\x00\x00\x00\x00']"
+
+
+def test_a_kernel_that_is_local_to_its_image_is_found(python: Any) -> None:
+    """cuLibraryGetKernel need not know it by its name; its library lists it."""
+    out = python(
+        CONTEXT
+        + """
+from medusa_runtime.state.graphs.blueprint import Blueprints, KernelRecord
+from medusa_runtime.state.graphs.materialization.cubin import parse_cubin
+from medusa_runtime.state.graphs.restoration.kernels import KernelFinder
+image = (Path(os.environ["TOY_CUBINS"]) / "toy_g.cubin").read_bytes()
+(local,) = (name for name in parse_cubin(image).kernels if "count_twice" in name)
+kernels = tuple(KernelRecord(name, "image", ((0, 8),), ()) for name in ("count", local))
+finder = KernelFinder(driver, Blueprints(kernels=kernels, images={"image": image}))
+for number in range(2):
+    print(driver.text("cuKernelGetName", finder.handle(number, "decode").kern))
+"""
+    )
+    first, second = out.split()
+    assert first == "count"
+    assert second.endswith("count_twiceEPi")

@@ -97,7 +97,7 @@ def _parse(data: bytes) -> Cubin:
                 initial[name] = data[sections[home].start + value :][:size]
             elif size == 1 and _TAG.search(name):
                 tags += 1
-        if info & 0xF == _FUNC and info >> 4 == 1 and other & _KERNEL:
+        if info & 0xF == _FUNC and other & _KERNEL:  # local ones, too: a namespace without a name has such
             parameters = _parameters(data, by_name.get(f".nv.info.{name}"))
             code = sections[home]
             digest = hashlib.sha256(data[code.start : code.start + code.size]).hexdigest()

@@ -52,7 +52,7 @@ class KernelFinder:
             library = self._library(record.image) if record.image else 0
             if library:
                 try:
-                    handle = KernelHandle(0, self._driver.handle("cuLibraryGetKernel", library, record.name.encode()))
+                    handle = KernelHandle(0, self._in_library(library, record.name))
                 except CudaError as error:
                     raise GraphMismatch(Reason.KERNEL_MISSING, f"{record.name} is not in its image: {error}") from error
             else:
@@ -93,6 +93,21 @@ class KernelFinder:
             return self._driver.handle("cuLibraryLoadData", code, None, None, 0, None, None, 0)
         except CudaError as error:
             raise GraphMismatch(Reason.KERNEL_MISSING, f"a kernel image cannot be loaded: {error}") from error
+
+    def _in_library(self, library: int, name: str) -> int:
+        """Return the CUkernel of this name. Raises CudaError if the library has none."""
+        try:
+            return self._driver.handle("cuLibraryGetKernel", library, name.encode())
+        except CudaError:
+            # It may be local to its image, as all kernels in a namespace without a name are.
+            count = c_uint()
+            self._driver.call("cuLibraryGetKernelCount", byref(count), library)
+            kernels = (c_uint64 * count.value)()
+            self._driver.call("cuLibraryEnumerateKernels", kernels, count.value, library)
+            for kernel in kernels:
+                if self._driver.text("cuKernelGetName", kernel) == name:
+                    return kernel
+            raise
 
     def _by_trigger(self, record: KernelRecord, graph: str) -> KernelHandle:
         if self._trigger is not None and graph not in self._done:

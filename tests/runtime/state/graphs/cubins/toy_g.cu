@@ -16,3 +16,9 @@ extern "C" __global__ void count(int *x) {
 #endif
   atomicAdd(x, 1);
 }
+
+// A kernel of an unnamed namespace is local to its image. Its launch keeps the compiler from leaving it out.
+namespace {
+__global__ void count_twice(int *x) { atomicAdd(x, 2); }
+}  // namespace
+void launch(int *x) { count_twice<<<1, 1>>>(x); }

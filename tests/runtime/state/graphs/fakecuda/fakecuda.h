@@ -92,7 +92,7 @@ typedef CUresult (*HostKernel)(const Launch *);
 typedef struct Function {
   struct Image *image;
   char *name;
-  int count;
+  int count, local; // of parameters; not to be found by its name
   size_t offset[MAX_PARAMS], size[MAX_PARAMS];
   int attributes[FUNCTION_ATTRIBUTES];      // of the CUfunction in the context
   int of_kernel[FUNCTION_ATTRIBUTES];       // set on the CUkernel: a function in a context does not inherit them

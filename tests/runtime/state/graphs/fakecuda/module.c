@@ -110,8 +110,9 @@ static int read_symbols(Image *image) {
     int kind = ELF64_ST_TYPE(table[i].st_info), home_number = table[i].st_shndx;
     if (!home_number || home_number >= head->e_shnum) continue;
     const char *home_name = section_names + all[home_number].sh_name;
-    if (kind == STT_FUNC && ELF64_ST_BIND(table[i].st_info) == STB_GLOBAL && table[i].st_other & 0x10) {
+    if (kind == STT_FUNC && table[i].st_other & 0x10) {
       Function *function = &image->functions[image->count++];
+      function->local = ELF64_ST_BIND(table[i].st_info) == STB_LOCAL;
       function->image = image, function->name = name;
       read_parameters(image, function);
       function->attributes[FUNCTION_REGISTERS] = registers(image, i);
@@ -165,7 +166,7 @@ Function *function_of(void *func, void *kern) {
 
 static Function *named(Image *image, const char *name) {
   for (int i = 0; i < image->count; i++)
-    if (!strcmp(image->functions[i].name, name)) return &image->functions[i];
+    if (!image->functions[i].local && !strcmp(image->functions[i].name, name)) return &image->functions[i];
   return NULL;
 }
 static CUresult global(Image *image, const char *name, CUdeviceptr *address, size_t *size) {
@@ -205,6 +206,15 @@ CUresult cuLibraryGetKernel(void **kernel, void *library, const char *name) {
   LOADED(LIBRARY, library);
   Function *function = named(image, name);
   return function ? (*kernel = function->kernel, CUDA_SUCCESS) : CUDA_ERROR_NOT_FOUND;
+}
+CUresult cuLibraryGetKernelCount(unsigned *count, void *library) {
+  LOADED(LIBRARY, library);
+  return *count = image->count, CUDA_SUCCESS;
+}
+CUresult cuLibraryEnumerateKernels(void **kernels, unsigned count, void *library) {
+  LOADED(LIBRARY, library);
+  for (unsigned i = 0; i < count && (int)i < image->count; i++) kernels[i] = image->functions[i].kernel;
+  return CUDA_SUCCESS;
 }
 CUresult cuModuleGetFunction(void **handle, void *module, const char *name) {
   LOADED(MODULE, module);
