@@ -45,7 +45,7 @@ def test_what_the_driver_refuses_is_no_map() -> None:
 
 
 def test_the_driver_is_asked_for_the_format_once() -> None:
-    """A model's graphs have thousands of words that differ and are no maps, and NVIDIA's driver takes any bytes for one."""
+    """A model's graphs have thousands of words that differ and are no maps. NVIDIA's driver takes any bytes for one."""
     asked = 0
 
     def count(data: bytes, address: int) -> bytes | None:

@@ -186,7 +186,7 @@ class _Comparison:
         return self._maps[0].places(one), self._maps[1].places(two)
 
     def _map(self, starts: range) -> Relocation | None:
-        """Return a tensor map with the same place in both captures, at the first of these positions; None without one."""
+        """Return a tensor map with the same place in both captures, at the first of these positions that has one."""
         for start in starts:
             one, two = (graph.blob[start : start + MAP_BYTES] for graph in self._graphs)
             known = self._tensor_maps.addresses(one, two)
