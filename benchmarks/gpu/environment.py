@@ -42,6 +42,12 @@ def _triton(machine: Machine) -> str:
     return str(triton.__version__)
 
 
+def _bytecode(machine: Machine) -> str:
+    """Return whether Python finds torch's bytecode, without which an import of it takes twice as long."""
+    kept = torch.__spec__.cached
+    return "kept" if kept and Path(kept).exists() else "not kept"
+
+
 def _driver(machine: Machine) -> str:
     import ctypes
 
@@ -126,6 +132,7 @@ _FACTS: dict[str, Callable[[Machine], Any]] = {
     "memory_gib": lambda _: int(Path("/proc/meminfo").read_text().split()[1]) >> 20,
     "compiler": lambda _: shutil.which("g++") or shutil.which("gcc"),
     "triton": _triton,
+    "bytecode": _bytecode,
     "driver": _driver,
     "attributes": _attributes,
     "placement": _placement,

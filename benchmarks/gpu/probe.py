@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 SECONDS = 120.0
 MOST_BYTES = 64 << 20
-_ROOTS = [str(ROOT / name) for name in ("runtime", "handler", "adapters")]
+ROOTS = [str(ROOT / name) for name in ("runtime", "handler", "adapters")]
 _FAKE_DRIVER = ROOT / "tests/runtime/state/graphs/fakecuda"
 _UPLOAD_BYTES = 1 << 30
 _KILL_S = 10.0
@@ -120,14 +120,13 @@ class Probe:
         return [*python, "benchmarks.gpu.probing.steps", name, str(self._folder), *fake]
 
     def _environ(self, name: str) -> dict[str, str]:
-        paths = os.pathsep.join([*_ROOTS, str(ROOT), os.environ.get("PYTHONPATH", "")])
         # Only the fake driver reads these: each process has its own memory and handles, as on a GPU.
         fake = {
             "FAKE_CUDA_BASE": hex(0x5100_0000_0000 + (len(name) << 40)),
             "FAKE_CUDA_HANDLES": f"0x55{len(name):x}000000000",
         }
         slow = {"PROBE_CASE_S": str(_LIMITS[name])} if name == "memcheck" else {}  # the sanitizer takes its time
-        return {**os.environ, "PYTHONPATH": paths, **slow, **(fake if self._library else {})}
+        return {**environ(), **slow, **(fake if self._library else {})}
 
     def _facts(self, name: str) -> dict[str, Any]:
         try:
@@ -137,6 +136,17 @@ class Probe:
             end = log.read_text(errors="replace").strip()[-600:] if log.exists() else ""
             return {"failed": end}
         return found
+
+
+def environ() -> dict[str, str]:
+    """Return the environment of processes that are measured.
+
+    They find the packages by their source roots, since nothing of ours is installed on a machine that is lent. They
+    keep bytecode, as images do: torch without it takes twice as long to import.
+    """
+    paths = os.pathsep.join([*ROOTS, str(ROOT), os.environ.get("PYTHONPATH", "")])
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONPATH": paths}
 
 
 def ended(process: subprocess.Popen[bytes], seconds: float) -> int | str:

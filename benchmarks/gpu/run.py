@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -28,11 +27,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.probe import SECONDS, ended, pack
+from benchmarks.gpu.probe import ROOT, ROOTS, SECONDS, ended, environ, pack
 from benchmarks.gpu.summary import lines
 
-ROOT = Path(__file__).parents[2]
-_ROOTS = [str(ROOT / name) for name in ("runtime", "handler", "adapters")]
 SHAPES = {
     2: ("llama-3-8b",),
     3: ("qwen2.5-0.5b", "opt-1.3b", "falcon-7b"),
@@ -91,7 +88,7 @@ class Check:
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=_environ(),
+                env=environ(),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -145,7 +142,7 @@ def make_checkpoint(work: Path, shape: str, timeout_s: float) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         command = [sys.executable, "-m", "benchmarks.make_checkpoint", "--shape", shape, "--out", str(folder)]
         with subprocess.Popen(
-            command, cwd=ROOT, env=_environ(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            command, cwd=ROOT, env=environ(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         ) as process:
             _writers.append(process)
             try:
@@ -217,7 +214,7 @@ def gpu_tests(check: Check, out: Path) -> None:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**_environ(), **evidence},
+            env={**environ(), **evidence},
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -234,7 +231,7 @@ def probe(check: Check, out: Path, *, dry_run: bool) -> None:
     if not report.exists():
         command = [sys.executable, "-m", "benchmarks.gpu.probe", "--out", str(out), *(["--dry-run"] if dry_run else [])]
         try:
-            subprocess.run(command, cwd=ROOT, env=_environ(), timeout=SECONDS + 30, check=False)
+            subprocess.run(command, cwd=ROOT, env=environ(), timeout=SECONDS + 30, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             check.keep("probe", {"failed": str(error)[:300]})
             return
@@ -242,11 +239,6 @@ def probe(check: Check, out: Path, *, dry_run: bool) -> None:
         check.keep("probe", {"rows": json.loads(report.read_text())["rows"]})
     except (OSError, ValueError, KeyError) as error:
         check.keep("probe", {"failed": f"it left no results: {error}"})
-
-
-def _environ() -> dict[str, str]:
-    """The packages by their source roots: nothing of ours is installed on a machine that is lent."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([*_ROOTS, str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -266,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
     for package, lost in _WITHOUT.items():
         if importlib.util.find_spec(package) is None:
             print(f"          there is no {package} here: {lost}", flush=True)
-    sys.path += _ROOTS
+    sys.path += ROOTS
     numbers = options.run or (1, 2, 3, 4)
     make_ahead(options.work, shapes_of(numbers, options.shape, dry_run=options.dry_run))
     check = Check(options.out, options.work, dry_run=options.dry_run, budget_s=SECONDS + 30)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,14 @@ def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(probe, "_GROUPS", probe._GROUPS[:2])
         assert probe.main(["--dry-run", "--out", str(out)]) == 0
     return out
+
+
+def test_what_is_measured_starts_with_bytecode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # as in many containers
+    (tmp_path / "imported.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    subprocess.run([sys.executable, "-c", "import imported"], env=probe.environ(), check=True)
+    assert list(tmp_path.glob("__pycache__/imported.*.pyc"))
 
 
 def rows_of(evidence: Path) -> dict[str, tuple[str, str]]:
