@@ -34,6 +34,7 @@ def test_a_dry_run_goes_through_all_parts(tmp_path: Path, monkeypatch: pytest.Mo
         *(f"tiny-llama {name}" for name in ("materialize", "captured", "restored")),
         *(f"tiny-llama phase {strategy} 0" for strategy in ("capture", "medusa")),
     ]
+    assert {part["torch_import"] for part in results.values()} == {"lean"}
     captured, restored = results["tiny-llama captured"], results["tiny-llama restored"]
     assert captured["capture"]["graphs"] == restored["restore"]["graphs"] == 4
     assert captured["hashes"] == restored["hashes"]
