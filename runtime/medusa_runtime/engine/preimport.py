@@ -14,11 +14,11 @@ _PATIENCE_S = 1.0  # how long to wait for config.json, which is fetched while to
 
 
 def preimport(settings: Settings, region: Region | None = None) -> None:
-    """Import torch (leanly, on a CPU) and every model family. ``registry.EngineKind`` says when this is called."""
-    if settings.device == "cuda":
-        if settings.torch_import == "lean":
-            logger.warning("importing torch plainly: the engine uses a GPU, the lean import was tested without")
-    elif settings.torch_import != "plain":
+    """Import torch and every model family. ``registry.EngineKind`` says when this is called.
+
+    torch is imported leanly on a CPU, and on a GPU where the settings say so.
+    """
+    if settings.torch_import == "lean" or (settings.torch_import == "auto" and settings.device != "cuda"):
         from ..imports.lazy_torch import import_torch
 
         import_torch(numpy=False)  # nothing in the engine process uses it

@@ -460,7 +460,7 @@ def test_this_python_is_a_tested_one() -> None:
 
 ENGINE_IMPORT = """
 import logging, sys
-logging.basicConfig(level="INFO", stream=sys.stdout)
+logging.basicConfig(level="INFO", stream=sys.stdout)  # it would name a reason to import plainly
 from medusa_runtime.config import Settings
 from medusa_runtime.zygote import load_engine_class
 load_engine_class(Settings(torch_import=sys.argv[1], device=sys.argv[2]))
@@ -475,14 +475,11 @@ print(type(sys.modules["torch.fx"]).__name__)
         ("lean", "cpu", "LazyModule"),
         ("plain", "cpu", "module"),
         ("auto", "cuda", "module"),
-        ("lean", "cuda", "module"),
+        ("lean", "cuda", "LazyModule"),
     ],
 )
 def test_the_engines_torch_is_imported_as_it_was_asked_to(how: str, device: str, found: str) -> None:
-    *said, kind = run(ENGINE_IMPORT, how, device).splitlines()
-    assert kind == found
-    assert [line for line in said if "plainly: the engine uses a GPU" in line] == said
-    assert bool(said) == ((how, device) == ("lean", "cuda"))
+    assert run(ENGINE_IMPORT, how, device).splitlines() == [found]
 
 
 def test_a_setting_that_needs_the_whole_import() -> None:
