@@ -249,6 +249,8 @@ class _LeanImport:
         return {
             "torch.fx.operator_schemas": {"_SCHEMA_TO_SIGNATURE_CACHE": {}},
             "torch.jit": {"_builtins": _Builtins(self._builtins), "is_tracing": _query("torch.jit", "is_tracing")},
+            # torch._C compares each function that it registers with this one.
+            "torch.library": {"fallthrough_kernel": StandIn.of("torch.library", "fallthrough_kernel")},
             "torch.nested": {"nested_tensor": StandIn.of("torch.nested", "nested_tensor")},
             "torch.compiler": {
                 name: _query("torch.compiler", name) for name in ("is_compiling", "is_dynamo_compiling")
@@ -333,18 +335,57 @@ class _DynamicInt(metaclass=_DynamicIntType):
     """A stand-in for sym_node's class. torch._C looks it up once, for the first size that it parses, and keeps it."""
 
 
+class _OperatorLibrary(StandIn):
+    """A stand-in for a library of operators, which is made when it is first used.
+
+    torch itself defines operators in one when CUDA is initialized. They are registered as torch.library would, which
+    takes no Python code of it.
+    """
+
+    def __init__(self, namespace: str, kind: str, *more: Any) -> None:
+        super().__init__(self._make)
+        self._arguments = namespace, kind, *more
+        self._registered: Any = None  # what the dispatcher knows of it before torch.library is executed
+        self._made: Any = None
+
+    def define(self, schema: str, *more: Any, **options: Any) -> Any:
+        if more or options or self._is_executed:
+            return self._resolve().define(schema, *more, **options)
+        return self._dispatcher.define(schema, "", ())
+
+    def impl(self, name: str, function: Any, key: str = "", *more: Any, **options: Any) -> None:
+        if more or options or not key or self._is_executed:
+            self._resolve().impl(name, function, key, *more, **options)
+        else:
+            self._dispatcher.impl(name, key, function, False)
+
+    @property
+    def _is_executed(self) -> bool:
+        return type(sys.modules.get("torch.library")) is not LazyModule
+
+    @property
+    def _dispatcher(self) -> Any:
+        if self._registered is None:
+            namespace, kind, *_ = self._arguments
+            make = sys.modules["torch"]._C._dispatch_library
+            self._registered = make(kind, namespace, "", __file__, 0)
+        return self._registered
+
+    def _make(self) -> Any:
+        if self._made is None:
+            library = importlib.import_module("torch.library").Library
+            if self._made is None:  # executing torch.library may use this very stand-in
+                namespace, kind, *more = self._arguments
+                # The dispatcher takes one definition of a namespace, and any number of fragments.
+                self._made = library(namespace, "FRAGMENT" if self._registered is not None else kind, *more)
+        return self._made
+
+
 class _Library:
-    """A stand-in for torch.library.Library: the library that it makes is created when it is first used."""
+    """A stand-in for torch.library.Library."""
 
     def __call__(self, *args: Any) -> StandIn:
-        made: list[Any] = []
-
-        def resolve() -> Any:
-            if not made:
-                made.append(importlib.import_module("torch.library").Library(*args))
-            return made[0]
-
-        return StandIn(resolve)
+        return _OperatorLibrary(*args)
 
     def __or__(self, other: Any) -> Any:  # torch 2.12 annotates a variable with it
         return typing.ForwardRef("torch.library.Library") | other
