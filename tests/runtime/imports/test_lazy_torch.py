@@ -269,7 +269,7 @@ def negates(name):
 
 
 def test_what_torch_does_when_cuda_is_initialized_executes_nothing() -> None:
-    """It defines operators of triton then, where triton is installed. Without a GPU nothing else shows that this works."""
+    """It defines operators of triton then, where triton is installed. Nothing else shows this without a GPU."""
     run(
         LEAN
         + OPERATORS
