@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from test_lazy_torch import LEAN, run
+import subprocess
+import sys
 
+LEAN = "from medusa_runtime.imports.lazy_torch import complete, import_torch\ntorch = import_torch()\n"
 OPERATORS = """
 def define(name):
     torch._TritonLibrary.registerOp(name, f"{name}(Tensor x) -> Tensor", torch.neg, "CPU")
@@ -11,6 +13,11 @@ def define(name):
 def negates(name):
     return getattr(torch.ops.triton, name)(torch.ones(2)).tolist() == [-1, -1]
 """
+
+
+def run(script: str) -> None:
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_torch_does_when_cuda_is_initialized_executes_nothing() -> None:
