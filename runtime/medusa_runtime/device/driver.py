@@ -26,12 +26,22 @@ class Driver:
 
     def call(self, function: str, *arguments: Any) -> None:
         """Call a function that returns a CUresult. Raises DeviceError with its name and the driver's reason."""
+        self.check(function, self._function(function)(*arguments))
+
+    def check(self, function: str, code: int) -> None:
+        """Raise DeviceError for a CUresult of this function that is not 0."""
+        if code:
+            raise DeviceError(f"{function} failed: {self._reason(code)}; `nvidia-smi` shows the state of the GPU")
+
+    def address(self, function: str) -> int:
+        """Return where a function is, for compiled code that calls it. DeviceError if this driver does not have it."""
+        return ctypes.cast(self._function(function), ctypes.c_void_p).value or 0
+
+    def _function(self, name: str) -> Any:
         try:
-            result = getattr(self._functions, function)(*arguments)
+            return getattr(self._functions, name)
         except AttributeError:
-            raise DeviceError(f"{self.file} has no {function}; expected a driver of CUDA 11 or newer") from None
-        if result:
-            raise DeviceError(f"{function} failed: {self._reason(result)}; `nvidia-smi` shows the state of the GPU")
+            raise DeviceError(f"{self.file} has no {name}; expected a driver of CUDA 11 or newer") from None
 
     def _reason(self, result: int) -> str:
         text = ctypes.c_char_p()

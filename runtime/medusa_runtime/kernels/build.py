@@ -37,6 +37,7 @@ OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("dequantize", "dequantize.c", AVX2),
         ("attention", "attention.c", ()),
         ("chunks", "chunks.c", ()),
+        ("staging", "staging.c", ()),
         ("attention_avx2", "attention_tile.c", AVX2),
         ("attention_avx512", "attention_tile.c", AVX512),
     ),
@@ -50,6 +51,7 @@ OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("dequantize", "dequantize.c", ()),
         ("attention", "attention.c", ()),
         ("chunks", "chunks.c", ()),
+        ("staging", "staging.c", ()),
         ("attention_neon", "attention_tile.c", ()),
     ),
 }

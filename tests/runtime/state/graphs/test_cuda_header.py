@@ -11,13 +11,14 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from medusa_runtime.device import cupti
 from medusa_runtime.engine.gpu import graph_pool
-from medusa_runtime.load.upload import cuda_link
+from medusa_runtime.kernels import build as kernels
+from medusa_runtime.load.upload import staging
 from medusa_runtime.state.graphs import placement, structs
 from medusa_runtime.state.graphs.blueprint import NodeKind
 from medusa_runtime.state.graphs.driver import HOST_MEMORY, INVALID_VALUE, OUT_OF_MEMORY, SIGNATURES, STICKY
@@ -48,15 +49,21 @@ pytestmark = pytest.mark.skipif(
     FOLDER is None or shutil.which("c++") is None, reason="needs CUDA 13's cuda.h and cupti.h (CUDA_HOME) and c++"
 )
 
-# What is called without declared types, by device/, load/upload/cuda_link.py and engine/gpu/graph_pool.c.
+# What is called without declared types, by device/, kernels/staging.c and engine/gpu/graph_pool.c.
 UNTYPED = {
     "cuDeviceGetCount": "p",
     "cuDevicePrimaryCtxRelease_v2": "i",
     "cuDeviceTotalMem_v2": "pi",
     "cuGetErrorName": "ip",
     "cuGetErrorString": "ip",
-    "cuMemHostRegister_v2": "pzu",
-    "cuMemHostUnregister": "p",
+    "cuEventCreate": "pu",
+    "cuEventDestroy_v2": "p",
+    "cuEventRecord": "pp",
+    "cuEventSynchronize": "p",
+    "cuMemFreeHost": "p",
+    "cuMemHostAlloc": "pzu",
+    "cuMemcpyHtoDAsync_v2": "qpzp",
+    "cuStreamDestroy_v2": "p",
     "cuThreadExchangeStreamCaptureMode": "p",
 }
 
@@ -172,7 +179,6 @@ CONSTANTS = {
     "CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY": build._USE_NODE_PRIORITY,
     "CU_LAUNCH_ATTRIBUTE_PRIORITY": build._PRIORITY,
     "CU_FUNC_ATTRIBUTE_NUM_REGS": dump.REGISTERS,
-    "CU_MEMHOSTREGISTER_READ_ONLY": cuda_link._READ_ONLY,
     "CUPTI_CB_DOMAIN_RESOURCE": cupti._RESOURCE,
     "CUPTI_CBID_RESOURCE_MODULE_LOADED": cupti._MODULE_LOADED,
     "CUPTI_CB_DOMAIN_DRIVER_API": cupti._DRIVER_API,
@@ -296,12 +302,32 @@ def test_the_pool_in_c_calls_the_driver_as_it_is(tmp_path: Path) -> None:
         "RELAXED": "CU_STREAM_CAPTURE_MODE_RELAXED",
     }
     checks = [f'_Static_assert((int)({ours}) == (int)({theirs}), "{ours}");' for ours, theirs in equal.items()]
-    # Enumerations and handles are an int and pointers to the one who calls, so only the number of arguments is left.
+    compare_calls(calls, source)
+    compile_checks(tmp_path, graph_pool._SOURCE, checks)
+
+
+def test_staging_in_c_calls_the_driver_as_it_is(tmp_path: Path) -> None:
+    source = kernels.SOURCE_DIR / "staging.c"
+    compare_calls(staging._FUNCTIONS, source.read_text())
+    equal = {
+        "NON_BLOCKING": "CU_STREAM_NON_BLOCKING",
+        "SLEEPING": "(CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING)",
+    }
+    checks = [f'_Static_assert((int){ours} == (int){theirs}, "{ours}");' for ours, theirs in equal.items()]
+    compile_checks(tmp_path, source, checks)
+
+
+def compare_calls(calls: Mapping[str, str], source: str) -> None:
+    """Enumerations and handles are an int and pointers to the caller, so only the number of arguments is left."""
     for ours, theirs in calls.items():
         arguments = re.search(rf"\(\*{ours}\)\(([^)]*)\)", source)
         assert arguments is not None
         assert len(arguments[1].split(",")) == len((SIGNATURES | UNTYPED)[theirs])
-    includes = ["#include <cuda.h>", "#include <stddef.h>", f'#include "{graph_pool._SOURCE}"']
-    (tmp_path / "program.c").write_text("\n".join([*includes, *checks, ""]))
-    command = ["cc", "-I", str(FOLDER), "-fsyntax-only", str(tmp_path / "program.c")]
+
+
+def compile_checks(folder: Path, source: Path, checks: Sequence[str]) -> None:
+    assert FOLDER is not None
+    includes = ["#include <cuda.h>", "#include <stddef.h>", f'#include "{source}"']
+    (folder / "program.c").write_text("\n".join([*includes, *checks, ""]))
+    command = ["cc", "-I", str(FOLDER), "-fsyntax-only", str(folder / "program.c")]
     subprocess.run(command, check=True, timeout=240)

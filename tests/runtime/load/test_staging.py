@@ -1,0 +1,205 @@
+"""The threads that stage copies to a device, over a driver whose copies a test holds back."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+import subprocess
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from built_once import built_once
+from medusa_runtime.device.driver import Driver
+from medusa_runtime.errors import DeviceError
+from medusa_runtime.kernels import build as kernels
+from medusa_runtime.load.upload import staging
+from medusa_runtime.load.upload.staging import StagingThreads, StagingUnavailableError, Transfer
+
+SOURCE = Path(__file__).with_name("fake_copies.c")
+PART = 4 << 20  # PART_BYTES in staging.c
+SLOTS = 2
+
+
+class Bytes:
+    """Memory of the host, or, in place of a device's, of this process."""
+
+    def __init__(self, data: bytes) -> None:
+        self.memory = ctypes.create_string_buffer(data, len(data))
+        self.address = ctypes.addressof(self.memory)
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def get(self) -> bytes:
+        return self.memory.raw
+
+
+@pytest.fixture(scope="session")
+def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def compile_it(folder: Path) -> None:
+        command = ["cc", "-shared", "-fPIC", "-pthread", "-Wall", "-Werror", "-o", str(folder / "libcuda.so.1"), SOURCE]
+        subprocess.run(command, check=True, timeout=240)
+
+    return built_once(tmp_path_factory, "fake_copies", compile_it) / "libcuda.so.1"
+
+
+class Fake:
+    """The fake driver. Each test loads a copy of it, because the library has one device."""
+
+    def __init__(self, library: Path) -> None:
+        self.driver = Driver(str(library))
+        self.calls = ctypes.CDLL(str(library))
+        self.calls.fake_target.restype = ctypes.c_uint64
+        self.locked = ctypes.PyDLL(str(library))  # its calls hold the interpreter's lock
+
+    @contextmanager
+    def threads(self, count: int = 3) -> Iterator[StagingThreads]:
+        threads = StagingThreads(self.driver, count)
+        try:
+            yield threads
+        finally:
+            self.calls.fake_hold(0)
+            threads.close()
+
+
+@pytest.fixture
+def fake(fake_library: Path, tmp_path: Path) -> Fake:
+    copy = tmp_path / fake_library.name
+    copy.write_bytes(fake_library.read_bytes())
+    return Fake(copy)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
+
+
+def begin(threads: StagingThreads, target: Bytes, source: Bytes, *, urgent: bool = False) -> Transfer:
+    return threads.begin(target.address, source.address, len(source), urgent=urgent, keep=source)
+
+
+def test_every_byte_arrives(fake: Fake) -> None:
+    sizes = (1, 4097, PART - 1, PART, PART + 1, 3 * PART, 5 * PART + 77, 0)
+    sources = [Bytes(random.Random(size).randbytes(size)) for size in sizes]
+    targets = [Bytes(bytes(size)) for size in sizes]
+    with fake.threads() as threads:
+        pairs = zip(targets, sources, strict=True)
+        transfers = [begin(threads, *pair, urgent=number % 3 == 0) for number, pair in enumerate(pairs)]
+        until(lambda: all(transfer.done() for transfer in transfers))
+        assert [target.get() for target in targets] == [source.get() for source in sources]
+
+
+def test_a_transfer_is_done_when_the_device_has_read_all_of_it(fake: Fake) -> None:
+    target, source = Bytes(bytes(100)), Bytes(b"x" * 100)
+    fake.calls.fake_hold(1)
+    with fake.threads() as threads:
+        transfer = begin(threads, target, source)
+        until(lambda: fake.calls.fake_begun() == 1)
+        time.sleep(0.05)
+        assert not transfer.done()
+        fake.calls.fake_hold(0)
+        until(transfer.done)
+        assert target.get() == source.get()
+
+
+def test_urgent_transfers_go_before_what_has_not_begun(fake: Fake) -> None:
+    size = 6 * PART
+    target, other, source = Bytes(bytes(size)), Bytes(bytes(10)), Bytes(b"x" * size)
+    fake.calls.fake_hold(1)
+    with fake.threads(count=1) as threads:
+        first = begin(threads, target, source)
+        until(lambda: fake.calls.fake_begun() == SLOTS)
+        urgent = threads.begin(other.address, source.address, 10, urgent=True, keep=source)
+        fake.calls.fake_hold(0)
+        until(lambda: first.done() and urgent.done())
+        order = [fake.calls.fake_target(number) for number in range(7)]
+    expected = [target.address + start for start in range(0, size, PART)]
+    assert order == [*expected[:SLOTS], other.address, *expected[SLOTS:]]
+
+
+def test_the_interpreters_lock_is_not_needed(fake: Fake) -> None:
+    """A start computes in Python while its weights come. Threads of Python would get a turn every few milliseconds."""
+    parts = 12
+    target, source = Bytes(bytes(parts * PART)), Bytes(b"x" * parts * PART)
+    with fake.threads() as threads:
+        transfer = begin(threads, target, source)
+        fake.locked.fake_await(parts)
+        until(transfer.done)
+
+
+def test_the_hosts_memory_is_kept_until_it_is_copied(fake: Fake) -> None:
+    class Owner(Bytes):
+        pass
+
+    source, target = Owner(b"x" * 3 * PART), Bytes(bytes(3 * PART))
+    alive, expected = weakref.ref(source), source.get()
+    fake.calls.fake_hold(1)
+    with fake.threads(count=1) as threads:
+        begin(threads, target, source)
+        del source
+        gc.collect()
+        assert alive() is not None
+        fake.calls.fake_hold(0)
+        until(lambda: target.get() == expected)
+        until(lambda: not threads._transfers[0].native.left)
+        begin(threads, target, Bytes(b"y"))
+        gc.collect()
+        assert alive() is None
+
+
+def test_closing_waits_for_what_has_begun_and_leaves_nothing(fake: Fake) -> None:
+    size = 20 * PART
+    target, source = Bytes(bytes(size)), Bytes(b"x" * size)
+    threads = StagingThreads(fake.driver, 3)
+    transfer = begin(threads, target, source)
+    until(lambda: fake.calls.fake_begun() > 0)
+    threads.close()
+    threads.close()
+    begun = fake.calls.fake_begun()
+    assert target.get().count(b"x") == begun * PART, "each part that had begun is there"
+    assert transfer.done() == (begun == 20)
+    assert not any(thread.is_alive() for thread in threads._threads)
+    assert fake.calls.fake_pinned() == fake.calls.fake_handles() == 0
+
+
+@pytest.mark.parametrize("function", ["cuMemcpyHtoDAsync_v2", "cuEventSynchronize"])
+def test_a_copy_that_fails_raises(fake: Fake, function: str) -> None:
+    target, source = Bytes(bytes(10 * PART)), Bytes(b"x" * 10 * PART)
+    fake.calls.fake_fail(function.encode())
+    with fake.threads() as threads:
+        transfer = begin(threads, target, source)
+        with pytest.raises(DeviceError, match="weights to the device failed: out of memory"):
+            until(transfer.done)
+
+
+@pytest.mark.parametrize("function", ["cuMemHostAlloc", "cuCtxSetCurrent"])
+def test_threads_that_cannot_start_raise(fake: Fake, function: str) -> None:
+    fake.calls.fake_fail(function.encode())
+    with fake.threads() as threads, pytest.raises(DeviceError, match="out of memory"):
+        until(begin(threads, Bytes(bytes(10)), Bytes(bytes(10))).done)
+    assert fake.calls.fake_pinned() == fake.calls.fake_handles() == 0
+
+
+def test_without_the_compiled_code_the_message_says_how_to_make_it(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_LIBRARY", tmp_path / "none.so")
+    with pytest.raises(StagingUnavailableError, match=r"none\.so.*medusa_runtime\.kernels\.build"):
+        StagingThreads(fake.driver, 1)
+
+
+def test_the_structure_is_that_of_the_compiled_code(tmp_path: Path) -> None:
+    ours = staging._Transfer
+    checks = {"sizeof(struct transfer)": ctypes.sizeof(ours), "PART_BYTES": PART, "SLOTS": SLOTS}
+    checks |= {f"offsetof(struct transfer, {name})": getattr(ours, name).offset for name, _ in ours._fields_}
+    lines = [f'_Static_assert({expression} == {value}, "{expression}");' for expression, value in checks.items()]
+    source = kernels.SOURCE_DIR / "staging.c"
+    (tmp_path / "program.c").write_text("\n".join(["#include <stddef.h>", f'#include "{source}"', *lines, ""]))
+    subprocess.run(["cc", "-fsyntax-only", str(tmp_path / "program.c")], check=True, timeout=240)
