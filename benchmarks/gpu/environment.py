@@ -16,13 +16,10 @@ import torch
 
 from benchmarks.gpu.machine import Machine
 
-# CUdevice_attribute: what copies from registered pages and memory at chosen addresses rely on.
+# CUdevice_attribute: whether copies need pinned memory, and what memory at chosen addresses relies on.
 _ATTRIBUTES = {
     "PAGEABLE_MEMORY_ACCESS": 88,
-    "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM": 91,
-    "HOST_REGISTER_SUPPORTED": 99,
     "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": 102,
-    "READ_ONLY_HOST_REGISTER_SUPPORTED": 113,
 }
 
 
@@ -105,23 +102,6 @@ def _cupti(machine: Machine) -> dict[str, int]:
         return {"images": len(recorder.images), "bytes": sum(map(len, recorder.images))}
 
 
-def _register(machine: Machine) -> str:
-    """Return whether a read-only mapping of a memfd can be registered."""
-    import ctypes
-    import mmap
-
-    from medusa_runtime.device.driver import Driver
-    from medusa_runtime.load.views import bytes_tensor
-
-    fd = os.memfd_create("probe")
-    os.ftruncate(fd, 64 << 20)
-    memory = mmap.mmap(fd, 64 << 20, mmap.MAP_SHARED, mmap.PROT_READ)
-    tensor = bytes_tensor(memoryview(memory))
-    torch.empty(1, device=machine.device)
-    Driver().call("cuMemHostRegister_v2", ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), 8)
-    return "read-only memfd registered"
-
-
 _FACTS: dict[str, Callable[[Machine], Any]] = {
     "device": lambda machine: machine.name,
     "python": lambda _: platform.python_version(),
@@ -137,5 +117,4 @@ _FACTS: dict[str, Callable[[Machine], Any]] = {
     "attributes": _attributes,
     "placement": _placement,
     "cupti": _cupti,
-    "register": _register,
 }

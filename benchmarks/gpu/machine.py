@@ -20,7 +20,7 @@ class Machine(Protocol):
     name: str
     device: torch.device
 
-    def gpu(self, way: str = "auto") -> Gpu: ...
+    def gpu(self) -> Gpu: ...
 
     def synchronize(self) -> None: ...
 
@@ -45,8 +45,8 @@ class CudaMachine:
         self.device = torch.device("cuda", 0)
         self.name = torch.cuda.get_device_name(self.device)
 
-    def gpu(self, way: str = "auto") -> Gpu:
-        return Gpu(way=way)
+    def gpu(self) -> Gpu:
+        return Gpu()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -95,7 +95,7 @@ class HostMachine:
 
         cuda.triton_obstacle = lambda: "a dry run"  # type: ignore[assignment] # it may be installed, and runs nothing without a GPU
 
-    def gpu(self, way: str = "auto") -> Gpu:
+    def gpu(self) -> Gpu:
         return HostGpu()
 
     def synchronize(self) -> None: ...
@@ -127,16 +127,12 @@ class _Arrived:
 
 
 class _HostLink:
-    registered_bytes = 0
-
     def allocate(self, name: str, size_bytes: int) -> Tensor:
         return torch.zeros(size_bytes, dtype=torch.uint8)
 
     def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> _Arrived:
         target.copy_(source)
         return _Arrived()
-
-    def forget(self, source: Tensor) -> None: ...
 
     def close(self) -> None: ...
 

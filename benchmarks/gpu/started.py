@@ -49,7 +49,7 @@ class Started:
 
 
 @contextmanager
-def started(machine: Machine, settings: Settings, *, way: str = "auto", wait: bool = True) -> Iterator[Started]:
+def started(machine: Machine, settings: Settings, *, wait: bool = True) -> Iterator[Started]:
     """A started engine. ``wait``: wait for the weights.
 
     The checkpoint is a folder on this machine, whose files are in the page cache if memory allows.
@@ -63,7 +63,7 @@ def started(machine: Machine, settings: Settings, *, way: str = "auto", wait: bo
         kwargs={"settings": settings, "timeline": timeline.named("prefetcher")},
     )
     fetch.start()
-    gpu = machine.gpu(way)
+    gpu = machine.gpu()
     engine = TorchEngine(region, settings, timeline, gpu)
     try:
         if wait:

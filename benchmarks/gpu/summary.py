@@ -15,7 +15,7 @@ SLOWER = 0.01  # a restored graph's step against a captured one's
 PROMISED = ("llama-3-8b", "qwen2.5-0.5b", "opt-1.3b")
 _DRY = "A DRY RUN, WITHOUT A GPU: none of these numbers means anything."
 # Each row that is promised, and what its line says where there is one.
-_ROWS = {"context beside imports": "of the context", "host to device, of the limit": "loading by"}
+_ROWS = {"context beside imports": "of the context", "host to device, of the limit": "loading: "}
 _SHAPE_ROWS = {
     "the offline phase": "materialized in",
     "restoring": "restored in",
@@ -91,14 +91,13 @@ def _link(results: Results) -> list[str]:
     if not limit:
         return []
     found = [f"host to device, pinned: {limit:.1f} GB/s"]
-    for part in ("transfer", "loading"):
-        for way in ("register", "staging"):
-            rate = results.get(part, {}).get(way, {})
-            speed = rate.get("gb_s", rate.get("first_gb_s"))
-            if speed:
-                found.append(
-                    _judged(f"{part} by {way}: {speed:.1f} GB/s, {speed / limit:.0%}", speed / limit >= LINK_SHARE)
-                )
+    speeds = {
+        "transfer": results["transfer"].get("link", {}).get("first_gb_s"),
+        "loading": results.get("loading", {}).get("gb_s"),
+    }
+    for part, speed in speeds.items():
+        if speed:
+            found.append(_judged(f"{part}: {speed:.1f} GB/s, {speed / limit:.0%}", speed / limit >= LINK_SHARE))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Measures how fast bytes reach the device: the limit, and each of the loader's ways, over the same bytes."""
+"""Measures how fast bytes reach the device: the limit, the loader's link over the same bytes, and the whole loader."""
 
 from __future__ import annotations
 
@@ -21,19 +21,14 @@ _PIECE = 64 << 20
 
 
 def transfer(machine: Machine, *, total_bytes: int, repeats: int = 5) -> dict[str, Any]:
-    """The GB/s into the device: pinned (the limit), pageable, and by both ways of a link from a read-only memfd."""
+    """The GB/s into the device: pinned (the limit), pageable, and over a link from a read-only memfd."""
     found: dict[str, Any] = {"bytes": total_bytes}
     target = torch.empty(total_bytes, dtype=torch.uint8, device=machine.device)
     pinned = torch.empty(total_bytes, dtype=torch.uint8, pin_memory=machine.device.type == "cuda").fill_(1)
     found["pinned_gb_s"] = _rate(machine, total_bytes, repeats, lambda: target.copy_(pinned, non_blocking=True))
     pageable = torch.ones(min(total_bytes, 1 << 30), dtype=torch.uint8)
     found["pageable_gb_s"] = _rate(machine, pageable.nbytes, repeats, lambda: target[: pageable.nbytes].copy_(pageable))
-    source = _memfd(total_bytes)
-    for way in ("register", "staging"):
-        try:
-            found[way] = _through(machine, way, target, source)
-        except Exception as error:  # noqa: BLE001 - the other way may work
-            found[way] = {"failed": f"{type(error).__name__}: {error}"}
+    found["link"] = _through(machine, target, _memfd(total_bytes))
     return found
 
 
@@ -53,10 +48,10 @@ def _memfd(total_bytes: int) -> torch.Tensor:
     return bytes_tensor(memoryview(memory))
 
 
-def _through(machine: Machine, way: str, target: torch.Tensor, source: torch.Tensor) -> dict[str, Any]:
-    """Copy twice: the second time nothing has to be allocated. Pages are released behind a copy, as loaders do."""
-    link: Link = machine.gpu(way).link
-    seconds, forgetting_s = [], 0.0
+def _through(machine: Machine, target: torch.Tensor, source: torch.Tensor) -> dict[str, Any]:
+    """Copy twice. The first time, no page of the source is mapped, as after a fetch by another process."""
+    link: Link = machine.gpu().link
+    seconds = []
     for _ in range(2):
         begin = time.perf_counter()
         uploads, starts = Uploads(link), list(range(0, source.nbytes, _PIECE))
@@ -64,36 +59,22 @@ def _through(machine: Machine, way: str, target: torch.Tensor, source: torch.Ten
             while starts and uploads.has_room:
                 part = slice(start := starts.pop(0), start + _PIECE)
                 uploads.begin(str(start), target[part], source[part], urgent=False)
-            for name in uploads.wait(lambda: None):
-                forgot = time.perf_counter()
-                link.forget(source[int(name) : int(name) + _PIECE])
-                forgetting_s += time.perf_counter() - forgot
+            uploads.wait(lambda: None)
         machine.synchronize()
         seconds.append(time.perf_counter() - begin)
     right = all(bool((target[s : s + 1].cpu() == source[s : s + 1]).all()) for s in range(0, source.nbytes, _PIECE))
     link.close()
     first, again = (source.nbytes / second / 1e9 for second in seconds)
-    return {"first_gb_s": first, "again_gb_s": again, "right": right, "forgetting_s": forgetting_s / 2}
+    return {"first_gb_s": first, "again_gb_s": again, "right": right}
 
 
 def loading(machine: Machine, settings: Settings) -> dict[str, Any]:
-    """Run the whole loader, each way once, on a checkpoint whose files are in the page cache."""
-    found: dict[str, Any] = {}
+    """Run the whole loader on a checkpoint whose files are in the page cache."""
     with started(machine, settings):  # reads the files
         pass
-    for way in ("register", "staging"):
-        try:
-            with started(machine, settings, way=way) as one:
-                applied = [stage for stage in one.timeline.stages() if stage.name == "apply"]
-                seconds = (max(s.end_ns for s in applied) - min(s.start_ns for s in applied)) / 1e9
-                slab = one.runner.loader.slab
-                assert slab is not None
-                found[way] = {
-                    "gb_s": slab.nbytes / seconds / 1e9,
-                    "seconds": seconds,
-                    "bytes": slab.nbytes,
-                    "registered_bytes": one.gpu.link.registered_bytes,  # type: ignore[attr-defined]
-                }
-        except Exception as error:  # noqa: BLE001
-            found[way] = {"failed": f"{type(error).__name__}: {error}"}
-    return found
+    with started(machine, settings) as one:
+        applied = [stage for stage in one.timeline.stages() if stage.name == "apply"]
+        seconds = (max(s.end_ns for s in applied) - min(s.start_ns for s in applied)) / 1e9
+        slab = one.runner.loader.slab
+        assert slab is not None
+        return {"gb_s": slab.nbytes / seconds / 1e9, "seconds": seconds, "bytes": slab.nbytes}

@@ -88,7 +88,7 @@ def results(**changes: Any) -> dict[str, Any]:
         "hashes": {"1": ["a", "a", "b", "b", "c", "c"]},
     }
     found: dict[str, Any] = {
-        "transfer": {"pinned_gb_s": 50.0, "register": {"first_gb_s": 45.0, "again_gb_s": 48.0}},
+        "transfer": {"pinned_gb_s": 50.0, "link": {"first_gb_s": 45.0, "again_gb_s": 48.0}},
         "m materialize": {"seconds": 30.0, "bytes": 40 << 20},
         "m captured": captured,
         "m restored": {**restored, "steps": steps, **changes},
@@ -116,7 +116,7 @@ def test_a_promised_row_that_was_not_measured_is_named() -> None:
     del found["m restored"]
     assert "----  llama-3-8b: restoring: not measured" in summary.lines(found)
     assert "----  context beside imports: not measured" in summary.lines(found)
-    found["loading"] = {"start": {"context": [0.0, 1.0], "import": [0.1, 3.0]}, "register": {"gb_s": 48.0}}
+    found["loading"] = {"start": {"context": [0.0, 1.0], "import": [0.1, 3.0]}, "gb_s": 48.0}
     assert "ok    imports hide 90% of the context's 1.00 s" in summary.lines(found)
     assert not any("host to device, of" in line for line in summary.lines(found))
 

@@ -16,7 +16,7 @@ from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.gate import bypass_gates
 from medusa_runtime.load.loader import Loader
 from medusa_runtime.load.skeleton import skeleton
-from medusa_runtime.load.upload import trial, uploads
+from medusa_runtime.load.upload import uploads
 from medusa_runtime.load.upload.link import ALIGNMENT
 from medusa_runtime.region.reader import Region
 from torch import Tensor, nn
@@ -48,7 +48,6 @@ class HostLink:
             self.open.set()
         self.failing = failing
         self.copies: list[HeldCopy] = []
-        self.forgotten: list[int] = []
         self.most_running_bytes = 0
         self.closed = 0
 
@@ -64,9 +63,6 @@ class HostLink:
         running = sum(copy.target.nbytes for copy in self.copies if not copy.is_done)
         self.most_running_bytes = max(self.most_running_bytes, running)
         return self.copies[-1]
-
-    def forget(self, source: Tensor) -> None:
-        self.forgotten.append(source.data_ptr())
 
     def close(self) -> None:
         self.closed += 1
@@ -132,6 +128,7 @@ def test_all_of_it_arrives_in_execution_order_in_one_slab(filling: Fill, net: Ne
     filled = filling(state(net)).complete()
     with load(filled, module, link) as loader:
         loader.wait()
+        assert link.closed == 1, "staging memory is not kept while the engine runs"
         assert loader.slab is not None
         assert loader.layout is not None
     torch.testing.assert_close(module(IDS), net(IDS), rtol=0, atol=0)
@@ -140,7 +137,6 @@ def test_all_of_it_arrives_in_execution_order_in_one_slab(filling: Fill, net: Ne
     first, last = loader.slab.data_ptr(), loader.slab.data_ptr() + loader.slab.nbytes
     assert all(first <= tensor.data_ptr() <= last - tensor.nbytes for tensor in module.parameters())
     assert module.head.weight is module.embed.weight
-    assert link.closed == 1
 
 
 def test_what_is_multiplied_at_once_lies_side_by_side(filling: Fill, net: Net) -> None:
@@ -263,7 +259,6 @@ def test_the_hosts_pages_are_released_behind_it(filling: Fill, net: Net) -> None
     filled.arrive(*filled.index.order)  # not finished: a region that is done is sealed, and keeps its pages
     with load(filled, module, link, release=True) as loader:
         loader.wait()
-    assert len(link.forgotten) == len(filled.index.order)
     torch.testing.assert_close(module(IDS), net(IDS), rtol=0, atol=0)
     later = Region(os.dup(filled.region.fd))
     try:
@@ -274,63 +269,5 @@ def test_the_hosts_pages_are_released_behind_it(filling: Fill, net: Net) -> None
         later.close()
 
 
-def test_a_source_is_forgotten_once_its_copy_is_done(filling: Fill, net: Net) -> None:
-    """A dequantized tensor is freed then. Pages that stayed registered would be read in place of a later one's."""
-    link = HostLink(is_open=False)
-    filled = filling(state(net)).complete()
-    with load(filled, empty_net(), link) as loader:
-        until(lambda: bool(link.copies))
-        assert link.forgotten == []
-        link.open.set()
-        loader.wait()
-    assert sorted(link.forgotten) == sorted(copy.source.data_ptr() for copy in link.copies)
-
-
 def load_again(region: Region) -> Loader:
     return Loader(region, Applier(empty_net(), dtype=torch.float32), link=HostLink())
-
-
-def test_the_faster_way_of_copying_is_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    now, costs = 0.0, {"register": 3e-9, "staging": 1e-9}
-    monkeypatch.setattr(trial, "perf_counter", lambda: now)
-    trying, taken = trial.Trial(("register", "staging"), 1000), []
-    with caplog.at_level("INFO"):
-        while trying.chosen is None:
-            taken.append(trying.next())
-            with trying.timed(taken[-1], 100):
-                now += 100 * costs[taken[-1]]
-    assert sorted(taken) == ["register"] * 5 + ["staging"] * 5
-    assert taken[:4] == ["register", "staging"] * 2, "in turns, so that neither has the easier part of a start"
-    assert trying.chosen == trying.next() == "staging"
-    assert "by staging from now on: of the loader's time, register 0.3 GB/s, staging 1.0 GB/s" in caplog.text
-
-
-def test_a_way_that_the_driver_refuses_is_not_tried_again() -> None:
-    trying = trial.Trial(("register", "staging"), 1000)
-    with trying.timed("register", 100):
-        trying.give_up("register")
-    assert trying.next() == "staging"
-
-
-def test_what_it_takes_to_release_pages_counts_against_registering_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from medusa_runtime.load.upload.cuda_link import CudaLink
-
-    now = 0.0
-    monkeypatch.setattr(trial, "perf_counter", lambda: now)
-
-    class SlowDriver:
-        def call(self, function: str, *arguments: object) -> None:
-            nonlocal now
-            now += {"cuMemHostUnregister": 5e-6}[function]
-
-    source = torch.empty(3 << 12, dtype=torch.uint8)
-    link = CudaLink.__new__(CudaLink)  # its streams need a GPU
-    link._trial, link._driver = trial.Trial(("register", "staging"), 2000), SlowDriver()  # type: ignore[assignment]
-    link._registered = {source.data_ptr() + CudaLink._own_pages(source)[0]: 4096}
-    with link._trial.timed("register", 1000):
-        now += 1e-6
-    link.forget(source)
-    with link._trial.timed("staging", 1000):
-        now += 2e-6
-    assert not link._registered
-    assert link._trial.chosen == "staging"

@@ -87,13 +87,11 @@ class BundledGraphs:
 class Gpu:
     """One GPU: its memory, the link by which weights reach it, and what captures and restores graphs on it."""
 
-    def __init__(
-        self, ordinal: int = 0, *, way: str = "auto", base: int | None = None, graph_base: int | None = None
-    ) -> None:
+    def __init__(self, ordinal: int = 0, *, base: int | None = None, graph_base: int | None = None) -> None:
         """Open the device. This takes milliseconds, because its context exists already.
 
-        ``way``: how weights reach it (see CudaLink). ``base``: the address from which memory is placed. ``graph_base``:
-        the address of the pool in which graphs are captured, for a process that materializes them.
+        ``base``: the address from which memory is placed. ``graph_base``: the address of the pool in which graphs are
+        captured, for a process that materializes them.
         """
         from ...load.upload.cuda_link import CudaLink
         from ...state.graphs.driver import CudaDriver
@@ -104,7 +102,7 @@ class Gpu:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.empty(1, device=self.device)  # makes the context this thread's current one
         self.placed = PlacedMemory(CudaDriver(), self.device, BASE if base is None else base)
-        self.link: Link = CudaLink(self.device, self.memory, method=way)
+        self.link: Link = CudaLink(self.device, self.memory)
         self._graph_base = graph_base
 
     def memory(self, name: str, size_bytes: int) -> Tensor:

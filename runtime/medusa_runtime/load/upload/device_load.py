@@ -46,24 +46,23 @@ class DeviceLoad:
 
     def run(self, check: Callable[[], None]) -> None:
         """Upload and apply everything in the backlog. ``check`` is called repeatedly, and may raise to end the load."""
-        tensors, uploads, backlog, link = self._tensors, Uploads(self._link), self._backlog, self._link
-        places, sources, begun_ns = dict(backlog.pending), dict[str, Tensor](), dict[str, int]()
+        tensors, uploads, backlog = self._tensors, Uploads(self._link), self._backlog
+        places, begun_ns = dict(backlog.pending), dict[str, int]()
         targets = self._place()
         while backlog.pending or uploads:
             check()
             must_wait = not backlog.pending or not uploads.has_room
             for name in uploads.wait(check) if must_wait else uploads.finished():
                 backlog.mark_applied(places[name], begun_ns[name])
-                link.forget(sources.pop(name))  # a dequantized tensor's memory is freed now, a released one's below
                 if self._release:
                     tensors.applied(name, copied=True, release=True)
             for name in backlog.wait_for_arrivals(_NEXT_TENSOR_S) if backlog.pending else ():
                 del backlog.pending[name]
                 begun_ns[name] = time.monotonic_ns()
-                sources[name] = tensors.tensor(name)
-                uploads.begin(name, targets[name], sources[name], urgent=name in backlog.urgent)
+                uploads.begin(name, targets[name], tensors.tensor(name), urgent=name in backlog.urgent)
                 if not uploads.has_room:
                     break
+        self.close()  # nothing else is copied: its threads and pinned memory are not kept while the engine runs
 
     def close(self) -> None:
         """Wait for the copies that run. May be called twice."""

@@ -13,7 +13,10 @@ class Copy(Protocol):
     """The copy of one tensor, which runs in the background."""
 
     def done(self) -> bool:
-        """Return whether the whole tensor is on the device; never waits. Raises DeviceError if the copy failed."""
+        """Return whether the whole tensor is on the device; never waits. Raises DeviceError if the copy failed.
+
+        Once it has returned True, the source may be changed or freed.
+        """
 
 
 class Link(Protocol):
@@ -28,11 +31,9 @@ class Link(Protocol):
     def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> Copy:
         """Begin to copy ``source`` (host, any strides, any dtype) into ``target`` (device, same shape).
 
-        The source must not change until the copy is done. ``urgent`` means that a forward waits for it.
+        The link holds the source, which must not change until the copy is done. ``urgent`` means that a forward waits
+        for it: it goes before copies that have not begun.
         """
 
-    def forget(self, source: Tensor) -> None:
-        """Drop all references to the host memory of a tensor, which may be freed now. Its copy must be done."""
-
     def close(self) -> None:
-        """Wait for the copies that run, and free staging memory. May be called twice."""
+        """Wait for the copies that run, and free staging memory. No copy may begin after it. May be called twice."""

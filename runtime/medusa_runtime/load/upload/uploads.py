@@ -11,7 +11,9 @@ from torch import Tensor
 
 from medusa_runtime.load.upload.link import Copy, Link
 
-_IN_FLIGHT_BYTES = 256 << 20  # limits how long a tensor that a forward waits for is held up by earlier copies
+# Limits how much of the host's memory is held for copies. While another thread computes in Python, a load's thread gets
+# the interpreter's lock every few milliseconds, in each of which a PCIe 5 link carries 55 MB.
+_IN_FLIGHT_BYTES = 512 << 20
 _COPY_CHECK_S = 0.0002  # how often a wait looks for copies that are done
 
 
