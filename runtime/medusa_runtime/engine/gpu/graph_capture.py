@@ -26,6 +26,7 @@ from ...config import Settings
 from ...errors import EngineError, MedusaError
 from ...registry import engine_kind
 from ...state.kinds import CUDA_GRAPHS, KV_PLAN
+from ..preimport import preimport
 
 if TYPE_CHECKING:  # torch is imported after the recorder has begun
     from .device import Gpu
@@ -127,6 +128,7 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
     from ...device.cupti import ModuleRecorder
 
     with ModuleRecorder() as recorder:  # before anything is loaded
+        preimport(settings)  # as the engines that will restore the graphs
         import torch
 
         from ...state.graphs.blueprint import Blueprints
@@ -176,6 +178,7 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
 
 
 def _check(settings: Settings, out: Path, unchecked: Path) -> None:
+    preimport(settings)
     from .device import Gpu
     from .graph_state import GraphState, summary
 

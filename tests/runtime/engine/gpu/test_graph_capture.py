@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -60,3 +63,22 @@ def test_one_that_hangs_says_where(settings: Settings, tmp_path: Path, monkeypat
     python(tmp_path, f'exec {real} "$@" <> {tmp_path}/never')
     with pytest.raises(EngineError, match=r"it was not done after 5 s: (.*\n)*.*graph_capture.py\", line \d+ in main"):
         graph_capture.run(settings, tmp_path / "out")
+
+
+@pytest.mark.parametrize("arguments", [["OUT"], ["OUT", "OTHER", "check"]], ids=["captures", "checks"])
+def test_torch_is_imported_as_engines_import_it(arguments: list[str], tmp_path: Path) -> None:
+    """Without a GPU it gets no further than that."""
+    script = """
+import contextlib, sys
+from medusa_runtime.engine.gpu import graph_capture
+with contextlib.suppress(Exception):
+    graph_capture.main(sys.argv[1:])
+print(type(sys.modules["torch.fx"]).__name__)
+"""
+    given = json.dumps(asdict(Settings(model="m", device="cuda", torch_import="lean")))
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        input=given, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "LazyModule", done.stderr
