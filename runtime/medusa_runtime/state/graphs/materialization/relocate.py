@@ -6,6 +6,7 @@ contain stale bytes of the stack. An address moves with its range, and a word th
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -122,6 +123,7 @@ class _Comparison:
         self._maps = RangeMap(first.ranges), RangeMap(second.ranges)
         self._free = RangeMap(first.ranges, free=True), RangeMap(second.ranges, free=True)
         self._pairs = pairs
+        self._lowest = min((one.address for one in (*first.ranges, *second.ranges)), default=0)
         addresses = {memory_range.address for memory_range in second.ranges}
         # Variables of kernel images are looked up by name at a restore, so they are never pinned.
         self._own = {n for n, memory_range in enumerate(first.ranges) if memory_range.kind not in _NOT_PLACED}
@@ -155,12 +157,20 @@ class _Comparison:
             self._pinned.update(self._unmoved)
         found: list[Relocation] = []
         behind = start  # the end of the last tensor map
-        for position in range(start + -(start - node.start) % 8, stop - 7, 8):
+        positions = range(start + -(start - node.start) % 8, stop - 7, 8)
+        form = struct.Struct(f"<{len(positions)}Q")
+        words = (form.unpack_from(graph.blob, positions.start) if positions else () for graph in self._graphs)
+        for position, one, two in zip(positions, *words, strict=True):
+            if one == two and one < self._lowest:  # most words; inside a tensor map as well
+                self._words["constant"] += position >= behind
+                continue
             if position < behind:
                 continue
             place = self._word(position)
             if place is not None:
                 found.append(Relocation(position, place.memory_range, place.offset))
+            elif self._is_stale(position):
+                self._words["stale"] += 1
             elif self._changed(position) or all(self._places(position)):
                 first = max(start, behind, found[-1].position + 8 if found else start, position - MAP_BYTES + 8)
                 last = min(position, stop - MAP_BYTES)
@@ -208,26 +218,33 @@ class _Comparison:
 
     def _word(self, position: int) -> Place | None:
         """Return the place to which a word points; None for a constant, and if the captures do not agree."""
-        common = self._common(*self._values(position))
+        one, two = self._values(position)
+        common = self._common(one, two)
         if common:
             place = common[0]
             if place.memory_range in self._own and not self._pairs.moved(place.memory_range):
                 self._pinned.add(place.memory_range)
             self._words["pointer"] += 1
             return place
-        if not self._changed(position) and not all(self._places(position)):
+        if one == two and not all(self._places(position)):
             self._words["constant"] += 1
         return None
 
+    def _is_stale(self, position: int) -> bool:
+        """Return whether a word that changed is an address of the host, or of freed memory, in both captures."""
+        words = self._values(position)
+        return (
+            words[0] != words[1]
+            and not any(self._places(position))
+            and all(
+                _on_host(word, dump.host) or free.places(word)
+                for word, dump, free in zip(words, self._dumps, self._free, strict=True)
+            )
+        )
+
     def _unexplained(self, number: int, position: int) -> None:
-        """Count a word that did not change like an address, as stale or as opaque. An opaque word pins the graph."""
+        """Count an opaque word, which did not change like an address. It pins the graph."""
         words, places = self._values(position), self._places(position)
-        if not any(places) and all(
-            _on_host(word, dump.host) or free.places(word)
-            for word, dump, free in zip(words, self._dumps, self._free, strict=True)
-        ):
-            self._words["stale"] += 1
-            return
         own = {place.memory_range for place in places[0]}
         if own - self._own or any(self._dumps[1].ranges[n].kind in _NOT_PLACED for n, _ in places[1]):
             raise self._differ(f"a parameter of node {number} points to {words[0]:#x}, and to {words[1]:#x}")
