@@ -250,6 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--minutes", type=float, help=f"of each run; what is left over is left out (default {MINUTES})")
     parser.add_argument("--shape", action="append", default=[], help="of the models; more than once; all of the run's")
+    parser.add_argument("--part", action="append", default=[], help="of the runs, such as captured; more than once; all")
     parser.add_argument("--without-probe", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
@@ -269,8 +270,9 @@ def main(arguments: list[str] | None = None) -> int:
         check = Check(options.out, options.work, dry_run=options.dry_run, budget_s=budget_s)
         try:
             for part in parts(number, check, shapes_of([number], options.shape, dry_run=options.dry_run)):
-                check.run(part)
-            if number == 1 and not options.dry_run:
+                if not options.part or part.name in options.part:
+                    check.run(part)
+            if number == 1 and not options.part and not options.dry_run:
                 gpu_tests(check, options.out)
         except Exception as error:  # noqa: BLE001 - a full disk, say: the next run may still bring something back
             check.keep(f"run {number}", {"failed": f"{type(error).__name__}: {error}"})
