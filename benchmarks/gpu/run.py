@@ -250,7 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--minutes", type=float, help=f"of each run; what is left over is left out (default {MINUTES})")
     parser.add_argument("--shape", action="append", default=[], help="of the models; more than once; all of the run's")
-    parser.add_argument("--part", action="append", default=[], help="of the runs, such as captured; more than once; all")
+    parser.add_argument("--part", action="append", default=[], help="of the runs, such as captured; more than once")
     parser.add_argument("--without-probe", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
