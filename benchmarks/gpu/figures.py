@@ -69,7 +69,7 @@ def _breakdown(phased: Mapping[str, Mapping[str, Results]], strategy: str) -> di
     for shape, runs in phased.items():
         if strategy not in runs:
             continue
-        names = {"apply": "weights"}
+        names = {"apply": "weights", "prepare_graphs": "restore_graphs"}
         sums: dict[str, float] = {}
         spans: dict[str, list[tuple[int, int]]] = {}
         for stage in runs[strategy]["stages"]:

@@ -2,7 +2,7 @@
 
 - ``capture``: weights, then a profiling forward for the KV cache's size, then warm-up and capture; nothing overlaps.
 - ``async``: the same, but weights come while the forward and the captures run (they need addresses, not values).
-- ``medusa``: planned KV cache, weights alone, then restored graphs.
+- ``medusa``: planned KV cache; graphs are built while weights come, as in the engine, and checked when these are there.
 
 The loading phase starts when Python and the context are there, and ends when graphs and weights are.
 """
@@ -29,13 +29,17 @@ STRATEGIES = ("capture", "async", "medusa")
 
 def phase(machine: Machine, settings: Settings, strategy: str, bundle: Path | None) -> dict[str, Any]:
     begin_ns = time.monotonic_ns()
-    with started(machine, settings, wait=strategy != "async") as one:
+    with started(machine, settings, wait=strategy == "capture") as one:
         if strategy == "medusa":
             assert bundle is not None
+            one.runner.loader.wait_placed()
+            with one.timeline.stage("prepare_graphs"):
+                restorer = one.gpu.restorer(one.runner.model, one.graphs)
+                restorer.begin(bundle.read_bytes())
+                restorer.build(one.graphs.sizes)
             one.engine.wait_ready()
             with one.timeline.stage("restore_graphs"):
-                restored = one.gpu.restore_graphs(one.runner.model, one.graphs, bundle.read_bytes())
-                one.graphs.adopt(restored)
+                one.graphs.adopt(restorer.restore_sizes(one.graphs.sizes, validate="ends"))
                 machine.synchronize()
         else:
             one.runner.loader.wait_placed()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:  # a start on a CPU does not import these
     from ...load.upload.link import Link
     from ...models import DecoderModel
     from ..torch.kv_cache import KvCache
-    from .decode_graphs import Capturer, DecodeGraphs, Graph, Restorer
+    from .decode_graphs import Capturer, DecodeGraphs, Restorer
     from .runner import GpuRunner
 
 
@@ -143,12 +142,6 @@ class Gpu:
         self.placed.make_current()
         pool = open_pool(self.placed.driver, self._graph_base)
         return CudaCapturer(self.device, memory=pool, keep_graph=True)
-
-    def restore_graphs(self, model: DecoderModel, graphs: DecodeGraphs, blueprints: bytes) -> Mapping[int, Graph]:
-        """Restore all graphs of a state bundle, and return those that fit by batch size."""
-        restorer = self.restorer(model, graphs)
-        restorer.begin(blueprints)
-        return restorer.restore_sizes(graphs.sizes, validate="ends")
 
     def restorer(self, model: DecoderModel, graphs: DecodeGraphs) -> Restorer:
         """Return a restorer, which restores a state bundle's graphs a few at a time.
