@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import byref, c_size_t, c_uint, c_uint64
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from ..driver import CudaDriver, CudaError
 from ..materialization.dump import IDENTITY, describe, kernel_of, node_kind, nodes_of
 from ..mismatch import GraphMismatch, Reason
 
+_LOADERS = 4
 Trigger = Callable[[str], int]
 """Captures the first layer at the batch size of the graph with this key, and returns the CUgraph."""
 
@@ -28,15 +30,17 @@ class KernelHandle(NamedTuple):
 
 
 class KernelFinder:
-    """Loads each image once, and finds kernels in it. ``close`` unloads the images, so no graph may use them then."""
+    """Loads each image once, and finds kernels in it. ``close`` unloads the images, so no graph may use them then.
+
+    When the first kernel is looked for, all images are loaded in several threads, since a model's have tens of MB.
+    """
 
     def __init__(self, driver: CudaDriver, blueprints: Blueprints, trigger: Trigger | None = None) -> None:
         self._driver = driver
         self._blueprints = blueprints
         self._trigger = trigger
-        self._libraries: dict[str, int] = {}
+        self._libraries: dict[str, Future[int]] = {}  # of each image
         self._modules: dict[str, int] = {}  # by image, the module of a triggered kernel of it
-        self._kept: list[bytes] = []
         self._found: dict[int, KernelHandle] = {}
         self._triggered: defaultdict[str, list[KernelHandle]] = defaultdict(list)
         self._done: set[str] = set()
@@ -49,7 +53,9 @@ class KernelFinder:
         """
         if number not in self._found:
             record = self._blueprints.kernels[number]
-            library = self._library(record.image) if record.image else 0
+            if not self._libraries:
+                self._load_all()
+            library = self._library(record.image)
             if library:
                 try:
                     handle = KernelHandle(0, self._in_library(library, record.name))
@@ -74,21 +80,26 @@ class KernelFinder:
 
     def close(self) -> None:
         while self._libraries:
-            _, library = self._libraries.popitem()
-            if library:
-                self._driver.result("cuLibraryUnload", library)
+            _, loading = self._libraries.popitem()
+            if not loading.exception():
+                self._driver.result("cuLibraryUnload", loading.result())
         self._found.clear()
 
+    def _load_all(self) -> None:
+        with ThreadPoolExecutor(_LOADERS, "kernel images") as loaders:
+            for digest, code in self._blueprints.images.items():
+                self._libraries[digest] = loaders.submit(self._load, code)
+
     def _library(self, image: str) -> int:
-        """Load an image of the bundle, and return the library; 0 if the bundle does not have it."""
-        if image not in self._libraries:
-            data = self._blueprints.images.get(image)
-            self._libraries[image] = self._load(data) if data else 0
-        return self._libraries[image]
+        """Return the library of an image; 0 if the bundle does not have it, or it has not been loaded yet.
+
+        Raises GraphMismatch if the driver refused it.
+        """
+        loading = self._libraries.get(image)
+        return loading.result() if loading is not None else 0
 
     def _load(self, code: bytes) -> int:
-        # The driver may read the image later, when a kernel of it is first used.
-        self._kept.append(code)
+        # The blueprints keep the code: the driver may read it later, when a kernel of it is first used.
         try:
             return self._driver.handle("cuLibraryLoadData", code, None, None, 0, None, None, 0)
         except CudaError as error:
