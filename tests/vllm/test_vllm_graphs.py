@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,24 +14,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.gpu import graph_capture
+from medusa_runtime.errors import EngineError
+from medusa_runtime.state.graphs import Blueprints
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-HERE = Path(__file__).parent
+HERE, PYTHON = Path(__file__).parent, sys.executable
 GRAPHS = HERE.parent / "runtime/state/graphs"
 Run = Callable[..., dict[str, Any]]
+
+
+def variables(fake_cuda: Path, where: int) -> dict[str, str]:
+    cubins = GRAPHS / "cubins"
+    return {"FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(cubins), "FAKE_CUDA_BASE": hex(where)}
 
 
 @pytest.fixture(scope="module")
 def run(fake_cuda: Path) -> Run:
     def run(phase: str, where: int, starts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(GRAPHS / "cubins")}
-        command = [sys.executable, str(HERE / "vllm_graphs_on_fake.py"), phase, json.dumps(starts)]
-        variables["FAKE_CUDA_BASE"] = hex(where)
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=800)
+        command = [PYTHON, str(HERE / "vllm_graphs_on_fake.py"), phase, json.dumps(starts)]
+        environment = {**os.environ, **variables(fake_cuda, where)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
         assert done.returncode == 0, done.stderr[-3000:]
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return result
@@ -39,14 +49,32 @@ def run(fake_cuda: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def made(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The offline phase's answers: of a model, of one that reads memory without a name, and of a piecewise one."""
+    """The offline phase's answers: of a model, of one that reads memory without a name, of piecewise ones."""
     folder = tmp_path_factory.mktemp("bundle")
     starts = {"plain": {"out": str(folder / "plain")}, "unnamed": {"out": str(folder / "unnamed"), "unnamed": True}}
     starts["product"] = {"out": str(folder / "product"), "product": True}
     starts["opaque"] = {"out": str(folder / "opaque"), "opaque": True}
     starts["pieces"] = {"out": str(folder / "pieces"), "pieces": True}
+    starts["table"] = {"out": str(folder / "table"), "pieces": True, "table": True}
     found = run("materialize", 0x610000000000, starts)
     return {**found, "path": str(folder / "plain"), **{f"{name} path": str(folder / name) for name in starts}}
+
+
+@pytest.fixture
+def check(fake_cuda: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Blueprints]:
+    """A function that checks an unchecked bundle in a process of its own, and returns what it has written."""
+    options = json.dumps({"pieces": True, "table": True})
+    (tmp_path / "python").write_text(f"#!/bin/sh\nexec {PYTHON} {HERE}/vllm_graphs_on_fake.py check '{options}' $@")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    for name, value in variables(fake_cuda, 0x590000000000).items():
+        monkeypatch.setenv(name, value)
+
+    def check(unchecked: str) -> Blueprints:
+        graph_capture.run(Settings(model="m", engine="vllm"), tmp_path / "out", Path(unchecked), check=True)
+        return Blueprints.load((tmp_path / "out").read_bytes())
+
+    return check
 
 
 _STARTS: dict[str, dict[str, Any]] = {
@@ -109,7 +137,7 @@ def test_cublas_workspace_is_in_the_pool(restored: dict[str, Any], made: dict[st
         assert found["answers"] == offline["answers"]
         assert found["forwards"] == 0
     assert restored["product"]["log"] == ""
-    assert restored["taken"]["log"].count(" is taken: graph pool is at 0x58") == 1
+    assert restored["taken"]["log"].count(" is taken: graph pool is at 0x5") == 1
 
 
 def test_vllm_replays_restored_graphs_and_runs_no_forward(restored: dict[str, Any], made: dict[str, Any]) -> None:
@@ -190,3 +218,54 @@ def test_a_batch_of_which_a_piece_is_missing_is_captured(restored: dict[str, Any
     assert found["entries"] == [{"1": "FakeGraph", "2": "FakeGraph", "4": "RestoredGraph"}] * 2
     assert found["log"].count("2 CUDA graphs are captured, not restored: absent: it was not materialized") == 1
     assert found["piecewise"] == made["pieces"]["piecewise"]
+
+
+def test_a_third_process_leaves_out_what_is_right_only_where_it_was_captured(
+    check: Callable[[str], Blueprints], run: Run, made: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warm-up has written what the graphs of two rows read, and a start that restores them runs no warm-up."""
+    assert made["table"]["refused"] == {}
+    with caplog.at_level(logging.INFO):
+        checked = check(made["table path"])
+    batch, name = re.compile(r"vllm mode=(\w+) tokens=(\d)"), "{} {}".format
+    kept = [name(*batch.findall(graph.key)[0]) for graph in checked.graphs]
+    assert sorted(kept) == ["FULL 1", "FULL 4", "PIECEWISE 4", "PIECEWISE 4"], (
+        "vLLM captures the smallest piecewise ones"
+    )
+    refused = [name(*batch.findall(key)[0]) for key in checked.refused]
+    assert sorted(refused) == ["FULL 2", "PIECEWISE 2", "PIECEWISE 2"]
+    assert all(
+        re.match(r"output: a (replay|forward) of vllm .* did not give its", why) for why in checked.refused.values()
+    )
+    assert " ms  restored in a process of its own: {'graphs': 4, " in caplog.text
+    start = {"bundle": str(tmp_path / "out"), "pieces": True, "table": True}
+    found = run("restore", 0x580000000000, {"checked": start})["checked"]
+    assert found["kinds"] == {"4": "RestoredGraph", "2": "FakeGraph", "1": "RestoredGraph"}
+    assert found["entries"] == [{"1": "FakeGraph", "2": "FakeGraph", "4": "RestoredGraph"}] * 2
+    assert found["answers"] == made["table"]["answers"]
+    assert found["piecewise"] == made["table"]["piecewise"]
+
+
+def test_a_graph_that_breaks_the_context_fails_the_check(
+    check: Callable[[str], Blueprints], made: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_FAULT", "embed")
+    expected = (
+        r"(?s)^checking the materialized CUDA graphs failed: .*DeviceError: vllm mode=FULL tokens=4 [^:]*: a restored "
+        r"CUDA graph broke the context .*ILLEGAL_ADDRESS"
+    )
+    with pytest.raises(EngineError, match=expected):
+        check(made["table path"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_graph_that_hangs_ends_the_check_and_says_where(
+    check: Callable[[str], Blueprints], made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_HANG", "embed")
+    monkeypatch.setattr(graph_capture, "_TIMEOUT_S", 60.0)
+    with pytest.raises(
+        EngineError, match=r"(?s)it was not done after 60 s: .*graph_state.py\", line \d+ in _verify_each"
+    ):
+        check(made["table path"])

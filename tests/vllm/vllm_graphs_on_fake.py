@@ -1,5 +1,7 @@
 """vLLM's own graph manager, inputs and capture on the fake driver: ``materialize|restore`` (JSON in and out).
 
+With ``check``, it is the process that checks materialized graphs: ``check OPTIONS -m MODULE OUT UNCHECKED check``.
+
 The manager, its warm-ups and captures, the input buffers and the layout of dummy batches are vLLM's. The model consists
 of the toy's kernels, and reads what vLLM gives it.
 """
@@ -16,6 +18,7 @@ import struct
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +32,13 @@ from medusa_runtime.engine.gpu.graph_pool import OTHER_POOL_BASE, POOL_BASE
 from medusa_runtime.engine.gpu.placed_memory import tensor_at
 from medusa_runtime.state.graphs.blueprint import GRAPH_POOL, Blueprints
 from medusa_runtime.state.graphs.materialization.images import ImageStore
+from medusa_vllm import engine
+from medusa_vllm.gpu import graph_capture, worker
 from medusa_vllm.gpu.graph_state import VllmGraphState
 from medusa_vllm.gpu.graphs import GraphManager, NoTimeline
 from medusa_vllm.gpu.recording import Recording, RecordingManager
 from torch import Tensor, nn
+from toy import MAGIC
 from vllm.compilation import cuda_graph
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
@@ -59,11 +65,19 @@ class Model(nn.Module):
     """Embeds, scales through a layer, and adds what a workspace allows.
 
     ``unnamed``: it reads memory that no attribute leads to. ``product``: it reads cuBLAS' workspace. ``opaque``: its
-    parameters have a word that is another one in each process.
+    parameters have a word that is another one in each process. ``table``: its first forward of two rows writes there
+    what those need, so that they are wrong in a process that has not run it.
     """
 
     def __init__(
-        self, cuda: FakeCuda, weights: Tensor, unnamed: bool, *, product: bool = False, opaque: bool = False
+        self,
+        cuda: FakeCuda,
+        weights: Tensor,
+        unnamed: bool,
+        *,
+        product: bool = False,
+        opaque: bool = False,
+        table: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.weights = nn.Parameter(weights, requires_grad=False)
@@ -71,6 +85,7 @@ class Model(nn.Module):
         self._word = cuda.at["pool"] >> 4 if opaque else 0
         self.start_layer, self.end_layer = 0, LAYERS  # as vLLM's models have them
         self.forwards = self.layers = 0
+        self.table = None if table is None else nn.Parameter(table, requires_grad=False)
 
     def forward(self, input_ids: Tensor, positions: Tensor, **_: Any) -> Tensor:
         self.forwards += 1
@@ -91,9 +106,17 @@ class Model(nn.Module):
                 cuda.kernels.launch("add_checked", [p(x), p(y), p(cuda.at["workspace"] + 64), i(WIDTH)])
             if self._product:
                 cuda.kernels.launch("add_checked", [p(x), p(y), p(cuda.workspace), i(WIDTH)])
+            self._look_up(rows, x, y)
         cuda.free(hidden)
         cuda.free(out)
         return out
+
+    def _look_up(self, rows: int, x: int, y: int) -> None:
+        if self.table is not None and rows == 2:
+            (cuda,) = self._cuda
+            if not self.table.any():
+                cuda.driver.write(self.table.data_ptr(), MAGIC)
+            cuda.kernels.launch("add_checked", [p(x), p(y), p(self.table.data_ptr()), i(WIDTH)])
 
 
 class Piece:
@@ -112,8 +135,8 @@ class Piece:
 class PiecewiseModel(Model):
     """Two compiled functions, with a launch between them that is in no graph."""
 
-    def __init__(self, cuda: FakeCuda, weights: Tensor, unnamed: bool, config: VllmConfig) -> None:
-        super().__init__(cuda, weights, unnamed)
+    def __init__(self, cuda: FakeCuda, weights: Tensor, config: VllmConfig, table: Tensor | None) -> None:
+        super().__init__(cuda, weights, False, table=table)
         self._config = config
         self.pieces: list[Piece] = []
         self._wrapped: list[Any] = []
@@ -148,6 +171,7 @@ class PiecewiseModel(Model):
             cuda.driver.call("cuMemsetD32Async", y, 0, WIDTH, cuda.current.cuda_stream)
             weight = self.weights.data_ptr() + VOCAB * ROW
             cuda.kernels.launch("gemv", [struct.pack("<QQQii4Q", weight, x, y, WIDTH, WIDTH, 0, 0, 0, 0)])
+            self._look_up(len(hidden), x, y)
         return out
 
 
@@ -170,6 +194,7 @@ def runner_of(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> An
     numbers = random.Random(5)
     count = (VOCAB + WIDTH) * WIDTH
     weights = place(torch.tensor([numbers.uniform(-1, 1) for _ in range(count)]))
+    table = place(torch.zeros(2, dtype=torch.int32)) if "table" in options else None
     buffers = InputBuffers(8, 16, HOST)
     for name, tensor in list(vars(buffers).items()):
         if isinstance(tensor, Tensor):
@@ -184,8 +209,8 @@ def runner_of(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> An
     tables.get_dummy_slot_mappings = lambda tokens: tables.slot_mappings[:, :tokens].fill_(-1)
     state = SimpleNamespace(prepare_attn=lambda *_, **__: {}, prepare_dummy_inputs=lambda *_: {})
     return SimpleNamespace(
-        model=PiecewiseModel(cuda, weights, False, config) if "pieces" in options 
-        else Model(cuda, weights, unnamed, product="product" in options, opaque="opaque" in options),
+        model=PiecewiseModel(cuda, weights, config, table) if "pieces" in options
+        else Model(cuda, weights, unnamed, product="product" in options, opaque="opaque" in options, table=table),
         kv_caches=[place(torch.zeros(kv_blocks, BLOCK, WIDTH))],
         input_buffers=buffers, block_tables=tables, model_state=state, device=HOST, lora_config=None,
         kv_cache_config=SimpleNamespace(num_blocks=kv_blocks, kv_cache_groups=[]),
@@ -371,6 +396,31 @@ def online(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict[
     return {**found, "answers": answers(made, runner)}
 
 
+def check(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any], arguments: list[str]) -> None:
+    """Run the process that checks graphs, in which a start of vLLM is one of our worker's graphs alone."""
+
+    class Start:
+        def __init__(self, *_: Any) -> None:
+            self._runner, manager = start(cuda, config, options)
+            made = worker.GpuWorker.__new__(worker.GpuWorker)
+            made.load_config, made.model_runner = SimpleNamespace(model_loader_extra_config={}), self._runner
+            self._manager = GraphManager.of(manager, made.restore_graphs, NoTimeline(), made.restore_pieces)
+            self._runner.cudagraph_manager = self._manager
+
+        def run(self, stop: Any) -> None:
+            capture(self._manager, self._runner)
+
+        def close(self) -> None: ...
+
+    with (
+        patch.object(graph_capture, "fetch_and_import", lambda settings: (None, None)),
+        patch.object(engine, "VllmEngine", Start),
+        patch.object(worker, "CudaDriver", lambda: cuda.driver),
+        patch.object(worker, "VllmGraphState", partial(VllmGraphState, device="cpu")),
+    ):
+        graph_capture.main(arguments)
+
+
 def other_outputs(graph: Any) -> Any:
     """Change the stored outputs of piecewise graphs."""
     other = tuple(piece._replace(data=bytes(len(piece.data))) for piece in graph.outputs)
@@ -381,13 +431,17 @@ def sorted_entries(wrapper: Any) -> Any:
     return sorted(wrapper.concrete_cudagraph_entries.items(), key=lambda item: item[0].num_tokens)
 
 
-def main(phase: str, starts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Run each start by its name, and return its answer with what it logged as ``log``."""
+def install() -> tuple[FakeCuda, VllmConfig]:
     config, cuda = VllmConfig(), FakeCuda()
     cuda.install()
     for fake in fakes(cuda):
         fake.start()
-    found = {}
+    return cuda, config
+
+
+def main(phase: str, starts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Run each start by its name, and return its answer with what it logged as ``log``."""
+    (cuda, config), found = install(), {}
     for name, options in starts.items():
         said = io.StringIO()
         handler = logging.StreamHandler(said)
@@ -415,6 +469,8 @@ def made_on(cuda: FakeCuda, original: Any) -> Any:
     return empty
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1] == "check":
+    check(*install(), json.loads(sys.argv[2]), sys.argv[5:])
+elif __name__ == "__main__":
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     print("\n" + json.dumps(main(sys.argv[1], json.loads(sys.argv[2]))))

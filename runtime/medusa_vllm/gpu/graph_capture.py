@@ -1,11 +1,11 @@
 """Lets vLLM capture its decode graphs on this GPU, and materializes them, offline.
 
-Two processes do so, one after the other. Nothing has the same address in both.
+Two processes do so, one after the other. Nothing has the same address in both. A third process starts as an instance
+does, and leaves out the graphs that do not give their outputs there.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from dataclasses import replace
@@ -13,23 +13,30 @@ from pathlib import Path
 from typing import Any
 
 from medusa_runtime.config import Settings
+from medusa_runtime.engine.gpu.graph_capture import read_task
 from medusa_runtime.errors import EngineError
 
 from ..offline import fetch_and_import, load
+
+logger = logging.getLogger(__name__)
 
 _SHIFTS = (3 << 20, 24 << 20, 1 << 30)  # bytes allocated for the dump before weights, KV cache and captures
 
 
 def main(arguments: list[str]) -> int:
-    """Write a dump to ``out``, or, given the dump ``second`` of another process, the blueprints.
-
-    The settings come as JSON on standard input.
-    """
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    settings = Settings(**json.load(sys.stdin))
+    """Write a dump, blueprints, or those that can be restored; see ``run`` of the runtime's module of this name."""
+    settings, out, other, check = read_task(arguments)
     if settings.compile == "auto":  # as in an instance: the bundle has the compiled code, too
         settings = replace(settings, compile="always")
-    out, second = Path(arguments[0]), Path(arguments[1]) if len(arguments) > 1 else None
+    if check:
+        assert other is not None
+        _check(settings, out, other)
+    else:
+        _capture(settings, out, other)
+    return 0
+
+
+def _capture(settings: Settings, out: Path, second: Path | None) -> None:
     from medusa_runtime.device.cupti import ModuleRecorder
 
     with ModuleRecorder() as recorder:  # before anything is loaded
@@ -38,7 +45,9 @@ def main(arguments: list[str]) -> int:
         from medusa_runtime.state.graphs.blueprint import Blueprints
 
         recording, state, engine = _record(settings, shifted=second is None)
+        logger.info("vLLM has captured its graphs")
         images = ImageStore(recorder.images, recorder.handles)
+        logger.info("%d kernel images were loaded", len(images.data))
         try:
             if second is None:
                 state.dump(images).save(out)
@@ -48,7 +57,25 @@ def main(arguments: list[str]) -> int:
                 print(summary(made))
         finally:
             engine.close()
-    return 0
+
+
+def _check(settings: Settings, out: Path, unchecked: Path) -> None:
+    region, timeline = fetch_and_import(settings)
+    from medusa_runtime.engine.gpu.graph_state import summary
+    from medusa_runtime.state.graphs import Blueprints
+
+    from ..engine import VllmEngine
+    from .graph_check import GraphCheck
+    from .worker import GpuWorker
+
+    check = GraphCheck(Blueprints.load(unchecked.read_bytes()))
+    GpuWorker.check = check
+    engine = VllmEngine(region, settings, timeline)
+    load(engine)
+    checked = check.result()
+    checked.save(out)
+    logger.info("restored in a process of its own: %s", summary(checked))
+    engine.close()
 
 
 def _record(settings: Settings, *, shifted: bool) -> tuple[Any, Any, Any]:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from medusa_runtime.state.graphs import (
     Capture,
     CudaDriver,
     GraphMismatch,
+    GraphRestorer,
     ImageStore,
     MemoryRange,
     Piece,
@@ -39,6 +41,7 @@ from medusa_runtime.state.graphs import (
 )
 from medusa_runtime.state.graphs.driver import STICKY, CudaError
 from medusa_runtime.state.graphs.replay import Replayer
+from medusa_runtime.state.graphs.restoration.restore import log_reasons
 from torch import Tensor
 from vllm import __version__
 from vllm.config.compilation import CUDAGraphMode
@@ -100,6 +103,9 @@ class VllmGraphState:
         self._segments = segments or torch.cuda.memory_snapshot
         self._device = device
         self._restored: tuple[Blueprints, Placement, Any] | None = None
+        self._validate = "ends"
+        self.verified: set[str] = set()  # keys of graphs that were validated one by one, and gave their outputs
+        self.reasons: dict[str, GraphMismatch] = {}  # why others are captured
         self._kept: list[RestoredGraphs | Placement] = []  # memory and kernels must live as long as the graphs
 
     def named(self) -> list[MemoryRange]:
@@ -176,8 +182,10 @@ class VllmGraphState:
     ) -> RestoredDecodeGraphs | None:
         """Restore the full graphs that fit, and log once why others do not.
 
-        Raises DeviceError if the context is broken.
+        ``validate`` is as in ``restore_graphs``, or "each": all are replayed and compared, and one that differs rejects
+        no other. It is also for the batches of piecewise graphs. Raises DeviceError if the context is broken.
         """
+        self._validate = validate
         blueprints = Blueprints.load(data) if isinstance(data, bytes) else data
         used = blueprints.used_ranges()
         recorded = {memory_range.name: memory_range for n, memory_range in enumerate(blueprints.ranges) if n in used}
@@ -203,17 +211,24 @@ class VllmGraphState:
             for name, memory_range in here.items()
             if name in recorded and is_input(memory_range)
         ]
-        restored = restore_graphs(
+        restorer = GraphRestorer(
             self._driver,
             blueprints,
             placement,
-            keys=[key_of(batch) for batch in full],
             stream=stream.cuda_stream,
             fingerprint=self.fingerprint() | {KV_BYTES: str(self._kv_bytes())},
             current_stream=lambda: torch.cuda.current_stream().cuda_stream,
             trigger=trigger,
-            validate=validate,
         )
+        keys = [key_of(batch) for batch in full]
+        restorer.build(keys)
+        if validate == "each":
+            self._verify_each(restorer, keys)
+        else:
+            restorer.verify(keys, validate)
+        restored = restorer.restored
+        log_reasons(restored)
+        self.reasons |= restored.reasons
         for memory_range, contents in before:
             self._driver.write(memory_range.address, contents)
         self._kept.append(restored)
@@ -242,6 +257,7 @@ class VllmGraphState:
             validate="none",
         )
         self._kept.append(restored)
+        self.reasons |= restored.reasons
         whole = [batch for batch in batches if all(piece_key(batch, name) in restored.graphs for name in wrappers)]
         try:
             for batch in whole:
@@ -249,14 +265,46 @@ class VllmGraphState:
                     results = blueprints.results[piece_key(batch, name)]
                     output = rebuild_results(results, blueprints.ranges, placement.addresses, device)
                     put_entry(wrapper, batch, restored.graphs[piece_key(batch, name)], output)
-            for batch in dict.fromkeys((*whole[:1], *whole[-1:])):
-                self._check(batch, create_forward(batch, warmup=True))
+            wrong = self._wrong_batches(whole, create_forward)
         except BaseException:
             for batch in whole:
                 for wrapper in wrappers.values():
                     put_entry(wrapper, batch, None)
             raise
-        return whole
+        for batch, name in product(whole, wrappers):
+            if batch in wrong:
+                put_entry(wrappers[name], batch, None)
+                self.reasons[piece_key(batch, name)] = wrong[batch]
+            elif self._validate == "each":
+                self.verified.add(piece_key(batch, name))
+        return [batch for batch in whole if batch not in wrong]
+
+    def _verify_each(self, restorer: GraphRestorer, keys: Sequence[str]) -> None:
+        for key in keys:
+            try:
+                restorer.verify([key])
+            except DeviceError as error:
+                raise DeviceError(f"{key}: {error}") from error.__cause__
+        self.verified.update(restorer.restored.graphs)
+
+    def _wrong_batches(
+        self, batches: Sequence[BatchExecutionDescriptor], create_forward: Callable[..., Any]
+    ) -> dict[BatchExecutionDescriptor, GraphMismatch]:
+        """Validate batches of piecewise graphs, and return those that are wrong alone, which is for "each".
+
+        Otherwise a difference is raised.
+        """
+        if self._validate == "ends":
+            batches = list(dict.fromkeys((*batches[:1], *batches[-1:])))
+        wrong = {}
+        for batch in batches if self._validate != "none" else ():
+            try:
+                self._check(batch, create_forward(batch, warmup=True))
+            except GraphMismatch as mismatch:
+                if self._validate != "each":
+                    raise
+                wrong[batch] = mismatch
+        return wrong
 
     def _check(self, batch: BatchExecutionDescriptor, forward: Callable[[CUDAGraphMode], None]) -> None:
         """Validate (MEDUSA §4) a forward through all pieces of a batch: two runs against the stored outputs.
@@ -278,13 +326,18 @@ class VllmGraphState:
             code = self._driver.result("cuCtxSynchronize")
             if code in STICKY:
                 lost = CudaError("cuCtxSynchronize", code, str(error))
-                raise DeviceError(f"a restored CUDA graph broke the context ({error}); use --state none") from lost
+                raise DeviceError(
+                    f"{key_of(batch)}: restored CUDA graphs broke the context ({error}); use --state none"
+                ) from lost
             raise
         if not right or not all(right):
             raise GraphMismatch(Reason.OUTPUT, f"a forward of {key_of(batch)} did not give its stored outputs")
 
     def _pieces(self) -> dict[str, tuple[BatchExecutionDescriptor, Any, Any]]:
-        """Return, by key, each piece's batch, wrapper and entry. Empty if functions cannot be told apart."""
+        """Return, by key, each piece's batch, wrapper and entry. Empty if functions cannot be told apart.
+
+        The smallest batch is left out, since vLLM captures it at each start.
+        """
         try:
             wrappers = compiled_functions()
         except GraphMismatch as mismatch:
@@ -292,7 +345,7 @@ class VllmGraphState:
             return {}
         return {
             piece_key(batch, name): (batch, wrapper, entry)
-            for batch in self._manager._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
+            for batch in self._manager._capture_descs.get(CUDAGraphMode.PIECEWISE, [])[:-1]
             for name, wrapper in wrappers.items()
             if (entry := entry_of(wrapper, batch)) is not None
         }

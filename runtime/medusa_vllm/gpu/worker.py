@@ -23,6 +23,7 @@ from medusa_runtime.timeline import Timeline
 from vllm.v1.worker.gpu_worker import Worker
 
 from ..weights.attached import AttachedRegion
+from .graph_check import GraphCheck
 from .graph_state import KV_BYTES, VllmGraphState
 from .graphs import GraphManager, NoTimeline, RestoredDecodeGraphs, context_is_lost
 from .recording import Recording, RecordingManager
@@ -35,7 +36,8 @@ _LEAST_FREE_BYTES = 512 << 20  # for activations; a plan that leaves less is not
 class GpuWorker(Worker):  # type: ignore[misc]
     """The ``worker_cls`` for a GPU, an option of vLLM that its documentation offers for this."""
 
-    recording: Recording | None = None  # set offline, in the process that materializes
+    recording: Recording | None = None  # set offline, in the processes that materialize
+    check: GraphCheck | None = None  # set offline, in the process that checks what was materialized
     _graph_state: VllmGraphState | None = None
 
     def init_device(self) -> None:
@@ -103,6 +105,8 @@ class GpuWorker(Worker):  # type: ignore[misc]
             return None
         self._graph_state = VllmGraphState(CudaDriver(), self.model_runner, manager)  # owns the graphs
         with self._quarantine_on_loss():
+            if self.check is not None:
+                return self.check.restore(self._graph_state, manager.first_layer)
             return self._graph_state.restore(blueprints, trigger=manager.first_layer)
 
     def restore_pieces(self, create_forward: Any) -> Sequence[Any]:
@@ -126,6 +130,8 @@ class GpuWorker(Worker):  # type: ignore[misc]
     @cached_property
     def _blueprints(self) -> Blueprints | None:
         """Return the bundle's graphs, which are read once. If they cannot be used, that is logged once."""
+        if self.check is not None:
+            return self.check.unchecked
         bundled = self._bundled
         if bundled is None or self.recording is not None:
             return None

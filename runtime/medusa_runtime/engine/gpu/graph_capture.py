@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...config import Settings
 from ...errors import EngineError, MedusaError
@@ -58,11 +58,8 @@ def capture(model: str, settings: Settings, folder: Path) -> Path | None:
     second, unchecked, result = folder / "second.dump", folder / "unchecked", folder / CUDA_GRAPHS.name
     run(capture_settings, second)
     run(capture_settings, unchecked, second)  # for the torch engine this also writes a KV plan into the folder
-    if engine_kind(settings.engine).graph_capture == __name__:
-        run(capture_settings, result, unchecked, check=True)
-    else:
-        unchecked.rename(result)  # vLLM's worker checks its graphs when it restores them
-    return result if result.exists() else None
+    run(capture_settings, result, unchecked, check=True)
+    return result
 
 
 def run(settings: Settings, out: Path, other: Path | None = None, *, check: bool = False) -> None:
@@ -72,6 +69,7 @@ def run(settings: Settings, out: Path, other: Path | None = None, *, check: bool
     ``other`` has blueprints, and it writes those that can be restored. Raises EngineError, with the end of the
     process's output, if it fails or takes longer than ten minutes.
     """
+    work = "checking the materialized CUDA graphs" if check else "capturing CUDA graphs"
     command = [
         sys.executable,
         "-m",
@@ -104,20 +102,36 @@ def run(settings: Settings, out: Path, other: Path | None = None, *, check: bool
     timer.cancel()
     if process.returncode:
         why = f"it was not done after {_TIMEOUT_S:.0f} s: " if late.is_set() else ""
-        raise EngineError(f"capturing CUDA graphs failed: {why}" + "\n".join(said))
+        raise EngineError(f"{work} failed: {why}" + "\n".join(said))
 
 
-def main(arguments: list[str]) -> int:
-    """Run in the capturing process. ``arguments`` are OUT, then optionally OTHER and "check"; see ``run``.
+class Task(NamedTuple):
+    """What ``run`` has started a process for."""
 
-    The settings come as JSON on standard input.
+    settings: Settings
+    out: Path
+    other: Path | None
+    check: bool
+
+
+def read_task(arguments: list[str]) -> Task:
+    """Begin a process that ``run`` started: log with times, and prepare to report where it hangs.
+
+    ``arguments`` are OUT, then optionally OTHER and "check". The settings come as JSON on standard input.
     """
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d ms  %(message)s")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     settings = Settings(**json.load(sys.stdin))
-    out, other = Path(arguments[0]), Path(arguments[1]) if len(arguments) > 1 else None
-    if other is not None and arguments[2:] == ["check"]:
+    out, *others = arguments
+    return Task(settings, Path(out), Path(others[0]) if others else None, others[1:] == ["check"])
+
+
+def main(arguments: list[str]) -> int:
+    """Run in a process that ``run`` started for the torch engine; see ``read_task`` for the arguments."""
+    settings, out, other, check = read_task(arguments)
+    if check:
+        assert other is not None
         _check(settings, out, other)
     else:
         _capture(settings, out, other)

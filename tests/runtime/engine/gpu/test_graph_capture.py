@@ -7,7 +7,7 @@ import logging
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -56,13 +56,31 @@ def test_one_that_never_ends_is_ended(
     assert "capturing" in caplog.messages, "what it said until then"
 
 
-def test_one_that_hangs_says_where(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_one_that_hangs_says_where(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
     monkeypatch.setattr(graph_capture, "_TIMEOUT_S", 5.0)
     real = Path(sys.prefix) / "bin/python"
     os.mkfifo(tmp_path / "never")
     python(tmp_path, f'exec {real} "$@" <> {tmp_path}/never')
     with pytest.raises(EngineError, match=r"it was not done after 5 s: (.*\n)*.*graph_capture.py\", line \d+ in main"):
-        graph_capture.run(settings, tmp_path / "out")
+        graph_capture.run(replace(settings, engine=engine), tmp_path / "out")
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_a_third_process_checks_what_two_have_made(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setattr("medusa_runtime.device.choice.choose", lambda device, environ: "cuda")
+    python(tmp_path, f'shift 2; echo "$@" >> {tmp_path}/said; echo of "$2" > "$1"')
+    out = graph_capture.capture("m", replace(settings, engine=engine), tmp_path)
+    assert out is not None
+    second, unchecked = tmp_path / "second.dump", tmp_path / "unchecked"
+    assert (tmp_path / "said").read_text().splitlines() == [
+        f"{second}", f"{unchecked} {second}", f"{out} {unchecked} check"
+    ]  # fmt: skip
+    assert out.read_text() == f"of {unchecked}\n"
 
 
 @pytest.mark.parametrize("arguments", [["OUT"], ["OUT", "OTHER", "check"]], ids=["captures", "checks"])
