@@ -1,8 +1,9 @@
 """Captures a model's decode graphs on this GPU and materializes them, offline (MEDUSA §3).
 
 Two processes capture the same graphs with all memory at different addresses, which proves what is a pointer. A third
-process restores and replays all graphs, so that a user's request is never the first to run one. Each is a new process,
-so that the modules that the driver has loaded, and their addresses, do not depend on earlier work.
+process restores and replays all graphs, so that a user's request is never the first to run one, and finds out whether
+words that the two do not explain matter. Each is a new process, so that the modules that the driver has loaded, and
+their addresses, do not depend on earlier work.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ...state.kinds import CUDA_GRAPHS, KV_PLAN
 from ..preimport import preimport
 
 if TYPE_CHECKING:  # torch is imported after the recorder has begun
+    from ...state.graphs.blueprint import Blueprints
     from .device import Gpu
     from .runner import GpuRunner
 
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 600.0
 _TRACEBACK_S = 1.0
+_SECOND = "second.dump"
 _LINES_OF_AN_ERROR = 20
 # Bytes of tensors that are allocated before the dump, so that torch's own segments lie at other addresses.
 _SHIFTS = (3 << 20, 24 << 20, 1 << 30)
@@ -55,10 +58,15 @@ def capture(model: str, settings: Settings, folder: Path) -> Path | None:
             "CUDA graphs are materialized for one GPU, found --tensor-parallel above 1; each start captures them"
         )
     capture_settings = replace(settings, model=model, device="cuda", state="none")
-    second, unchecked, result = folder / "second.dump", folder / "unchecked", folder / CUDA_GRAPHS.name
+    second, unchecked, result = folder / _SECOND, folder / "unchecked", folder / CUDA_GRAPHS.name
     run(capture_settings, second)
     run(capture_settings, unchecked, second)  # for the torch engine this also writes a KV plan into the folder
-    run(capture_settings, result, unchecked, check=True)
+    try:
+        run(capture_settings, result, unchecked, check=True)
+    except EngineError as error:
+        if not result.exists():
+            raise
+        logger.warning("CUDA graphs stay pinned to their addresses: %s", error)
     return result
 
 
@@ -193,15 +201,24 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
 
 def _check(settings: Settings, out: Path, unchecked: Path) -> None:
     preimport(settings)
+    from ...state.graphs.blueprint import Blueprints
     from .device import Gpu
     from .graph_state import GraphState, summary
 
     gpu = Gpu()
     with _loaded(settings, gpu) as runner:
         assert runner.graphs is not None
-        checked = GraphState(runner.model, runner.graphs, gpu.placed).check(unchecked.read_bytes())
-        checked.save(out)
+        state = GraphState(runner.model, runner.graphs, gpu.placed)
+        checked = state.check(unchecked.read_bytes())
+        _write(checked, out)
         logger.info("restored in a process of its own: %s", summary(checked))
+        _write(state.unpin(checked, Blueprints.load(unchecked.with_name(_SECOND).read_bytes())), out)
+
+
+def _write(blueprints: Blueprints, out: Path) -> None:
+    part = out.with_name(f"{out.name}.part")
+    blueprints.save(part)
+    part.replace(out)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -129,6 +130,38 @@ class GraphState:
             self.restore_sizes([size])
         reasons = {key: str(mismatch) for key, mismatch in self.restored.reasons.items()} if self.restored else {}
         return blueprints.without(reasons)
+
+    def unpin(self, checked: Blueprints, second: Blueprints) -> Blueprints:
+        """Return the bundle with fewer graphs pinned to their captured addresses. Call ``check`` before this.
+
+        A graph is pinned by words that two captures do not explain. Most of these are bytes that nothing reads, in
+        structures that are passed by value. So each graph is built once more, with the bytes of the ``second`` capture
+        and only its known pointers relocated. If it gives its stored outputs, no other word that differs matters.
+        Raises DeviceError if one does matter so much that it breaks the context.
+        """
+        there = {one.name: one.address for one in second.ranges}
+        others = {graph.key: graph.blob for graph in second.graphs}
+        moved = {n for n, one in enumerate(checked.ranges) if there.get(one.name, one.address) != one.address}
+        tried = [graph for graph in checked.graphs if graph.pinned and moved.issuperset(graph.pinned)]
+        tried = [graph for graph in tried if len(others.get(graph.key, b"")) == len(graph.blob)]
+        if not tried or self._placement is None:
+            return checked
+        variants = tuple(replace(graph, blob=others[graph.key], pinned=()) for graph in tried)
+        restorer = GraphRestorer(
+            self._driver,
+            replace(checked, graphs=variants),
+            self._placement,
+            stream=self._stream.cuda_stream,
+            fingerprint=checked.fingerprint,
+        )
+        for graph in variants:
+            restorer.build([graph.key])
+            restorer.verify([graph.key])
+        free = set(restorer.restored.graphs)
+        restorer.restored.close()
+        logger.info("%d of %d pinned graphs can be at other addresses, too", len(free), len(tried))
+        graphs = (replace(graph, pinned=()) if graph.key in free else graph for graph in checked.graphs)
+        return replace(checked, graphs=tuple(graphs))
 
     def _trigger(self, key: str) -> int:
         sizes = {key_of(size): size for size in self._graphs.sizes}

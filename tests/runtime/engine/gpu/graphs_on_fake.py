@@ -148,6 +148,9 @@ def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
             ]
             blueprints = replace(blueprints, graphs=tuple(graphs_))
         checked = state.check(encode(blueprints))
+        if "second" in options:
+            checked = state.unpin(checked, Blueprints.load(Path(options["second"]).read_bytes()))
+            checked.save(Path(options["out"]))
         return {"kept": [graph.key for graph in checked.graphs], "refused": checked.refused}
     if phase == "restore":
         blueprints = Blueprints.load(Path(options["bundle"]).read_bytes())

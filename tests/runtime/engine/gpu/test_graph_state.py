@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from medusa_runtime.engine.gpu.graph_pool import POOL_BASE
+from medusa_runtime.state.graphs import Blueprints
 
 HERE = Path(__file__).parent
 GRAPHS = HERE.parents[1] / "state/graphs"
@@ -73,7 +76,36 @@ def stale(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("stale")
     run("dump", 0x510000000000, out=str(folder / "second"), blocks=3, stale=4096)
     made = run("materialize", 0x610000000000, out=str(folder / "bundle"), second=str(folder / "second"), stale=72)
-    return {**made, "path": str(folder / "bundle")}
+    return {**made, "path": str(folder / "bundle"), "second": str(folder / "second")}
+
+
+@pytest.mark.timeout(600)
+def test_an_old_address_that_nothing_reads_is_found_to_be_one(
+    run: Run, stale: dict[str, Any], bundle: dict[str, Any], tmp_path: Path
+) -> None:
+    """A third process runs each graph with the second capture's bytes. Then it can be restored anywhere."""
+    freed = str(tmp_path / "bundle")
+    checked = run("check", 0x580000000000, bundle=stale["path"], second=stale["second"], out=freed)
+    assert checked["refused"] == {}
+    assert "3 of 3 pinned graphs can be at other addresses, too" in checked["log"]
+    restored = run("restore", 0x590000000000, bundle=freed, take=[POOL_BASE], base=0x480000000000, blocks=4)
+    assert restored["reasons"] == {}
+    assert restored["answers"] == bundle["answers"]
+
+
+@pytest.mark.timeout(600)
+def test_a_word_that_matters_keeps_its_graph_where_it_was(run: Run, stale: dict[str, Any], tmp_path: Path) -> None:
+    second, same = Blueprints.load(Path(stale["second"]).read_bytes()), str(tmp_path / "bundle")
+    factor = [struct.pack("<if", 16, factor) for factor in (0.5, 0.25)]  # of the kernel ``scale``, behind its count
+    assert all(factor[0] in graph.blob for graph in second.graphs)
+    same_factor = second.graph("decode 2")
+    others = (replace(one, blob=one.blob.replace(*factor, 1)) for one in second.graphs if one is not same_factor)
+    replace(second, graphs=(*others, same_factor)).save(tmp_path / "second")
+    checked = run("check", 0x580000000000, bundle=stale["path"], second=str(tmp_path / "second"), out=same)
+    assert "1 of 3 pinned graphs can be at other addresses, too" in checked["log"]
+    restored = run("restore", 0x590000000000, bundle=same, take=[POOL_BASE])
+    assert list(restored["answers"]) == ["2"]
+    assert set(restored["reasons"]) == {"decode 1", "decode 4"}
 
 
 @pytest.mark.timeout(600)
