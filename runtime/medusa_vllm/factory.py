@@ -14,7 +14,7 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.zygote import RESTART
 
-from .version import MISSING_PART_ERRORS, TESTED, installed_version
+from .version import MISSING_PART_ERRORS, installed_version, is_tested, tested_versions
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
         "and a start takes as long as vLLM's own (fast ones are %s)",
         installed_version(),
         bytes(_shared[1:]).rstrip(b"\0").decode(errors="replace"),
-        ", ".join(f"{each}x" for each in TESTED),
+        tested_versions(),
     )
     timeline.mark("compatible")
     return CompatibleEngine(region, settings, timeline)
@@ -72,11 +72,6 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
 def is_compatible() -> bool:
     """Return whether vLLM's own server and processes are used in this process and in its forks."""
     return bool(_shared[0])
-
-
-def is_tested() -> bool:
-    """Return whether this version was tested, so that a missing inner part is a fault of ours."""
-    return installed_version().startswith(TESTED)
 
 
 class _UntestedEngine:

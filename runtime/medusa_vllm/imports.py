@@ -19,7 +19,7 @@ from medusa_runtime.region.reader import Region
 from .cpu.amx import request_amx_tiles
 from .flags import MEDIA_ENVIRONMENT
 from .lean_imports import lean_imports, without_torch_compile
-from .version import TESTED, check_version
+from .version import check_version, is_tested
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +68,13 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     This is for a process that will only fork: it touches no device and starts no thread. Raises MissingPackageError,
     ConfigError and ImportError.
     """
-    version = check_version()
+    check_version()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if settings.log_level != "debug":
         logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns about settings that we choose on purpose
     # A process that waits for its model has time to import everything.
-    lean = region is not None and settings.compile != "always" and version.startswith(TESTED)
+    lean = region is not None and settings.compile != "always" and is_tested()
     with lean_imports() if lean else nullcontext(), without_torch_compile(), avoid_cache_folder(), keep_log_levels():
         _import_all()
     from vllm.platforms import current_platform

