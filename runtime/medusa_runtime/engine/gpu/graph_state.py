@@ -120,16 +120,19 @@ class GraphState:
         return {size: restored.graphs[key] for key, size in keys.items() if key in restored.graphs}
 
     def check(self, data: bytes) -> Blueprints:
-        """Restore and replay every graph of a bundle, and return the bundle without those whose outputs are wrong.
+        """Restore and replay every graph of a bundle, and return the bundle with those alone whose outputs are right.
 
         This is for an offline process that has captured nothing, so that a user's request is never the first to run a
         restored graph. Raises DeviceError if a graph breaks the context.
         """
         blueprints = Blueprints.load(data)
-        for size in self.begin(data):
-            self.restore_sizes([size])
-        reasons = {key: str(mismatch) for key, mismatch in self.restored.reasons.items()} if self.restored else {}
-        return blueprints.without(reasons)
+        self.begin(data)
+        wrong = {graph.key for graph in blueprints.graphs}
+        for size in [size for size in self._graphs.sizes if key_of(size) in wrong]:
+            wrong -= {key_of(right) for right in self.restore_sizes([size])}
+        known = self.restored.reasons if self.restored is not None else {}
+        unmapped = GraphMismatch(Reason.MEMORY, "its memory could not be mapped in a new process; the log says why")
+        return blueprints.without({key: str(known.get(key, unmapped)) for key in wrong})
 
     def unpin(self, checked: Blueprints, second: Blueprints) -> Blueprints:
         """Return the bundle with fewer graphs pinned to their captured addresses. Call ``check`` before this.

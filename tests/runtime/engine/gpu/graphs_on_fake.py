@@ -10,6 +10,7 @@ import_torch()  # as engines do: each of these processes is seconds shorter
 import hashlib
 import json
 import logging
+import os
 import random
 import struct
 import sys
@@ -147,6 +148,10 @@ def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
                 replace(one, outputs=_other(one.outputs)) if one.key == broken else one for one in blueprints.graphs
             ]
             blueprints = replace(blueprints, graphs=tuple(graphs_))
+        if gpu := options.get("gpu"):
+            blueprints = replace(blueprints, fingerprint={**blueprints.fingerprint, "gpu": gpu})
+        if options.get("full"):
+            os.environ["FAKE_CUDA_MEMORY"] = "0"
         checked = state.check(encode(blueprints))
         if "second" in options:
             checked = state.unpin(checked, Blueprints.load(Path(options["second"]).read_bytes()))

@@ -157,6 +157,23 @@ def test_a_third_process_leaves_out_what_does_not_give_its_outputs(run: Run, bun
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"blocks": 6}, "address: captured with a KV cache of another size, which something in it may depend on"),
+        ({"gpu": "Fake B200"}, "gpu: made for gpu Fake B200, this is Fake H200"),
+        ({"full": True}, "memory: its memory could not be mapped in a new process; the log says why"),
+    ],
+)
+def test_a_third_process_leaves_out_what_it_cannot_restore(
+    run: Run, stale: dict[str, Any], options: dict[str, Any], reason: str
+) -> None:
+    checked = run("check", 0x580000000000, bundle=stale["path"], **options)
+    assert checked["kept"] == []
+    assert checked["refused"] == dict.fromkeys(["decode 4", "decode 2", "decode 1"], reason)
+
+
+@pytest.mark.timeout(600)
 def test_kernels_without_an_image_are_found_by_capturing_the_first_layer(run: Run, bundle: dict[str, Any]) -> None:
     """MEDUSA §5.2 in the engine: it warms up and captures one layer, once, because its modules have all kernels."""
     restored = run("restore", 0x580000000000, bundle=bundle["path"], without_images=True)
