@@ -16,7 +16,7 @@ from ...errors import DeviceError
 from .driver import CudaDriver
 
 MAP_BYTES = 128
-_ALIGNMENT = 64
+_ALIGNMENT = 128  # of CUtensorMap, since CUDA 13
 _BITS = range(4, 48)  # the bits of an address: maps are aligned to 16 bytes, and device memory is below 2^47
 _PROBE, _OTHER = 1 << 40, 1 << 41
 
