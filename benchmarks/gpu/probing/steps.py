@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from ctypes import byref
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,7 @@ from medusa_runtime.state.graphs import (
 from medusa_runtime.state.graphs.blueprint import GraphBlueprint
 from medusa_runtime.state.graphs.driver import STICKY, CudaError
 from medusa_runtime.state.graphs.materialization.dump import kernel_of, node_kind, nodes_of
-from medusa_runtime.state.graphs.restoration.build import construct
+from medusa_runtime.state.graphs.restoration.build import GraphBuilder
 from medusa_runtime.state.graphs.restoration.kernels import KernelFinder, KernelHandle, set_function_attributes
 from medusa_runtime.state.graphs.structs import InstantiateParams
 
@@ -185,9 +185,7 @@ def _in_this_process(
         def by_image(graph: GraphBlueprint = graph, replay: Replay = replay, wanted: Any = wanted) -> Facts:
             finder = KernelFinder(ground.driver, with_images)  # stays open: the graph may run until the end
             numbers = {node.kernel for node in graph.nodes if node.kernel >= 0}
-            kernels = [KernelHandle(0, 0)] * len(dump.kernels)
-            for number in numbers:
-                kernels[number] = finder.handle(number, graph.key)
+            kernels = {number: finder.handle(number, graph.key) for number in numbers}
             for piece in dump.contents:
                 at = finder.variable(dump.ranges[piece.memory_range].name)
                 if at is not None:
@@ -198,8 +196,8 @@ def _in_this_process(
         step.attempt(f"same process by image: {graph.key}", by_image)
 
 
-def _handles(driver: CudaDriver, captured: int, dump: Blueprints, graph: GraphBlueprint) -> list[KernelHandle]:
-    kernels = [KernelHandle(0, 0)] * len(dump.kernels)
+def _handles(driver: CudaDriver, captured: int, dump: Blueprints, graph: GraphBlueprint) -> dict[int, KernelHandle]:
+    kernels = {}
     for node, handle in zip(graph.nodes, nodes_of(driver, captured), strict=True):
         if node_kind(driver, handle) == 0:
             params, _, _ = kernel_of(driver, handle)
@@ -234,13 +232,13 @@ class Replay:
         self,
         dump: Blueprints,
         graph: GraphBlueprint,
-        kernels: Sequence[KernelHandle],
+        kernels: Mapping[int, KernelHandle],
         wanted: str,
         images: ImageStore,
         captured: int,
     ) -> Facts:
         """Build, read back, instantiate and replay. Returns whether the bits are those of the captured graph."""
-        made = construct(self._driver, dump, graph, kernels=kernels, addresses=[])
+        made = GraphBuilder(self._driver, dump).construct(graph, kernels=kernels, addresses={})
         different = evidence.differences(self._driver, captured, made, images)
         params = InstantiateParams(flags=_UPLOAD, upload_stream=self._ground.stream)
         execution = self._driver.handle("cuGraphInstantiateWithParams", made, byref(params))

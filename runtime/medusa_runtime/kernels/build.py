@@ -38,6 +38,7 @@ OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("attention", "attention.c", ()),
         ("chunks", "chunks.c", ()),
         ("staging", "staging.c", ()),
+        ("graphs", "graphs.c", ()),
         ("attention_avx2", "attention_tile.c", AVX2),
         ("attention_avx512", "attention_tile.c", AVX512),
     ),
@@ -52,6 +53,7 @@ OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("attention", "attention.c", ()),
         ("chunks", "chunks.c", ()),
         ("staging", "staging.c", ()),
+        ("graphs", "graphs.c", ()),
         ("attention_neon", "attention_tile.c", ()),
     ),
 }

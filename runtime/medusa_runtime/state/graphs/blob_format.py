@@ -12,27 +12,19 @@ from typing import Any
 from ...errors import StateError
 from .blueprint import (
     Blueprints,
-    Edge,
     GraphBlueprint,
     KernelRecord,
     MemoryRange,
-    Node,
-    NodeKind,
     Piece,
     RangeKind,
-    Relocation,
 )
-from .structs import MEMCPY_NODE_BYTES, MEMSET_NODE
-from .tensor_map import MAP_BYTES
+from .compiled import CompiledBundle
+from .tables import EdgeTable, NodeTable, RelocationTable
 
-VERSION = 3
+VERSION = 4
 _MAGIC = b"MEDUSAG\n"
 _PROLOGUE = struct.Struct("<8s32sIQQ")  # magic, sha256, version, bytes of the header, bytes of the body
-_NODE = struct.Struct("<HHi3I3IIII")
-_EDGE = struct.Struct("<II8s")
-_RELOCATION = struct.Struct("<IIQ?")
 _ADDRESSES = 1 << 57  # the size of the largest address space of any processor, which the device shares
-_SIZES = {NodeKind.MEMSET: MEMSET_NODE.size, NodeKind.MEMCPY: MEMCPY_NODE_BYTES, NodeKind.EMPTY: 0}
 
 Span = list[int]
 
@@ -76,16 +68,12 @@ def encode(blueprints: Blueprints) -> bytes:
 
 
 def _encode_graph(graph: GraphBlueprint, body: _Body) -> dict[str, Any]:
-    nodes = b"".join(
-        _NODE.pack(n.kind, n.attributes, n.kernel, *n.grid, *n.block, n.shared_bytes, n.start, n.size)
-        for n in graph.nodes
-    )
     return {
         "key": graph.key,
-        "nodes": body.put(nodes),
-        "edges": body.put(b"".join(_EDGE.pack(*edge) for edge in graph.edges)),
+        "nodes": body.put(NodeTable.of(graph.nodes).data),
+        "edges": body.put(EdgeTable.of(graph.edges).data),
         "blob": body.put(graph.blob),
-        "relocations": body.put(b"".join(_RELOCATION.pack(*relocation) for relocation in graph.relocations)),
+        "relocations": body.put(RelocationTable.of(graph.relocations).data),
         "pinned": graph.pinned,
         "inputs": body.pieces(graph.inputs),
         "outputs": body.pieces(graph.outputs),
@@ -93,7 +81,11 @@ def _encode_graph(graph: GraphBlueprint, body: _Body) -> dict[str, Any]:
 
 
 def decode(data: bytes) -> Blueprints:
-    """Read what ``encode`` wrote. Raises StateError if the bytes are damaged, cut or of another version."""
+    """Read what ``encode`` wrote.
+
+    Raises StateError if the bytes are damaged, cut or of another version, or if they cannot be checked because the
+    compiled library is missing.
+    """
     if len(data) < _PROLOGUE.size:
         raise StateError(f"expected materialized CUDA graphs, found {len(data)} bytes; materialize again")
     magic, digest, version, header_bytes, body_bytes = _PROLOGUE.unpack_from(data)
@@ -133,16 +125,12 @@ class _Decoder:
         return tuple(Piece(memory_range, offset, self.get(span)) for memory_range, offset, *span in entries)
 
     def graph(self, entry: dict[str, Any]) -> GraphBlueprint:
-        nodes = tuple(
-            Node(kind, attributes, kernel, tuple(dims[:3]), tuple(dims[3:6]), *dims[6:])
-            for kind, attributes, kernel, *dims in _NODE.iter_unpack(self.get(entry["nodes"]))
-        )
         return GraphBlueprint(
             key=entry["key"],
-            nodes=nodes,
-            edges=tuple(map(Edge._make, _EDGE.iter_unpack(self.get(entry["edges"])))),
+            nodes=NodeTable(self.get(entry["nodes"])),
+            edges=EdgeTable(self.get(entry["edges"])),
             blob=self.get(entry["blob"]),
-            relocations=tuple(map(Relocation._make, _RELOCATION.iter_unpack(self.get(entry["relocations"])))),
+            relocations=RelocationTable(self.get(entry["relocations"])),
             pinned=tuple(entry["pinned"]),
             inputs=self.pieces(entry["inputs"]),
             outputs=self.pieces(entry["outputs"]),
@@ -175,26 +163,12 @@ def check(blueprints: Blueprints) -> None:
     for kernel in blueprints.kernels:
         _whole(*chain(*kernel.parameters))
         _whole(*(number for number, _ in kernel.attributes))
-    ranges, kernels, sets = len(blueprints.ranges), len(blueprints.kernels), len(blueprints.attribute_sets)
     _check_pieces(blueprints, blueprints.contents)
     _whole(*chain(*blueprints.host))
-    extents = [max((offset + size for offset, size in kernel.parameters), default=0) for kernel in blueprints.kernels]
+    compiled = CompiledBundle(blueprints)
     for graph in blueprints.graphs:
-        size, count = len(graph.blob), len(graph.nodes)
-        for node in graph.nodes:
-            known = 0 <= node.kernel < kernels if node.kind == NodeKind.KERNEL else node.kernel == -1
-            if not known or node.attributes >= sets or node.start + node.size > size:
-                raise ValueError(f"a node of {graph.key}")
-            if node.size < (extents[node.kernel] if node.kind == NodeKind.KERNEL else _SIZES[NodeKind(node.kind)]):
-                raise ValueError(f"parameters of a node of {graph.key}")
-        if any(edge.source >= count or edge.target >= count for edge in graph.edges):
-            raise ValueError(f"an edge of {graph.key}")
-        for relocation in graph.relocations:
-            if relocation.position + (MAP_BYTES if relocation.map else 8) > size or relocation.memory_range >= ranges:
-                raise ValueError(f"a relocation of {graph.key}")
-            if relocation.offset > blueprints.ranges[relocation.memory_range].size:
-                raise ValueError(f"a relocation of {graph.key}")
-        if any(memory_range not in range(ranges) for memory_range in graph.pinned):
+        compiled.check(graph)
+        if any(memory_range not in range(len(blueprints.ranges)) for memory_range in graph.pinned):
             raise ValueError(f"a range of {graph.key}")
         _check_pieces(blueprints, (*graph.inputs, *graph.outputs))
 

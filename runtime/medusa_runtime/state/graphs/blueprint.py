@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
@@ -111,16 +111,17 @@ class Relocation(NamedTuple):
 class GraphBlueprint:
     """One graph, with everything that is needed to build it again.
 
-    ``key`` names the graph, such as by its batch size. ``pinned`` are the numbers of ranges that must be at their
-    captured addresses, because not every address in the blob is known. ``inputs`` and ``outputs`` are those of a
+    ``key`` names the graph, such as by its batch size. The nodes, edges and relocations of a graph that was read from a
+    file stay packed until a row of them is read (``tables.py``). ``pinned`` are the numbers of ranges that must be at
+    their captured addresses, because not every address in the blob is known. ``inputs`` and ``outputs`` are those of a
     reference replay.
     """
 
     key: str
-    nodes: tuple[Node, ...]
-    edges: tuple[Edge, ...]
+    nodes: Sequence[Node]
+    edges: Sequence[Edge]
     blob: bytes
-    relocations: tuple[Relocation, ...] = ()
+    relocations: Sequence[Relocation] = ()
     pinned: tuple[int, ...] = ()
     inputs: tuple[Piece, ...] = ()
     outputs: tuple[Piece, ...] = ()
@@ -172,8 +173,10 @@ class Blueprints:
 
     def used_ranges(self) -> set[int]:
         """Return the numbers of the ranges into which a graph points, or that a graph pins."""
-        pinned = {number for graph in self.graphs for number in graph.pinned}
-        return pinned | {relocation.memory_range for graph in self.graphs for relocation in graph.relocations}
+        from .compiled import CompiledBundle
+
+        compiled = CompiledBundle(self)
+        return {number for graph in self.graphs for number in (*graph.pinned, *compiled.check(graph).ranges)}
 
     def words(self, node: Node) -> list[tuple[int, int]]:
         """Return the (start, stop) in the blob of each parameter of a node that can hold addresses."""

@@ -9,6 +9,7 @@ class Reason(StrEnum):
     """A reason, by its name in the log and in the timeline."""
 
     CORRUPT = "corrupt"  # the blob is damaged, truncated or of another version
+    NOT_COMPILED = "not-compiled"  # the library that builds graphs could not be compiled when this was installed
     GPU = "gpu"  # made on another GPU
     DRIVER = "driver"  # made with another driver
     LIBRARY = "library"  # made with another torch or CUDA library, model or setting

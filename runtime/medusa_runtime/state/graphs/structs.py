@@ -6,9 +6,6 @@ import ctypes
 import struct
 from ctypes import c_int, c_uint, c_uint64, c_void_p
 
-# CUDA_KERNEL_NODE_PARAMS_v2: func; grid, block, shared bytes; kernelParams, extra, kern, ctx. Packed by hand, because a
-# restore makes tens of thousands of them.
-KERNEL_NODE = struct.Struct("<Q3I3II4xQQQQ")
 # CUDA_MEMSET_NODE_PARAMS: dst, pitch, value, element size, width, height.
 MEMSET_NODE = struct.Struct("<QQIIQQ")
 MEMSET_POINTERS = (0,)
@@ -24,6 +21,8 @@ PROGRAMMATIC = 6  # the launch attribute PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class KernelNodeParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2. Nodes are added by kernels/graphs.c, which has the same structure."""
+
     _fields_ = (
         ("func", c_void_p),
         ("grid", c_uint * 3),

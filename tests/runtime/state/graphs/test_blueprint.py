@@ -80,6 +80,9 @@ def changed(**fields: Any) -> Blueprints:
         changed(inputs=(Piece(0, 63, b"in"),)),
         changed(outputs=(Piece(5, 0, b"out"),)),
         replace(WHOLE, contents=(Piece(0, 60, b"magic"),)),
+        replace(WHOLE, kernels=(WHOLE.kernels[0]._replace(parameters=(((1 << 64) - 4, 8),)),)),
+        replace(WHOLE, attribute_sets=((), ((4, bytes(12)),))),
+        replace(WHOLE, attribute_sets=((), ((1 << 31, bytes(64)),))),
     ],
 )
 def test_references_to_nothing(wrong: Blueprints) -> None:
@@ -111,10 +114,10 @@ def test_ranges_that_cannot_be(pool: MemoryRange, why: str) -> None:
 def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     from medusa_runtime.state.graphs import blob_format
 
-    monkeypatch.setattr(blob_format, "VERSION", 4)
+    monkeypatch.setattr(blob_format, "VERSION", 5)
     data = encode(WHOLE)
     monkeypatch.undo()
-    with pytest.raises(StateError, match="expected CUDA graphs in format 3, found 4"):
+    with pytest.raises(StateError, match="expected CUDA graphs in format 4, found 5"):
         decode(data)
 
 

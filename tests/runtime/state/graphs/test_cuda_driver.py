@@ -18,8 +18,8 @@ from pathlib import Path
 from medusa_runtime.state.graphs import CudaDriver
 from medusa_runtime.state.graphs.driver import CudaError
 from medusa_runtime.state.graphs.materialization.dump import dump_graphs, edges_of
-from medusa_runtime.state.graphs.structs import KERNEL_NODE
 import medusa_runtime.state.graphs.driver as bindings
+KERNEL_NODE = struct.Struct("<Q3I3II4xQQQQ")  # structs.KernelNodeParams
 bindings.SIGNATURES["cuMemAlloc_v2"] = "pz"
 
 def fails(function, *arguments):

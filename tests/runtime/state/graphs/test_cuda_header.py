@@ -19,6 +19,7 @@ from medusa_runtime.device import cupti
 from medusa_runtime.engine.gpu import graph_pool
 from medusa_runtime.kernels import build as kernels
 from medusa_runtime.load.upload import staging
+from medusa_runtime.state.graphs import compiled as compiled_graphs
 from medusa_runtime.state.graphs import placement, structs
 from medusa_runtime.state.graphs.blueprint import NodeKind
 from medusa_runtime.state.graphs.driver import HOST_MEMORY, INVALID_VALUE, OUT_OF_MEMORY, SIGNATURES, STICKY
@@ -177,7 +178,6 @@ CONSTANTS = {
     "CU_MEM_ALLOC_GRANULARITY_MINIMUM": 0,  # placement.place
     "CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD": build._UPLOAD,
     "CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY": build._USE_NODE_PRIORITY,
-    "CU_LAUNCH_ATTRIBUTE_PRIORITY": build._PRIORITY,
     "CU_FUNC_ATTRIBUTE_NUM_REGS": dump.REGISTERS,
     "CUPTI_CB_DOMAIN_RESOURCE": cupti._RESOURCE,
     "CUPTI_CBID_RESOURCE_MODULE_LOADED": cupti._MODULE_LOADED,
@@ -235,14 +235,6 @@ def test_every_error_that_breaks_a_context_is_known() -> None:
                 found.add(int(number[1]))
             said = ""
     assert found == set(STICKY)
-
-
-def test_packed_as_the_structure() -> None:
-    """Kernel nodes are packed by hand, since a restore makes tens of thousands of them."""
-    same = NODE.from_buffer_copy(structs.KERNEL_NODE.pack(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12))
-    assert (same.func, tuple(same.grid), tuple(same.block), same.shared_bytes) == (1, (2, 3, 4), (5, 6, 7), 8)
-    assert (same.params, same.extra, same.kern, same.ctx) == (9, 10, 11, 12)
-    assert structs.KERNEL_NODE.size == ctypes.sizeof(NODE)
 
 
 def test_default_of_memory_domains(tmp_path: Path) -> None:
@@ -315,6 +307,45 @@ def test_staging_in_c_calls_the_driver_as_it_is(tmp_path: Path) -> None:
     }
     checks = [f'_Static_assert((int){ours} == (int){theirs}, "{ours}");' for ours, theirs in equal.items()]
     compile_checks(tmp_path, source, checks)
+
+
+def test_the_builder_in_c_calls_the_driver_as_it_is(tmp_path: Path) -> None:
+    path = kernels.SOURCE_DIR / "graphs.c"
+    source = path.read_text()
+    calls = re.findall(r"^    int \(\*(cu\w+)\)\(([^)]*)\);", source, re.MULTILINE)
+    assert tuple(name for name, _ in calls) == compiled_graphs.CALLS
+    kinds = {"size_t": "z", "int": "i"}  # everything else is a pointer or a handle
+    for name, arguments in calls:
+        ours = "".join(kinds.get(argument.strip().rpartition(" ")[0], "p") for argument in arguments.split(","))
+        assert ours == SIGNATURES[name], "compared with the header above"
+    pairs = {
+        "func": "func",
+        "grid": "gridDimX",
+        "block": "blockDimX",
+        "shared_bytes": "sharedMemBytes",
+        "params": "kernelParams",
+        "extra": "extra",
+        "kern": "kern",
+        "context": "ctx",
+    }
+    equal = {
+        "sizeof(struct kernel_node)": "sizeof(CUDA_KERNEL_NODE_PARAMS)",
+        "MEMSET_BYTES": "sizeof(CUDA_MEMSET_NODE_PARAMS)",
+        "MEMCPY_BYTES": "sizeof(CUDA_MEMCPY3D)",
+        "MAP_BYTES": "sizeof(CUtensorMap)",
+        "ALIGNMENT": "_Alignof(CUtensorMap)",
+        "ATTRIBUTE_BYTES": "sizeof(CUlaunchAttributeValue)",
+        "sizeof(((struct edge *)0)->data)": "sizeof(CUgraphEdgeData)",
+        "PROGRAMMATIC": "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION",
+        "PRIORITY": "CU_LAUNCH_ATTRIBUTE_PRIORITY",
+        **{name: f"CU_GRAPH_NODE_TYPE_{name}" for name in ("KERNEL", "MEMCPY", "MEMSET", "EMPTY")},
+        **{
+            f"offsetof(struct kernel_node, {ours})": f"offsetof(CUDA_KERNEL_NODE_PARAMS, {theirs})"
+            for ours, theirs in pairs.items()
+        },
+    }
+    checks = [f'_Static_assert((int)({ours}) == (int)({theirs}), "{ours}");' for ours, theirs in equal.items()]
+    compile_checks(tmp_path, path, checks)
 
 
 def compare_calls(calls: Mapping[str, str], source: str) -> None:

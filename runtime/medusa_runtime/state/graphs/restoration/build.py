@@ -1,160 +1,108 @@
-"""Build an executable graph from a blueprint."""
+"""Build executable graphs from blueprints."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
-from ctypes import addressof, byref, c_uint64
+from collections.abc import Mapping
+from ctypes import byref
 
-from ..blueprint import AttributeSet, Blueprints, Edge, GraphBlueprint, Node, NodeKind
+from ..blueprint import Blueprints, GraphBlueprint, NodeKind
+from ..compiled import CALLS, BuildJob, CompiledBundle, Used, driver_calls
 from ..driver import CudaDriver, CudaError
 from ..mismatch import GraphMismatch, Reason
-from ..structs import KERNEL_NODE, PROGRAMMATIC, InstantiateParams
-from ..tensor_map import MAP_BYTES, replacer
+from ..structs import InstantiateParams
+from ..tables import RelocationTable
 from .kernels import KernelHandle
 
 _UPLOAD, _USE_NODE_PRIORITY = 2, 8
-_PRIORITY = 8
+_REPLACE_ADDRESS = CALLS.index("cuTensorMapReplaceAddress")
 
 
-def build(
-    driver: CudaDriver,
-    blueprints: Blueprints,
-    graph: GraphBlueprint,
-    *,
-    kernels: Sequence[KernelHandle],
-    addresses: Sequence[int],
-    stream: int,
-) -> int:
-    """Build an executable graph (CUgraphExec), which the caller destroys. Arguments and errors as in ``construct``."""
-    cuda_graph = construct(driver, blueprints, graph, kernels=kernels, addresses=addresses)
-    try:
-        return _instantiate(driver, blueprints, graph, cuda_graph, stream)
-    except CudaError as error:
-        raise GraphMismatch(Reason.DRIVER_CALL, f"{error}: the whole") from error
-    finally:
-        driver.result("cuGraphDestroy", cuda_graph)
+class GraphBuilder:
+    """Builds the graphs of one bundle.
 
-
-def construct(
-    driver: CudaDriver,
-    blueprints: Blueprints,
-    graph: GraphBlueprint,
-    *,
-    kernels: Sequence[KernelHandle],
-    addresses: Sequence[int],
-) -> int:
-    """Make the graph's nodes and edges (a CUgraph, which the caller destroys).
-
-    ``kernels`` has a handle for each of ``blueprints.kernels`` that the graph uses, and ``addresses`` one address for
-    each relocation. Raises GraphMismatch (DRIVER_CALL) if the driver refuses.
+    ``build`` and ``construct`` take what a graph uses, by number: the handles of ``kernels``, and the ``addresses`` at
+    which memory ranges are now. They raise GraphMismatch: DRIVER_CALL if the driver refuses, CORRUPT if the graph
+    refers to something that does not exist.
     """
-    blob = ctypes.create_string_buffer(graph.blob, max(len(graph.blob), 1))
-    base = addressof(blob)
-    words = memoryview(blob).cast("B")
-    for relocation, address in zip(graph.relocations, addresses, strict=True):
-        if relocation.map:
-            _replace_map(driver, words[relocation.position : relocation.position + MAP_BYTES], address)
-        else:
-            words[relocation.position : relocation.position + 8] = address.to_bytes(8, "little")
-    context = driver.current_context()
-    cuda_graph = driver.handle("cuGraphCreate", 0)
-    node: Node | None = None
-    nodes = (c_uint64 * max(len(graph.nodes), 1))()
-    first, add_kernel = addressof(nodes), driver.bind("cuGraphAddKernelNode_v2")
-    pointers, params = _packed(blueprints, graph, kernels, base, context)
-    at = addressof(params)
-    try:
-        for number, node in enumerate(graph.nodes):
-            out = first + 8 * number
-            if node.kind == NodeKind.KERNEL:
-                # Not by driver.call, which is slower: a start does this tens of thousands of times.
-                if code := add_kernel(out, cuda_graph, None, 0, at):
-                    driver.check("cuGraphAddKernelNode_v2", code)
-                at += KERNEL_NODE.size
-                if node.attributes:
-                    _set_attributes(driver, nodes[number], blueprints.attribute_sets[node.attributes])
-            elif node.kind == NodeKind.MEMSET:
-                driver.call("cuGraphAddMemsetNode", out, cuda_graph, None, 0, base + node.start, context)
-            elif node.kind == NodeKind.MEMCPY:
-                driver.call("cuGraphAddMemcpyNode", out, cuda_graph, None, 0, base + node.start, context)
-            else:
-                driver.call("cuGraphAddEmptyNode", out, cuda_graph, None, 0)
-        node = None
-        _connect(driver, graph, cuda_graph, nodes)
-    except CudaError as error:
-        driver.result("cuGraphDestroy", cuda_graph)
-        raise GraphMismatch(Reason.DRIVER_CALL, f"{error}: {_about(blueprints, node)}") from error
-    del pointers  # the driver has read them until here
-    return cuda_graph
 
+    def __init__(self, driver: CudaDriver, blueprints: Blueprints) -> None:
+        """Raises NotCompiledError without the compiled library, DeviceError if the driver is too old."""
+        self._driver = driver
+        self._blueprints = blueprints
+        self._bundle = CompiledBundle(blueprints)
+        self._calls = driver_calls(driver)
 
-def _about(blueprints: Blueprints, node: Node | None) -> str:
-    """Describe for a message what the driver was asked to make."""
-    if node is None:
-        return "the edges"
-    if node.kind != NodeKind.KERNEL:
-        return f"a {NodeKind(node.kind).name.lower()} node"
-    numbers = [number for number, _ in blueprints.attribute_sets[node.attributes]]
-    kernel = blueprints.kernels[node.kernel]
-    return f"{kernel.name}, {node.shared_bytes} bytes of shared memory, attributes {numbers}"
+    def used(self, graph: GraphBlueprint) -> Used:
+        """Return which kernels and memory ranges a graph uses. Raises GraphMismatch (CORRUPT)."""
+        try:
+            return self._bundle.check(graph)
+        except ValueError as error:
+            raise GraphMismatch(Reason.CORRUPT, str(error)) from error
 
+    def build(
+        self,
+        graph: GraphBlueprint,
+        *,
+        kernels: Mapping[int, KernelHandle],
+        addresses: Mapping[int, int],
+        stream: int,
+    ) -> int:
+        """Build an executable graph (CUgraphExec), which the caller destroys. It is uploaded on ``stream``."""
+        made, has_priority = self._construct(graph, kernels, addresses)
+        # Upload at once, so that the first launch does not pay for it.
+        flags = _UPLOAD | (_USE_NODE_PRIORITY if has_priority else 0)
+        params = InstantiateParams(flags=flags, upload_stream=stream)
+        try:
+            return self._driver.handle("cuGraphInstantiateWithParams", made, byref(params))
+        except CudaError as error:
+            raise GraphMismatch(Reason.DRIVER_CALL, f"{error}: the whole") from error
+        finally:
+            self._driver.result("cuGraphDestroy", made)
 
-def _replace_map(driver: CudaDriver, data: memoryview, address: int) -> None:
-    replaced = replacer(driver)(bytes(data), address)
-    if replaced is None:
-        raise GraphMismatch(Reason.DRIVER_CALL, f"the driver writes no address {address:#x} into a tensor map")
-    data[:] = replaced
+    def construct(
+        self, graph: GraphBlueprint, *, kernels: Mapping[int, KernelHandle], addresses: Mapping[int, int]
+    ) -> int:
+        """Make the graph's nodes and edges (a CUgraph, which the caller destroys)."""
+        return self._construct(graph, kernels, addresses)[0]
 
+    def _construct(
+        self, graph: GraphBlueprint, kernels: Mapping[int, KernelHandle], addresses: Mapping[int, int]
+    ) -> tuple[int, bool]:
+        """Return the graph, and whether a node has a priority of its own."""
+        self._bundle.find(kernels)
+        self._bundle.place(addresses)
+        context = self._driver.current_context()
+        made = self._driver.handle("cuGraphCreate", 0)
+        try:
+            job = self._bundle.build(graph, self._calls, context=context, made=made)
+            self._check_calls(graph, job, addresses)
+        except (ValueError, MemoryError, GraphMismatch) as error:
+            self._driver.result("cuGraphDestroy", made)
+            if isinstance(error, GraphMismatch):
+                raise
+            reason = Reason.CORRUPT if isinstance(error, ValueError) else Reason.MEMORY
+            raise GraphMismatch(reason, str(error)) from error
+        return made, bool(job.has_priority)
 
-def _packed(
-    blueprints: Blueprints, graph: GraphBlueprint, kernels: Sequence[KernelHandle], base: int, context: int
-) -> tuple[ctypes.Array[c_uint64], ctypes.Array[ctypes.c_char]]:
-    """Return the kernelParams arrays of all kernel nodes, one after the other, and the nodes' parameter structures.
+    def _check_calls(self, graph: GraphBlueprint, job: BuildJob, addresses: Mapping[int, int]) -> None:
+        """Raise GraphMismatch if the driver has refused a call."""
+        if job.result and job.call == _REPLACE_ADDRESS:
+            relocation = RelocationTable.of(graph.relocations)[job.number]
+            address = addresses[relocation.memory_range] + relocation.offset
+            raise GraphMismatch(Reason.DRIVER_CALL, f"the driver writes no address {address:#x} into a tensor map")
+        try:
+            self._driver.check(CALLS[job.call], job.result)
+        except CudaError as error:
+            about = self._about(graph, job.number)
+            raise GraphMismatch(Reason.DRIVER_CALL, f"{error}: {about}") from error
 
-    The structures point into the arrays. The blob has all parameters of a kernel, so the driver needs no sizes.
-    """
-    offsets = [[offset for offset, _ in kernel.parameters] or [0] for kernel in blueprints.kernels]
-    launched = [node for node in graph.nodes if node.kind == NodeKind.KERNEL]
-    addresses = [base + node.start + offset for node in launched for offset in offsets[node.kernel]]
-    pointers = (c_uint64 * max(len(addresses), 1))(*addresses)
-    at, packed = addressof(pointers), []
-    for node in launched:
-        func, kern = kernels[node.kernel]
-        packed.append(KERNEL_NODE.pack(func, *node.grid, *node.block, node.shared_bytes, at, 0, kern, context))
-        at += 8 * len(offsets[node.kernel])
-    return pointers, ctypes.create_string_buffer(b"".join(packed), max(KERNEL_NODE.size * len(packed), 1))
-
-
-def _set_attributes(driver: CudaDriver, node: int, attributes: AttributeSet) -> None:
-    for attribute, value in attributes:
-        code = driver.result("cuGraphKernelNodeSetAttribute", node, attribute, value)
-        if attribute != PROGRAMMATIC:  # may fail: some drivers only know it for launches, and the edges say the same
-            driver.check("cuGraphKernelNodeSetAttribute", code)
-
-
-def _connect(driver: CudaDriver, graph: GraphBlueprint, cuda_graph: int, nodes: ctypes.Array[c_uint64]) -> None:
-    """Add the edges, with one call for each value of their data.
-
-    Drivers from 580.126 to 610.57 give all edges of a call the data of its first one (found by Foundry).
-    """
-    kinds: dict[bytes, list[Edge]] = {}
-    for edge in graph.edges:
-        kinds.setdefault(edge.data, []).append(edge)
-    for data, edges in kinds.items():
-        count = len(edges)
-        sources = (c_uint64 * count)(*[nodes[edge.source] for edge in edges])
-        targets = (c_uint64 * count)(*[nodes[edge.target] for edge in edges])
-        driver.call("cuGraphAddDependencies_v2", cuda_graph, sources, targets, data * count, count)
-
-
-def _instantiate(
-    driver: CudaDriver, blueprints: Blueprints, graph: GraphBlueprint, cuda_graph: int, stream: int
-) -> int:
-    prioritised = any(
-        attribute == _PRIORITY for node in graph.nodes for attribute, _ in blueprints.attribute_sets[node.attributes]
-    )
-    # Upload at once, so that the first launch does not pay for it.
-    flags = _UPLOAD | (_USE_NODE_PRIORITY if prioritised else 0)
-    params = InstantiateParams(flags=flags, upload_stream=stream)
-    return driver.handle("cuGraphInstantiateWithParams", cuda_graph, byref(params))
+    def _about(self, graph: GraphBlueprint, number: int) -> str:
+        """Describe for a message what the driver was asked to make."""
+        if number < 0:
+            return "the edges"
+        node = graph.nodes[number]
+        if node.kind != NodeKind.KERNEL:
+            return f"a {NodeKind(node.kind).name.lower()} node"
+        attributes = [attribute for attribute, _ in self._blueprints.attribute_sets[node.attributes]]
+        kernel = self._blueprints.kernels[node.kernel]
+        return f"{kernel.name}, {node.shared_bytes} bytes of shared memory, attributes {attributes}"

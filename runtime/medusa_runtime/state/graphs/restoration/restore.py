@@ -8,14 +8,15 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 
 from ....errors import DeviceError, StateError
-from ..blueprint import Blueprints, GraphBlueprint, Piece, RangeKind
+from ..blueprint import Blueprints, GraphBlueprint, MemoryRange, Piece, RangeKind
+from ..compiled import NotCompiledError
 from ..driver import CudaDriver, CudaError
 from ..fingerprint import check_fingerprint
 from ..mismatch import GraphMismatch, Reason
 from ..placement import Placement
 from ..replay import Replayer
-from .build import build
-from .kernels import KernelFinder, KernelHandle, Trigger
+from .build import GraphBuilder
+from .kernels import KernelFinder, Trigger
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +97,16 @@ class GraphRestorer:
         self._blueprints = Blueprints()
         self._rejected: GraphMismatch | None = None  # why no graph of the bundle fits here
         self._filled = False  # whether permanent contents are in place
+        self._builder: GraphBuilder | None = None
         try:
             self._blueprints = Blueprints.load(blueprints) if isinstance(blueprints, bytes) else blueprints
             check_fingerprint(self._blueprints.fingerprint, fingerprint)
-        except StateError as error:
+            self._builder = GraphBuilder(driver, self._blueprints)
+        except NotCompiledError as error:
+            self._rejected = GraphMismatch(Reason.NOT_COMPILED, str(error))
+        except DeviceError as error:
+            self._rejected = GraphMismatch(Reason.DRIVER_CALL, str(error))
+        except (StateError, ValueError) as error:
             self._rejected = GraphMismatch(Reason.CORRUPT, str(error))
         except GraphMismatch as mismatch:
             self._rejected = mismatch
@@ -125,14 +132,31 @@ class GraphRestorer:
                 self.restored.reasons[key] = GraphMismatch.parse(self._blueprints.refused.get(key, absent))
                 continue
             try:
-                handle = _restore(
-                    self._driver, self._blueprints, known[key], self._finder, self._placement, self._stream
-                )
+                handle = self._restore(known[key])
                 self.restored.graphs[key] = RestoredGraph(self._driver, handle, self._current_stream)
             except GraphMismatch as mismatch:
                 self.restored.reasons[key] = mismatch
             except DeviceError as error:
                 self.restored.reasons[key] = GraphMismatch(Reason.DRIVER_CALL, str(error))
+
+    def _restore(self, graph: GraphBlueprint) -> int:
+        """Return the executable graph."""
+        _check_pins(self._blueprints, graph, self._placement)
+        assert self._builder is not None  # else it was rejected
+        used = self._builder.used(graph)
+        kernels = {number: self._finder.handle(number, graph.key) for number in used.kernels}
+        addresses = {number: self._start(self._blueprints.ranges[number]) for number in used.ranges}
+        return self._builder.build(graph, kernels=kernels, addresses=addresses, stream=self._stream)
+
+    def _start(self, memory_range: MemoryRange) -> int:
+        """Return where a range is now. Raises GraphMismatch if it is nowhere."""
+        if memory_range.kind != RangeKind.MODULE:
+            return self._placement.address(memory_range, 0)
+        variable = self._finder.variable(memory_range.name)
+        if variable is None:
+            name = memory_range.name.partition(":")[2]
+            raise GraphMismatch(Reason.MEMORY_RANGE, f"the variable {name} is in no loaded image")
+        return variable
 
     def verify(self, keys: Sequence[str], validate: str = "all") -> GraphMismatch | None:
         """Replay graphs that were built, and compare their outputs. Return the first difference, or None.
@@ -229,33 +253,6 @@ def log_reasons(restored: RestoredGraphs, keys: Container[str] | None = None) ->
         first, _ = reasons.most_common(1)[0]
         more = f" (and {len(reasons) - 1} other reasons)" if len(reasons) > 1 else ""
         logger.warning("%d CUDA graphs are captured, not restored: %s%s", len(found), first, more)
-
-
-def _restore(
-    driver: CudaDriver,
-    blueprints: Blueprints,
-    graph: GraphBlueprint,
-    finder: KernelFinder,
-    placement: Placement,
-    stream: int,
-) -> int:
-    _check_pins(blueprints, graph, placement)
-    kernels = [KernelHandle(0, 0)] * len(blueprints.kernels)
-    for number in {node.kernel for node in graph.nodes if node.kernel >= 0}:
-        kernels[number] = finder.handle(number, graph.key)
-    addresses = []
-    for relocation in graph.relocations:
-        memory_range = blueprints.ranges[relocation.memory_range]
-        if memory_range.kind == RangeKind.MODULE:
-            variable = finder.variable(memory_range.name)
-            if variable is None:
-                raise GraphMismatch(
-                    Reason.MEMORY_RANGE, f"the variable {memory_range.name.partition(':')[2]} is in no loaded image"
-                )
-            addresses.append(variable + relocation.offset)
-        else:
-            addresses.append(placement.address(memory_range, relocation.offset))
-    return build(driver, blueprints, graph, kernels=kernels, addresses=addresses, stream=stream)
 
 
 def _check_pins(blueprints: Blueprints, graph: GraphBlueprint, placement: Placement) -> None:
