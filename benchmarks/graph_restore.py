@@ -1,23 +1,29 @@
-"""Measure how long it takes to build graphs from blueprints, without the time of a real driver.
+"""Measure how long it takes to read graphs and to build them from blueprints, without the time of a real driver.
 
     python -m benchmarks.graph_restore --library libcuda.so.1 [--graphs 35] [--nodes 400]
 
-``--library`` is the fake driver of tests/runtime/state/graphs/fakecuda, compiled with cc -O2 -shared -fPIC … -lm. A
-real driver's time for the same calls comes on top; benchmarks/gpu measures the sum on a GPU.
+``--library`` is the fake driver of tests/runtime/state/graphs/fakecuda, compiled with cc -O2 -shared -fPIC … -lm.
+``load_s`` is for reading, ``build_s`` for building with the fake driver's share, and ``own_s`` without it: with a
+driver that does nothing. A real driver's time for the same calls comes on top; benchmarks/gpu measures the sum on a
+GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import struct
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from medusa_runtime.state.graphs import Blueprints, CudaDriver, MemoryRange, RangeKind, place, restore_graphs
 from medusa_runtime.state.graphs.blob_format import encode
 from medusa_runtime.state.graphs.blueprint import Edge, GraphBlueprint, KernelRecord, Node, Relocation
+from medusa_runtime.state.graphs.compiled import CALLS, CompiledBundle, DriverCalls
 from medusa_runtime.state.graphs.materialization.images import ImageStore
 
 CUBIN = Path("tests/runtime/state/graphs/cubins/toy_a.cubin")
@@ -51,6 +57,24 @@ def blueprints(graphs: int, nodes: int) -> Blueprints:
     return Blueprints(ranges=ranges, kernels=kernels, graphs=tuple(made), images=dict(images.data))
 
 
+def calls_of_nothing(folder: Path) -> DriverCalls:
+    """Compile a function that does nothing, and return it for each of the driver's."""
+    library = folder / "nothing.so"
+    command = ["cc", "-shared", "-fPIC", "-o", str(library), "-x", "c", "-"]
+    subprocess.run(command, input=b"int nothing(void) { return 0; }", check=True)
+    nothing = ctypes.cast(ctypes.CDLL(str(library)).nothing, ctypes.c_void_p)
+    return DriverCalls(*[nothing] * len(CALLS))
+
+
+def build_with(calls: DriverCalls, loaded: Blueprints) -> None:
+    bundle = CompiledBundle(loaded)
+    for graph in loaded.graphs:
+        used = bundle.check(graph)
+        bundle.find(dict.fromkeys(used.kernels, (1, 0)))
+        bundle.place({number: loaded.ranges[number].address for number in used.ranges})
+        bundle.build(graph, calls, context=1, made=1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--library", dest="driver", required=True)
@@ -63,6 +87,8 @@ def main() -> int:
     driver.call("cuCtxSetCurrent", driver.handle("cuDevicePrimaryCtxRetain", 0))
     stream = driver.handle("cuStreamCreate", 0)
     data = encode(blueprints(options.graphs, options.nodes))
+    with tempfile.TemporaryDirectory() as folder:  # it stays loaded
+        nothing = calls_of_nothing(Path(folder))
     rows = []
     for _ in range(options.runs):
         start = time.perf_counter()
@@ -76,6 +102,9 @@ def main() -> int:
             ) as restored:
                 rows.append({"load_s": read - start, "build_s": time.perf_counter() - built})
                 assert len(restored.graphs) == options.graphs, restored.reasons
+        start = time.perf_counter()
+        build_with(nothing, loaded)
+        rows[-1]["own_s"] = time.perf_counter() - start
     best = {name: min(row[name] for row in rows) for name in rows[0]}
     result = {"graphs": options.graphs, "nodes": options.graphs * options.nodes, "bundle_bytes": len(data), **best}
     print(json.dumps(result))
