@@ -6,12 +6,8 @@ The compiled code that checks and builds graphs is watched by AddressSanitizer a
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import shutil
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +18,7 @@ from medusa_runtime.state.graphs import Blueprints
 from medusa_runtime.state.graphs import compiled as compiled_graphs
 from medusa_runtime.state.graphs.blob_format import VERSION, encode
 from medusa_runtime.state.graphs.materialization.cubin import parse_cubin
+from sanitizers import run_watched
 
 FLIPS = 1200
 
@@ -81,23 +78,6 @@ def test_cubins(cubins: Path, name: str) -> None:
         survives(parse_cubin, one)
 
 
-def _sanitizer() -> str | None:
-    """Return the library that has to be loaded before all others."""
-    if not shutil.which("gcc"):
-        return None
-    found = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=False)
-    return path if os.path.isabs(path := found.stdout.strip()) else None
-
-
 def test_whatever_a_table_says_stays_within_its_graph(tmp_path: Path) -> None:
-    preload = _sanitizer()
-    if preload is None:
-        pytest.skip("needs gcc with AddressSanitizer")
-    library, source = tmp_path / "graphs.so", compiled_graphs._LIBRARY.with_name("graphs.c")
-    watched = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1"]
-    subprocess.run(["gcc", "-std=c11", "-shared", "-fPIC", *watched, "-o", library, source], check=True)
-    options = "detect_leaks=0:quarantine_size_mb=8"  # Python's own objects would be leaks
-    environment = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": options, "PYTHONMALLOC": "malloc"}
-    command = [sys.executable, Path(__file__).with_name("fuzz_graphs.py"), library]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
+    source = compiled_graphs._LIBRARY.with_name("graphs.c")
+    run_watched(Path(__file__).with_name("fuzz_graphs.py"), source, tmp_path)
