@@ -53,12 +53,13 @@ class BundledGraphs:
 
         self._region = region
         self._quarantine = Quarantine(settings, os.environ)
+        self._arrived: bytes | None = None  # copied out of the region once: it may have 40 MB
         self._digest = ""
 
     def has_arrived(self) -> bool:
         """Return whether the blob has arrived, so that ``read`` does not wait."""
         try:
-            self._region.code(file_name(CUDA_GRAPHS.name), 0.0)
+            self._arrived = self._region.code(file_name(CUDA_GRAPHS.name), 0.0)
         except TimeoutError:
             return False
         return True
@@ -70,7 +71,9 @@ class BundledGraphs:
         """
         import hashlib
 
-        data = self._region.code(file_name(CUDA_GRAPHS.name))
+        data, self._arrived = self._arrived, None
+        if data is None:
+            data = self._region.code(file_name(CUDA_GRAPHS.name))
         if data is None:
             return None
         self._digest = hashlib.sha256(data).hexdigest()

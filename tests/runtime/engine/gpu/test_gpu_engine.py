@@ -14,7 +14,7 @@ import pytest
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu.decode_graphs import BATCH_SIZES, DecodeGraphs, sizes_for
-from medusa_runtime.engine.gpu.device import Gpu, bundled_graphs
+from medusa_runtime.engine.gpu.device import BundledGraphs, Gpu, bundled_graphs
 from medusa_runtime.engine.gpu.footprint import measure_kv_plan
 from medusa_runtime.engine.gpu.runner import GpuRunner
 from medusa_runtime.engine.torch import engine as torch_engine
@@ -410,6 +410,22 @@ def test_a_bundles_graphs_are_used_only_when_asked_for(caplog: pytest.LogCapture
         assert bundled_graphs(region, Settings()) is None
     assert "the state bundle's CUDA graphs are not used: --graphs is capture" in caplog.text
     assert bundled_graphs(region, Settings(graphs="restore")) is not None
+
+
+def test_a_bundles_graphs_are_copied_out_of_the_region_once() -> None:
+    class WithGraphs:
+        copies = 0
+
+        def code(self, name: str, timeout_s: float | None = None) -> bytes:
+            self.copies += 1
+            return b"graphs"
+
+    region: Any = WithGraphs()
+    graphs = BundledGraphs(region, Settings(graphs="restore"))
+    assert graphs.has_arrived()
+    assert graphs.read() == b"graphs"
+    assert region.copies == 1
+    assert graphs.read() == b"graphs", "again from the region: nothing is kept"
 
 
 def test_dynamic_rope_is_not_captured() -> None:
