@@ -9,7 +9,6 @@ import argparse
 import faulthandler
 import json
 import logging
-import runpy
 import signal
 import sys
 import time
@@ -21,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from medusa_runtime.device.context import DeviceContext
 from medusa_runtime.timeline import Timeline
 
+from benchmarks.gpu.kernels import build_kernels
+
 if TYPE_CHECKING:  # torch is imported in main, beside the context
     from benchmarks.gpu.machine import Machine
     from benchmarks.gpu.started import Started
-
-_BUILD = Path(__file__).parents[2] / "runtime/medusa_runtime/kernels/build.py"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # sent to a part that takes too long
-    _build_kernels()
+    build_kernels()
     began = time.monotonic_ns()
     timeline = Timeline.create("engine")
     context = None if options.dry_run else DeviceContext(timeline=timeline)  # during the imports, as in the engine
@@ -60,13 +59,6 @@ def main(arguments: list[str] | None = None) -> int:
     found |= {"start": start, "process_s": (time.monotonic_ns() - began) / 1e9, "device": info.name if info else ""}
     options.out.write_text(json.dumps(found))
     return 0
-
-
-def _build_kernels() -> None:
-    """Compile the kernels if that was not done: a machine that is lent has only the sources."""
-    build = runpy.run_path(str(_BUILD))  # by its path, as the package would import torch
-    if not build["is_fresh"]():
-        build["build"]()
 
 
 def _settings(options: Any) -> Any:

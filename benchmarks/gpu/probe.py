@@ -25,6 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.kernels import build_kernels
+
 ROOT = Path(__file__).parents[2]
 SECONDS = 120.0
 MOST_BYTES = 64 << 20
@@ -283,6 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     library = fake_driver(options.out) if options.dry_run else None
+    build_kernels()
     probe = Probe(options.out, library=library, seconds=options.seconds)
     for group in _GROUPS:
         probe.run_all(group)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 from medusa_runtime.engine.gpu import graph_pool
 
-from benchmarks.gpu import probe
+from benchmarks.gpu import kernels, probe
 
 KEYS = ("product", "rms norm", "copy and zero", "variants", "programmatic pair", "much shared memory")
 
@@ -33,6 +35,20 @@ def test_what_is_measured_starts_with_bytecode(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     subprocess.run([sys.executable, "-c", "import imported"], env=probe.environ(), check=True)
     assert list(tmp_path.glob("__pycache__/imported.*.pyc"))
+
+
+def test_kernels_that_were_brought_along_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copied files may all be of one time, or the library older than its sources."""
+    build = tmp_path / kernels.BUILD.name
+    shutil.copy(kernels.BUILD, build)
+    monkeypatch.setenv("CC", "no-compiler")
+    with pytest.raises(Exception, match="no C compiler"):
+        kernels.build_kernels(build)
+    library = tmp_path / "libmedusa_kernels.so"
+    library.write_bytes(b"brought along")
+    os.utime(library, (0, 0))
+    kernels.build_kernels(build)
+    assert library.read_bytes() == b"brought along"
 
 
 def rows_of(evidence: Path) -> dict[str, tuple[str, str]]:
