@@ -60,7 +60,7 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
 
     logger.warning(
         "vLLM %s: %s. Its own server and processes are used, with weights from medusa's region: answers are the same, "
-        "and a start takes as long as vLLM's own (fast ones are %s)",
+        "and a start takes as long as vLLM's own (fast ones were tested with %s)",
         installed_version(),
         bytes(_shared[1:]).rstrip(b"\0").decode(errors="replace"),
         tested_versions(),

