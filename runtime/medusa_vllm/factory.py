@@ -14,7 +14,7 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.zygote import RESTART
 
-from .version import MISSING_PART_ERRORS, installed_version, is_tested, tested_versions
+from .version import MISSING_PART_ERRORS, installed_version, is_tested, missing_part, tested_versions
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +35,9 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
 
         import_parts(settings, region)
     except MISSING_PART_ERRORS as error:
-        if is_tested():
+        if (part := missing_part(error)) is None:
             raise
-        _require_compatible(_describe(error))
+        _require_compatible(part)
 
 
 def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
@@ -48,14 +48,10 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
 
             engine = VllmEngine(region, settings, timeline)
             return engine if is_tested() else _UntestedEngine(engine)
-        except MISSING_PART_ERRORS as error:
-            if is_tested():
+        except (MedusaError, *MISSING_PART_ERRORS) as error:
+            if (part := missing_part(error)) is None:
                 raise
-            _require_compatible(_describe(error))
-        except MedusaError as error:
-            if is_tested() or not isinstance(error.__cause__, MISSING_PART_ERRORS):
-                raise
-            _require_compatible(_describe(error.__cause__))
+            _require_compatible(part)
     from .compatible.engine import CompatibleEngine
 
     logger.warning(
@@ -91,7 +87,7 @@ class _UntestedEngine:
         try:
             self._engine.wait_ready()
         except MedusaError as error:
-            if isinstance(error.__cause__, MISSING_PART_ERRORS):
+            if missing_part(error) is not None:
                 threading.Event().wait()  # this process is about to end
             raise
 
@@ -99,17 +95,12 @@ class _UntestedEngine:
         try:
             self._engine.run(stop)
         except MedusaError as error:
-            if self._engine.loaded or not isinstance(error.__cause__, MISSING_PART_ERRORS):
+            if self._engine.loaded or (part := missing_part(error)) is None:
                 raise
-            _require_compatible(_describe(error.__cause__))
+            _require_compatible(part)
             os._exit(RESTART)
 
 
 def _require_compatible(reason: str) -> None:
     data = reason.encode()[: mmap.PAGESIZE - 1]
     _shared[:] = b"\1" + data.ljust(mmap.PAGESIZE - 1, b"\0")
-
-
-def _describe(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, MISSING_PART_ERRORS[0]) else f"{type(error).__name__}: {text}"

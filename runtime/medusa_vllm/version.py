@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from medusa_runtime.errors import MissingPackageError
+from medusa_runtime.errors import MedusaError, MissingPackageError
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,18 @@ def missing_parts(package: Path) -> list[str]:
             continue
         missing += [f"{name} in {file}" for name in names if not re.search(rf"\b{re.escape(name)}\b", text)]
     return missing
+
+
+def missing_part(error: BaseException) -> str | None:
+    """Return which part this version lacks according to an error, or to its cause if it is one of ours.
+
+    None if the error has another reason, and for a version that was tested.
+    """
+    found = error.__cause__ if isinstance(error, MedusaError) else error
+    if not isinstance(found, MISSING_PART_ERRORS) or is_tested():
+        return None
+    text = " ".join(str(found).split())
+    return text if isinstance(found, MissingPartError) else f"{type(found).__name__}: {text}"
 
 
 def is_tested() -> bool:

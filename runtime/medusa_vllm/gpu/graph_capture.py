@@ -14,10 +14,10 @@ from typing import Any
 
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu.graph_capture import read_task
-from medusa_runtime.errors import EngineError
+from medusa_runtime.errors import EngineError, MedusaError
 
 from ..offline import fetch_and_import, load
-from ..version import MissingPartError, installed_version
+from ..version import MISSING_PART_ERRORS, installed_version, missing_part
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,10 @@ def main(arguments: list[str]) -> int:
             _check(settings, out, other)
         else:
             _capture(settings, out, other)
-    except MissingPartError as error:
-        sys.exit(f"vLLM {installed_version()}: {error}")
+    except (MedusaError, *MISSING_PART_ERRORS) as error:
+        if (part := missing_part(error)) is None:
+            raise
+        sys.exit(f"vLLM {installed_version()}: {part}")
     return 0
 
 
