@@ -80,7 +80,8 @@ class StagingThreads:
         """
         try:
             self._library = ctypes.CDLL(str(_LIBRARY))
-            self._begin: Any = self._library.medusa_staging_begin
+            # It takes microseconds, and getting the interpreter's lock again can take milliseconds.
+            self._begin: Any = ctypes.PyDLL(str(_LIBRARY)).medusa_staging_begin
         except (OSError, AttributeError) as error:
             raise StagingUnavailableError(f"{error}; `python -m medusa_runtime.kernels.build` makes it") from error
         self._begin.argtypes, self._begin.restype = [_POINTER, ctypes.POINTER(_Transfer), _INT], None
