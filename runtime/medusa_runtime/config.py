@@ -373,7 +373,7 @@ OPTIONS = (
     Option(
         "torch_import",
         OneOf(*TORCH_IMPORTS),
-        "torch, the engine's and a handler's: lean puts off what eager inference never uses; auto: lean on CPUs",
+        "torch, the engine's and a handler's: lean puts off what eager inference never uses; auto: lean where tested",
     ),
     Option("host_weights", OneOf(*HOST_WEIGHTS), "keep or free the host's copy when a GPU has its own"),
     Option("graphs", OneOf(*GRAPHS), "CUDA graphs: capture at each start, or restore the bundle's"),

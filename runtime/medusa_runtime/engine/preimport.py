@@ -16,12 +16,13 @@ _PATIENCE_S = 1.0  # how long to wait for config.json, which is fetched while to
 def preimport(settings: Settings, region: Region | None = None) -> None:
     """Import torch and every model family. ``registry.EngineKind`` says when this is called.
 
-    torch is imported leanly on a CPU, and on a GPU where the settings say so.
+    torch is imported leanly where that was tested, and where the settings do not say ``plain``.
     """
-    if settings.torch_import == "lean" or (settings.torch_import == "auto" and settings.device != "cuda"):
+    if settings.torch_import != "plain":
         from ..imports.lazy_torch import import_torch
 
-        import_torch(numpy=False)  # nothing in the engine process uses it
+        # numpy: nothing in the engine process uses it.
+        import_torch(numpy=False, gpu=settings.device == "cuda" and settings.torch_import == "auto")
     from ..models.registry import import_families
 
     import_families()

@@ -29,6 +29,7 @@ from .lock import TESTED_PYTHONS
 logger = logging.getLogger(__name__)
 
 TESTED = ("2.11.", "2.12.", "2.13.", "2.14.", "2.15.")
+_TESTED_ON_GPUS = ("2.11.",)  # newer ones register operators for GPUs in Python, which a lean import leaves out
 # These variables ask for something that torch does while it is imported, and that a lean import would put off.
 _PLAIN_IF_SET = ("TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_TRACE", "TORCH_CUDA_SANITIZER", "TORCH_COMPILE_DEBUG")
 # Modules that replace themselves in sys.modules, or that are imported for what they register.
@@ -79,7 +80,7 @@ _LATE = {
 _active: _LeanImport | None = None
 
 
-def import_torch(*, numpy: bool = True) -> ModuleType:
+def import_torch(*, numpy: bool = True, gpu: bool = False) -> ModuleType:
     """Import ``torch``, leanly where that is known to work. Call it before anything else imports torch.
 
     Eager inference (tensors, ``torch.nn``, its functions, sampling, threads) works as after a plain import. Everything
@@ -87,11 +88,13 @@ def import_torch(*, numpy: bool = True) -> ModuleType:
 
     With ``numpy=False``, torch finds no numpy in this process. Otherwise it would import numpy, which takes a tenth of
     a second, for the first tensor that is made from a buffer or a list.
+
+    With ``gpu``, the import is lean only with a version of torch with which that was tested on GPUs.
     """
     if "torch" in sys.modules:
         logger.info("torch is used as it is: it was imported before the engine's import of it")
         return sys.modules["torch"]
-    make_import_lean(why_not_lean)
+    make_import_lean(_why_not_lean_on_gpus if gpu else why_not_lean)
     torch = importlib.import_module("torch")
     if not numpy and _active is not None:
         _hide_numpy(torch)
@@ -143,6 +146,14 @@ def why_not_lean(file: Path) -> str | None:
         if os.environ.get(name):
             return f"{name} is set"
     return None
+
+
+def _why_not_lean_on_gpus(file: Path) -> str | None:
+    version = _version(file.with_name("version.py"))
+    if not version.startswith(_TESTED_ON_GPUS):
+        tested = ", ".join(f"{v}*" for v in _TESTED_ON_GPUS)
+        return f"version {version or 'unknown'}, the lean import was tested on GPUs with {tested}"
+    return why_not_lean(file)
 
 
 def _extended() -> str | None:
