@@ -18,7 +18,7 @@ PLATFORMS = ("auto", "local", "knative", "openfaas", "sagemaker", "lambda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 HOST_WEIGHTS = ("keep", "release")
-GRAPHS = ("capture", "restore")
+GRAPHS = ("auto", "capture", "restore")
 ACCESS_LOGS = ("off", "text", "json")
 TRACES = ("off", "otlp")
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "none")
@@ -78,7 +78,7 @@ class Settings:
     cluster_token_file: str | None = None
     engine_start: str = "now"
     host_weights: str = "keep"
-    graphs: str = "capture"
+    graphs: str = "auto"
     memory_limit_mb: int | None = None
     heartbeat_s: float = 10.0
     hold_s: float = 600.0
@@ -376,7 +376,7 @@ OPTIONS = (
         "torch, the engine's and a handler's: lean puts off what eager inference never uses; auto: lean where tested",
     ),
     Option("host_weights", OneOf(*HOST_WEIGHTS), "keep or free the host's copy when a GPU has its own"),
-    Option("graphs", OneOf(*GRAPHS), "CUDA graphs: capture at each start, or restore the bundle's"),
+    Option("graphs", OneOf(*GRAPHS), "CUDA graphs: capture, or restore the bundle's; auto: restore with the torch engine"),
     Option("node_socket", _text, "the node agent's socket, or none; default: if there is one"),
     Option("node_user", _count, "user id of the node agent, if not root or our own"),
     Option("cluster", _text, "--engine cluster: a gateway's URL, or several with commas"),

@@ -36,11 +36,18 @@ def open_gpu(settings: Settings, timeline: Timeline) -> Gpu | None:
 
 
 def bundled_graphs(region: Region, settings: Settings) -> BundledGraphs | None:
-    """Return the state bundle's graphs; None if there are none, or without ``--graphs restore``."""
+    """Return the state bundle's graphs; None if there are none, or the settings do not use them.
+
+    By default only the torch engine restores its graphs: vLLM's have not run on a GPU yet.
+    """
     if not region.has_code(file_name(CUDA_GRAPHS.name)):
         return None
-    if settings.graphs != "restore":
-        logger.info("the state bundle's CUDA graphs are not used: --graphs is capture")
+    if settings.graphs == "capture" or (settings.graphs == "auto" and settings.engine != "torch"):
+        logger.info(
+            "the state bundle's CUDA graphs are not used: --graphs is %s, the engine is %s",
+            settings.graphs,
+            settings.engine,
+        )
         return None
     return BundledGraphs(region, settings)
 

@@ -398,18 +398,21 @@ def test_a_gpus_plan_is_measured_where_its_graphs_are_captured(start: Callable[.
     assert stage.detail["source"] == "computed"
 
 
-def test_a_bundles_graphs_are_used_only_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody has seen a restored graph run on a GPU yet."""
+def test_a_bundles_graphs_are_used_by_the_engine_that_was_seen_to_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody has seen vLLM's restored graphs run on one yet."""
 
     class WithGraphs:
         def has_code(self, name: str) -> bool:
             return name == ".medusa/cuda-graphs"
 
     region: Any = WithGraphs()
+    assert bundled_graphs(region, Settings()) is not None
     with caplog.at_level("INFO"):
-        assert bundled_graphs(region, Settings()) is None
-    assert "the state bundle's CUDA graphs are not used: --graphs is capture" in caplog.text
-    assert bundled_graphs(region, Settings(graphs="restore")) is not None
+        assert bundled_graphs(region, Settings(graphs="capture")) is None
+        assert bundled_graphs(region, Settings(engine="vllm")) is None
+    assert "the state bundle's CUDA graphs are not used: --graphs is capture, the engine is torch" in caplog.text
+    assert "the state bundle's CUDA graphs are not used: --graphs is auto, the engine is vllm" in caplog.text
+    assert bundled_graphs(region, Settings(engine="vllm", graphs="restore")) is not None
 
 
 def test_a_bundles_graphs_are_copied_out_of_the_region_once() -> None:
