@@ -376,7 +376,7 @@ OPTIONS = (
         "torch, the engine's and a handler's: lean puts off what eager inference never uses; auto: lean where tested",
     ),
     Option("host_weights", OneOf(*HOST_WEIGHTS), "keep or free the host's copy when a GPU has its own"),
-    Option("graphs", OneOf(*GRAPHS), "CUDA graphs: capture, or restore the bundle's; auto: restore with the torch engine"),
+    Option("graphs", OneOf(*GRAPHS), "CUDA graphs: capture, or restore the bundle's; auto: restore, but not vLLM's"),
     Option("node_socket", _text, "the node agent's socket, or none; default: if there is one"),
     Option("node_user", _count, "user id of the node agent, if not root or our own"),
     Option("cluster", _text, "--engine cluster: a gateway's URL, or several with commas"),
