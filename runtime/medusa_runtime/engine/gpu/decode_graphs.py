@@ -132,10 +132,14 @@ class DecodeGraphs:
         first = bisect_left(self.sizes, count)
         return next((size for size in self.sizes[first:] if size in self.graphs), None)
 
+    @staticmethod
+    def are_decodes(spans: Sequence[Span]) -> bool:
+        """Return whether all of these spans are the last tokens of their sequences."""
+        return all(stop - start == 1 and stop == len(sequence.tokens) for sequence, start, stop in spans)
+
     def can_run(self, spans: Sequence[Span]) -> bool:
         """Return whether all of these spans are decodes, and there is a graph for this many."""
-        decodes = all(stop - start == 1 and stop == len(sequence.tokens) for sequence, start, stop in spans)
-        return decodes and self.size_for(len(spans)) is not None
+        return self.are_decodes(spans) and self.size_for(len(spans)) is not None
 
     def run(self, spans: Sequence[Span]) -> Tensor:
         """Run one decode step. Returns logits [spans, vocab], which the next run overwrites."""

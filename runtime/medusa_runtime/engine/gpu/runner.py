@@ -41,7 +41,7 @@ class GpuRunner:
         """Prepare for graphs of the model's decode steps, if these can be captured.
 
         ``blueprints``: the state bundle's graphs. They are read once, as soon as the weights have their addresses. If
-        they arrive later than the weights, the first step waits for them.
+        they arrive later than the weights, prompts are computed meanwhile, and the first decode waits for them.
         """
         self._gpu = gpu
         self.model = model
@@ -52,6 +52,7 @@ class GpuRunner:
         self._restored: BundledGraphs | None = None  # the bundle's graphs, once they may be in use
         self._restorer: Restorer | None = None
         self._to_restore: list[int] = []  # sizes that the bundle has and that have not been restored yet
+        self._to_build: list[int] = []  # those of them to build while the weights are loading
         self.graphs: DecodeGraphs | None = None
         capturer = gpu.capturer()
         reason = (
@@ -73,8 +74,9 @@ class GpuRunner:
     def step(self, spans: list[Span]) -> tuple[Tensor | None, list[Sequence]]:
         """Run one step, like ``run_step``. Graphs do not wait at gates, so they need all weights to be loaded."""
         graphs = self.graphs
-        if graphs is not None and self.loader.applied and self._must_restore_first:
-            self._restore(graphs)  # the weights are loaded, so this need not wait until the engine is idle
+        if graphs is not None and self.loader.applied and self._must_restore_first and graphs.are_decodes(spans):
+            # The weights are loaded, so this need not wait until the engine is idle. A prompt is computed without it.
+            self._restore(graphs)
         if graphs is None or not self.loader.applied or not graphs.can_run(spans):
             return run_step(self.model, self.cache, spans, GpuAttention)
         try:
@@ -97,19 +99,19 @@ class GpuRunner:
     def use_idle_time(self) -> bool:
         """Restore graphs, the most useful first, then capture those that are missing. Returns whether there was work.
 
-        A bundle's graphs are built while the weights are loading, and checked by a replay once they are loaded. Until
-        then nothing is captured, since that may turn out to be unnecessary. After the most useful sizes the others are
+        A bundle's graphs are built one by one while the weights are loading, so that a request waits for one at most,
+        and checked by a replay once they are loaded. Until then nothing is captured, since that may turn out to be
+        unnecessary. After the most useful sizes the others are
         restored one by one; meanwhile their batches run in the next larger graph.
         """
         graphs = self.graphs
         if graphs is None or not self.loader.placed or not graphs.pending:
             return False
-        if self._blueprints is not None:
-            # While weights are loading, requests wait for them, and must not wait for graphs too.
-            return self._begin(graphs, wait=self.loader.applied)
+        if self._blueprints is not None:  # if they have not arrived, no prompt must wait for them
+            return self._begin(graphs, wait=False)
         if self._to_restore:
             if not self.loader.applied:
-                return False
+                return self._build_next()
             self._restore(graphs)
             return True
         graphs.capture_next()
@@ -121,7 +123,7 @@ class GpuRunner:
         return self.graphs is not None and (self._blueprints is not None or bool(self._first_pending(self.graphs)))
 
     def _begin(self, graphs: DecodeGraphs, *, wait: bool) -> bool:
-        """Read the bundle's graphs and build the first ones, which needs the weights' addresses but not their bytes.
+        """Read the bundle's graphs and map their memory, which needs the weights' addresses but not their bytes.
 
         Returns False if the bundle's graphs have not arrived yet. With ``wait``, waits for them.
         """
@@ -136,8 +138,18 @@ class GpuRunner:
                 self._restored = blueprints
                 self._restorer = self._gpu.restorer(self.model, graphs)
                 self._to_restore = list(self._restorer.begin(data))
-                self._restorer.build(self._first_pending(graphs))
+                self._to_build = self._first_pending(graphs)
             detail["graphs"] = len(self._to_restore)
+        return True
+
+    def _build_next(self) -> bool:
+        """Build one of the most useful graphs, which needs no weights. Returns whether there was one."""
+        if self._restorer is None or not self._to_build:
+            return False
+        size = self._to_build.pop(0)
+        with self._timeline.stage("build_graph") as detail, self._tolerate_errors():
+            self._restorer.build([size])
+            detail["batch"] = size
         return True
 
     def _restore(self, graphs: DecodeGraphs) -> None:
@@ -164,10 +176,10 @@ class GpuRunner:
         try:
             yield
         except StateError as error:
-            self._to_restore = []
+            self._to_restore, self._to_build = [], []
             logger.warning("CUDA graphs are captured, not restored: %s", error)
         except Exception as error:  # noqa: BLE001
-            self._to_restore = []
+            self._to_restore, self._to_build = [], []
             self._check_context(error)
             logger.warning("CUDA graphs are captured, not restored: %s: %s", type(error).__name__, error)
 

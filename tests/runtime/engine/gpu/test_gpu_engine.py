@@ -91,11 +91,14 @@ class Bundled:
     def __init__(self, data: bytes | None, *, reason: str | None = None, writable: bool = True) -> None:
         self.data, self.reason, self.writable = data, reason, writable
         self.noted: list[str] = []
+        self.arrived = threading.Event()
+        self.arrived.set()
 
     def has_arrived(self) -> bool:
-        return True
+        return self.arrived.is_set()
 
     def read(self) -> bytes | None:
+        assert self.arrived.wait(60)
         if self.reason is not None:
             raise StateError(f"they broke the device's context before ({self.reason})")
         return self.data
@@ -299,8 +302,8 @@ def test_restored_graphs_are_used_and_the_missing_ones_captured(
     served = start(gpu)
     graphs = runner_of(served).graphs
     assert graphs is not None
-    until(lambda: bool(gpu.built))
-    assert gpu.built == [(1, 2, 4)], "what needs no weights is done while they come"
+    until(lambda: len(gpu.built) == 3)
+    assert gpu.built == [(1,), (2,), (4,)], "what needs no weights is done while they come, bit by bit"
     time.sleep(0.05)
     assert not gpu.restores, "what validates itself by replays needs the weights"
     assert not recorder.captured
@@ -314,6 +317,22 @@ def test_restored_graphs_are_used_and_the_missing_ones_captured(
     assert stage.detail == {"graphs": 2}
 
 
+def test_a_first_token_does_not_wait_for_graphs(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Bundled(b"1 2 4")
+    late.arrived.clear()
+    monkeypatch.setattr(torch_engine, "bundled_graphs", lambda region, settings: late)
+    gpu = HostGpu(recorder := Recorder())
+    served = start(gpu)
+    served.engine.wait_ready()
+    time.sleep(0.05)  # the engine is idle, and waits for requests
+    assert len(served.ask(PROMPTS[0], max_tokens=1).tokens) == 1
+    assert not gpu.restores
+    assert not recorder.captured, "they may turn out to be there"
+    late.arrived.set()
+    assert len(served.ask(PROMPTS[0], max_tokens=3).tokens) == 3
+    assert gpu.restores[0] == (1, 2, 4)
+
+
 def test_the_most_useful_graphs_are_restored_first_and_the_others_one_by_one(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,7 +343,7 @@ def test_the_most_useful_graphs_are_restored_first_and_the_others_one_by_one(
     graphs = runner_of(served).graphs
     assert graphs is not None
     until(lambda: not graphs.pending)
-    assert gpu.built == [(1, 2, 4, 8, 32)]
+    assert set(gpu.built) <= {(1,), (2,), (4,), (8,), (32,)}, "as many as the weights leave time for"
     assert gpu.restores == [(1, 2, 4, 8, 32), (16,), (24,)]
     assert len(recorder.captured) == 1, "the one that does not fit"
     names = [stage.name for stage in served.timeline.stages() if stage.name.endswith("_graphs")]
