@@ -33,7 +33,7 @@ struct transfer {
     uint64_t target;
     const char *source;
     long size;
-    _Atomic long left;   /* bytes that are not on the device yet; once 0, this structure is not used any more */
+    _Atomic long left;   /* bytes that are not on the device, as a failed part stays; once 0, this structure is not used any more */
     _Atomic int failure; /* the CUresult of a part that could not be copied, or 0 */
     long taken;          /* bytes that a thread copies or has copied */
     struct transfer *next;
@@ -141,8 +141,10 @@ static void fail(struct slot *slot, int result)
 
 static void finish(const struct driver *driver, struct slot *slot)
 {
+    struct transfer *transfer = slot->part.transfer;
     fail(slot, driver->wait(slot->event));
-    atomic_fetch_sub(&slot->part.transfer->left, slot->part.size);
+    if (!atomic_load(&transfer->failure))
+        atomic_fetch_sub(&transfer->left, slot->part.size);
 }
 
 static void carry(struct staging *staging, struct slot *slots, void *stream)

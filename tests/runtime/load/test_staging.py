@@ -179,6 +179,17 @@ def test_a_copy_that_fails_raises(fake: Fake, function: str) -> None:
             until(transfer.done)
 
 
+@pytest.mark.parametrize("function", ["cuMemcpyHtoDAsync_v2", "cuEventSynchronize"])
+def test_a_part_that_failed_stays_left(fake: Fake, function: str) -> None:
+    """``failure`` and ``left`` are read one after the other: between the two, a failed transfer must not look done."""
+    fake.calls.fake_fail(function.encode())
+    threads = StagingThreads(fake.driver, 1)
+    transfer = begin(threads, Bytes(bytes(10)), Bytes(b"x" * 10))
+    until(lambda: transfer.native.failure != 0)
+    threads.close()
+    assert transfer.native.left == 10
+
+
 @pytest.mark.parametrize("function", ["cuMemHostAlloc", "cuCtxSetCurrent"])
 def test_threads_that_cannot_start_raise(fake: Fake, function: str) -> None:
     fake.calls.fake_fail(function.encode())
