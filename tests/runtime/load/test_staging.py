@@ -6,6 +6,7 @@ import ctypes
 import gc
 import random
 import subprocess
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -166,6 +167,21 @@ def test_closing_waits_for_what_has_begun_and_leaves_nothing(fake: Fake) -> None
     assert target.get().count(b"x") == begun * PART, "each part that had begun is there"
     assert transfer.done() == (begun == 20)
     assert not any(thread.is_alive() for thread in threads._threads)
+    assert fake.calls.fake_pinned() == fake.calls.fake_handles() == 0
+
+
+def test_two_threads_may_close_at_once(fake: Fake) -> None:
+    fake.calls.fake_hold(1)
+    threads = StagingThreads(fake.driver, 1)
+    begin(threads, Bytes(bytes(10)), Bytes(b"x" * 10))
+    until(lambda: fake.calls.fake_begun() == 1)
+    closing = [threading.Thread(target=threads.close) for _ in range(8)]
+    for thread in closing:
+        thread.start()
+    time.sleep(0.05)  # all of them wait for the copy
+    fake.calls.fake_hold(0)
+    for thread in closing:
+        thread.join()
     assert fake.calls.fake_pinned() == fake.calls.fake_handles() == 0
 
 

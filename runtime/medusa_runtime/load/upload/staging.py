@@ -95,6 +95,7 @@ class StagingThreads:
             raise MemoryError("no memory for the queue of copies")
         self._transfers: list[Transfer] = []  # what the threads may use; they hold no references
         self._failures: list[int] = []  # of threads that cannot copy
+        self._closing = threading.Lock()
         self._threads = [
             threading.Thread(target=self._run, name=f"medusa-staging-{number}", daemon=True) for number in range(count)
         ]
@@ -119,15 +120,19 @@ class StagingThreads:
             self.driver.check("allocating pinned memory", self._failures[0])
 
     def close(self) -> None:
-        """Wait for the parts that are being copied, drop all others, and end the threads. May be called twice."""
-        if not self._staging:
-            return
-        self._library.medusa_staging_stop(self._staging)
-        for thread in self._threads:
-            thread.join()
-        self._library.medusa_staging_free(self._staging)
-        self._staging = _POINTER()
-        self._transfers = []
+        """Wait for the parts that are being copied, drop all others, and end the threads.
+
+        May be called twice, and by any thread.
+        """
+        with self._closing:
+            if not self._staging:
+                return
+            self._library.medusa_staging_stop(self._staging)
+            for thread in self._threads:
+                thread.join()
+            self._library.medusa_staging_free(self._staging)
+            self._staging = _POINTER()
+            self._transfers = []
 
     def _run(self) -> None:
         if failure := self._library.medusa_staging_run(self._staging):
