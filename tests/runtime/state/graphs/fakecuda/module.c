@@ -1,6 +1,7 @@
 #define _GNU_SOURCE
 #include "fakecuda.h"
 #include <elf.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -143,7 +144,7 @@ static size_t cubin_size(const uint8_t *code) {
   return head->e_shoff + (size_t)head->e_shnum * head->e_shentsize;
 }
 
-static CUresult load(const void *code, Image **made) {
+static CUresult load_one(const void *code, Image **made) {
   if (broken) return broken;
   size_t size = cubin_size(code);
   if (!size) return CUDA_ERROR_INVALID_IMAGE;
@@ -155,6 +156,15 @@ static CUresult load(const void *code, Image **made) {
   if (result) return result;
   tell(image);
   return *made = image, CUDA_SUCCESS;
+}
+
+// Several threads load images at once. Nothing else here is called by more than one.
+static CUresult load(const void *code, Image **made) {
+  static pthread_mutex_t loading = PTHREAD_MUTEX_INITIALIZER;
+  pthread_mutex_lock(&loading);
+  CUresult result = load_one(code, made);
+  pthread_mutex_unlock(&loading);
+  return result;
 }
 
 CUdeviceptr constants_of(const Function *function) { return function->image->constants; }
