@@ -239,22 +239,27 @@ def use_graphs(data: bytes) -> None:
             for start, stop in blueprints.words(node):
                 assert 0 <= start <= stop <= len(graph.blob)
     blueprints.used_ranges()
+    for digest, code in blueprints.images.items():
+        assert hashlib.sha256(code).hexdigest() == digest
 
 
 GRAPHS = encode(WHOLE)
-_PROLOGUE = struct.Struct("<8s32sIQQ")
+_PROLOGUE = struct.Struct("<8s32sIQQQ")
 
 
 def graphs(header: Any, body: bytes) -> bytes:
-    """With a digest that is right, as whoever makes a wrong one would write it."""
+    """With a digest that is right, as whoever makes a wrong one would write it. Images follow the body."""
     text = json.dumps(header).encode()
-    rest = struct.pack("<IQQ", VERSION, len(text), len(body)) + text + body
-    return b"MEDUSAG\n" + hashlib.sha256(rest).digest() + rest
+    body, images = body[:_BODY_BYTES], body[_BODY_BYTES:]
+    images = bytes(-(_PROLOGUE.size + len(text) + len(body)) % 16) + images
+    rest = struct.pack("<IQQQ", VERSION, len(text), len(body), len(images)) + text + body
+    return b"MEDUSAG\n" + hashlib.sha256(rest).digest() + rest + images
 
 
-_HEADER_BYTES, _BODY_BYTES = _PROLOGUE.unpack_from(GRAPHS)[3:]
-HEADER = json.loads(GRAPHS[_PROLOGUE.size : _PROLOGUE.size + _HEADER_BYTES])
-BODY = GRAPHS[_PROLOGUE.size + _HEADER_BYTES :]
+_HEADER_BYTES, _BODY_BYTES, _ = _PROLOGUE.unpack_from(GRAPHS)[3:]
+_BODY_AT = _PROLOGUE.size + _HEADER_BYTES
+HEADER = json.loads(GRAPHS[_PROLOGUE.size : _BODY_AT])
+BODY = GRAPHS[_BODY_AT : _BODY_AT + _BODY_BYTES] + b"".join(WHOLE.images.values())  # of one image, so nothing between
 
 
 def dumped(document: Any) -> bytes:

@@ -1,4 +1,8 @@
-"""The binary format of blueprints: a magic, a digest of the rest, a JSON header, and a body to which it refers."""
+"""The binary format of blueprints: a magic, a digest, a JSON header, a body to which it refers, and kernel images.
+
+The digest is the SHA-256 of all that follows it up to the images. The header has those of the images, which are checked
+one by one when they are read (``BundledImages``).
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,14 @@ from .blueprint import (
     RangeKind,
 )
 from .compiled import CompiledBundle
+from .kernel_images import BundledImages, Image
 from .tables import EdgeTable, NodeTable, RelocationTable
 
-VERSION = 4
+VERSION = 5
 _MAGIC = b"MEDUSAG\n"
-_PROLOGUE = struct.Struct("<8s32sIQQ")  # magic, sha256, version, bytes of the header, bytes of the body
+_PROLOGUE = struct.Struct("<8s32sIQQQ")  # magic, sha256, version, and the bytes of the header, the body and the rest
+IDENTITY_BYTES = 40  # the magic and the digest, which is of what follows
+_IMAGE_ALIGNMENT = 16  # as that of the file's own bytes in memory
 _ADDRESSES = 1 << 57  # the size of the largest address space of any processor, which the device shares
 
 Span = list[int]
@@ -55,7 +62,7 @@ def encode(blueprints: Blueprints) -> bytes:
         "attribute_sets": [
             [(number, value.hex()) for number, value in entries] for entries in blueprints.attribute_sets
         ],
-        "images": {digest: body.put(data) for digest, data in blueprints.images.items()},
+        "images": {digest: len(data) for digest, data in blueprints.images.items()},
         "contents": body.pieces(blueprints.contents),
         "refused": blueprints.refused,
         "results": blueprints.results,
@@ -63,8 +70,14 @@ def encode(blueprints: Blueprints) -> bytes:
         "graphs": [_encode_graph(graph, body) for graph in blueprints.graphs],
     }
     text = json.dumps(header, separators=(",", ":")).encode()
-    rest = struct.pack("<IQQ", VERSION, len(text), len(body.data)) + text + body.data
-    return _MAGIC + hashlib.sha256(rest).digest() + rest
+    sealed_bytes = _PROLOGUE.size + len(text) + len(body.data)
+    images: list[Image] = []
+    end = sealed_bytes
+    for data in blueprints.images.values():
+        images += [bytes(-end % _IMAGE_ALIGNMENT), data]
+        end += sum(map(len, images[-2:]))
+    sealed = struct.pack("<IQQQ", VERSION, len(text), len(body.data), end - sealed_bytes) + text + body.data
+    return b"".join((_MAGIC, hashlib.sha256(sealed).digest(), sealed, *images))
 
 
 def _encode_graph(graph: GraphBlueprint, body: _Body) -> dict[str, Any]:
@@ -80,31 +93,60 @@ def _encode_graph(graph: GraphBlueprint, body: _Body) -> dict[str, Any]:
     }
 
 
+def digest_of(data: bytes) -> str:
+    """Return the digest that identifies graphs, from the first ``IDENTITY_BYTES`` of their file. ``decode`` checks it.
+
+    It depends on every byte of the file, because the header has the images' digests. Raises StateError if the file
+    contains something else.
+    """
+    if not data.startswith(_MAGIC) or len(data) < IDENTITY_BYTES:
+        raise StateError(f"expected materialized CUDA graphs, found {data[: len(_MAGIC)]!r}; materialize again")
+    return data[len(_MAGIC) : IDENTITY_BYTES].hex()
+
+
 def decode(data: bytes) -> Blueprints:
-    """Read what ``encode`` wrote.
+    """Read what ``encode`` wrote. Kernel images are checked later, when they are read.
 
     Raises StateError if the bytes are damaged, cut or of another version, or if they cannot be checked because the
     compiled library is missing.
     """
     if len(data) < _PROLOGUE.size:
         raise StateError(f"expected materialized CUDA graphs, found {len(data)} bytes; materialize again")
-    magic, digest, version, header_bytes, body_bytes = _PROLOGUE.unpack_from(data)
+    magic, digest, version, header_bytes, body_bytes, rest_bytes = _PROLOGUE.unpack_from(data)
     if magic != _MAGIC:
         raise StateError(f"expected materialized CUDA graphs, found {magic!r}; materialize again")
-    if len(data) != _PROLOGUE.size + header_bytes + body_bytes:
-        expected = _PROLOGUE.size + header_bytes + body_bytes
-        raise StateError(f"expected {expected:,} bytes of CUDA graphs, found {len(data):,}; materialize again")
-    if hashlib.sha256(memoryview(data)[40:]).digest() != digest:
-        raise StateError("the sha256 of the CUDA graphs is wrong; materialize again")
     if version != VERSION:
         raise StateError(f"expected CUDA graphs in format {VERSION}, found {version}; materialize again")
+    body_at = _PROLOGUE.size + header_bytes
+    end = body_at + body_bytes
+    if len(data) != end + rest_bytes:
+        raise StateError(f"expected {end + rest_bytes:,} bytes of CUDA graphs, found {len(data):,}; materialize again")
+    view = memoryview(data)
+    if hashlib.sha256(view[IDENTITY_BYTES:end]).digest() != digest:
+        raise StateError("the sha256 of the CUDA graphs is wrong; materialize again")
     try:
-        header = json.loads(data[_PROLOGUE.size : _PROLOGUE.size + header_bytes])
-        blueprints = _Decoder(memoryview(data)[_PROLOGUE.size + header_bytes :]).blueprints(header)
+        header = json.loads(data[_PROLOGUE.size : body_at])
+        images = BundledImages(_split(view, end, header["images"]))
+        blueprints = _Decoder(view[body_at:end]).blueprints(header, images)
         check(blueprints)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, struct.error) as error:
         raise StateError(f"the CUDA graphs are malformed ({error!r}); materialize again") from None
     return blueprints
+
+
+def _split(data: memoryview, end: int, sizes: dict[str, int]) -> dict[str, memoryview]:
+    """Return the images, which follow each other after ``end``. Raises ValueError unless they are all that is there."""
+    images = {}
+    for digest, size in sizes.items():
+        _whole(size)
+        start = end + -end % _IMAGE_ALIGNMENT
+        if any(data[end:start]):
+            raise ValueError("bytes between kernel images")
+        end = start + size
+        images[digest] = data[start:end]
+    if end != len(data):
+        raise ValueError(f"kernel images up to byte {end} of {len(data)}")
+    return images
 
 
 def _pairs(entries: list[Any]) -> tuple[tuple[int, int], ...]:
@@ -136,7 +178,7 @@ class _Decoder:
             outputs=self.pieces(entry["outputs"]),
         )
 
-    def blueprints(self, header: dict[str, Any]) -> Blueprints:
+    def blueprints(self, header: dict[str, Any], images: BundledImages) -> Blueprints:
         return Blueprints(
             fingerprint=dict(header["fingerprint"]),
             ranges=tuple(MemoryRange(n, RangeKind(kind), a, size) for n, kind, a, size in header["ranges"]),
@@ -149,7 +191,7 @@ class _Decoder:
                 for entries in header["attribute_sets"]
             ),
             graphs=tuple(map(self.graph, header["graphs"])),
-            images={digest: self.get(span) for digest, span in header["images"].items()},
+            images=images,
             contents=self.pieces(header["contents"]),
             refused=dict(header["refused"]),
             results=dict(header.get("results", {})),

@@ -8,6 +8,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .kernel_images import Image
 from .structs import MEMCPY_POINTERS, MEMSET_POINTERS
 
 
@@ -135,9 +136,10 @@ class Blueprints:
     """All graphs of a model on a GPU.
 
     ``refused`` says, by key, why a graph could not be materialized. ``results`` has, by key, what else the engine needs
-    to use a graph, as JSON in a form that only the engine knows. ``contents`` are bytes that must be in memory before
-    the first replay. ``host`` is set in a dump: the (start, stop) of the process's own memory, to which stale addresses
-    may point.
+    to use a graph, as JSON in a form that only the engine knows. ``images`` are by their digests (SHA-256). Those of a
+    file are checked when they are read, which raises StateError if one is damaged. ``contents`` are bytes that must be
+    in memory before the first replay. ``host`` is set in a dump: the (start, stop) of the process's own memory, to
+    which stale addresses may point.
     """
 
     fingerprint: dict[str, str] = field(default_factory=dict)
@@ -145,7 +147,7 @@ class Blueprints:
     kernels: tuple[KernelRecord, ...] = ()
     attribute_sets: tuple[AttributeSet, ...] = ((),)
     graphs: tuple[GraphBlueprint, ...] = ()
-    images: dict[str, bytes] = field(default_factory=dict)
+    images: Mapping[str, Image] = field(default_factory=dict)
     contents: tuple[Piece, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)
@@ -158,7 +160,10 @@ class Blueprints:
 
     @classmethod
     def load(cls, data: bytes) -> Blueprints:
-        """Read what ``save`` wrote. Raises StateError if the bytes are damaged, cut or of another version."""
+        """Read what ``save`` wrote, but check ``images`` only when they are read.
+
+        Raises StateError if the bytes are damaged, cut or of another version.
+        """
         from .blob_format import decode
 
         return decode(data)

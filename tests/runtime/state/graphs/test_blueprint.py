@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import json
+import struct
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from medusa_runtime.errors import StateError
 from medusa_runtime.state.graphs import Blueprints, GraphMismatch, MemoryRange, Piece, RangeKind, Reason
-from medusa_runtime.state.graphs.blob_format import decode, encode
+from medusa_runtime.state.graphs.blob_format import decode, digest_of, encode
 from medusa_runtime.state.graphs.blueprint import (
     Edge,
     GraphBlueprint,
@@ -16,6 +21,7 @@ from medusa_runtime.state.graphs.blueprint import (
     Node,
     Relocation,
 )
+from medusa_runtime.state.graphs.kernel_images import address_of
 
 NODE = Node(0, 1, 0, (2, 3, 4), (5, 6, 7), 8, 0, 16)
 MEMSET = Node(2, 0, -1, (0, 0, 0), (0, 0, 0), 0, 16, 40)
@@ -29,16 +35,18 @@ GRAPH = GraphBlueprint(
     (Piece(0, 4, b"in"),),
     (Piece(1, 0, b"out"),),
 )
+CUBIN = b"one cubin"
+DIGEST = hashlib.sha256(CUBIN).hexdigest()
 WHOLE = Blueprints(
     fingerprint={"gpu": "H200"},
     ranges=(
         MemoryRange("weights", RangeKind.NAMED, 1 << 40, 64),
         MemoryRange("pool", RangeKind.SLAB, 1 << 41, 64),
     ),
-    kernels=(KernelRecord("scale", "ab" * 32, ((0, 8), (8, 4), (12, 4)), ((8, 65536),)),),
+    kernels=(KernelRecord("scale", DIGEST, ((0, 8), (8, 4), (12, 4)), ((8, 65536),)),),
     attribute_sets=((), ((4, bytes(64)),)),
     graphs=(GRAPH,),
-    images={"ab" * 32: b"cubin"},
+    images={DIGEST: CUBIN},
     contents=(Piece(1, 8, b"magic"),),
     refused={"decode-2": "node-kind: it has a host node"},
 )
@@ -114,21 +122,71 @@ def test_ranges_that_cannot_be(pool: MemoryRange, why: str) -> None:
 def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     from medusa_runtime.state.graphs import blob_format
 
-    monkeypatch.setattr(blob_format, "VERSION", 5)
+    monkeypatch.setattr(blob_format, "VERSION", 6)
     data = encode(WHOLE)
     monkeypatch.undo()
-    with pytest.raises(StateError, match="expected CUDA graphs in format 4, found 5"):
+    with pytest.raises(StateError, match="expected CUDA graphs in format 5, found 6"):
         decode(data)
 
 
+def with_image(code: bytes) -> Blueprints:
+    return replace(WHOLE, images={**WHOLE.images, hashlib.sha256(code).hexdigest(): code})
+
+
 def test_every_flipped_bit_is_seen() -> None:
-    data = encode(WHOLE)
+    data = encode(with_image(b"another, at a multiple of 16"))
     for at in range(len(data)):
-        with pytest.raises(StateError):
-            decode(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+        with pytest.raises(StateError, match="materialize again"):
+            dict(decode(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]).images)
     for size in range(len(data)):
-        with pytest.raises(StateError):
+        with pytest.raises(StateError, match="materialize again"):
             decode(data[:size])
+    with pytest.raises(StateError, match="materialize again"):
+        decode(data + b"\0")
+
+
+def test_a_damaged_image_is_never_read(tmp_path: Path) -> None:
+    data = encode(with_image(b"damaged"))
+    read = decode(data.replace(b"damaged", b"dAmaged"))
+    digest = hashlib.sha256(b"damaged").hexdigest()
+    assert digest in read.images
+    assert read.images[DIGEST] == CUBIN
+    for _ in range(2):
+        with pytest.raises(StateError, match=f"kernel image {digest[:16]} is damaged"):
+            read.images[digest]
+    for readers in (lambda: list(read.images.values()), lambda: encode(read), lambda: read.save(tmp_path / "bundle")):
+        with pytest.raises(StateError, match="is damaged"):
+            readers()
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_images_are_read_where_they_lie() -> None:
+    data = encode(with_image(b"another"))
+    images = decode(data).images
+    for digest, code in images.items():
+        assert address_of(code) == address_of(data) + data.index(bytes(code)), "nothing is copied"
+        assert (address_of(code) - address_of(data)) % 16 == 0
+        assert hashlib.sha256(ctypes.string_at(address_of(code), len(code))).hexdigest() == digest
+
+
+@pytest.mark.parametrize("sizes", [{DIGEST: 8}, {DIGEST: 10}, {DIGEST: -7}, {DIGEST: "9"}, {}, {DIGEST: 9, "": 0}, [9]])
+def test_sizes_of_images_that_cannot_be(sizes: Any) -> None:
+    """A digest that a broken writer has made right: each byte of a file belongs to something."""
+    data = encode(WHOLE)
+    size, body, images = struct.unpack_from("<QQQ", data, 44)
+    header = json.dumps(json.loads(data[68 : 68 + size]) | {"images": sizes}).encode()
+    rest = data[40:44] + struct.pack("<QQQ", len(header), body, images) + header + data[68 + size : 68 + size + body]
+    with pytest.raises(StateError, match="malformed"):
+        decode(data[:8] + hashlib.sha256(rest).digest() + rest + data[68 + size + body :])
+
+
+def test_the_digest_tells_files_apart() -> None:
+    assert digest_of(encode(WHOLE)) == digest_of(encode(WHOLE))
+    made = [WHOLE, with_image(b"one"), with_image(b"two"), replace(WHOLE, graphs=()), changed(blob=bytes(56))]
+    assert len({digest_of(encode(one)) for one in made}) == len(made)
+    for other in (b"", b"graphs", encode(WHOLE)[:39]):
+        with pytest.raises(StateError, match="expected materialized CUDA graphs, found"):
+            digest_of(other)
 
 
 def test_reasons_survive_as_text() -> None:

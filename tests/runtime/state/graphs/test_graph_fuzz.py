@@ -21,6 +21,7 @@ from medusa_runtime.state.graphs.materialization.cubin import parse_cubin
 from sanitizers import run_watched
 
 FLIPS = 1200
+HEADER_AT = 68
 
 
 def damaged(data: bytes, seed: int, start: int = 0) -> Iterator[bytes]:
@@ -50,26 +51,34 @@ def survives(parse: Callable[[bytes], Any], data: bytes) -> bool:
     return True
 
 
-def sealed(data: bytes) -> bytes:
+def sealed(data: bytes, image_bytes: int) -> bytes:
     """Make the digest right again, as a broken writer would: only the reader's checks are left."""
-    header = struct.unpack_from("<Q", data, 44)[0] if len(data) > 60 else 0
-    body = len(data) - 60 - header
-    rest = data[40:44] + struct.pack("<QQ", header, max(body, 0)) + data[60:]
-    return data[:8] + hashlib.sha256(rest).digest() + rest
+    header = struct.unpack_from("<Q", data, 44)[0] if len(data) > HEADER_AT else 0
+    end = max(len(data) - image_bytes, HEADER_AT)
+    body = max(end - HEADER_AT - header, 0)
+    rest = data[40:44] + struct.pack("<QQQ", header, body, max(len(data) - end, 0)) + data[HEADER_AT:end]
+    return data[:8] + hashlib.sha256(rest).digest() + rest + data[end:]
+
+
+def read(data: bytes) -> tuple[Blueprints, dict[str, bytes]]:
+    """Read all of a file, and the images, too."""
+    blueprints = Blueprints.load(data)
+    return blueprints, {digest: bytes(code) for digest, code in blueprints.images.items()}
 
 
 def test_blobs(materialized: dict[str, Any]) -> None:
     whole = Blueprints.load(Path(materialized["path"]).read_bytes())
     data = encode(whole)
-    assert sealed(data) == data
-    assert not any(survives(Blueprints.load, one) for one in damaged(data, 1)), "a digest tells all"
-    start = struct.unpack_from("<Q", data, 44)[0]
-    for one in damaged(data[: 60 + start], 2, 60):  # in the header, which has all that refers to something
-        text = one[60:] + data[60 + start :]
-        rest = struct.pack("<IQQ", VERSION, len(one) - 60, len(data) - 60 - start) + text
-        survives(Blueprints.load, data[:8] + hashlib.sha256(rest).digest() + rest)
-    for one in damaged(data, 3, 60 + start):
-        survives(Blueprints.load, sealed(one))
+    header, body, images = struct.unpack_from("<QQQ", data, 44)
+    body_at, end = HEADER_AT + header, HEADER_AT + header + body
+    assert sealed(data, images) == data
+    assert not any(survives(read, one) for one in damaged(data, 1)), "digests tell all"
+    assert not any(survives(read, one) for one in damaged(data, 4, end)), "those of the images, too"
+    for one in damaged(data[:body_at], 2, HEADER_AT):  # in the header, which has all that refers to something
+        rest = struct.pack("<IQQQ", VERSION, len(one) - HEADER_AT, body, images) + one[HEADER_AT:] + data[body_at:end]
+        survives(read, data[:8] + hashlib.sha256(rest).digest() + rest + data[end:])
+    for one in damaged(data, 3, body_at):
+        survives(read, sealed(one, images))
 
 
 @pytest.mark.parametrize("name", ["a", "b", "c", "d"])

@@ -233,6 +233,16 @@ def test_unknown_sizes(toy: Any, materialized: dict[str, Any]) -> None:
     assert restored["reasons"] == {"decode-3": "absent: it was not materialized"}
 
 
+def test_a_damaged_image_rejects_the_graphs_that_use_it(toy: Any, more: dict[str, Any]) -> None:
+    options = {"bundle": more["path"], "keys": KEYS[:2], "damage": "gains", "validate": "none"}
+    restored = toy("restore", options, base=OTHER_BASE)
+    assert restored["restored"] == [KEYS[1]]
+    (reason,) = restored["reasons"].values()
+    assert reason.startswith("corrupt: the kernel image ")
+    assert reason.endswith(" is damaged (its sha256 is wrong); materialize again")
+    assert f"1 CUDA graphs are captured, not restored: {reason}" in restored["log"]
+
+
 def damaged(data: bytes) -> dict[str, bytes]:
     middle = len(data) // 2
     return {

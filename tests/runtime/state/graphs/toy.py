@@ -15,7 +15,6 @@ import random
 import struct
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from medusa_runtime.state.graphs import driver as bindings
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from allocation_trace import AllocationTrace, by_allocation, replay
+from changed_bundles import CHANGES, with_damaged_image
 
 bindings.SIGNATURES.update(
     {
@@ -393,6 +393,8 @@ def online(options: dict[str, Any]) -> dict[str, Any]:
     facts = fingerprint(driver, {"torch": options.get("torch", "2.13")})
     try:
         blueprints = Blueprints.load(data)
+        if "damage" in options:
+            blueprints = with_damaged_image(data, options["damage"], keys[-1])
         if options.get("change"):
             blueprints = CHANGES[options["change"]](blueprints)
         for address in options.get("take", []):
@@ -455,41 +457,6 @@ def online(options: dict[str, Any]) -> dict[str, Any]:
     placement.close()
     return result
 
-
-def _without_attributes(blueprints: Blueprints) -> Blueprints:
-    return replace(blueprints, attribute_sets=tuple(() for _ in blueprints.attribute_sets))
-
-
-def _without_edges(blueprints: Blueprints) -> Blueprints:
-    return replace(blueprints, graphs=tuple(replace(graph, edges=graph.edges[:-1]) for graph in blueprints.graphs))
-
-
-def _without_contents(blueprints: Blueprints) -> Blueprints:
-    return replace(blueprints, contents=())
-
-
-def _without_images(blueprints: Blueprints) -> Blueprints:
-    return replace(blueprints, images={})
-
-
-def _without_variables(blueprints: Blueprints) -> Blueprints:
-    kernels = tuple(kernel._replace(name=kernel.name + "_gone") for kernel in blueprints.kernels)
-    return replace(blueprints, kernels=kernels)
-
-
-def _without_allowances(blueprints: Blueprints) -> Blueprints:
-    kernels = tuple(kernel._replace(attributes=()) for kernel in blueprints.kernels)
-    return replace(blueprints, kernels=kernels)
-
-
-CHANGES = {
-    "attributes": _without_attributes,
-    "edges": _without_edges,
-    "contents": _without_contents,
-    "images": _without_images,
-    "names": _without_variables,
-    "allowances": _without_allowances,
-}
 
 if __name__ == "__main__":
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")

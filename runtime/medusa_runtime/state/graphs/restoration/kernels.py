@@ -12,8 +12,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import byref, c_size_t, c_uint, c_uint64
 from typing import NamedTuple
 
+from ....errors import StateError
 from ..blueprint import Blueprints, KernelRecord, NodeKind
 from ..driver import CudaDriver, CudaError
+from ..kernel_images import address_of
 from ..materialization.dump import IDENTITY, describe, kernel_of, node_kind, nodes_of
 from ..mismatch import GraphMismatch, Reason
 
@@ -32,7 +34,8 @@ class KernelHandle(NamedTuple):
 class KernelFinder:
     """Loads each image once, and finds kernels in it. ``close`` unloads the images, so no graph may use them then.
 
-    When the first kernel is looked for, all images are loaded in several threads, since a model's have tens of MB.
+    When the first kernel is looked for, all images are checked and loaded in several threads, since a model's have tens
+    of MB. A damaged one is not loaded, so graphs that use it are not restored.
     """
 
     def __init__(self, driver: CudaDriver, blueprints: Blueprints, trigger: Trigger | None = None) -> None:
@@ -87,21 +90,24 @@ class KernelFinder:
 
     def _load_all(self) -> None:
         with ThreadPoolExecutor(_LOADERS, "kernel images") as loaders:
-            for digest, code in self._blueprints.images.items():
-                self._libraries[digest] = loaders.submit(self._load, code)
+            for digest in self._blueprints.images:
+                self._libraries[digest] = loaders.submit(self._load, digest)
 
     def _library(self, image: str) -> int:
         """Return the library of an image; 0 if the bundle does not have it, or it has not been loaded yet.
 
-        Raises GraphMismatch if the driver refused it.
+        Raises GraphMismatch if it is damaged, or the driver refused it.
         """
         loading = self._libraries.get(image)
         return loading.result() if loading is not None else 0
 
-    def _load(self, code: bytes) -> int:
-        # The blueprints keep the code: the driver may read it later, when a kernel of it is first used.
+    def _load(self, digest: str) -> int:
         try:
+            # The blueprints keep the code: the driver may read it later, when a kernel of it is first used.
+            code = address_of(self._blueprints.images[digest])
             return self._driver.handle("cuLibraryLoadData", code, None, None, 0, None, None, 0)
+        except StateError as error:
+            raise GraphMismatch(Reason.CORRUPT, str(error)) from error
         except CudaError as error:
             raise GraphMismatch(Reason.KERNEL_MISSING, f"a kernel image cannot be loaded: {error}") from error
 

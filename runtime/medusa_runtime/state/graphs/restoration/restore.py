@@ -204,9 +204,12 @@ class GraphRestorer:
         return self._placement.address(memory_range, piece.offset)
 
     def _is_unloaded(self, piece: Piece) -> bool:
-        """Return whether a piece is in a variable of an image that is neither saved nor loaded here."""
+        """Return whether a piece is in a variable of an image that is not loaded here, so no graph here needs it."""
         memory_range = self._blueprints.ranges[piece.memory_range]
-        return memory_range.kind == RangeKind.MODULE and self._finder.variable(memory_range.name) is None
+        try:
+            return memory_range.kind == RangeKind.MODULE and self._finder.variable(memory_range.name) is None
+        except GraphMismatch:  # the image is damaged, or the driver refused it
+            return True
 
 
 def restore_graphs(
