@@ -31,7 +31,10 @@ class Bundle:
     """A region's files, among them graphs."""
 
     def code(self, name: str, timeout_s: float | None = None) -> bytes:
-        return b"graphs"
+        from medusa_runtime.state.graphs import Blueprints
+        from medusa_runtime.state.graphs.blob_format import encode
+
+        return encode(Blueprints())
 
 
 def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:

@@ -13,6 +13,7 @@ from medusa_runtime.registry import engines_using
 from medusa_runtime.state.bundle.locate import FOLDER
 from medusa_runtime.state.bundle.manifest import Artifact, Manifest
 from medusa_runtime.state.bundle.reader import Bundle
+from medusa_runtime.state.graphs.blob_format import IDENTITY_BYTES, digest_of
 from medusa_runtime.state.graphs.restoration.quarantine import Quarantine
 from medusa_runtime.state.key import Facts, Subject
 from medusa_runtime.state.kinds import CUDA_GRAPHS, KINDS, KV_PLAN, STAGE_TIMES, WEIGHT_INDEX
@@ -43,7 +44,7 @@ def summarize(checkpoint: Checkpoint, settings: Settings, *, verify: bool) -> di
         for artifact, found in zip(manifest.artifacts, artifacts, strict=True):
             if artifact.kind in KINDS and KINDS[artifact.kind].code and found["problem"] is None:
                 found["problem"] = bundle.objection(Trust.of(settings), text, manifest)
-            if artifact.kind == CUDA_GRAPHS.name and (reason := quarantine.reason(artifact.sha256)) is not None:
+            if artifact.kind == CUDA_GRAPHS.name and (reason := _quarantined(artifact, bundle, quarantine)):
                 found["problem"] = f"its graphs broke the device's context here: {reason}; materialize again"
         artifacts += [{"kind": kind, "problem": reason} for kind, reason in manifest.rejected]
         url = redacted(store.url)
@@ -53,6 +54,14 @@ def summarize(checkpoint: Checkpoint, settings: Settings, *, verify: bool) -> di
     finally:
         if store is not checkpoint.store:
             store.close()
+
+
+def _quarantined(graphs: Artifact, bundle: Bundle, quarantine: Quarantine) -> str | None:
+    """Return why graphs must not be used here; None if nothing is known."""
+    try:
+        return quarantine.reason(digest_of(bundle.read_start(graphs, IDENTITY_BYTES)))
+    except (StateError, StorageError):  # reading all of it, with --verify, reports that
+        return None
 
 
 def _artifact(artifact: Artifact, bundle: Bundle, facts: Facts, verify: bool) -> dict[str, Any]:

@@ -74,16 +74,16 @@ class BundledGraphs:
     def read(self) -> bytes | None:
         """Wait for the blob, and return it; None if it could not be fetched.
 
-        Raises StateError if these graphs have broken a CUDA context before.
+        Raises StateError if these graphs have broken a CUDA context before, or if it contains something else.
         """
-        import hashlib
+        from ...state.graphs.blob_format import digest_of
 
         data, self._arrived = self._arrived, None
         if data is None:
             data = self._region.code(file_name(CUDA_GRAPHS.name))
         if data is None:
             return None
-        self._digest = hashlib.sha256(data).hexdigest()
+        self._digest = digest_of(data)
         if (reason := self._quarantine.reason(self._digest)) is not None:
             raise StateError(f"they broke the device's context before ({reason}); materialize them again")
         return data

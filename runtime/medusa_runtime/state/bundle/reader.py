@@ -60,6 +60,12 @@ class Bundle:
         self.read_into(artifact, memoryview(buffer))
         return bytes(buffer)
 
+    def read_start(self, artifact: Artifact, size_bytes: int) -> bytes:
+        """Read a blob's first bytes, which are not verified. Raises StateError or StorageError."""
+        if artifact.inline is not None:
+            return artifact.inline[:size_bytes]
+        return self._store.read(f"{self._prefix}{BLOBS}/{artifact.sha256}", 0, min(size_bytes, artifact.size))[0]
+
     def read_into(self, artifact: Artifact, buffer: memoryview) -> None:
         """Read a blob into a buffer of its size, several pieces at a time. After an error, the content is undefined."""
         name = f"{self._prefix}{BLOBS}/{artifact.sha256}"

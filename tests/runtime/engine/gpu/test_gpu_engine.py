@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,8 @@ from medusa_runtime.errors import DeviceError, StateError
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.kernels import cuda
 from medusa_runtime.region.reader import Region
+from medusa_runtime.state.graphs import Blueprints
+from medusa_runtime.state.graphs.blob_format import encode
 from medusa_runtime.timeline import Timeline
 from torch import Tensor
 
@@ -434,20 +437,44 @@ def test_a_bundles_graphs_are_used_by_the_engine_that_was_seen_to_on_a_gpu(caplo
     assert bundled_graphs(region, Settings(engine="vllm", graphs="restore")) is not None
 
 
+class WithGraphs:
+    """A region with a bundle's graphs."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.copies = data, 0
+
+    def code(self, name: str, timeout_s: float | None = None) -> bytes:
+        self.copies += 1
+        return self.data
+
+
 def test_a_bundles_graphs_are_copied_out_of_the_region_once() -> None:
-    class WithGraphs:
-        copies = 0
-
-        def code(self, name: str, timeout_s: float | None = None) -> bytes:
-            self.copies += 1
-            return b"graphs"
-
-    region: Any = WithGraphs()
+    region: Any = WithGraphs(encode(Blueprints()))
     graphs = BundledGraphs(region, Settings(graphs="restore"))
     assert graphs.has_arrived()
-    assert graphs.read() == b"graphs"
+    assert graphs.read() == region.data
     assert region.copies == 1
-    assert graphs.read() == b"graphs", "again from the region: nothing is kept"
+    assert graphs.read() == region.data, "again from the region: nothing is kept"
+
+
+def test_graphs_that_broke_a_context_are_known_by_their_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bundles that differ in nothing but an image are different bundles."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    images = {hashlib.sha256(code).hexdigest(): code for code in (b"kernels", b"fixed kernels")}
+    bundles = [encode(Blueprints(images={digest: code})) for digest, code in images.items()]
+
+    def of(data: bytes) -> BundledGraphs:
+        region: Any = WithGraphs(data)
+        return BundledGraphs(region, Settings(graphs="restore"))
+
+    broken = of(bundles[0])
+    assert broken.read() == bundles[0]
+    assert broken.quarantine("an illegal address")
+    with pytest.raises(StateError, match=r"broke the device's context before \(an illegal address\)"):
+        of(bundles[0]).read()
+    assert of(bundles[1]).read() == bundles[1]
+    with pytest.raises(StateError, match="expected materialized CUDA graphs, found b'graphs'; materialize again"):
+        of(b"graphs").read()
 
 
 def test_dynamic_rope_is_not_captured() -> None:

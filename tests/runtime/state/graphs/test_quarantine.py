@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
 
 import pytest
 from medusa_runtime.config import Settings
+from medusa_runtime.state.graphs import Blueprints
+from medusa_runtime.state.graphs.blob_format import digest_of, encode
 from medusa_runtime.state.graphs.restoration import quarantine as quarantine
 from medusa_runtime.state.graphs.restoration.quarantine import FILE, Quarantine
 
@@ -92,7 +95,8 @@ def test_damaged_marks_are_none(bundle: Path, environ: dict[str, str], text: str
     assert of(bundle, environ).reason(DIGEST) == "a fault"
 
 
-def test_inspect_tells_it(tmp_path: Path, environ: dict[str, str]) -> None:
+@pytest.mark.parametrize("inline", [False, True])
+def test_inspect_tells_it(tmp_path: Path, environ: dict[str, str], inline: bool) -> None:
     from medusa_adapters.cli.checkpoint.bundle_summary import as_text, summarize
     from medusa_runtime.checkpoint.reader import open_checkpoint
     from medusa_runtime.state.bundle.manifest import Artifact, Manifest
@@ -100,11 +104,17 @@ def test_inspect_tells_it(tmp_path: Path, environ: dict[str, str]) -> None:
 
     checkpoint = open_checkpoint(str(Path(__file__).parents[4] / "examples/pydoc-lm"))
     settings = Settings(state=str(tmp_path), device="cpu")
-    artifact = Artifact(CUDA_GRAPHS.name, {}, DIGEST, 5)
+    data = encode(Blueprints())
+    name = hashlib.sha256(data).hexdigest()
+    artifact = Artifact(CUDA_GRAPHS.name, {}, name, len(data), data if inline else None)
     (tmp_path / "manifest.json").write_bytes(Manifest((artifact,)).to_json())
-    Quarantine(settings, environ).add(DIGEST, "an illegal address")
+    Quarantine(settings, environ).add(digest_of(data), "an illegal address")
+    told = "not used here: its graphs broke the device's context here: an illegal address"
     try:
-        found = summarize(checkpoint, settings, verify=False)
+        if not inline:
+            assert told not in "\n".join(as_text(summarize(checkpoint, settings, verify=False))), "without its blob"
+            (tmp_path / "blobs").mkdir()
+            (tmp_path / "blobs" / name).write_bytes(data)
+        assert told in "\n".join(as_text(summarize(checkpoint, settings, verify=False)))
     finally:
         checkpoint.store.close()
-    assert "not used here: its graphs broke the device's context here: an illegal address" in "\n".join(as_text(found))

@@ -24,7 +24,7 @@ from ...key import driver_version
 
 logger = logging.getLogger(__name__)
 
-FILE = "quarantine.json"  # {SHA-256 of the graphs' blob: {"driver": its version, "reason": one line}}
+FILE = "quarantine.json"  # {the graphs' digest (``digest_of``): {"driver": its version, "reason": one line}}
 _REASON_CHARACTERS = 300
 
 
@@ -42,7 +42,7 @@ class Quarantine:
         self._folders = [*folders, Path(environ.get("TMPDIR") or tempfile.gettempdir()) / f"medusa-{os.getuid()}"]
 
     def reason(self, digest: str) -> str | None:
-        """Return why the graphs in the blob with this SHA-256 must not be used here; None if nothing is known."""
+        """Return why the graphs with this digest must not be used here; None if nothing is known."""
         for folder in self._folders:
             entry = self._read(folder).get(digest)
             if entry is not None and entry["driver"] == driver_version():
