@@ -1,8 +1,10 @@
 """Measure how long it takes to read graphs and to build them from blueprints, without the time of a real driver.
 
-    python -m benchmarks.graph_restore --library libcuda.so.1 [--graphs 35] [--nodes 400]
+    python -m benchmarks.graph_restore --library libcuda.so.1 [--graphs 35] [--nodes 400] [--images 0]
 
 ``--library`` is the fake driver of tests/runtime/state/graphs/fakecuda, compiled with cc -O2 -shared -fPIC … -lm.
+``--images`` are kernel images of 420 kB each, besides the one that is used.
+
 ``load_s`` is for reading, ``build_s`` for building with the fake driver's share, and ``own_s`` without it: with a
 driver that does nothing. A real driver's time for the same calls comes on top; benchmarks/gpu measures the sum on a
 GPU.
@@ -28,12 +30,16 @@ from medusa_runtime.state.graphs.materialization.images import ImageStore
 
 CUBIN = Path("tests/runtime/state/graphs/cubins/toy_a.cubin")
 BASE = 0x6000_0000_0000
+IMAGE_BYTES = 420_000
 
 
-def blueprints(graphs: int, nodes: int) -> Blueprints:
+def blueprints(graphs: int, nodes: int, images_besides: int) -> Blueprints:
     """Return graphs that are chains of two kernels in turn: one with 4 parameters, one with a structure of 64 bytes."""
-    images = ImageStore([CUBIN.read_bytes()])
+    cubin_bytes = CUBIN.read_bytes()
+    images = ImageStore([cubin_bytes])
     digest = next(iter(images.data))
+    for number in range(images_besides):
+        images.add((cubin_bytes + struct.pack("<I", number)).ljust(IMAGE_BYTES, b"\0"))
     cubin = images.cubin(digest)
     kernels = tuple(KernelRecord(name, digest, cubin.kernels[name].parameters, ()) for name in ("add_checked", "gemv"))
     ranges = (
@@ -80,13 +86,14 @@ def main() -> int:
     parser.add_argument("--library", dest="driver", required=True)
     parser.add_argument("--graphs", type=int, default=35)
     parser.add_argument("--nodes", type=int, default=400)
+    parser.add_argument("--images", type=int, default=0)
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args()
     driver = CudaDriver(options.driver)
     driver.call("cuInit", 0)
     driver.call("cuCtxSetCurrent", driver.handle("cuDevicePrimaryCtxRetain", 0))
     stream = driver.handle("cuStreamCreate", 0)
-    data = encode(blueprints(options.graphs, options.nodes))
+    data = encode(blueprints(options.graphs, options.nodes, options.images))
     with tempfile.TemporaryDirectory() as folder:  # it stays loaded
         nothing = calls_of_nothing(Path(folder))
     rows = []
