@@ -83,8 +83,6 @@ class HostLink:
         target.copy_(source)
         return Arrived()
 
-    def forget(self, source: Tensor) -> None: ...
-
     def close(self) -> None: ...
 
 
