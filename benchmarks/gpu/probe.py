@@ -3,7 +3,7 @@
 Small graphs (products of 1 and 64 rows, norms, triton's variants, a programmatic pair, two layers …) go through every
 step of materializing and restoring. They are captured in two processes, built again in the first one by handle and by
 saved image, and restored in two fresh ones, at the same and at other addresses.
-Beside them: memory at chosen addresses, copying weights, and compute-sanitizer where it is there.
+Beside them: memory at chosen addresses, how fast weights are copied, and compute-sanitizer where it is there.
 
 What each step saw, for each node, is in ``DIR/probe``, and all of it in ``DIR/probe.tar.gz``, with the dumps and the
 kernel images. No step can fail another. ``--dry-run`` runs the same steps on the tests' fake driver.
