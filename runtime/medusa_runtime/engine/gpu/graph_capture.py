@@ -101,13 +101,20 @@ def run(settings: Settings, out: Path, other: Path | None = None, *, check: bool
     with process:
         assert process.stdin is not None
         assert process.stdout is not None
-        with suppress(BrokenPipeError):  # it ended at once; its output says why
-            process.stdin.write(json.dumps(asdict(settings)).encode())
-            process.stdin.close()
-        for line in process.stdout:
-            said.append(line.decode(errors="replace").rstrip())
-            logger.info("%s", said[-1])
-    timer.cancel()
+        try:
+            with suppress(BrokenPipeError):  # it ended at once; its output says why
+                process.stdin.write(json.dumps(asdict(settings)).encode())
+                process.stdin.close()
+            for line in process.stdout:
+                said.append(line.decode(errors="replace").rstrip())
+                logger.info("%s", said[-1])
+            process.wait()
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            timer.cancel()
+            timer.join()
     if process.returncode:
         why = f"it was not done after {_TIMEOUT_S:.0f} s: " if late.is_set() else ""
         raise EngineError(f"{work} failed: {why}" + "\n".join(said))

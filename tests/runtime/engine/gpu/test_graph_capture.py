@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -54,6 +55,24 @@ def test_one_that_never_ends_is_ended(
     ):
         graph_capture.run(settings, tmp_path / "out")
     assert "capturing" in caplog.messages, "what it said until then"
+
+
+def test_an_interrupt_leaves_no_process_and_no_timer(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command that was interrupted would not end before the timer does."""
+
+    def interrupt(record: logging.LogRecord) -> bool:
+        raise KeyboardInterrupt
+
+    python(tmp_path, f"echo $$ > {tmp_path}/pid; echo capturing; exec sleep 1000")
+    monkeypatch.setattr(graph_capture.logger, "filters", [interrupt])
+    monkeypatch.setattr(graph_capture.logger, "level", logging.INFO)
+    with pytest.raises(KeyboardInterrupt):
+        graph_capture.run(settings, tmp_path / "out")
+    assert not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
+    state = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])
