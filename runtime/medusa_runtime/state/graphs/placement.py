@@ -57,8 +57,10 @@ class Placement:
         return self.addresses[memory_range.name] + offset
 
     def reserve(self, size: int, granule: int, wanted: int) -> int:
-        """Reserve addresses until the end, unless an earlier reservation has them, and return the first."""
-        if any(one.start <= wanted and wanted + size <= one.start + one.size for one in self._reserved):
+        """Reserve addresses until the end, unless they are free in an earlier reservation, and return the first."""
+        end = wanted + size
+        is_ours = any(one.start <= wanted and end <= one.start + one.size for one in self._reserved)
+        if is_ours and not any(start < end and wanted < start + length for start, length, _ in self._mapped):
             return wanted
         self._reserved.append(reserve(self._driver, size, granule, wanted))
         return self._reserved[-1].start

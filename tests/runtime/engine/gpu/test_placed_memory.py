@@ -12,7 +12,7 @@ import torch
 from medusa_runtime.engine.gpu.graph_memory import unnamed_ranges
 from medusa_runtime.engine.gpu.placed_memory import PlacedMemory
 from medusa_runtime.errors import DeviceError, EngineError
-from medusa_runtime.state.graphs import CudaDriver
+from medusa_runtime.state.graphs import CudaDriver, MemoryRange, RangeKind, place
 
 SOURCES = Path(__file__).parents[2] / "state/graphs/fakecuda"
 HOST = torch.device("cpu")
@@ -67,6 +67,19 @@ def test_a_taken_address_is_no_failure(driver: CudaDriver) -> None:
     elsewhere.fill_(9)
     taken.fill_(1)
     assert (elsewhere == 9).all()
+
+
+def test_a_recorded_address_to_which_another_range_was_moved(driver: CudaDriver) -> None:
+    taken = PlacedMemory(driver, HOST, BASE + 7 * FREE_GAP)("weights", 1 << 20).data_ptr()
+    first = MemoryRange("first", RangeKind.NAMED, taken, 1 << 20)
+    moved = []
+    for _ in range(2):
+        with place(driver, [first]) as placement:
+            moved.append(placement.addresses["first"])
+    second = MemoryRange("second", RangeKind.NAMED, 2 * moved[1] - moved[0], 1 << 20)
+    with place(driver, [first, second]) as placement:
+        assert placement.addresses["first"] == second.address, "the fake driver moves in equal steps"
+        assert placement.addresses["second"] != second.address
 
 
 def test_too_little_memory_is_told(driver: CudaDriver) -> None:
