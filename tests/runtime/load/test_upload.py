@@ -230,6 +230,13 @@ def test_no_more_than_a_window_is_on_its_way(filling: Fill, net: Net, monkeypatc
     torch.testing.assert_close(module(IDS), net(IDS), rtol=0, atol=0)
 
 
+def test_the_window_is_of_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "_IN_FLIGHT_BYTES", 30)
+    running = uploads.Uploads(HostLink(is_open=False))
+    running.begin("wide", torch.zeros(10, dtype=torch.bfloat16), torch.zeros(10, dtype=torch.float32), urgent=False)
+    assert not running.has_room, "40 bytes are held for a target of 20"
+
+
 @pytest.mark.parametrize("failing", ["memory", "copy", "done"])
 def test_a_device_that_fails_is_told_to_all_who_wait(filling: Fill, net: Net, failing: str) -> None:
     module = empty_net()

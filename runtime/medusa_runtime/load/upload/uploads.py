@@ -11,8 +11,9 @@ from torch import Tensor
 
 from medusa_runtime.load.upload.link import Copy, Link
 
-# Limits how much of the host's memory is held for copies. While another thread computes in Python, a load's thread gets
-# the interpreter's lock every few milliseconds, in each of which a PCIe 5 link carries 55 MB.
+# Limits how much of the host's memory is held for copies, and of the device's for tensors whose dtype is converted.
+# While another thread computes in Python, a load's thread gets the interpreter's lock every few milliseconds, in each
+# of which a PCIe 5 link carries 55 MB.
 _IN_FLIGHT_BYTES = 512 << 20
 _COPY_CHECK_S = 0.0002  # how often a wait looks for copies that are done
 
@@ -42,7 +43,7 @@ class Uploads:
 
     def begin(self, name: str, target: Tensor, source: Tensor, *, urgent: bool) -> None:
         """Begin to copy ``source`` to ``target``; ``finished`` will report it by its name."""
-        upload = _Upload(name, self._link.copy(target, source, urgent=urgent), target.nbytes)
+        upload = _Upload(name, self._link.copy(target, source, urgent=urgent), source.nbytes)
         self._running.append(upload)
         self._bytes += upload.size_bytes
 
