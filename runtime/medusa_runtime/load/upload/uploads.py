@@ -49,10 +49,11 @@ class Uploads:
 
     def finished(self) -> list[str]:
         """Return the names of copies that are done, each once, in any order: urgent copies overtake others."""
-        done = [upload for upload in self._running if upload.copy.done()]
-        if done:
-            self._running = deque(upload for upload in self._running if upload not in done)
-            self._bytes -= sum(upload.size_bytes for upload in done)
+        done, running = list[_Upload](), deque[_Upload]()
+        for upload in self._running:
+            (done if upload.copy.done() else running).append(upload)
+        self._running = running
+        self._bytes -= sum(upload.size_bytes for upload in done)
         return [upload.name for upload in done]
 
     def wait(self, check: Callable[[], None]) -> list[str]:
