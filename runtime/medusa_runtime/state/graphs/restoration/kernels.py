@@ -34,8 +34,8 @@ class KernelHandle(NamedTuple):
 class KernelFinder:
     """Loads each image once, and finds kernels in it. ``close`` unloads the images, so no graph may use them then.
 
-    When the first kernel is looked for, all images are checked and loaded in several threads, since a model's have tens
-    of MB. A damaged one is not loaded, so graphs that use it are not restored.
+    When the first kernel is looked for, several threads begin to check and load all images, which are tens of
+    MB for a model. A damaged one is not loaded, so graphs that use it are not restored.
     """
 
     def __init__(self, driver: CudaDriver, blueprints: Blueprints, trigger: Trigger | None = None) -> None:
@@ -89,9 +89,10 @@ class KernelFinder:
         self._found.clear()
 
     def _load_all(self) -> None:
-        with ThreadPoolExecutor(_LOADERS, "kernel images") as loaders:
-            for digest in self._blueprints.images:
-                self._libraries[digest] = loaders.submit(self._load, digest)
+        loaders = ThreadPoolExecutor(_LOADERS, "kernel images")
+        for digest in self._blueprints.images:
+            self._libraries[digest] = loaders.submit(self._load, digest)
+        loaders.shutdown(wait=False)  # a graph waits for its own images
 
     def _library(self, image: str) -> int:
         """Return the library of an image; 0 if the bundle does not have it, or it has not been loaded yet.
