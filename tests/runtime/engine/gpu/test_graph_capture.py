@@ -15,6 +15,11 @@ import pytest
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu import graph_capture
 from medusa_runtime.errors import EngineError
+from medusa_runtime.state.graphs import Blueprints
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "state/graphs"))
+
+from small_graph import GRAPH, WHOLE
 
 
 @pytest.fixture
@@ -100,6 +105,51 @@ def test_a_third_process_checks_what_two_have_made(
         f"{second}", f"{unchecked} {second}", f"{out} {unchecked} check"
     ]  # fmt: skip
     assert out.read_text() == f"of {unchecked}\n"
+
+
+@pytest.fixture
+def broken(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """The check of the blueprints in ``made`` ends without a result, and a later one fails if any is pinned."""
+    monkeypatch.setattr("medusa_runtime.device.choice.choose", lambda device, environ: "cuda")
+    script = """
+import sys
+from pathlib import Path
+from medusa_runtime.state.graphs.blueprint import Blueprints
+unchecked = Blueprints.load(Path(sys.argv[2]).read_bytes())
+if any(graph.pinned for graph in unchecked.graphs) or "other" in unchecked.refused:
+    sys.exit("the context broke")
+unchecked.save(Path(sys.argv[1]))
+"""
+    (tmp_path / "check.py").write_text(script)
+    start = f'shift 2; [ "$3" ] || {{ cp {tmp_path}/made "$1"; exit 0; }}; echo once more >> {tmp_path}/said'
+    python(tmp_path, f'{start}; exec {sys.prefix}/bin/python {tmp_path}/check.py "$@"')
+    return settings
+
+
+def test_a_check_that_breaks_the_context_is_done_again_without_pinned_graphs(
+    broken: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pinned, other = replace(GRAPH, key="pinned", pinned=(1,)), replace(GRAPH, key="free")
+    replace(WHOLE, graphs=(pinned, other)).save(tmp_path / "made")
+    out = graph_capture.capture("m", broken, tmp_path)
+    assert out is not None
+    checked = Blueprints.load(out.read_bytes())
+    assert [graph.key for graph in checked.graphs] == ["free"]
+    why = "address: two captures do not explain it, and the process that replayed such graphs ended"
+    assert checked.refused == {"pinned": why}
+    assert "1 CUDA graphs that two captures do not explain are left out: checking the" in caplog.text
+    assert (tmp_path / "said").read_text() == "once more\n" * 2
+
+
+@pytest.mark.parametrize(("pinned", "checks"), [((), 1), ((1,), 2)])
+def test_a_check_that_fails_without_pinned_graphs_is_an_error(
+    broken: Settings, tmp_path: Path, pinned: tuple[int, ...], checks: int
+) -> None:
+    replace(WHOLE, graphs=(replace(GRAPH, pinned=pinned),), refused={"other": ""}).save(tmp_path / "made")
+    expected = r"^checking the materialized CUDA graphs failed: the context broke$"
+    with pytest.raises(EngineError, match=expected):
+        graph_capture.capture("m", broken, tmp_path)
+    assert (tmp_path / "said").read_text() == "once more\n" * checks
 
 
 @pytest.mark.parametrize("arguments", [["OUT"], ["OUT", "OTHER", "check"]], ids=["captures", "checks"])
