@@ -27,7 +27,7 @@ from unittest.mock import patch
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime/engine/gpu"))
-from fake_torch_cuda import HOST, FakeCuda
+from fake_torch_cuda import HOST, FakeCuda, FakeMemPool
 from medusa_runtime.engine.gpu.graph_pool import OTHER_POOL_BASE, POOL_BASE
 from medusa_runtime.engine.gpu.placed_memory import tensor_at
 from medusa_runtime.state.graphs.blueprint import GRAPH_POOL, Blueprints
@@ -64,8 +64,9 @@ def i(value: int) -> bytes:
 class Model(nn.Module):
     """Embeds, scales through a layer, and adds what a workspace allows.
 
-    ``unnamed``: it reads memory that no attribute leads to. ``product``: it reads cuBLAS' workspace. ``opaque``: its
-    parameters have a word that is another one in each process. ``table``: its first forward of two rows writes there
+    ``unnamed``: it reads memory that no attribute leads to. ``product``: it reads cuBLAS' workspace. ``old``: the
+    offset of an old address in the graphs' pool, which is in its parameters and nothing reads. ``astray``: how many
+    bytes before its weights a step of two rows begins to read. ``table``: its first forward of two rows writes there
     what those need, so that they are wrong in a process that has not run it.
     """
 
@@ -76,13 +77,14 @@ class Model(nn.Module):
         unnamed: bool,
         *,
         product: bool = False,
-        opaque: bool = False,
+        old: int = 0,
+        astray: int = 0,
         table: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.weights = nn.Parameter(weights, requires_grad=False)
         self._cuda, self._unnamed, self._product = [cuda], unnamed, product
-        self._word = cuda.at["pool"] >> 4 if opaque else 0
+        self._old, self._astray = old, astray
         self.start_layer, self.end_layer = 0, LAYERS  # as vLLM's models have them
         self.forwards = self.layers = 0
         self.table = None if table is None else nn.Parameter(table, requires_grad=False)
@@ -91,6 +93,7 @@ class Model(nn.Module):
         self.forwards += 1
         (cuda,) = self._cuda
         rows, weights = len(input_ids), self.weights.data_ptr()
+        matrix = weights + VOCAB * ROW - (self._astray if rows == 2 else 0)
         self.layers += self.end_layer - self.start_layer
         hidden, out = cuda.empty(rows, WIDTH), cuda.empty(rows, WIDTH)
         for row in range(rows):
@@ -100,7 +103,8 @@ class Model(nn.Module):
                 x, y = (x, y) if layer == self.start_layer else (y, x)
                 cuda.driver.call("cuMemsetD32Async", y, 0, WIDTH, cuda.current.cuda_stream)
                 cuda.kernels.launch(
-                    "gemv", [struct.pack("<QQQii4Q", weights + VOCAB * ROW, x, y, WIDTH, WIDTH, self._word, 0, 0, 0)]
+                    "gemv",
+                    [struct.pack("<QQQii4Q", matrix, x, y, WIDTH, WIDTH, *self._garbage())],
                 )
             if self._unnamed:
                 cuda.kernels.launch("add_checked", [p(x), p(y), p(cuda.at["workspace"] + 64), i(WIDTH)])
@@ -110,6 +114,11 @@ class Model(nn.Module):
         cuda.free(hidden)
         cuda.free(out)
         return out
+
+    def _garbage(self) -> list[int]:
+        (cuda,) = self._cuda
+        segments = cuda.kernels.pool.segments if self._old and isinstance(cuda.kernels.pool, FakeMemPool) else [0]
+        return [segments[0] + self._old, 0, 0, 0]
 
     def _look_up(self, rows: int, x: int, y: int) -> None:
         if self.table is not None and rows == 2:
@@ -135,8 +144,8 @@ class Piece:
 class PiecewiseModel(Model):
     """Two compiled functions, with a launch between them that is in no graph."""
 
-    def __init__(self, cuda: FakeCuda, weights: Tensor, config: VllmConfig, table: Tensor | None) -> None:
-        super().__init__(cuda, weights, False, table=table)
+    def __init__(self, cuda: FakeCuda, weights: Tensor, config: VllmConfig, **options: Any) -> None:
+        super().__init__(cuda, weights, False, **options)
         self._config = config
         self.pieces: list[Piece] = []
         self._wrapped: list[Any] = []
@@ -170,7 +179,7 @@ class PiecewiseModel(Model):
             x, y = (tensor.data_ptr() + row * ROW for tensor in (room, out))
             cuda.driver.call("cuMemsetD32Async", y, 0, WIDTH, cuda.current.cuda_stream)
             weight = self.weights.data_ptr() + VOCAB * ROW
-            cuda.kernels.launch("gemv", [struct.pack("<QQQii4Q", weight, x, y, WIDTH, WIDTH, 0, 0, 0, 0)])
+            cuda.kernels.launch("gemv", [struct.pack("<QQQii4Q", weight, x, y, WIDTH, WIDTH, *self._garbage())])
             self._look_up(len(hidden), x, y)
         return out
 
@@ -190,6 +199,11 @@ class Placed:
 
 def runner_of(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> Any:
     unnamed, kv_blocks = options.get("unnamed", False), options.get("kv_blocks", BLOCKS)
+    words = {}
+    if "opaque" in options:
+        words["old"] = 4096 if options.get("pool_first") else 72
+    if "astray" in options:
+        words["astray"] = ROW if options.get("pool_first") else 0
     place = Placed(cuda)
     numbers = random.Random(5)
     count = (VOCAB + WIDTH) * WIDTH
@@ -209,8 +223,8 @@ def runner_of(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> An
     tables.get_dummy_slot_mappings = lambda tokens: tables.slot_mappings[:, :tokens].fill_(-1)
     state = SimpleNamespace(prepare_attn=lambda *_, **__: {}, prepare_dummy_inputs=lambda *_: {})
     return SimpleNamespace(
-        model=PiecewiseModel(cuda, weights, config, table) if "pieces" in options
-        else Model(cuda, weights, unnamed, product="product" in options, opaque="opaque" in options, table=table),
+        model=PiecewiseModel(cuda, weights, config, table=table, **words) if "pieces" in options
+        else Model(cuda, weights, unnamed, product="product" in options, table=table, **words),
         kv_caches=[place(torch.zeros(kv_blocks, BLOCK, WIDTH))],
         input_buffers=buffers, block_tables=tables, model_state=state, device=HOST, lora_config=None,
         kv_cache_config=SimpleNamespace(num_blocks=kv_blocks, kv_cache_groups=[]),

@@ -104,6 +104,7 @@ class VllmGraphState:
         self._device = device
         self._restored: tuple[Blueprints, Placement, Any] | None = None
         self._validate = "ends"
+        self._addresses: dict[str, int] = {}  # of named and placed memory, since ``restore``
         self.verified: set[str] = set()  # keys of graphs that were validated one by one, and gave their outputs
         self.reasons: dict[str, GraphMismatch] = {}  # why others are captured
         self._kept: list[RestoredGraphs | Placement] = []  # memory and kernels must live as long as the graphs
@@ -175,7 +176,7 @@ class VllmGraphState:
             images,
             fingerprint=self.fingerprint() | {KV_BYTES: str(self._kv_bytes())},
         )
-        return _without_stale_state(_without_pinned(materialize_graphs(self._driver, dump, capture, second=second)))
+        return _without_stale_state(materialize_graphs(self._driver, dump, capture, second=second))
 
     def restore(
         self, data: Blueprints | bytes, *, trigger: Trigger | None = None, validate: str = "ends"
@@ -204,6 +205,7 @@ class VllmGraphState:
         wanted = [memory_range for memory_range in recorded.values() if memory_range.kind in _PLACED]
         placement = place(self._driver, wanted, placed=placed)
         self._kept.append(placement)
+        self._addresses = {name: memory_range.address for name, memory_range in here.items()} | placement.addresses
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         before = [
@@ -278,6 +280,10 @@ class VllmGraphState:
             elif self._validate == "each":
                 self.verified.add(piece_key(batch, name))
         return [batch for batch in whole if batch not in wrong]
+
+    def is_where_captured(self, memory_range: MemoryRange) -> bool:
+        """Return whether a range of a bundle is at its captured address in this process. ``restore`` comes first."""
+        return self._addresses.get(memory_range.name) == memory_range.address
 
     def _verify_each(self, restorer: GraphRestorer, keys: Sequence[str]) -> None:
         for key in keys:
@@ -398,12 +404,6 @@ def _output(place: list[Any], rows: int) -> Piece:
     row = (rows - 1) * strides[0] * size if shape and shape[0] >= rows else 0
     width = (shape[-1] if shape else 1) * size
     return Piece(memory_range, offset + row, bytes(min(_REFERENCE_BYTES, width)))
-
-
-def _without_pinned(blueprints: Blueprints) -> Blueprints:
-    """Refuse graphs that are only right at their captured addresses, because vLLM's memory moves between processes."""
-    why = f"{Reason.ADDRESS}: it only fits where it was captured, and vLLM puts memory elsewhere in each process"
-    return blueprints.without({graph.key: why for graph in blueprints.graphs if graph.pinned})
 
 
 def _without_stale_state(blueprints: Blueprints) -> Blueprints:
