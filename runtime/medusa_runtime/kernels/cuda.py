@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from medusa_runtime.errors import DeviceError
 from medusa_runtime.kernels.pointwise import write_kv
 
 
@@ -21,6 +23,17 @@ def triton_obstacle() -> str | None:
     return "triton is not installed" if importlib.util.find_spec("triton") is None else None
 
 
+def _paged_triton() -> ModuleType:
+    try:
+        from medusa_runtime.kernels import paged_triton
+    except ImportError as error:
+        raise DeviceError(
+            f"triton is installed, but cannot be imported: {error}; reinstall it, or uninstall it to decode without "
+            "CUDA graphs"
+        ) from error
+    return paged_triton
+
+
 def paged_decode(
     q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, contexts: Tensor, *, scale: float, window: int | None
 ) -> Tensor:
@@ -29,9 +42,8 @@ def paged_decode(
     It is computed by ``paged_triton.decode``, or without triton by a product per sequence.
     """
     if triton_obstacle() is None:
-        from medusa_runtime.kernels import paged_triton
-
-        return paged_triton.decode(q, keys, values, block_tables, contexts, scale=scale, window=window)
+        attended: Tensor = _paged_triton().decode(q, keys, values, block_tables, contexts, scale=scale, window=window)
+        return attended
     from medusa_runtime.kernels import paged
 
     rows = torch.arange(len(q), dtype=torch.int32, device=q.device)
@@ -44,9 +56,7 @@ def write_decode_kv(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: T
     For captured steps only: a prefill should not wait for triton.
     """
     if triton_obstacle() is None:
-        from medusa_runtime.kernels import paged_triton
-
-        paged_triton.write(keys, values, slots, k, v)
+        _paged_triton().write(keys, values, slots, k, v)
     else:
         write_kv(keys, values, slots, k, v)
 
