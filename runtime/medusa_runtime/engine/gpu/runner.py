@@ -101,8 +101,8 @@ class GpuRunner:
 
         A bundle's graphs are built one by one while the weights are loading, so that a request waits for one at most,
         and checked by a replay once they are loaded. Until then nothing is captured, since that may turn out to be
-        unnecessary. After the most useful sizes the others are
-        restored one by one; meanwhile their batches run in the next larger graph.
+        unnecessary. After the most useful sizes the others are restored one by one; meanwhile their batches run in the
+        next larger graph.
         """
         graphs = self.graphs
         if graphs is None or not self.loader.placed or not graphs.pending:
