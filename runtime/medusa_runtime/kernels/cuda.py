@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from medusa_runtime.errors import DeviceError
 from medusa_runtime.kernels.pointwise import write_kv
+
+logger = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -23,14 +25,20 @@ def triton_obstacle() -> str | None:
     return "triton is not installed" if importlib.util.find_spec("triton") is None else None
 
 
-def _paged_triton() -> ModuleType:
+def _paged_triton() -> ModuleType | None:
+    return _imported() if triton_obstacle() is None else None
+
+
+@functools.cache
+def _imported() -> ModuleType | None:
     try:
         from medusa_runtime.kernels import paged_triton
     except ImportError as error:
-        raise DeviceError(
-            f"triton is installed, but cannot be imported: {error}; reinstall it, or uninstall it to decode without "
-            "CUDA graphs"
-        ) from error
+        logger.warning(
+            "decode steps run without triton's kernels and CUDA graphs: triton cannot be imported (%s); reinstall it",
+            error,
+        )
+        return None
     return paged_triton
 
 
@@ -41,8 +49,8 @@ def paged_decode(
 
     It is computed by ``paged_triton.decode``, or without triton by a product per sequence.
     """
-    if triton_obstacle() is None:
-        attended: Tensor = _paged_triton().decode(q, keys, values, block_tables, contexts, scale=scale, window=window)
+    if (kernels := _paged_triton()) is not None:
+        attended: Tensor = kernels.decode(q, keys, values, block_tables, contexts, scale=scale, window=window)
         return attended
     from medusa_runtime.kernels import paged
 
@@ -55,8 +63,8 @@ def write_decode_kv(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: T
 
     For captured steps only: a prefill should not wait for triton.
     """
-    if triton_obstacle() is None:
-        _paged_triton().write(keys, values, slots, k, v)
+    if (kernels := _paged_triton()) is not None:
+        kernels.write(keys, values, slots, k, v)
     else:
         write_kv(keys, values, slots, k, v)
 
