@@ -230,3 +230,27 @@ def test_the_structure_is_that_of_the_compiled_code(tmp_path: Path) -> None:
     source = kernels.SOURCE_DIR / "staging.c"
     (tmp_path / "program.c").write_text("\n".join(["#include <stddef.h>", f'#include "{source}"', *lines, ""]))
     subprocess.run(["cc", "-fsyntax-only", str(tmp_path / "program.c")], check=True, timeout=240)
+
+
+@pytest.mark.parametrize("possible", [0, 1])
+def test_as_many_threads_as_can_be_started(fake: Fake, monkeypatch: pytest.MonkeyPatch, possible: int) -> None:
+    left, start = possible, threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        nonlocal left
+        if thread.name.startswith("medusa-staging"):
+            if not left:
+                raise RuntimeError("can't start new thread")
+            left -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    if not possible:
+        with pytest.raises(StagingUnavailableError, match="can't start new thread"):
+            StagingThreads(fake.driver, 3)
+        return
+    source, target = Bytes(bytes(range(256)) * 64), Bytes(bytes(256 * 64))
+    with fake.threads() as threads:
+        transfer = begin(threads, target, source)
+        until(transfer.done)
+    assert target.get() == source.get()

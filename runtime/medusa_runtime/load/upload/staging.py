@@ -49,7 +49,7 @@ class _Transfer(ctypes.Structure):
 
 
 class StagingUnavailableError(Exception):
-    """The compiled code cannot be loaded; the message says why."""
+    """The compiled code cannot be loaded, or no thread be started; the message says why."""
 
 
 class Transfer:
@@ -76,7 +76,7 @@ class StagingThreads:
     def __init__(self, driver: Driver, count: int) -> None:
         """Start the threads. The device's context has to be the calling thread's current one.
 
-        Raises StagingUnavailableError if this installation has no compiled code.
+        Raises StagingUnavailableError if this installation has no compiled code, or no thread can be started.
         """
         try:
             self._library = ctypes.CDLL(str(_LIBRARY))
@@ -96,11 +96,17 @@ class StagingThreads:
         self._transfers: list[Transfer] = []  # what the threads may use; they hold no references
         self._failures: list[int] = []  # of threads that cannot copy
         self._closing = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"medusa-staging-{number}", daemon=True) for number in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for number in range(count):
+            thread = threading.Thread(target=self._run, name=f"medusa-staging-{number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the limit of threads; fewer of them copy, too
+                if not self._threads:
+                    self.close()
+                    raise StagingUnavailableError(str(error)) from error
+                break
+            self._threads.append(thread)
 
     def begin(self, target: int, source: int, size_bytes: int, *, urgent: bool, keep: object) -> Transfer:
         """Begin to copy ``size_bytes`` bytes from the host's address ``source`` to the device's ``target``.
