@@ -132,9 +132,7 @@ def capture(ground: Ground, step: Step, folder: Path, *, first: bool) -> None:
     handles = {key: graph.handle for key, graph in captured.items()}
     dump = dump_graphs(ground.driver, handles, ground.ranges(), images=images)
     step.note("refused", dump.refused)
-    dump.save(folder / ("first.dump" if first else "second.dump.part"))
-    if not first:
-        (folder / "second.dump.part").rename(folder / "second.dump")
+    dump.save(folder / ("first.dump" if first else "second.dump"))
     for graph in dump.graphs:
 
         def facts(graph: GraphBlueprint = graph) -> Facts:

@@ -3,8 +3,8 @@
 Two processes capture the same graphs with all memory at different addresses, which proves what is a pointer. A third
 process restores and replays all graphs, so that a user's request is never the first to run one, and finds out whether
 words that the two do not explain matter. If such a word breaks its context, it is started again without the graphs that
-have one. Each is a new process, so that the modules that the driver has loaded, and
-their addresses, do not depend on earlier work.
+have one. Each is a new process, so that the modules that the driver has loaded, and their addresses, do not depend on
+earlier work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from ...state.kinds import CUDA_GRAPHS, KV_PLAN
 from ..preimport import preimport
 
 if TYPE_CHECKING:  # torch is imported after the recorder has begun
-    from ...state.graphs.blueprint import Blueprints
     from .device import Gpu
     from .runner import GpuRunner
 
@@ -87,7 +86,7 @@ def _leave_out_pinned(file: Path) -> int:
     pinned = [graph.key for graph in blueprints.graphs if graph.pinned]
     if pinned:
         why = f"{Reason.ADDRESS}: two captures do not explain it, and the process that replayed such graphs ended"
-        _write(blueprints.without(dict.fromkeys(pinned, why)), file)
+        blueprints.without(dict.fromkeys(pinned, why)).save(file)
     return len(pinned)
 
 
@@ -238,15 +237,9 @@ def _check(settings: Settings, out: Path, unchecked: Path) -> None:
         assert runner.graphs is not None
         state = GraphState(runner.model, runner.graphs, gpu.placed)
         checked = state.check(unchecked.read_bytes())
-        _write(checked, out)
+        checked.save(out)
         logger.info("restored in a process of its own: %s", summary(checked))
-        _write(state.unpin(checked, Blueprints.load(unchecked.with_name(_SECOND).read_bytes())), out)
-
-
-def _write(blueprints: Blueprints, out: Path) -> None:
-    part = out.with_name(f"{out.name}.part")
-    blueprints.save(part)
-    part.replace(out)
+        state.unpin(checked, Blueprints.load(unchecked.with_name(_SECOND).read_bytes())).save(out)
 
 
 @contextmanager

@@ -154,9 +154,12 @@ class Blueprints:
     host: tuple[tuple[int, int], ...] = ()
 
     def save(self, path: Path) -> None:
+        """Write a file, whole or not at all: the process may end, and another may look for it."""
         from .blob_format import encode
 
-        path.write_bytes(encode(self))
+        part = path.with_name(f"{path.name}.part")
+        part.write_bytes(encode(self))
+        part.replace(path)
 
     @classmethod
     def load(cls, data: bytes) -> Blueprints:
