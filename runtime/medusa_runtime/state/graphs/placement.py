@@ -67,16 +67,15 @@ class Placement:
 
     def map(self, span: _Span, address: int) -> None:
         """Map new memory at a reserved address."""
-        prop = MemAllocationProp(type=_PINNED, location=MemLocation(_DEVICE, self._driver.current_device()))
-        handle = self._driver.handle("cuMemCreate", span.size, byref(prop), 0)
+        device = MemLocation(_DEVICE, self._driver.current_device())
+        handle = self._driver.handle("cuMemCreate", span.size, byref(MemAllocationProp(_PINNED, location=device)), 0)
         try:
             self._driver.call("cuMemMap", address, span.size, 0, handle, 0)
         except CudaError:
             self._driver.result("cuMemRelease", handle)
             raise
         self._mapped.append((address, span.size, handle))
-        access = MemAccessDesc(MemLocation(_DEVICE, self._driver.current_device()), _READ_WRITE)
-        self._driver.call("cuMemSetAccess", address, span.size, byref(access), 1)
+        self._driver.call("cuMemSetAccess", address, span.size, byref(MemAccessDesc(device, _READ_WRITE)), 1)
         for memory_range in span.ranges:
             self.addresses[memory_range.name] = address + memory_range.address - span.start
 
@@ -134,7 +133,7 @@ def granularity(driver: CudaDriver) -> int:
     return granule.value
 
 
-def reserve(driver: CudaDriver, size: int, granule: int, wanted: int = 0) -> Reservation:
+def reserve(driver: CudaDriver, size: int, granule: int, wanted: int) -> Reservation:
     """Reserve addresses from ``wanted`` on, at least ``size``; if these are taken, or for 0, where the driver likes."""
     address = c_uint64()
     large = max(size, RESERVED_BYTES)
