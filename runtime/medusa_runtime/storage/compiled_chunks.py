@@ -8,10 +8,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-from pathlib import Path
 from typing import Any, ClassVar
 
-_LIBRARY = Path(__file__).parents[1] / "kernels" / "libmedusa_kernels.so"  # importing ``kernels`` would import torch
+from ..compiled_library import LIBRARY
+
 _INTERFACE = 1  # the version of chunks.c's interface
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 DONE, TIMED_OUT, CLOSED, CORRUPT, STOPPED = range(5)  # the statuses of ``receive`` and ``send``; or a negative errno
@@ -94,7 +94,7 @@ class CompiledChunks:
 
     def __init__(self) -> None:
         """Raises OSError or AttributeError without the library, ImportError without xxhash."""
-        library = ctypes.CDLL(str(_LIBRARY))
+        library = ctypes.CDLL(str(LIBRARY))
         if library.medusa_chunks_interface() != _INTERFACE:
             raise AttributeError("the library was built from other sources")
         # Python's package of xxhash has the C function, too.

@@ -217,7 +217,7 @@ def test_threads_that_cannot_start_raise(fake: Fake, function: str) -> None:
 def test_without_the_compiled_code_the_message_says_how_to_make_it(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "_LIBRARY", tmp_path / "none.so")
+    monkeypatch.setattr(staging, "LIBRARY", tmp_path / "none.so")
     with pytest.raises(StagingUnavailableError, match=r"none\.so.*medusa_runtime\.kernels\.build"):
         StagingThreads(fake.driver, 1)
 

@@ -108,7 +108,7 @@ def send(marks: bytes) -> None:
 
 
 if __name__ == "__main__":
-    compiled_chunks._LIBRARY = Path(sys.argv[1])
+    compiled_chunks.LIBRARY = Path(sys.argv[1])
     sizes = (0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 1 << 31, 0xFFFFFFFF)
     seeds = [framed(bytes(range(SIZE)))] + [Frame(size, 0).pack() + bytes(CHUNK) for size in sizes]
     fuzz(st.binary(max_size=300), receive, seeds)

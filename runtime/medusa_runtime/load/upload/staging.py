@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from pathlib import Path
 from typing import Any, ClassVar
 
+from medusa_runtime.compiled_library import LIBRARY
 from medusa_runtime.device.driver import Driver
 
-_LIBRARY = Path(__file__).parents[2] / "kernels" / "libmedusa_kernels.so"
 _FUNCTIONS = {  # the fields of ``struct driver``
     "set_context": "cuCtxSetCurrent",
     "create_stream": "cuStreamCreate",
@@ -79,9 +78,9 @@ class StagingThreads:
         Raises StagingUnavailableError if this installation has no compiled code, or no thread can be started.
         """
         try:
-            self._library = ctypes.CDLL(str(_LIBRARY))
+            self._library = ctypes.CDLL(str(LIBRARY))
             # It takes microseconds, and getting the interpreter's lock again can take milliseconds.
-            self._begin: Any = ctypes.PyDLL(str(_LIBRARY)).medusa_staging_begin
+            self._begin: Any = ctypes.PyDLL(str(LIBRARY)).medusa_staging_begin
         except (OSError, AttributeError) as error:
             raise StagingUnavailableError(f"{error}; `python -m medusa_runtime.kernels.build` makes it") from error
         self._begin.argtypes, self._begin.restype = [_POINTER, ctypes.POINTER(_Transfer), _INT], None

@@ -5,16 +5,15 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from ...compiled_library import LIBRARY
 from ...errors import StateError
 from .blueprint import Blueprints, GraphBlueprint
 from .driver import CudaDriver
 from .structs import ATTRIBUTE_BYTES
 from .tables import EdgeTable, NodeTable, RelocationTable
 
-_LIBRARY = Path(__file__).parents[2] / "kernels" / "libmedusa_kernels.so"  # importing ``kernels`` would import torch
 _INTERFACE = 1  # the version of graphs.c's interface
 _POINTER, _WORD, _INT = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
 _LARGEST = (1 << 64) - 1
@@ -84,7 +83,7 @@ class DriverCalls(ctypes.Structure):
 
 
 class BuildJob(ctypes.Structure):
-    """What is to be built, and how that ended (``struct build_job``)."""
+    """A graph to build, and the call that the driver refused, if any (``struct build_job``)."""
 
     _fields_: ClassVar = [
         ("graph", ctypes.POINTER(_Graph)),
@@ -99,7 +98,7 @@ class BuildJob(ctypes.Structure):
 class _Functions:
     def __init__(self) -> None:
         try:
-            library = ctypes.CDLL(str(_LIBRARY))
+            library = ctypes.CDLL(str(LIBRARY))
             if (found := library.medusa_graphs_interface()) != _INTERFACE:
                 raise NotCompiledError(_missing(f"expected interface {_INTERFACE} of graphs, found {found}"))
             self.check: Any = library.medusa_check_graph
@@ -111,7 +110,7 @@ class _Functions:
 
 
 def _missing(why: str) -> str:
-    return f"they need {_LIBRARY.name} ({why}); `python -m medusa_runtime.kernels.build` makes it"
+    return f"they need {LIBRARY.name} ({why}); `python -m medusa_runtime.kernels.build` makes it"
 
 
 @functools.cache
@@ -120,7 +119,7 @@ def _functions() -> _Functions:
 
 
 class CompiledBundle:
-    """What all graphs of a bundle refer to, in the form that compiled code takes. It is made once for a bundle."""
+    """The memory ranges, kernels and attribute sets of a bundle, packed once for compiled code."""
 
     def __init__(self, blueprints: Blueprints) -> None:
         """Raises NotCompiledError without the compiled library, ValueError for attributes of a wrong size."""

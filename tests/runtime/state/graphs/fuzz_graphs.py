@@ -103,7 +103,7 @@ WRITTEN = encode(replace(WHOLE, images={hashlib.sha256(CODE).hexdigest(): CODE})
 BODY_END = BODY_AT + sum(struct.unpack_from("<QQ", WRITTEN, 44))
 
 if __name__ == "__main__":
-    compiled_graphs._LIBRARY = Path(sys.argv[1])
+    compiled_graphs.LIBRARY = Path(sys.argv[1])
     whole = NodeTable.of(GRAPH.nodes).data, EdgeTable.of(GRAPH.edges).data, RelocationTable.of(GRAPH.relocations).data
     seeds = [packed(*whole, GRAPH.blob), packed(b"", b"", b"", b""), packed(*whole, GRAPH.blob[:-1])]
     for one in seeds + corners():

@@ -121,7 +121,7 @@ def test_no_row_is_read_by_a_restore(monkeypatch: pytest.MonkeyPatch, toy: Any, 
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     compiled_graphs._functions.cache_clear()
-    monkeypatch.setattr(compiled_graphs, "_LIBRARY", tmp_path / "libmedusa_kernels.so")
+    monkeypatch.setattr(compiled_graphs, "LIBRARY", tmp_path / "libmedusa_kernels.so")
     yield
     compiled_graphs._functions.cache_clear()
 
