@@ -6,14 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.storage.retry import doubling_pause_s
 
 from ..policy.state import (
     ChangeRole,
-    Consolidate,
     Decision,
     Drop,
     Fetch,
@@ -25,10 +24,10 @@ from ..policy.state import (
     StartInstance,
     StopInstance,
 )
+from .live import Live
+from .models import Models
 from .nodes import KnownFetch, KnownInstance, KnownNode, Nodes
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
+from .state import State
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +43,11 @@ _MOST_SOURCES = 5  # for a node without a plan
 class Execution:
     """The decisions under way, each in a task of its own. None of them is begun twice."""
 
-    def __init__(self, cluster: Cluster, nodes: Nodes) -> None:
-        self._cluster = cluster
+    def __init__(self, state: State, nodes: Nodes, models: Models) -> None:
+        self._state = state
         self._nodes = nodes
+        self._models = models
+        self._live = Live(state, nodes, models)
         self._running: dict[tuple[str, ...], asyncio.Task[None]] = {}
         self._fetches: dict[tuple[str, str], KnownFetch] = {}
         self._failures: dict[str, tuple[int, float]] = {}  # model → failed starts in a row, and when to try again
@@ -58,12 +59,8 @@ class Execution:
     def begin(self, decision: Decision) -> None:
         """Begin to carry out a decision, unless it is under way."""
         match decision:
-            case StartInstance() if decision.group is not None:
-                self._cluster.groups.add(decision)
             case StartInstance():
                 self._begin_start(decision)
-            case Consolidate():
-                self._cluster.groups.consolidate(decision)
             case StopInstance():
                 self._begin_stop(decision)
             case ResumeInstance():
@@ -86,67 +83,61 @@ class Execution:
                 self._wanted_nodes = total
                 self.start_task(("nodes",), self._request_nodes())
             case SetSpare(node, spare):
-                self._cluster.set_spare(node, spare=spare)
+                self._state.set_spare(node, spare=spare)
             case ChangeRole():
-                instance = self._cluster.instances.get(decision.id)
+                instance = self._state.instances.get(decision.id)
                 if instance is not None:
                     instance.role = decision.role
 
     def may_start(self, decision: StartInstance) -> bool:
         """Return whether a start may begin: it is new, and its model has no failed start that was just now."""
-        cluster = self._cluster
+        state = self._state
         _, not_before = self._failures.get(decision.model, (0, 0.0))
-        unknown = decision.model not in cluster.deployments or decision.node not in cluster.nodes
-        return not unknown and decision.id not in cluster.instances and time.monotonic() >= not_before
+        unknown = decision.model not in state.deployments or decision.node not in state.nodes
+        return not unknown and decision.id not in state.instances and time.monotonic() >= not_before
 
     def _begin_start(self, decision: StartInstance) -> None:
-        cluster = self._cluster
+        state = self._state
         if not self.may_start(decision):
             return
         instance = KnownInstance(
             decision.id, decision.model, decision.node, "starting", time.time(), role=decision.role
         )
         instance.predicted_s = decision.ttft_s
-        cluster.instances[decision.id] = instance
+        state.instances[decision.id] = instance
         reason = f": {decision.reason}" if decision.reason else ""
-        cluster.record_event(
+        state.record_event(
             "scale-up", f"{decision.id} starts on {decision.node}{reason}", node=decision.node, model=decision.model
         )
-        cluster.publish()
+        state.publish()
         self.start_task(("start", decision.id), self._start(instance, decision.partner))
 
     async def _start(self, instance: KnownInstance, partner: str | None) -> None:
-        cluster = self._cluster
+        state = self._state
         try:
             await self._wait_for_drops(instance.node)
-            if not self.is_wanted(instance):
+            if not state.is_wanted(instance):
                 return
-            deployment = cluster.deployments[instance.model].to_json()
+            deployment = state.deployments[instance.model].to_json()
             request: dict[str, Any] = {"op": "start", "id": instance.id, "deployment": deployment}
-            if (plan := await cluster.live.plan(instance, partner)) is not None:
+            if (plan := await self._live.plan(instance, partner)) is not None:
                 request["group"] = plan
-            if not self.is_wanted(instance):
+            if not state.is_wanted(instance):
                 return
             await self._nodes.call(instance.node, request, _START_S)
         except Exception as error:  # any: an instance that stayed "starting" would never be started again
             if not isinstance(error, MedusaError):
                 logger.exception("the start of %s failed", instance.id)
-            if self.is_wanted(instance):
+            if state.is_wanted(instance):
                 self.note_failed(instance.id)
-                del cluster.instances[instance.id]
-                cluster.record_event(
-                    "start-failed", f"{instance.id}: {error}", node=instance.node, model=instance.model
-                )
-                cluster.publish()
+                del state.instances[instance.id]
+                state.record_event("start-failed", f"{instance.id}: {error}", node=instance.node, model=instance.model)
+                state.publish()
             return
         if instance.state == "starting":
             instance.state, instance.since = "ready", time.time()
         self._failures.pop(instance.model, None)
-        cluster.publish()
-
-    def is_wanted(self, instance: KnownInstance) -> bool:
-        """Return whether the instance should still start, that is, nothing has ended it since its start was decided."""
-        return self._cluster.instances.get(instance.id) is instance and instance.state != "draining"
+        state.publish()
 
     def note_failed(self, instance_id: str) -> bool:
         """Note that an instance ended by itself. Return False if that was noted before.
@@ -158,31 +149,39 @@ class Execution:
             return False
         self._failed_ids = {key: at for key, at in self._failed_ids.items() if at > now - _STOPPED_KEPT_S}
         self._failed_ids[instance_id] = now
-        instance = self._cluster.instances.get(instance_id)
+        instance = self._state.instances.get(instance_id)
         if instance is not None and instance.state != "draining":
             # An instance that has served may be started again at once. One that never did would probably fail again.
             lasted = instance.state == "ready" and time.time() - instance.since > _LONGEST_PAUSE_S / 6
             count = 0 if lasted else self._failures.get(instance.model, (0, 0.0))[0] + 1
             if not lasted:
-                self._cluster.groups.start_failed(instance)
+                self._avoid_sharing(instance)
             self._failures[instance.model] = (count, now + doubling_pause_s(count, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S))
         return True
 
+    def _avoid_sharing(self, instance: KnownInstance) -> None:
+        """Avoid groups and live scaling where an instance that shared its model ended soon after its start.
+
+        Perhaps its engine cannot split the model.
+        """
+        deployment = self._state.deployments.get(instance.model)
+        shares = instance.group is not None or instance.live is not None or instance.helps is not None
+        if shares and deployment is not None:
+            self._models.avoid_groups(deployment.url, time.monotonic())
+
     def _begin_stop(self, decision: StopInstance) -> None:
-        instance = self._cluster.instances.get(decision.id)
+        instance = self._state.instances.get(decision.id)
         if instance is None or instance.state == "draining" or ("stop", instance.id) in self._running:
             return  # or it was just resumed, and the answer to the last order is on its way: decided again, if need be
         instance.state, instance.since = "draining", time.time()
         reason = f": {decision.reason}" if decision.reason else ""
-        self._cluster.record_event(
-            "scale-down", f"{instance.id} ends{reason}", node=instance.node, model=instance.model
-        )
-        self._cluster.publish()
+        self._state.record_event("scale-down", f"{instance.id} ends{reason}", node=instance.node, model=instance.model)
+        self._state.publish()
         self.start_task(("stop", instance.id), self._stop(instance, decision.drain_s))
 
     async def _stop(self, instance: KnownInstance, drain_s: float) -> None:
         request = {"op": "stop", "id": instance.id, "drain_s": drain_s}
-        while instance.node in self._cluster.nodes and self._cluster.nodes[instance.node].lost_at is None:
+        while instance.node in self._state.nodes and self._state.nodes[instance.node].lost_at is None:
             try:
                 answer = await self._nodes.call(instance.node, request, drain_s + _CALL_S)
                 ended = bool(answer.get("ended", True))
@@ -199,12 +198,12 @@ class Execution:
             self._stopped = {key: at for key, at in self._stopped.items() if at > time.monotonic() - _STOPPED_KEPT_S}
             self._stopped[instance.id] = time.monotonic()
             break
-        if self._cluster.instances.get(instance.id) is instance:
-            del self._cluster.instances[instance.id]
-        self._cluster.publish()
+        if self._state.instances.get(instance.id) is instance:
+            del self._state.instances[instance.id]
+        self._state.publish()
 
     def _begin_resume(self, decision: ResumeInstance) -> None:
-        instance = self._cluster.instances.get(decision.id)
+        instance = self._state.instances.get(decision.id)
         if instance is not None and instance.state == "draining":
             self.start_task(("resume", instance.id), self._resume(instance, decision.reason))
 
@@ -216,20 +215,20 @@ class Execution:
             logger.warning("%s could not be resumed: %s", instance.id, error)
             return
         if answer.get("resumed"):
-            self._cluster.record_event(
+            self._state.record_event(
                 "scale-up", f"{instance.id} goes on: {reason}", node=instance.node, model=instance.model
             )
             self._note_resumed(instance)
 
     def _note_resumed(self, instance: KnownInstance) -> None:
-        if self._cluster.instances.get(instance.id) is instance and instance.state == "draining":
+        if self._state.instances.get(instance.id) is instance and instance.state == "draining":
             instance.state, instance.since = "ready", time.time()
-            self._cluster.publish()
+            self._state.publish()
 
     def end_all(self, model: str, reason: str) -> None:
         """End all instances of a model after their requests."""
         self._failures.pop(model, None)
-        for instance in [item for item in self._cluster.instances.values() if item.model == model]:
+        for instance in [item for item in self._state.instances.values() if item.model == model]:
             self._begin_stop(StopInstance(instance.id, instance.node, reason=reason))
 
     def was_stopped(self, instance_id: str) -> bool:
@@ -255,23 +254,23 @@ class Execution:
 
     def fetch(self, decision: Fetch, layers: str | None = None) -> None:
         """Order a node to fetch a model. ``layers`` is START:STOP, the layers that a group's worker needs first."""
-        key, nodes = (decision.node, decision.url), self._cluster.nodes
+        key, nodes = (decision.node, decision.url), self._state.nodes
         request = {
             "op": "fetch",
             "url": decision.url,
             "sources": [nodes[name].url for name in decision.sources if name in nodes],
             "pin": decision.pin,
-            "version": self._cluster.versions.current(decision.url, nodes.values()),
+            "version": self._state.versions.current(decision.url, nodes.values()),
             **({} if layers is None else {"layers": layers}),
         }
         origin = " from " + ", ".join(decision.sources) if decision.sources else ""
-        self._cluster.record_event("fetch", f"{decision.node} fetches {decision.url}{origin}", node=decision.node)
+        self._state.record_event("fetch", f"{decision.node} fetches {decision.url}{origin}", node=decision.node)
         self.start_task(("fetch", *key), self._call_after_drops(decision.node, request))
 
-    def fetches(self, nodes: Mapping[str, KnownNode], now: float) -> list[KnownFetch]:
+    def fetches(self, now: float) -> list[KnownFetch]:
         """Return the fetches that were decided and are not complete. Forgets those that their nodes never show."""
         for key, fetch in list(self._fetches.items()):
-            node = nodes.get(fetch.node)
+            node = self._state.nodes.get(fetch.node)
             if node is None or node.lost_at is not None:
                 del self._fetches[key]
                 continue
@@ -302,10 +301,10 @@ class Execution:
         """Report a failed fetch, and allow it again after a pause, which doubles from one second to a minute."""
         node, url = key
         count = self._failed_fetches.get(key, (0, 0.0))[0] + 1
-        nodes = self._cluster.nodes
+        nodes = self._state.nodes
         self._failed_fetches = {each: found for each, found in self._failed_fetches.items() if each[0] in nodes}
         self._failed_fetches[key] = (count, now + doubling_pause_s(count, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S))
-        self._cluster.record_event("fetch-failed", f"{node} could not fetch {url}: {failure}", node=node)
+        self._state.record_event("fetch-failed", f"{node} could not fetch {url}: {failure}", node=node)
 
     def planned_sources(self, node: str, url: str) -> tuple[str, ...]:
         """Return the names of the nodes from which this node was told to read a model."""
@@ -326,7 +325,7 @@ class Execution:
         if planned is not None:
             return tuple(dict.fromkeys((*planned.sources, *holders)))
         found = holders or tuple(self._fetching(url, node))[:_MOST_SOURCES]
-        if node in self._cluster.nodes and any(item.url == url for item in self._cluster.deployments.values()):
+        if node in self._state.nodes and any(item.url == url for item in self._state.deployments.values()):
             self._fetches[node, url] = KnownFetch(node, url, found, pin=False, at=time.monotonic())
         return found
 
@@ -382,7 +381,7 @@ class Execution:
             self._running.pop(key, None)
             if not task.cancelled() and task.exception() is not None:
                 logger.error("%s failed", " ".join(key), exc_info=task.exception())
-            self._cluster.wake()
+            self._state.wake()
 
         task.add_done_callback(done)
 

@@ -8,16 +8,16 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from medusa_runtime.errors import ClusterError, MedusaError
 
 from ..group.ranges import layer_settings, split
 from ..policy.state import Consolidate, Fetch, StartInstance, StopInstance
+from .execution import Execution
+from .models import Models
 from .nodes import KnownInstance, Nodes, group_address
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
+from .state import State
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +32,11 @@ class Groups:
     The nodes' status shows what becomes of a group: its leader may go on alone, or be consolidated as ordered.
     """
 
-    def __init__(self, cluster: Cluster, nodes: Nodes) -> None:
-        self._cluster = cluster
+    def __init__(self, state: State, nodes: Nodes, models: Models, execution: Execution) -> None:
+        self._state = state
         self._nodes = nodes
+        self._models = models
+        self._execution = execution
         self._begun: defaultdict[str, list[StartInstance]] = defaultdict(list)  # of this tick
 
     def add(self, start: StartInstance) -> None:
@@ -46,11 +48,11 @@ class Groups:
         """Start the groups whose workers were noted in this tick."""
         begun, self._begun = self._begun, defaultdict(list)
         for group, starts in begun.items():
-            if all(self._cluster.execution.may_start(start) for start in starts):
+            if all(self._execution.may_start(start) for start in starts):
                 self._begin(group, starts)
 
     def _begin(self, group: str, starts: list[StartInstance]) -> None:
-        cluster = self._cluster
+        state = self._state
         starts.sort(key=lambda start: start.layers or (0, 0))
         workers = [
             KnownInstance(
@@ -60,37 +62,37 @@ class Groups:
             for rank, start in enumerate(starts)
         ]  # fmt: skip
         for worker in workers:
-            cluster.instances[worker.id] = worker
+            state.instances[worker.id] = worker
         names = ", ".join(worker.node for worker in workers)
         predicted = f", the first token in {starts[0].ttft_s:.2f} s" if starts[0].ttft_s else ""
         first = workers[0]
-        cluster.record_event("group", f"{group} starts on {names}{predicted}", node=first.node, model=first.model)
-        cluster.publish()
-        cluster.execution.start_task(("start", first.id), self._start(group, workers))
+        state.record_event("group", f"{group} starts on {names}{predicted}", node=first.node, model=first.model)
+        state.publish()
+        self._execution.start_task(("start", first.id), self._start(group, workers))
 
     async def _start(self, group: str, workers: list[KnownInstance]) -> None:
-        cluster = self._cluster
+        state = self._state
         try:
             await self._start_workers(group, workers)
         except Exception as error:  # any: workers that stayed "starting" would never be started again
             if not isinstance(error, MedusaError):
                 logger.exception("the start of the group %s failed", group)
-            if any(map(cluster.execution.is_wanted, workers)):  # else the whole group was ended
+            if any(map(state.is_wanted, workers)):  # else the whole group was ended
                 self._give_up(group, workers, error)
-        cluster.publish()
+        state.publish()
 
     async def _start_workers(self, group: str, workers: list[KnownInstance]) -> None:
-        cluster, leader = self._cluster, workers[0]
-        deployment = cluster.deployments[leader.model]
-        model = cluster.models.get(deployment.url)
+        state, leader = self._state, workers[0]
+        deployment = state.deployments[leader.model]
+        model = self._models.get(deployment.url)
         if model is None:
             raise ClusterError(f"{deployment.url} is not described")
         layers = layer_settings(split(model.bytes, len(workers)))
         for worker, part in zip(workers, layers, strict=True):
-            sources = cluster.execution.planned_sources(worker.node, deployment.url)
-            cluster.execution.fetch(Fetch(worker.node, deployment.url, sources), part)
-        place = await group_address(self._nodes, cluster.nodes[leader.node])
-        if not all(map(cluster.execution.is_wanted, workers)):
+            sources = self._execution.planned_sources(worker.node, deployment.url)
+            self._execution.fetch(Fetch(worker.node, deployment.url, sources), part)
+        place = await group_address(self._nodes, state.nodes[leader.node])
+        if not all(map(state.is_wanted, workers)):
             raise ClusterError("one of its workers was ended before it was started")
         common = {"group": group, "token": secrets.token_hex(16), "size": len(workers), "then": "stay"}
         common["leader"] = place
@@ -104,7 +106,7 @@ class Groups:
                 raise outcome
 
     async def _start_worker(self, worker: KnownInstance, group: Mapping[str, Any]) -> None:
-        deployment = self._cluster.deployments[worker.model].to_json()
+        deployment = self._state.deployments[worker.model].to_json()
         request = {"op": "start", "id": worker.id, "deployment": deployment, "group": group}
         await self._nodes.call(worker.node, request, _START_S)
         if worker.state == "starting":
@@ -112,19 +114,12 @@ class Groups:
 
     def _give_up(self, group: str, workers: list[KnownInstance], error: Exception) -> None:
         """End the workers of a group that could not be started. For a while, single instances start instead."""
-        cluster, leader = self._cluster, workers[0]
-        cluster.record_event("start-failed", f"{group}: {error}", node=leader.node, model=leader.model)
-        cluster.models.avoid_groups(cluster.deployments[leader.model].url, time.monotonic())
+        state, leader = self._state, workers[0]
+        state.record_event("start-failed", f"{group}: {error}", node=leader.node, model=leader.model)
+        self._models.avoid_groups(state.deployments[leader.model].url, time.monotonic())
         for worker in workers:
-            if worker.id in cluster.instances:
-                cluster.execution.begin(StopInstance(worker.id, worker.node, 0.0, "its group could not be started"))
-
-    def start_failed(self, worker: KnownInstance) -> None:
-        """Note a worker that ended soon after its start. Perhaps its engine cannot split the model, so avoid groups."""
-        deployment = self._cluster.deployments.get(worker.model)
-        shares = worker.group is not None or worker.live is not None or worker.helps is not None
-        if shares and deployment is not None:
-            self._cluster.models.avoid_groups(deployment.url, time.monotonic())
+            if worker.id in state.instances:
+                self._execution.begin(StopInstance(worker.id, worker.node, 0.0, "its group could not be started"))
 
     def consolidate(self, decision: Consolidate) -> None:
         """Order a group's leader to turn some of its workers into instances."""
@@ -132,14 +127,12 @@ class Groups:
         if leader is None:
             return
         text = f"{decision.group} becomes {len(decision.keep)} of its workers: {decision.reason}"
-        self._cluster.record_event("consolidate", text, node=leader.node, model=leader.model)
-        self._cluster.execution.start_task(
-            ("consolidate", decision.group), self._consolidate(leader, len(decision.keep))
-        )
+        self._state.record_event("consolidate", text, node=leader.node, model=leader.model)
+        self._execution.start_task(("consolidate", decision.group), self._consolidate(leader, len(decision.keep)))
 
     async def _consolidate(self, leader: KnownInstance, keep: int) -> None:
         request = {"op": "consolidate", "id": leader.id, "keep": keep}
-        while leader.group is not None and leader.id in self._cluster.instances:
+        while leader.group is not None and leader.id in self._state.instances:
             try:
                 await self._nodes.call(leader.node, request, _CALL_S)
                 return
@@ -150,7 +143,7 @@ class Groups:
     def update(self) -> None:
         """Update the groups by the nodes' last status."""
         groups: defaultdict[str, list[KnownInstance]] = defaultdict(list)
-        for item in self._cluster.instances.values():
+        for item in self._state.instances.values():
             if item.group is not None and item.state != "draining":
                 groups[item.group].append(item)
         if not groups:
@@ -170,33 +163,35 @@ class Groups:
                     worker.loading = worker.rank > 0 and not complete
 
     def _finish(self, group: str, workers: list[KnownInstance], shown: Mapping[str, Any]) -> None:
-        cluster, state = self._cluster, str(shown["state"])
-        keep = int(shown["keep"]) if state == "consolidated" else 1
-        text = f"{group} is {keep} of its workers now" if state == "consolidated" else f"the leader of {group} is alone"
-        cluster.record_event(f"group-{state}", text, node=workers[0].node, model=workers[0].model)
+        became = str(shown["state"])
+        keep = int(shown["keep"]) if became == "consolidated" else 1
+        text = (
+            f"{group} is {keep} of its workers now" if became == "consolidated" else f"the leader of {group} is alone"
+        )
+        self._state.record_event(f"group-{became}", text, node=workers[0].node, model=workers[0].model)
         for worker in workers:
             if worker.rank < keep:
                 worker.group, worker.rank, worker.layers, worker.loading, worker.full = None, 0, None, False, True
             else:
                 self._end(worker, "its group has ended")
-        cluster.publish()
+        self._state.publish()
 
     def _end(self, worker: KnownInstance, reason: str) -> None:
-        self._cluster.execution.begin(StopInstance(worker.id, worker.node, 0.0, reason))
+        self._execution.begin(StopInstance(worker.id, worker.node, 0.0, reason))
 
     def _leader(self, group: str) -> KnownInstance | None:
-        found = self._cluster.instances.values()
+        found = self._state.instances.values()
         return next((item for item in found if item.group == group and item.rank == 0), None)
 
     def _shown_leaders(self) -> dict[str, Mapping[str, Any]]:
         """Return the state of each group in the status of its leader's node, by the group's id."""
-        nodes = [node for node in self._cluster.nodes.values() if node.lost_at is None]
+        nodes = [node for node in self._state.nodes.values() if node.lost_at is None]
         shown = [item["group"] for node in nodes for item in node.status.get("instances", ()) if item.get("group")]
         return {str(found["id"]): found for found in shown if found["rank"] == 0}
 
     def _is_complete(self, leader: KnownInstance) -> bool:
         """Return whether the leader's node has the whole model, so that the leader can be an instance."""
-        node, deployment = self._cluster.nodes.get(leader.node), self._cluster.deployments.get(leader.model)
+        node, deployment = self._state.nodes.get(leader.node), self._state.deployments.get(leader.model)
         if node is None or deployment is None:
             return False
         return any(model["url"] == deployment.url and model["state"] == "done" for model in node.models())

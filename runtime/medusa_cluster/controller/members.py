@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from medusa_runtime.errors import MedusaError
 
 from .nodes import KnownNode, Nodes
 from .reports import node_status
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
+from .state import State
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +34,15 @@ _FORGET_LOST_S = 3600.0  # after a node's loss, the status no longer shows it
 
 
 class Members:
-    """The watch over every node that Ray has ever listed, until it has been lost for an hour."""
+    """The watch over every node that Ray has ever listed, until it has been lost for an hour.
 
-    def __init__(self, cluster: Cluster, nodes: Nodes) -> None:
-        self._cluster = cluster
+    ``on_status`` is called with a node whose status is new.
+    """
+
+    def __init__(self, state: State, nodes: Nodes, on_status: Callable[[KnownNode], None]) -> None:
+        self._state = state
         self._nodes = nodes
+        self._on_status = on_status
         self._urls: dict[str, str] = {}  # name → URL of the node server, as Ray listed it last
         self._listed: set[str] = set()
         self._following: dict[str, list[asyncio.Task[None]]] = {}
@@ -63,7 +65,7 @@ class Members:
                 task.cancel()
 
     def _take_list(self, servers: Mapping[str, str]) -> None:
-        nodes = self._cluster.nodes
+        nodes = self._state.nodes
         self._listed = set(servers)
         self._urls.update(servers)
         for name in servers:
@@ -85,7 +87,7 @@ class Members:
                     task.cancel()
 
     def _pause_s(self) -> float:
-        return max(len(self._cluster.nodes) / _OFTEN_ASKED, 1)
+        return max(len(self._state.nodes) / _OFTEN_ASKED, 1)
 
     async def _follow_status(self, node: KnownNode) -> None:
         """Ask a node server for its status again and again."""
@@ -115,7 +117,7 @@ class Members:
         failing_since = 0.0
         while True:
             began = time.monotonic()
-            if node.spare and self._cluster.is_drained(node.name):
+            if node.spare and self._state.is_drained(node.name):
                 await self._nodes.forget(node.name)  # Ray ends no node that has an actor
                 await asyncio.sleep(_REACH_S)
                 continue
@@ -143,10 +145,10 @@ class Members:
         node.lost_at, node.given_up = None, False
         node.status, node.seen_at = found, time.monotonic()
         if back:
-            self._cluster.record_event("node-back", f"the node {node.name} is back", node=node.name)
+            self._state.record_event("node-back", f"the node {node.name} is back", node=node.name)
         elif new and node.reached:
             self._note_joined(node)
-        self._cluster.apply_status(node)
+        self._on_status(node)
 
     def _reach(self, node: KnownNode) -> None:
         first, node.reached, node.silent = not node.reached, True, False
@@ -156,16 +158,16 @@ class Members:
     def _note_joined(self, node: KnownNode) -> None:
         if not node.joined:
             node.joined = True
-            self._cluster.record_event("node-joined", f"the node {node.name} has joined", node=node.name)
-        self._cluster.wake()
+            self._state.record_event("node-joined", f"the node {node.name} has joined", node=node.name)
+        self._state.wake()
 
     def _mark_silent(self, node: KnownNode) -> None:
         node.silent = True
         if node.reached:
             text = f"the node {node.name} serves, but cannot be told anything"
-            self._cluster.record_event("node-silent", text, node=node.name)
-            self._cluster.wake()
+            self._state.record_event("node-silent", text, node=node.name)
+            self._state.wake()
 
     def _lose(self, node: KnownNode) -> None:
         node.lost_at, node.reached = time.monotonic(), False
-        self._cluster.lose_node(node)
+        self._state.lose_node(node)

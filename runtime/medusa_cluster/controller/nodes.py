@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from medusa_runtime.errors import ClusterError, json_excerpt
 
-if TYPE_CHECKING:
-    from .live import LiveRendezvous
-
 _CALL_S = 10.0
+_FORM_S = 5.0  # how long a new instance tries to reach the one that it helps; after that it only loads
 
 
 class Nodes(Protocol):
@@ -67,6 +65,20 @@ class KnownNode:
 
     def models(self) -> list[Mapping[str, Any]]:
         return list(self.status.get("models", ()))
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRendezvous:
+    """The address at which an instance waits for a helper, and the secret by which it recognizes the helper."""
+
+    group: str
+    token: str
+    leader: str  # HOST:PORT
+
+    def plan(self, rank: int) -> dict[str, Any]:
+        """Return the ``GroupPlan`` of one of the two, as JSON. Rank 0 waits for a helper; rank 1 is the helper."""
+        pair = {"group": self.group, "token": self.token, "leader": self.leader}
+        return {**pair, "mode": "live", "rank": rank, "size": 2, "form_s": _FORM_S}
 
 
 @dataclass

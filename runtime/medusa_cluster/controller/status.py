@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
-if TYPE_CHECKING:
-    from ..deployment import Deployment
-    from .cluster import Cluster
-    from .nodes import KnownNode
+from ..deployment import Deployment
+from .models import Models
+from .nodes import KnownFetch, KnownNode
+from .state import State
 
 _GATEWAY_SHOWN_S = 60.0
 
 
-def status(cluster: Cluster) -> dict[str, Any]:
+def status(state: State, models: Models, fetches: Iterable[KnownFetch]) -> dict[str, Any]:
     """Return the cluster's state as JSON, in the form of docs/internals/cluster.md."""
     now = time.time()
-    fetches = cluster.execution.fetches(cluster.nodes, time.monotonic())
-    transfers = [_transfer(cluster, node, model) for node in cluster.nodes.values() for model in _arriving(node)]
+    transfers = [_transfer(state, node, model) for node in state.nodes.values() for model in _arriving(node)]
     return {
         "at": now,
-        "nodes": [_node(cluster, node) for node in sorted(cluster.nodes.values(), key=lambda node: node.name)],
-        "models": [_model(cluster, item) for _, item in sorted(cluster.deployments.items())],
+        "nodes": [_node(state, node) for node in sorted(state.nodes.values(), key=lambda node: node.name)],
+        "models": [_model(state, models, item) for _, item in sorted(state.deployments.items())],
         "transfers": transfers,
         "chains": chains([(fetch.url, fetch.sources[0], fetch.node) for fetch in fetches if fetch.sources]),
         "gateways": [
             {"name": item.name, "url": item.url, "seen": item.seen}
-            for item in cluster.gateways.values()
+            for item in state.gateways.values()
             if now - item.seen < _GATEWAY_SHOWN_S
         ],
-        "events": list(cluster.events),
+        "events": list(state.events),
     }
 
 
-def _node(cluster: Cluster, node: KnownNode) -> dict[str, Any]:
+def _node(state: State, node: KnownNode) -> dict[str, Any]:
     found = {
         name: node.status.get(name, 0)
         for name in (
@@ -41,11 +41,11 @@ def _node(cluster: Cluster, node: KnownNode) -> dict[str, Any]:
             *("memory_bytes", "memory_used_bytes", "devices"),
         )
     }
-    instances = [item for item in cluster.instances.values() if item.node == node.name]
+    instances = [item for item in state.instances.values() if item.node == node.name]
     return {
         "name": node.name,
         "address": node.status.get("address", ""),
-        "state": cluster.node_state(node),
+        "state": state.node_state(node),
         **found,
         "models": node.models() if node.lost_at is None else [],
         "instances": [
@@ -64,12 +64,12 @@ def _node(cluster: Cluster, node: KnownNode) -> dict[str, Any]:
     }
 
 
-def _model(cluster: Cluster, item: Deployment) -> dict[str, Any]:
-    load = cluster.loads.summed(cluster.gateways.values(), time.monotonic(), cluster.deployments).get(item.name)
-    instances = [instance for instance in cluster.instances.values() if instance.model == item.name]
+def _model(state: State, models: Models, item: Deployment) -> dict[str, Any]:
+    load = state.loads.summed(state.gateways.values(), time.monotonic(), state.deployments).get(item.name)
+    instances = [instance for instance in state.instances.values() if instance.model == item.name]
     ones = [instance for instance in instances if not instance.rank]  # a group counts as one instance, by its leader
     states = ["starting" if one.loading and one.state == "ready" else one.state for one in ones]
-    alive = [node for node in cluster.nodes.values() if node.lost_at is None]
+    alive = [node for node in state.nodes.values() if node.lost_at is None]
     return item.to_json() | {
         "instances": states.count("ready"),
         "starting": states.count("starting"),
@@ -82,9 +82,9 @@ def _model(cluster: Cluster, item: Deployment) -> dict[str, Any]:
         "waiting": load.waiting if load else 0,
         "running": load.running if load else 0,
         "tokens_per_s": load.decoded_per_s if load else 0.0,
-        "layers": cluster.models.layers(item, time.monotonic()),  # how many layers a group may share
-        "starts": cluster.models.starts(item.url),
-        "learned": cluster.models.learned(item.url),
+        "layers": models.layers(item, time.monotonic()),  # how many layers a group may share
+        "starts": models.starts(item.url),
+        "learned": models.learned(item.url),
     }
 
 
@@ -92,10 +92,10 @@ def _arriving(node: KnownNode) -> list[Any]:
     return [model for model in node.models() if model["state"] == "fetching" and node.lost_at is None]
 
 
-def _transfer(cluster: Cluster, node: KnownNode, model: Any) -> dict[str, Any]:
+def _transfer(state: State, node: KnownNode, model: Any) -> dict[str, Any]:
     rate = float(model.get("bytes_per_s", 0))
     left = int(model["total_bytes"]) - int(model["fetched_bytes"])
-    names = {other.url: other.name for other in cluster.nodes.values() if other.url}
+    names = {other.url: other.name for other in state.nodes.values() if other.url}
     sources = [names.get(source.partition("/regions/")[0], source) for source in model.get("sources", ())]
     return {
         "url": model["url"],

@@ -4,71 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Container, Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
+from ..deployment import Deployment
 from ..policy import state as policy
-from .nodes import Gateway, KnownFetch, KnownInstance, KnownNode
-
-if TYPE_CHECKING:
-    from ..deployment import Deployment
-    from .cluster import Cluster
-
-_GATEWAY_GONE_S = 2.0  # the loads of a gateway without a report for so long no longer count
-
-
-class Loads:
-    """The gateways' loads, summed by model, with the time of each model's last request."""
-
-    def __init__(self) -> None:
-        self._last_request: dict[str, float] = {}
-
-    def keep(self, deployed: Container[str]) -> None:
-        """Forget all models but these."""
-        self._last_request = {model: at for model, at in self._last_request.items() if model in deployed}
-
-    def summed(self, gateways: Iterable[Gateway], now: float, deployed: Container[str]) -> dict[str, policy.Load]:
-        """Return the loads of the ``deployed`` models, by name."""
-        sums: dict[str, dict[str, float]] = {model: {} for model in self._last_request}
-        for gateway in gateways:
-            if now - gateway.seen_at > _GATEWAY_GONE_S:
-                continue
-            for model, load in gateway.loads.items():
-                if model not in deployed:
-                    continue
-                total = sums.setdefault(model, {})
-                for name in ("waiting", "running", "tokens_per_s", "prefilled_per_s", "decoded_per_s"):
-                    total[name] = total.get(name, 0.0) + float(load.get(name) or 0)
-                for name in ("kv_use", "longest_wait_s"):
-                    total[name] = max(total.get(name, 0.0), float(load.get(name) or 0))
-                if load.get("waiting") or load.get("running") or load.get("decoded_per_s"):
-                    self._last_request[model] = now
-        return {
-            model: policy.Load(
-                waiting=int(total.get("waiting", 0)),
-                running=int(total.get("running", 0)),
-                tokens_per_s=total.get("tokens_per_s", 0.0),
-                prefilled_per_s=total.get("prefilled_per_s", 0.0),
-                decoded_per_s=total.get("decoded_per_s", 0.0),
-                kv_use=total.get("kv_use", 0.0),
-                longest_wait_s=total.get("longest_wait_s", 0.0),
-                last_request_s=self._last_request.get(model, -math.inf),
-            )
-            for model, total in sums.items()
-        }
+from .models import Models
+from .nodes import KnownFetch, KnownInstance, KnownNode
+from .state import State
 
 
 def policy_state(
-    cluster: Cluster, fetches: Iterable[KnownFetch], loads: Mapping[str, policy.Load]
+    state: State, models: Models, fetches: Iterable[KnownFetch], loads: Mapping[str, policy.Load]
 ) -> policy.ClusterState:
     """Return the state for the policy. It includes instances and fetches that no node has confirmed yet."""
     instances: dict[str, list[KnownInstance]] = {}
-    for item in cluster.instances.values():
+    for item in state.instances.values():
         instances.setdefault(item.node, []).append(item)
     decided: dict[str, list[KnownFetch]] = {}
     for fetch in fetches:
         decided.setdefault(fetch.node, []).append(fetch)
-    leaving, offset = cluster.leaving(), time.monotonic() - time.time()
+    leaving, offset = state.leaving(), time.monotonic() - time.time()
     return policy.ClusterState(
         nodes={
             name: _policy_node(
@@ -76,13 +31,13 @@ def policy_state(
                 instances.get(name, []),
                 decided.get(name, []),
                 draining=name in leaving,
-                drain_s=cluster.draining.get(name),
+                drain_s=state.draining.get(name),
                 offset=offset,
             )
-            for name, node in cluster.nodes.items()
+            for name, node in state.nodes.items()
             if node.status
         },
-        deployments={name: _policy_deployment(item, cluster) for name, item in cluster.deployments.items()},
+        deployments={name: _policy_deployment(item, state, models) for name, item in state.deployments.items()},
         loads=dict(loads),
     )
 
@@ -157,21 +112,21 @@ def _copies(node: KnownNode, fetches: list[KnownFetch]) -> tuple[policy.Copy, ..
     return tuple(found.values())
 
 
-def _policy_deployment(item: Deployment, cluster: Cluster) -> policy.Deployment:
-    alive = [node for node in cluster.nodes.values() if node.lost_at is None]
+def _policy_deployment(item: Deployment, state: State, models: Models) -> policy.Deployment:
+    alive = [node for node in state.nodes.values() if node.lost_at is None]
     sizes = [int(model["total_bytes"]) for node in alive for model in node.models() if model["url"] == item.url]
     return policy.Deployment(
         name=item.name,
         url=item.url,
         engine=item.engine,
-        size_bytes=max(sizes, default=0) or cluster.models.size_bytes(item.url),
-        version=cluster.versions.current(item.url, alive),
+        size_bytes=max(sizes, default=0) or models.size_bytes(item.url),
+        version=state.versions.current(item.url, alive),
         min=item.min,
         max=item.max,
         ttft_slo_s=item.ttft_slo_s or math.inf,
         tpot_slo_s=item.tpot_slo_s or math.inf,
-        layers=cluster.models.layers(item, time.monotonic()),
-        times=cluster.models.times(item.url),
-        hop_s=cluster.models.hop_s(item.url),
+        layers=models.layers(item, time.monotonic()),
+        times=models.times(item.url),
+        hop_s=models.hop_s(item.url),
         concurrency=int(item.settings.get("max_concurrency", 8)),
     )

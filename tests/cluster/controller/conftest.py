@@ -201,7 +201,9 @@ def run(tmp_path: Path) -> Callable[..., None]:
             cluster = Cluster(found, tmp_path / "controller.json", options)
             working = asyncio.create_task(cluster.run())
             try:
-                await until(lambda: all(node.status for node in cluster.nodes.values()) and len(cluster.nodes))
+                await until(
+                    lambda: all(node.status for node in cluster.state.nodes.values()) and len(cluster.state.nodes)
+                )
                 await scenario(found, cluster)
             finally:
                 working.cancel()

@@ -30,7 +30,7 @@ async def deploy(cluster: Cluster, **fields: Any) -> Any:
 
 
 def instances(cluster: Cluster, model: str = "m") -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = cluster.routes.current["models"][model]["instances"]
+    found: list[dict[str, Any]] = cluster.state.routes.current["models"][model]["instances"]
     return found
 
 
@@ -39,7 +39,7 @@ def ready(cluster: Cluster) -> list[str]:
 
 
 def kinds(cluster: Cluster) -> list[str]:
-    return [event["kind"] for event in cluster.events]
+    return [event["kind"] for event in cluster.state.events]
 
 
 def test_a_request_starts_an_instance_within_its_own_report(run: Run) -> None:
@@ -57,7 +57,7 @@ def test_a_request_starts_an_instance_within_its_own_report(run: Run) -> None:
         again = await ask(cluster, "report", gateway="g", url="http://g", loads={"m": {"waiting": 1}})
         assert len(again["models"]["m"]["instances"]) == 1
         same = await ask(cluster, "report", gateway="g", url="http://g", loads={}, version=again["version"])
-        assert same == {"version": cluster.routes.version}
+        assert same == {"version": cluster.state.routes.version}
 
     run(scenario, "a")
 
@@ -65,8 +65,8 @@ def test_a_request_starts_an_instance_within_its_own_report(run: Run) -> None:
 def test_routes_wait_no_longer_than_they_were_told(run: Run) -> None:
     async def scenario(_: Net, cluster: Cluster) -> None:
         await deploy(cluster)
-        await until(lambda: cluster.routes.current["models"])
-        version = cluster.routes.version
+        await until(lambda: cluster.state.routes.current["models"])
+        version = cluster.state.routes.version
         assert (await ask(cluster, "routes", version=version, wait_s=0.05))["version"] == version
         assert (await ask(cluster, "routes", version="another", wait_s=30))["version"] == version
 
@@ -79,7 +79,7 @@ def test_a_model_that_is_removed_leaves_its_nodes(run: Run) -> None:
         await until(lambda: len(ready(cluster)) == 2)
         await ask(cluster, "remove", name="m")
         await until(lambda: not any(node.instances for node in net.nodes.values()))
-        assert cluster.routes.current["models"] == {}
+        assert cluster.state.routes.current["models"] == {}
 
     run(scenario, "a", "b")
 
@@ -90,7 +90,7 @@ def test_another_model_under_the_same_name_replaces_the_instances(run: Run) -> N
         (before,) = await until(lambda: ready(cluster))
         await deploy(cluster, min=1, url="http://store/other")
         (after,) = await until(lambda: [name for name in ready(cluster) if name != before])
-        assert cluster.instances[after].model == "m"
+        assert cluster.state.instances[after].model == "m"
 
     run(scenario, "a", "b")
 
@@ -134,7 +134,7 @@ def test_each_model_and_each_adapter_has_a_name_of_its_own(run: Run) -> None:
         for name, fields in taken:
             with pytest.raises(ConfigError, match="a name of its own for each model and adapter, found another"):
                 await deploy(cluster, name=name, **fields)
-        assert list(cluster.deployments) == ["m"]
+        assert list(cluster.state.deployments) == ["m"]
         await deploy(cluster, name="m")
         await deploy(cluster, name="sql")
 
@@ -147,7 +147,7 @@ def test_a_start_that_fails_is_tried_again_later_and_told(run: Run) -> None:
         await deploy(cluster, min=1)
         await until(lambda: "start-failed" in kinds(cluster))
         assert instances(cluster) == []
-        assert "no such checkpoint" in next(e["text"] for e in cluster.events if e["kind"] == "start-failed")
+        assert "no such checkpoint" in next(e["text"] for e in cluster.state.events if e["kind"] == "start-failed")
         net.nodes["a"].refuses = None
         await until(lambda: ready(cluster))
 
@@ -160,7 +160,7 @@ def test_a_fetch_that_fails_is_told_and_tried_again_later(run: Run) -> None:
         node.store_is_away = True
         await deploy(cluster)
         await until(lambda: "fetch-failed" in kinds(cluster))
-        assert "Storage.Unreachable" in next(e["text"] for e in cluster.events if e["kind"] == "fetch-failed")
+        assert "Storage.Unreachable" in next(e["text"] for e in cluster.state.events if e["kind"] == "fetch-failed")
         await asyncio.sleep(2)
         assert sum(call["op"] == "fetch" for call in node.calls) <= 2
         node.store_is_away = False
@@ -173,7 +173,7 @@ def test_an_instance_that_died_is_replaced(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1)
         (before,) = await until(lambda: ready(cluster))
-        await until(lambda: cluster.instances[before].confirmed)
+        await until(lambda: cluster.state.instances[before].confirmed)
         net.nodes["a"].instances[before] |= {"state": "failed", "failure": "signal 9"}
         await until(lambda: [name for name in ready(cluster) if name != before])
         assert kinds(cluster).count("instance-died") == 1
@@ -229,7 +229,7 @@ def test_a_drained_node_has_nothing_left(run: Run) -> None:
             await ask(cluster, "drain", node=node, drain_s=-1)
         assert (await ask(cluster, "drain", node=node, drain_s=7))["state"] == "draining"
         assert instances(cluster)[0]["state"] == "draining"
-        await until(lambda: cluster.node_state(cluster.nodes[node]) == "drained")
+        await until(lambda: cluster.state.node_state(cluster.state.nodes[node]) == "drained")
         assert {item["node"] for item in instances(cluster)} == {other}
         assert MODEL in net.nodes[other].models
         assert [request["drain_s"] for request in net.nodes[node].calls if request["op"] == "stop"] == [7]
@@ -260,8 +260,8 @@ def test_a_controller_that_starts_again_finds_everything(run: Run, tmp_path: Pat
     async def second(net: Net, cluster: Cluster) -> None:
         await until(lambda: ready(cluster))
         assert ready(cluster) == known
-        assert cluster.deployments["m"].settings == {"max_concurrency": "3"}
-        assert cluster.draining == {"b": 2.5}
+        assert cluster.state.deployments["m"].settings == {"max_concurrency": "3"}
+        assert cluster.state.draining == {"b": 2.5}
         await asyncio.sleep(1)  # some ticks
         assert ready(cluster) == known
         assert sum(request["op"] == "start" for node in net.nodes.values() for request in node.calls) == 1
@@ -285,10 +285,10 @@ def test_copies_follow_the_newest_version(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=2, max=2)
         await until(lambda: all(MODEL in node.models for node in net.nodes.values()))
-        await until(lambda: cluster.versions.current(MODEL, cluster.nodes.values()) == "v1")
+        await until(lambda: cluster.state.versions.current(MODEL, cluster.state.nodes.values()) == "v1")
         net.nodes["b"].models[MODEL]["version"] = net.nodes["b"].version = "v2"  # its agent has fetched anew
         net.nodes["a"].version = "v2"
-        await until(lambda: cluster.versions.current(MODEL, cluster.nodes.values()) == "v2")
+        await until(lambda: cluster.state.versions.current(MODEL, cluster.state.nodes.values()) == "v2")
         await ask(cluster, "drain", node="b")
         fetch = await until(
             lambda: [call for call in net.nodes["a"].calls if call["op"] == "fetch" and call["version"] == "v2"]
@@ -302,16 +302,16 @@ def test_a_model_that_was_replaced_in_the_store_is_rolled_out(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1)
         (before,) = await until(lambda: ready(cluster))
-        await until(lambda: cluster.instances[before].version == "v1")
+        await until(lambda: cluster.state.instances[before].version == "v1")
         (holder,) = [node for node in net.nodes.values() if MODEL in node.models][:1]
         for node in net.nodes.values():
             node.version = "v2"
         holder.models[MODEL]["version"] = "v2"  # its agent has looked at the store, and fetched anew
-        await until(lambda: [item for item in ready(cluster) if cluster.instances[item].version == "v2"])
-        await until(lambda: before not in cluster.instances)
+        await until(lambda: [item for item in ready(cluster) if cluster.state.instances[item].version == "v2"])
+        await until(lambda: before not in cluster.state.instances)
         (after,) = ready(cluster)
-        assert cluster.instances[after].version == "v2"
-        ended = [event["text"] for event in cluster.events if event["kind"] == "scale-down"]
+        assert cluster.state.instances[after].version == "v2"
+        ended = [event["text"] for event in cluster.state.events if event["kind"] == "scale-down"]
         assert ended == [f"{before} ends: its model was replaced in the store"]
 
     run(scenario, "a", "b")
@@ -320,9 +320,9 @@ def test_a_model_that_was_replaced_in_the_store_is_rolled_out(run: Run) -> None:
 def test_nodes_hear_who_has_a_model(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1)
-        await until(lambda: any(node.models for node in cluster.nodes.values() if node.models()))
+        await until(lambda: any(node.models for node in cluster.state.nodes.values() if node.models()))
         holder = next(name for name, node in net.nodes.items() if node.models)
-        await until(lambda: cluster.nodes[holder].models())
+        await until(lambda: cluster.state.nodes[holder].models())
         (other,) = {"a", "b"} - {holder}
         assert await ask(cluster, "sources", node=other, url=MODEL) == [f"http://{holder}:8114"]
         assert await ask(cluster, "sources", node=holder, url=MODEL) == []
@@ -334,10 +334,10 @@ def test_nodes_hear_who_has_a_model(run: Run) -> None:
 def test_nodes_that_have_lost_their_copies_read_from_each_other(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=3, max=3)
-        await until(lambda: len(ready(cluster)) == 3 and not cluster.execution.fetches(cluster.nodes, 0.0))
+        await until(lambda: len(ready(cluster)) == 3 and not cluster.execution.fetches(0.0))
         for node in net.nodes.values():  # behind the controller's back; instances fetch by themselves
             node.models.clear()
-        await until(lambda: not any(node.models() for node in cluster.nodes.values()))
+        await until(lambda: not any(node.models() for node in cluster.state.nodes.values()))
         assert await ask(cluster, "sources", node="b", url=MODEL) == []
         assert await ask(cluster, "sources", node="a", url=MODEL) == ["http://b:8114"]
         assert await ask(cluster, "sources", node="c", url=MODEL) == ["http://a:8114", "http://b:8114"]
@@ -350,11 +350,11 @@ def test_nodes_that_have_lost_their_copies_read_from_each_other(run: Run) -> Non
 def test_a_copy_that_a_node_has_just_lost_is_not_taken_for_a_fetch_that_has_ended(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=2, max=2)
-        await until(lambda: len(ready(cluster)) == 2 and not cluster.execution.fetches(cluster.nodes, 0.0))
+        await until(lambda: len(ready(cluster)) == 2 and not cluster.execution.fetches(0.0))
         assert await ask(cluster, "sources", node="a", url=MODEL) == ["http://b:8114"]
         cluster._tick()  # with the status of before
         assert await ask(cluster, "sources", node="b", url=MODEL) == []  # or each would wait for the other
-        assert [fetch.sources for fetch in cluster.execution.fetches(cluster.nodes, 0.0)] == [("b",), ()]
+        assert [fetch.sources for fetch in cluster.execution.fetches(0.0)] == [("b",), ()]
 
     run(scenario, "a", "b")
 
@@ -377,7 +377,7 @@ def test_a_peer_that_sends_wrong_bytes_is_named(run: Run) -> None:
         (other,) = {"a", "b"} - {holder.name}
         holder.models[MODEL]["excluded"] = {f"http://{other}:8114": "Storage.WrongBytes"}
         await until(lambda: "peer-excluded" in kinds(cluster))
-        event = next(event for event in cluster.events if event["kind"] == "peer-excluded")
+        event = next(event for event in cluster.state.events if event["kind"] == "peer-excluded")
         assert event["node"] == other
         await asyncio.sleep(0.6)
         assert kinds(cluster).count("peer-excluded") == 1
@@ -413,15 +413,15 @@ def test_a_node_without_work_is_let_go_and_used_again(run: Run) -> None:
         await until(lambda: len(ready(cluster)) == 2)
         await ask(cluster, "scale", name="m", min=1, max=1)
         await until(lambda: "node-spare" in kinds(cluster))
-        (spare,) = (name for name, node in cluster.nodes.items() if node.spare)
+        (spare,) = (name for name, node in cluster.state.nodes.items() if node.spare)
         await until(lambda: spare in net.forgotten)  # Ray's autoscaler ends no node with an actor
-        assert cluster.node_state(cluster.nodes[spare]) == "drained"
+        assert cluster.state.node_state(cluster.state.nodes[spare]) == "drained"
         calls = len(net.nodes[spare].calls)
         await asyncio.sleep(1.5)
         assert not [call for call in net.nodes[spare].calls[calls:] if call["op"] != "status"]
         await ask(cluster, "scale", name="m", min=2, max=2)
         await until(lambda: len(ready(cluster)) == 2)
-        assert cluster.node_state(cluster.nodes[spare]) == "alive"
+        assert cluster.state.node_state(cluster.state.nodes[spare]) == "alive"
         assert "node-used" in kinds(cluster)
 
     run(scenario, "a", "b", options=Options(least_nodes=1, spare_after_s=0.2))
@@ -440,10 +440,10 @@ def test_a_node_that_answers_no_more_is_lost_though_ray_lists_it(run: Run, monke
         # Its server answers again, but orders do not reach it yet: its instance serves.
         net.serving.add(node)
         await until(lambda: "node-back" in kinds(cluster))
-        assert cluster.node_state(cluster.nodes[node]) == "silent"
+        assert cluster.state.node_state(cluster.state.nodes[node]) == "silent"
         assert node in {item["node"] for item in instances(cluster)}
         net.cut.discard(node)
-        await until(lambda: cluster.node_state(cluster.nodes[node]) == "alive")
+        await until(lambda: cluster.state.node_state(cluster.state.nodes[node]) == "alive")
 
     run(scenario, "a", "b")
 

@@ -27,8 +27,10 @@ async def started(net: Any, cluster: Cluster) -> list[Any]:
     await cluster.answer({"op": "deploy", "arguments": MODEL})
     await until(lambda: cluster.models.get(MODEL["url"]))
     asked(cluster)
-    await until(lambda: len(cluster.instances) > 1 and all(one.confirmed for one in cluster.instances.values()))
-    return sorted(cluster.instances.values(), key=lambda one: one.rank)
+    await until(
+        lambda: len(cluster.state.instances) > 1 and all(one.confirmed for one in cluster.state.instances.values())
+    )
+    return sorted(cluster.state.instances.values(), key=lambda one: one.rank)
 
 
 def asked(cluster: Cluster) -> None:
@@ -36,7 +38,7 @@ def asked(cluster: Cluster) -> None:
 
 
 def routed(cluster: Cluster) -> list[str]:
-    return [item["id"] for item in cluster.routes.current["models"]["m"]["instances"] if item["state"] == "ready"]
+    return [item["id"] for item in cluster.state.routes.current["models"]["m"]["instances"] if item["state"] == "ready"]
 
 
 def shown(net: Any, worker: Any) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def ended(net: Any, cluster: Cluster, state: str, **group: Any) -> Callable[[], 
             told = await until(lambda: [call for call in net.calls() if call["op"] == "consolidate"])
             assert (told[0]["id"], told[0]["keep"]) == (leader.id, 1)
         shown(net, leader)["group"] |= {"state": state, **group}
-        await until(lambda: list(cluster.instances) == [leader.id])
+        await until(lambda: list(cluster.state.instances) == [leader.id])
         assert routed(cluster) == [leader.id]
         assert leader.group is None
 
@@ -67,7 +69,7 @@ def ended(net: Any, cluster: Cluster, state: str, **group: Any) -> Callable[[], 
 def test_a_group_starts_and_becomes_one_instance(run: Run) -> None:
     async def scenario(net: Any, cluster: Cluster) -> None:
         await ended(net, cluster, "consolidated", keep=1)()
-        kinds = [event["kind"] for event in cluster.events]
+        kinds = [event["kind"] for event in cluster.state.events]
         assert kinds.index("group") < kinds.index("consolidate") < kinds.index("group-consolidated")
 
     run(scenario, "n1", "n2", "n3", "n4")
@@ -82,7 +84,7 @@ def test_workers_without_a_leader_end_and_it_starts_again(run: Run) -> None:
         workers = await started(net, cluster)
         gone = {worker.id for worker in workers}
         del net.nodes[workers[0].node].instances[workers[0].id]
-        await until(lambda: not gone & cluster.instances.keys())
+        await until(lambda: not gone & cluster.state.instances.keys())
         await until(lambda: (asked(cluster), routed(cluster))[1])
 
     run(scenario, "n1", "n2", "n3", "n4")
@@ -96,8 +98,8 @@ def test_a_group_that_cannot_start_is_one_instance(run: Run) -> None:
         await cluster.answer({"op": "deploy", "arguments": MODEL})
         await until(lambda: cluster.models.get(MODEL["url"]))
         await until(lambda: (asked(cluster), routed(cluster))[1])
-        assert len(cluster.instances) == 1
-        assert next(iter(cluster.instances.values())).group is None
+        assert len(cluster.state.instances) == 1
+        assert next(iter(cluster.state.instances.values())).group is None
 
     run(scenario, "n1", "n2", "n3", "n4")
 
@@ -119,7 +121,7 @@ def test_a_group_whose_start_fails_in_an_unforeseen_way_is_one_instance(
         await cluster.answer({"op": "deploy", "arguments": MODEL})
         await until(lambda: cluster.models.get(MODEL["url"]))
         await until(lambda: (asked(cluster), routed(cluster))[1])
-        assert [item.group for item in cluster.instances.values()] == [None]
+        assert [item.group for item in cluster.state.instances.values()] == [None]
 
     run(scenario, "n1", "n2", "n3", "n4")
 
@@ -129,9 +131,9 @@ def test_a_model_whose_workers_end_by_themselves_is_one_instance(run: Run) -> No
         workers = await started(net, cluster)
         for worker in workers:
             shown(net, worker).update(state="failed", failure="a group takes no --tensor-parallel")
-        await until(lambda: not {worker.id for worker in workers} & cluster.instances.keys())
+        await until(lambda: not {worker.id for worker in workers} & cluster.state.instances.keys())
         await until(lambda: (asked(cluster), routed(cluster))[1])
-        assert [instance.group for instance in cluster.instances.values()] == [None]
+        assert [instance.group for instance in cluster.state.instances.values()] == [None]
         (model,) = (await cluster.answer({"op": "status"}))["models"]
         assert model["layers"] == 0, "it may start as a group again at once"
 
@@ -177,11 +179,11 @@ def test_a_group_that_is_ended_before_its_nodes_were_told_is_not_started(run: Ru
         asked(cluster)
         await asking.wait()
         await cluster.answer({"op": "remove", "arguments": {"name": "m"}})
-        await until(lambda: not cluster.instances)
+        await until(lambda: not cluster.state.instances)
         ended.set()
         await until(lambda: not any(key[0] == "start" for key in cluster.execution._running))
         assert not [call for call in net.calls() if call["op"] == "start"]
-        assert "start-failed" not in [event["kind"] for event in cluster.events]
+        assert "start-failed" not in [event["kind"] for event in cluster.state.events]
 
     run(scenario, "n1", "n2", "n3", "n4")
 
@@ -190,10 +192,10 @@ def test_what_was_learned_from_a_start_is_forgotten_with_its_instance(run: Run) 
     async def scenario(net: Any, cluster: Cluster) -> None:
         leader = (await started(net, cluster))[0]
         shown(net, leader)["start"] = {"ttft_s": 1.5, "begins_s": 0.25, "prefill_s": 0.125}
-        node = cluster.nodes[leader.node]
+        node = cluster.state.nodes[leader.node]
         await until(lambda: leader.id in node.starts)
         del net.nodes[leader.node].instances[leader.id]
-        await until(lambda: leader.id not in cluster.instances)
+        await until(lambda: leader.id not in cluster.state.instances)
         assert not node.starts
 
     run(scenario, "n1", "n2", "n3", "n4")

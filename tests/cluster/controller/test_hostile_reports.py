@@ -41,11 +41,11 @@ def test_a_gateway_that_reports_nonsense_stops_no_decision(run: Run) -> None:
         await ask(cluster, "report", gateway="<script>", url=None, loads={"unknown": {"waiting": 1e17}})
         await ask(cluster, "report", gateway="g", url="http://g", loads={"m": {"waiting": 1}})
         await until(
-            lambda: any(item["state"] == "ready" for item in cluster.routes.current["models"]["m"]["instances"])
+            lambda: any(item["state"] == "ready" for item in cluster.state.routes.current["models"]["m"]["instances"])
         )
-        assert "hostile" not in cluster.gateways
+        assert "hostile" not in cluster.state.gateways
         for number in range(1000):
-            cluster.gateways[f"g{number}"] = cluster.gateways["g"]
+            cluster.state.gateways[f"g{number}"] = cluster.state.gateways["g"]
         with pytest.raises(MedusaError, match="at most 1000 gateways"):
             await ask(cluster, "report", gateway="another", url=None, loads={})
 
@@ -57,13 +57,13 @@ def test_a_node_that_reports_nonsense_stops_no_decision(run: Run) -> None:
         async def lie(_: Any) -> dict[str, Any]:
             return STATUS | {"link_bytes_per_s": "fast", "instances": [{}]}
 
-        await until(lambda: cluster.node_state(cluster.nodes["b"]) == "alive")
+        await until(lambda: cluster.state.node_state(cluster.state.nodes["b"]) == "alive")
         net.nodes["b"].status = lie  # type: ignore[method-assign]
         await asyncio.sleep(0.5)
         await ask(cluster, "deploy", name="m", url=MODEL)
         await ask(cluster, "report", gateway="g", url="http://g", loads={"m": {"waiting": 1}})
         await until(
-            lambda: any(item["state"] == "ready" for item in cluster.routes.current["models"]["m"]["instances"])
+            lambda: any(item["state"] == "ready" for item in cluster.state.routes.current["models"]["m"]["instances"])
         )
 
     run(scenario, "a", "b")
@@ -170,6 +170,6 @@ def test_a_node_that_names_no_port_for_a_group_holds_up_no_start(run: Run, port:
         await ask(cluster, "deploy", name="m", url=MODEL, max=1, **wanted)
         await until(lambda: cluster.models.get(MODEL))
         await ask(cluster, "report", gateway="g", url=None, loads={"m": {"waiting": 1}})
-        await until(lambda: any(event["kind"] == "start-failed" for event in cluster.events))
+        await until(lambda: any(event["kind"] == "start-failed" for event in cluster.state.events))
 
     run(scenario, "a", "b", "c", "d")

@@ -23,7 +23,7 @@ async def first(net: Any, cluster: Cluster) -> Any:
     await cluster.answer({"op": "deploy", "arguments": MODEL})
     await until(lambda: cluster.models.get(MODEL["url"]))
     asked(cluster, waiting=1)
-    (found,) = await until(lambda: [one for one in cluster.instances.values() if one.confirmed])
+    (found,) = await until(lambda: [one for one in cluster.state.instances.values() if one.confirmed])
     for node in net.nodes.values():
         node.arrived()
     return found
@@ -45,7 +45,7 @@ async def loaded(cluster: Cluster, count: int) -> list[Any]:
 
     def there() -> list[Any]:
         asked(cluster, running=8, waiting=8 * (count - 1))
-        found = list(cluster.instances.values())
+        found = list(cluster.state.instances.values())
         return found if len(found) == count and all(one.confirmed for one in found) else []
 
     found: list[Any] = await until(there)
@@ -53,7 +53,7 @@ async def loaded(cluster: Cluster, count: int) -> list[Any]:
 
 
 def routed(cluster: Cluster) -> set[str]:
-    return {item["id"] for item in cluster.routes.current["models"]["m"]["instances"]}
+    return {item["id"] for item in cluster.state.routes.current["models"]["m"]["instances"]}
 
 
 def plans(net: Any) -> list[Any]:
@@ -76,7 +76,7 @@ def test_a_new_instance_helps_the_loaded_one_and_serves_when_it_has_its_weights(
         assert waits["token"] not in str(await cluster.answer({"op": "status"}))
         net.nodes[helper.node].instances[helper.id]["helping"] = False
         await until(lambda: routed(cluster) == {source.id, helper.id})
-        assert "live" in [event["kind"] for event in cluster.events]
+        assert "live" in [event["kind"] for event in cluster.state.events]
 
     run(scenario, "n1", "n2")
 
@@ -92,7 +92,7 @@ def test_one_instance_is_helped_by_one_at_a_time(run: Run) -> None:
 
 async def next_plan(net: Any, cluster: Cluster, failed: Any) -> Any:
     """The plan of the instance that is started when the ``failed`` one is forgotten and a request waits."""
-    await until(lambda: failed.id not in cluster.instances)
+    await until(lambda: failed.id not in cluster.state.instances)
     del net.nodes[failed.node].instances[failed.id]
 
     def again() -> bool:
@@ -131,8 +131,8 @@ def test_a_source_that_dies_while_it_drains_leaves_live_scaling_on(run: Run) -> 
         net.serving.add(source.node)
         cluster.execution.begin(StopInstance(source.id, source.node, 0.0))
         net.nodes[source.node].instances[source.id] |= {"state": "failed", "failure": "it was killed"}
-        await until(lambda: source.id not in cluster.instances)
-        assert cluster.models.scales_live(cluster.deployments["m"], time.monotonic())
+        await until(lambda: source.id not in cluster.state.instances)
+        assert cluster.models.scales_live(cluster.state.deployments["m"], time.monotonic())
 
     run(scenario, "n1", "n2")
 

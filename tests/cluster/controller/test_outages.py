@@ -29,9 +29,9 @@ def test_a_model_and_a_fetch_may_fail_for_days(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         for number in range(1100):
             known = KnownInstance(f"i{number}", "m", "a", "starting", time.time())
-            cluster.instances[known.id] = known
+            cluster.state.instances[known.id] = known
             assert cluster.execution.note_failed(known.id)
-            del cluster.instances[known.id]
+            del cluster.state.instances[known.id]
         execution: Any = cluster.execution
         for _ in range(1100):
             execution._fetch_failed(("a", MODEL), "the store is away", time.monotonic())
@@ -49,9 +49,9 @@ def test_a_full_disk_blinds_the_controller_to_no_node(run: Run, tmp_path: Path) 
             "url": MODEL, "state": "done", "fetched_bytes": 1, "total_bytes": 1, "idle_s": 0, "pinned": False,
             "version": "v9",
         }  # fmt: skip
-        await until(lambda: cluster.nodes["a"].models())
+        await until(lambda: cluster.state.nodes["a"].models())
         net.nodes["a"].state = "draining"
-        await until(lambda: cluster.nodes["a"].status["state"] == "draining", 5)
+        await until(lambda: cluster.state.nodes["a"].status["state"] == "draining", 5)
         blocker.rmdir()
         await until(lambda: "v9" in (tmp_path / "controller.json").read_text(), 5)
 
@@ -61,7 +61,7 @@ def test_a_full_disk_blinds_the_controller_to_no_node(run: Run, tmp_path: Path) 
 def test_what_could_not_be_saved_is_as_it_was(run: Run, tmp_path: Path) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await ask(cluster, "deploy", name="m", url=MODEL, min=1)
-        await until(lambda: [item for item in cluster.instances.values() if item.state == "ready"])
+        await until(lambda: [item for item in cluster.state.instances.values() if item.state == "ready"])
         (tmp_path / "controller.new").mkdir()
         for operation, arguments in (
             ("deploy", {"name": "m", "url": MODEL, "min": 1, "settings": {"threads": "1"}}),
@@ -71,12 +71,12 @@ def test_what_could_not_be_saved_is_as_it_was(run: Run, tmp_path: Path) -> None:
         ):
             with pytest.raises(ClusterError, match="could not be written"):
                 await ask(cluster, operation, **arguments)
-            assert (cluster.deployments["m"].settings, cluster.deployments["m"].max) == ({}, 1), operation
-            assert not cluster.draining
+            assert (cluster.state.deployments["m"].settings, cluster.state.deployments["m"].max) == ({}, 1), operation
+            assert not cluster.state.draining
         (tmp_path / "controller.new").rmdir()
-        (old,) = cluster.instances
+        (old,) = cluster.state.instances
         await ask(cluster, "deploy", name="m", url=MODEL, min=1, settings={"threads": "1"})
-        await until(lambda: old not in cluster.instances, 5)
+        await until(lambda: old not in cluster.state.instances, 5)
 
     run(scenario, "a")
 
@@ -84,15 +84,17 @@ def test_what_could_not_be_saved_is_as_it_was(run: Run, tmp_path: Path) -> None:
 def test_an_instance_whose_stop_did_not_reach_its_node_is_known_again(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await ask(cluster, "deploy", name="m", url=MODEL, min=1)
-        await until(lambda: [item for item in cluster.instances.values() if item.state == "ready" and item.confirmed])
-        (known,) = cluster.instances.values()
+        await until(
+            lambda: [item for item in cluster.state.instances.values() if item.state == "ready" and item.confirmed]
+        )
+        (known,) = cluster.state.instances.values()
         net.cut.add(known.node)
         cluster.execution.begin(StopInstance(known.id, known.node, 0.0))
-        await until(lambda: cluster.nodes[known.node].lost_at is not None)
+        await until(lambda: cluster.state.nodes[known.node].lost_at is not None)
         await until(lambda: not cluster.execution.busy_with(known.id))
         net.cut.clear()
-        await until(lambda: cluster.nodes[known.node].lost_at is None)
-        await until(lambda: known.id in cluster.instances or known.id not in net.nodes[known.node].instances, 5)
+        await until(lambda: cluster.state.nodes[known.node].lost_at is None)
+        await until(lambda: known.id in cluster.state.instances or known.id not in net.nodes[known.node].instances, 5)
 
     run(scenario, "a")
 
@@ -100,8 +102,10 @@ def test_an_instance_whose_stop_did_not_reach_its_node_is_known_again(run: Run) 
 def test_an_instance_that_drains_goes_on_when_the_load_needs_it_again(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await ask(cluster, "deploy", name="m", url=MODEL, min=1)
-        await until(lambda: [item for item in cluster.instances.values() if item.state == "ready" and item.confirmed])
-        (known,) = cluster.instances.values()
+        await until(
+            lambda: [item for item in cluster.state.instances.values() if item.state == "ready" and item.confirmed]
+        )
+        (known,) = cluster.state.instances.values()
         node = net.nodes[known.node]
         node.busy.add(known.id)
         node.instances[known.id]["running"] = 1
@@ -109,11 +113,11 @@ def test_an_instance_that_drains_goes_on_when_the_load_needs_it_again(run: Run) 
         cluster.execution.begin(StopInstance(known.id, known.node, 30.0))
         assert known.state == "draining"
         await until(lambda: known.state == "ready" and not cluster.execution.busy_with(known.id))
-        assert cluster.instances == {known.id: known}
+        assert cluster.state.instances == {known.id: known}
         assert [call["op"] for call in node.calls].count("start") == 1
         node.busy.clear()
         cluster.execution.begin(StopInstance(known.id, known.node, 30.0))
-        await until(lambda: known.id not in cluster.instances)
+        await until(lambda: known.id not in cluster.state.instances)
 
     run(scenario, "a")
 
@@ -127,10 +131,10 @@ def test_an_instance_that_is_ended_before_its_node_was_told_is_not_started(run: 
 
         cluster.execution.start_task(("drop", "a", "http://store/other"), drop(None))
         await ask(cluster, "deploy", name="m", url=MODEL, min=1)
-        await until(lambda: cluster.instances)
-        (old,) = cluster.instances
+        await until(lambda: cluster.state.instances)
+        (old,) = cluster.state.instances
         await ask(cluster, "deploy", name="m", url=MODEL, min=1, settings={"threads": "1"})
-        await until(lambda: old not in cluster.instances)
+        await until(lambda: old not in cluster.state.instances)
         dropped.set()
         await until(lambda: net.nodes["a"].instances)
         await asyncio.sleep(0.5)
@@ -143,7 +147,7 @@ def test_a_refused_drain_is_no_event(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         with pytest.raises(Exception, match="drain_s"):
             await ask(cluster, "drain", node="a", drain_s=-1)
-        assert not [event for event in cluster.events if event["kind"] == "draining"]
+        assert not [event for event in cluster.state.events if event["kind"] == "draining"]
 
     run(scenario, "a")
 
@@ -157,11 +161,11 @@ def test_what_an_instance_has_lasted_does_not_depend_on_the_clock_of_its_node(ru
             return await status(request) | {"at": time.time() + ahead_s}
 
         node.status = by_its_own_clock  # type: ignore[method-assign]
-        await until(lambda: "at" in cluster.nodes["a"].status)
+        await until(lambda: "at" in cluster.state.nodes["a"].status)
         for name, lasted_s in (("new", 1.0), ("old", 3600.0)):
             since = time.time() + ahead_s - lasted_s
             node.instances[name] = {"id": name, "model": "m", "state": "ready", "since": since}
-        await until(lambda: {"new", "old"} <= cluster.instances.keys())
+        await until(lambda: {"new", "old"} <= cluster.state.instances.keys())
         execution: Any = cluster.execution
         for name, failures in (("old", 0), ("new", 1)):
             assert execution.note_failed(name)
@@ -178,7 +182,7 @@ def test_nothing_is_kept_of_a_node_that_was_lost_for_long(run: Run, monkeypatch:
         net.cut.add("b")
         await until(lambda: "b" in net.forgotten)
         monkeypatch.setattr(members, "_FORGET_LOST_S", 0.0)
-        await until(lambda: "b" not in cluster.nodes)
+        await until(lambda: "b" not in cluster.state.nodes)
         execution._fetch_failed(("a", MODEL), "the store is away", time.monotonic())
         assert set(execution._failed_fetches) == {("a", MODEL)}
         known: Any = cluster._members
@@ -202,10 +206,10 @@ def test_a_start_that_fails_in_an_unforeseen_way_is_tried_again(run: Run, monkey
 
         monkeypatch.setattr(net, "call", call)
         await ask(cluster, "deploy", name="m", url=MODEL, min=1)
-        await until(lambda: [item for item in cluster.instances.values() if item.state == "ready"])
+        await until(lambda: [item for item in cluster.state.instances.values() if item.state == "ready"])
         assert failed
-        assert failed[0] not in cluster.instances
-        assert "start-failed" in [event["kind"] for event in cluster.events]
+        assert failed[0] not in cluster.state.instances
+        assert "start-failed" in [event["kind"] for event in cluster.state.events]
 
     run(scenario, "a")
 
@@ -222,9 +226,9 @@ def test_a_stop_that_fails_in_an_unforeseen_way_is_tried_again(run: Run, monkeyp
 
         monkeypatch.setattr(net, "call", call)
         await ask(cluster, "deploy", name="m", url=MODEL, min=1)
-        await until(lambda: [item for item in cluster.instances.values() if item.state == "ready"])
+        await until(lambda: [item for item in cluster.state.instances.values() if item.state == "ready"])
         await ask(cluster, "remove", name="m")
-        await until(lambda: not cluster.instances)
+        await until(lambda: not cluster.state.instances)
         assert not net.nodes["a"].instances
 
     run(scenario, "a")
@@ -232,13 +236,13 @@ def test_a_stop_that_fails_in_an_unforeseen_way_is_tried_again(run: Run, monkeyp
 
 def test_nothing_is_kept_of_a_model_that_was_removed(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
-        loads: Any = cluster.loads
+        loads: Any = cluster.state.loads
         models: Any = cluster.models
         await ask(cluster, "deploy", name="m", url=MODEL)
         await ask(cluster, "report", gateway="g", url=None, loads={"m": {"waiting": 1}}, version="")
         await until(lambda: "m" in loads._last_request and models.get(MODEL))
         await ask(cluster, "remove", name="m")
-        await until(lambda: not cluster.instances)
+        await until(lambda: not cluster.state.instances)
         await ask(cluster, "status")
         assert (loads._last_request, models._known, models._attempts) == ({}, {}, {})
 
@@ -251,10 +255,10 @@ def test_a_node_that_left_before_it_ever_answered_is_forgotten(run: Run, monkeyp
     async def scenario(net: Net, cluster: Cluster) -> None:
         net.cut.add("b")
         net.listed.add("b")
-        await until(lambda: "b" in cluster.nodes)
+        await until(lambda: "b" in cluster.state.nodes)
         net.listed.remove("b")
-        await until(lambda: "b" not in cluster.nodes)
+        await until(lambda: "b" not in cluster.state.nodes)
         await until(lambda: "b" in net.forgotten)
-        assert "a" in cluster.nodes
+        assert "a" in cluster.state.nodes
 
     run(scenario, "a")

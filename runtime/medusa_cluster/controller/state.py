@@ -1,0 +1,139 @@
+"""The controller's state: what the cluster should do, by the plan, and what it does, by its nodes' reports.
+
+All parts of the controller share it. It decides nothing and orders nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import Any
+
+from ..deployment import Deployment
+from .loads import Loads
+from .nodes import Gateway, KnownInstance, KnownNode
+from .plan_file import ClusterPlan
+from .route_publisher import RoutePublisher
+from .versions import Versions
+
+logger = logging.getLogger(__name__)
+
+_KEPT_EVENTS = 500
+
+
+class State:
+    """Deployments by name, nodes by name, instances by id, gateways by name, and the routes that follow from them.
+
+    ``draining`` are the nodes that a user has told to drain, with the seconds that requests may still run there, or
+    None for the default. ``changed`` is set when the next decision should come at once.
+    """
+
+    def __init__(self, plan: ClusterPlan) -> None:
+        self.deployments: dict[str, Deployment] = dict(plan.deployments)
+        self.draining: dict[str, float | None] = dict(plan.draining)
+        self.versions = Versions(plan.versions)
+        self.nodes: dict[str, KnownNode] = {}
+        self.instances: dict[str, KnownInstance] = {}
+        self.gateways: dict[str, Gateway] = {}
+        self.loads = Loads()
+        self.routes = RoutePublisher()
+        self.events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
+        self.changed = asyncio.Event()
+
+    def wake(self) -> None:
+        """Make the next decision come at once."""
+        self.changed.set()
+
+    def record_event(self, kind: str, text: str, *, node: str | None = None, model: str | None = None) -> None:
+        """Log an event, and keep it for the status."""
+        logger.info("%s", text)
+        self.events.append({"at": time.time(), "kind": kind, "model": model, "node": node, "text": text})
+
+    def publish(self) -> None:
+        """Update the routes."""
+        leaving = self.leaving()
+        models: dict[str, Any] = {}
+        for name, deployment in self.deployments.items():
+            models[name] = {"deployment": deployment.to_json(), "instances": []}
+        for item in self.instances.values():
+            node = self.nodes.get(item.node)
+            if item.rank == 0 and not item.loading and item.model in models and node is not None and node.url:
+                state = "draining" if item.node in leaving else item.state
+                url = f"{node.url}/instances/{item.id}"
+                models[item.model]["instances"].append({"id": item.id, "node": item.node, "url": url, "state": state})
+        self.routes.publish(models)
+
+    def is_wanted(self, instance: KnownInstance) -> bool:
+        """Return whether the instance should still start, that is, nothing has ended it since its start was decided."""
+        return self.instances.get(instance.id) is instance and instance.state != "draining"
+
+    def forget_instance(self, instance: KnownInstance, kind: str, text: str) -> None:
+        """Forget an instance that has ended by itself, with an event."""
+        self.instances.pop(instance.id, None)
+        self.record_event(kind, text, node=instance.node, model=instance.model)
+        self.publish()
+        self.wake()
+
+    def lose_node(self, node: KnownNode) -> None:
+        """Forget the instances of a lost node."""
+        gone = [item for item in self.instances.values() if item.node == node.name]
+        for item in gone:
+            del self.instances[item.id]
+        if node.spare:
+            node.spare = False
+            self.record_event("node-lost", f"the node {node.name}, which was not needed, has ended", node=node.name)
+        else:
+            self.record_event("node-lost", f"the node {node.name} is lost, with {len(gone)} instances", node=node.name)
+        self.publish()
+        self.wake()
+
+    def set_spare(self, name: str, *, spare: bool) -> None:
+        """Give a node back to the autoscaler, or with ``spare=False`` take it back."""
+        node = self.nodes[name]
+        if node.spare == spare:
+            return
+        node.spare = spare
+        if spare:
+            self.record_event(
+                "node-spare", f"the node {name} has had nothing to do: the autoscaler may end it", node=name
+            )
+        else:
+            node.reached = False  # it has no actor
+            self.record_event("node-used", f"the node {name} is needed again", node=name)
+        self.publish()
+
+    def leaving(self) -> set[str]:
+        """Return the nodes that get nothing new, because they drain, were given back, or are ending by themselves."""
+        ending = {name for name, node in self.nodes.items() if node.status.get("state") == "draining" or node.spare}
+        return self.draining.keys() | ending
+
+    def is_drained(self, name: str) -> bool:
+        """Return whether a draining node runs no instance and holds no deployed model's last complete copy."""
+        if any(item.node == name for item in self.instances.values()):
+            return False
+        others = [node for node in self.nodes.values() if node.name not in self.leaving() and node.lost_at is None]
+        elsewhere = {model["url"] for node in others for model in node.models() if model["state"] == "done"}
+        here = {model["url"] for model in self.nodes[name].models() if model["state"] == "done"}
+        return not others or not any(item.url in here - elsewhere for item in self.deployments.values())
+
+    def report_drained(self) -> None:
+        """Record each node that has become drained, once."""
+        for name in self.draining.keys() & self.nodes.keys():
+            node = self.nodes[name]
+            if not node.drained_reported and self.is_drained(name):
+                node.drained_reported = True
+                self.record_event("node-drained", f"the node {name} has nothing left that others need", node=name)
+
+    def node_state(self, node: KnownNode) -> str:
+        """Return the state of a node as a user sees it: joining, alive, silent, draining, drained or lost."""
+        if node.lost_at is not None:
+            return "lost"
+        if not node.joined:
+            return "joining"
+        if node.silent or not node.reached:
+            return "silent"
+        if node.name in self.draining or node.spare:
+            return "drained" if self.is_drained(node.name) else "draining"
+        return "draining" if node.name in self.leaving() else "alive"
