@@ -25,7 +25,6 @@ from medusa_runtime.engine.serving.model_name import served_name
 from medusa_runtime.engine.serving.requests import Requests, Sink
 from medusa_runtime.engine.serving.sequence import SampledToken, Sequence
 from medusa_runtime.engine.serving.tokenizer import Tokenizer
-from medusa_runtime.engine.serving.validation import check_token_ids
 from medusa_runtime.errors import EngineError, MedusaError, ModelError, RequestError
 from medusa_runtime.limits import cpu_count
 from medusa_runtime.models.backend import backend
@@ -165,12 +164,10 @@ class VllmEngine:
             self._front_end.close()
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        self._tokenizer.check_size(text, self.info.max_model_len)
-        return self._tokenizer.encode(text, add_special_tokens)
+        return self._tokenizer.tokenize(text, add_special_tokens, self.info)
 
     def detokenize(self, token_ids: list[int]) -> str:
-        check_token_ids("token_ids", token_ids, self.info)
-        return self._tokenizer.decode(token_ids)
+        return self._tokenizer.detokenize(token_ids, self.info)
 
     def stats(self) -> dict[str, Any]:
         scheduler = self._core.scheduler if self._core is not None else None

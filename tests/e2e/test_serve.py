@@ -56,6 +56,19 @@ def test_the_openai_client_works_plain_and_streaming(start: Start, example: Path
     assert serving.stop() == 0
 
 
+def test_refused_token_ids_are_named_as_the_client_named_them(start: Start, example: Path) -> None:
+    serving = start("--model", example)
+    serving.wait_ready()
+    for path, body, field, expected in (
+        ("/detokenize", {"tokens": [5] * (1 << 20) + [5]}, "tokens", "expected at most 1048576 in one request"),
+        ("/detokenize", {"tokens": [99999]}, "tokens", "expected token ids between 0 and 2047, found 99999"),
+        ("/v1/completions", {"prompt": [99999], "echo": True}, "prompt", "expected token ids between 0 and 2047"),
+    ):
+        status, answer, _ = serving.request("POST", path, body)
+        assert (status, answer["error"]["param"]) == (400, field)
+        assert answer["error"]["message"].startswith(f"{field}: {expected}")
+
+
 def test_a_crashed_engine_comes_back_while_the_region_stays(start: Start, example: Path) -> None:
     serving = start("--model", example)
     serving.wait_ready()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from medusa_runtime.config import lora_modules
 from medusa_runtime.engine.frames import close_all
-from medusa_runtime.errors import MedusaError, json_excerpt
+from medusa_runtime.errors import MedusaError, ObjectNotFoundError, json_excerpt
 
 from ..disconnection import POLL_S
 from ..faults import ApiError, not_ready
@@ -85,14 +85,13 @@ class Adapters:
 
         ``entry`` is what ``add`` has returned, if another request's adapter of the same name will not do.
         Meanwhile ``wait_check`` is called a few times a second, and an error that it raises ends the wait. Raises the
-        store's errors, and ApiError: 404 for an unknown name, 503 if all places are in use for longer than ``hold_s``.
+        store's errors, and ApiError: 404 for an unknown name and for an adapter that is not in its store, 503 if all
+        places are in use for longer than ``hold_s``.
         """
         with self._changed:
             entry = entry or self._entries.get(name)
             if entry is None:
-                raise ApiError(
-                    404, f"the model {json_excerpt(name)} does not exist", param="model", code="model_not_found"
-                )
+                raise _does_not_exist(name)
             entry.users += 1
             entry.used_at = time.monotonic()
         try:
@@ -180,6 +179,8 @@ class Adapters:
                 if entry.adapter is not None:
                     return
                 if entry.error is not None and entry.attempts > failed_before:
+                    if isinstance(entry.error, ObjectNotFoundError):  # unlike a store that is away, this will not pass
+                        raise _does_not_exist(entry.name, f": {entry.error}") from entry.error
                     raise entry.error
                 if not entry.opening and self._make_room():
                     entry.opening, entry.error = True, None
@@ -250,6 +251,10 @@ class Adapters:
             with suppress(OSError):
                 entry.adapter.close()
             entry.adapter = None
+
+
+def _does_not_exist(name: str, why: str = "") -> ApiError:
+    return ApiError(404, f"the model {json_excerpt(name)} does not exist{why}", param="model", code="model_not_found")
 
 
 __all__ = ["AdapterEntry", "AdapterLease", "Adapters"]

@@ -62,7 +62,7 @@ def load_adapter(service: Service, body: Body, is_disconnected: Callable[[], boo
             lease.close()
     except BaseException as error:
         adapters.undo_add(entry, previous)
-        if isinstance(error, RequestError):
+        if isinstance(error, RequestError | ApiError):
             error.param = "lora_path"
         raise
     return Response(f"Success: LoRA adapter '{name}' added successfully.", content_type="text/plain")

@@ -6,12 +6,12 @@ The modules of chats, embeddings and classifiers are imported at the first such 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
-from medusa_runtime.errors import json_excerpt
+from medusa_runtime.errors import RequestError, json_excerpt
 
 from ..faults import ApiError, UnsupportedRequestError, invalid
 from . import completion
@@ -218,5 +218,14 @@ def _usage(body: Body) -> tuple[bool, bool]:
 
 
 def _text(service: Service, prompt: completion.Prompt) -> str:
+    return prompt if isinstance(prompt, str) else text_of(service, prompt, "prompt")
+
+
+def text_of(service: Service, token_ids: Sequence[int], field: str) -> str:
+    """Return the text of the token ids in a field of the body. Raises ApiError 400, which names the field."""
     assert service.engine is not None
-    return prompt if isinstance(prompt, str) else service.engine.detokenize(list(prompt))
+    try:
+        return service.engine.detokenize(list(token_ids))
+    except RequestError as error:
+        message = str(error).replace("token_ids: ", f"{field}: ", 1)  # the engine's name of the field
+        raise ApiError(400, message, param=field, code="invalid_value") from None

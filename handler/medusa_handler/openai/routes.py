@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flask import Blueprint, Response, jsonify, request
-from medusa_runtime.errors import RequestError
 
 from ..faults import ApiError, invalid
 from ..http.app import ModelRoutes
@@ -130,12 +129,7 @@ def _tokenize(service: Service, body: Body) -> Response:
 
 
 def _detokenize(service: Service, body: Body) -> Response:
-    assert service.engine is not None
     fields.check_fields(body, fields.DETOKENIZE)
     check_model(service, body)
     tokens = parameters.token_ids(body.get("tokens"), "tokens")
-    try:
-        return jsonify({"prompt": service.engine.detokenize(list(tokens))})
-    except RequestError as error:
-        message = str(error).replace("token_ids: ", "tokens: ", 1)  # the engine's name of the field
-        raise ApiError(400, message, param="tokens", code="invalid_value") from None
+    return jsonify({"prompt": _calls().text_of(service, tokens, "tokens")})

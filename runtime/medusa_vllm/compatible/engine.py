@@ -23,7 +23,6 @@ from medusa_runtime.engine.serving.model_name import served_name
 from medusa_runtime.engine.serving.requests import Requests, Sink
 from medusa_runtime.engine.serving.sequence import SampledToken, Sequence
 from medusa_runtime.engine.serving.tokenizer import Tokenizer
-from medusa_runtime.engine.serving.validation import check_token_ids
 from medusa_runtime.errors import EngineError, MedusaError, RequestError
 from medusa_runtime.process import hang_up
 from medusa_runtime.region.reader import Region
@@ -102,12 +101,10 @@ class CompatibleEngine:
         return self._relay
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        self._tokenizer.check_size(text, self.info.max_model_len)
-        return self._tokenizer.encode(text, add_special_tokens)
+        return self._tokenizer.tokenize(text, add_special_tokens, self.info)
 
     def detokenize(self, token_ids: list[int]) -> str:
-        check_token_ids("token_ids", token_ids, self.info)
-        return self._tokenizer.decode(token_ids)
+        return self._tokenizer.detokenize(token_ids, self.info)
 
     def stats(self) -> dict[str, Any]:
         return self._requests.stats(len(self._requests), 0) | {"steps_total": 0}

@@ -44,7 +44,10 @@ def origin(folder: Path) -> Iterator[SlowOrigin]:
 @pytest.fixture(scope="module")
 def serving(start_shared: Callable[..., Serving], folder: Path, origin: SlowOrigin, example: Path) -> Serving:
     names = ",".join(
-        (f"one={origin.url}/one", f"two={folder / 'two'}", f"broken={folder / 'broken'}", "gone=/no/where")
+        (
+            *(f"one={origin.url}/one", f"two={folder / 'two'}", f"broken={folder / 'broken'}"),
+            *("gone=/no/where", "away=http://127.0.0.1:9/away"),
+        )
     )
     return start_shared(
         "--model", example, "--dtype", "float32", "--lora-modules", names, "--max-loras", "2", "--allow-lora", folder
@@ -81,7 +84,7 @@ def test_an_adapter_is_a_model_of_its_own(
     answer = serving.complete(PROMPT, model="two")
     assert answer["model"] == "two"
     models = {model["id"]: model for model in serving.request("GET", "/v1/models")[1]["data"]}
-    assert list(models) == [base["model"], "one", "two", "broken", "gone"]
+    assert list(models) == [base["model"], "one", "two", "broken", "gone", "away"]
     assert models["one"]["parent"] == base["model"]
     assert models[base["model"]]["parent"] is None
     assert serving.request("GET", "/v1/models/two")[1]["id"] == "two"
@@ -100,8 +103,10 @@ def test_what_cannot_be_used_is_one_clear_error(serving: Serving) -> None:
         assert (status, code) == (400, "bad_request")
         assert "down_proj.lora_A.weight: expected [4, 512], found [3, 512]" in message
     status, code, message = failure(serving, "/v1/completions", {"model": "gone", "prompt": PROMPT})
-    assert (status, code) == (503, "Storage.NotFound")
-    assert "expected adapter_model.safetensors or adapter_model.bin" in message
+    assert (status, code) == (404, "model_not_found"), "its place is known, and nothing is there"
+    assert message.startswith('the model "gone" does not exist: expected adapter_model.safetensors or adapter_model')
+    status, code, message = failure(serving, "/v1/completions", {"model": "away", "prompt": PROMPT})
+    assert (status, code) == (503, "Storage.Unreachable"), "its store may come back"
     status, code, message = failure(serving, "/v1/completions", {"model": "nobody", "prompt": PROMPT})
     assert (status, code) == (404, "model_not_found")
     assert 'this server has "pydoc-lm", "one", "two"' in message
@@ -140,6 +145,8 @@ def test_adapters_are_loaded_and_unloaded_while_it_serves(serving: Serving, fold
     assert serving.request("POST", unload, {"lora_name": "three"})[0] == 200
     assert failure(serving, "/v1/completions", {"model": "three", "prompt": PROMPT})[:2] == (404, "model_not_found")
     assert failure(serving, unload, {"lora_name": "three"})[0] == 404
+    status, answer, _ = serving.request("POST", load, {"lora_name": "x", "lora_path": str(folder / "nowhere")})
+    assert (status, answer["error"]["param"]) == (404, "lora_path")
     status, code, message = failure(serving, load, {"lora_name": "x", "lora_path": str(tmp_path)})
     assert (status, code) == (403, "not_allowed")
     assert f"--allow-lora={tmp_path}" in message

@@ -22,7 +22,6 @@ from ...models.layers.pooling import normalized
 from ...region.reader import Region
 from ...timeline import Timeline
 from ..base import Delta, EngineInfo, GenerateRequest
-from ..serving.validation import check_token_ids
 from .text_encoder import Encoder, EncoderOptions, Tokens
 
 logger = logging.getLogger(__name__)
@@ -181,12 +180,10 @@ class EncoderEngine:
         self._encoder.wait()
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        self._encoder.tokenizer.check_size(text, self.info.max_model_len)
-        return self._encoder.tokenizer.encode(text, add_special_tokens)
+        return self._encoder.tokenizer.tokenize(text, add_special_tokens, self.info)
 
     def detokenize(self, token_ids: list[int]) -> str:
-        check_token_ids("token_ids", token_ids, self.info)
-        return self._encoder.tokenizer.decode(token_ids)
+        return self._encoder.tokenizer.detokenize(token_ids, self.info)
 
     def stats(self) -> dict[str, Any]:
         return {

@@ -11,6 +11,8 @@ from typing import Any
 from ...errors import ContextLengthError, CorruptError, EngineError, MedusaError, RequestError
 from ...resource_limits import as_limit_error
 from ...timeline import Timeline
+from ..base import EngineInfo
+from .validation import check_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +23,7 @@ _BATCH_CHARACTERS = 1 << 12
 _BATCH_TOKENS = 1 << 12
 # The most characters of a text, unless the model's context may hold more: each takes 130 to 180 bytes for a while.
 _MOST_CHARACTERS = 1 << 20
+_MOST_TOKENS = 1 << 20  # the most ids to decode, unless the context has more: with their text, each takes 60 bytes
 _CHARACTERS_PER_TOKEN = 8  # of a text that is to fill a context: twice what languages have
 _HINT = (
     "give the prompt as token ids, or put a tokenizer.json beside the weights (from a tokenizer.model alone "
@@ -88,6 +91,24 @@ class Tokenizer:
             raise RequestError(
                 f"{name}: expected at most {most} characters in one text, found {len(text)}; split it", name
             )
+
+    def tokenize(self, text: str, add_special_tokens: bool, info: EngineInfo) -> list[int]:
+        """Return the token ids of a text that a client sent. Raises RequestError like ``check_size`` and ``encode``."""
+        self.check_size(text, info.max_model_len)
+        return self.encode(text, add_special_tokens)
+
+    def detokenize(self, token_ids: list[int], info: EngineInfo) -> str:
+        """Return the text of token ids that a client sent.
+
+        Raises RequestError for too many ids, for one that is not in the vocabulary, and without a tokenizer.json.
+        """
+        most = max(_MOST_TOKENS, info.max_model_len)
+        if len(token_ids) > most:
+            raise RequestError(
+                f"token_ids: expected at most {most} in one request, found {len(token_ids)}; split them", "token_ids"
+            )
+        check_token_ids("token_ids", token_ids, info)
+        return self.decode(token_ids)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return a text's token ids. Raises RequestError without a tokenizer.json, or if it fails on this text."""

@@ -32,7 +32,6 @@ from ..serving.inbox import Inbox
 from ..serving.requests import Requests, Sink
 from ..serving.sequence import SampledToken, Sequence, Span
 from ..serving.tokenizer import Tokenizer
-from ..serving.validation import check_token_ids
 from ..structured.constraints import Constraints
 from .adapters import Adapters
 from .kv_cache import BLOCK_TOKENS, KvCache, KvShape
@@ -215,12 +214,10 @@ class TorchEngine:
         self._check_loaded()
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        self._tokenizer.check_size(text, self.info.max_model_len)
-        return self._tokenizer.encode(text, add_special_tokens)
+        return self._tokenizer.tokenize(text, add_special_tokens, self.info)
 
     def detokenize(self, token_ids: list[int]) -> str:
-        check_token_ids("token_ids", token_ids, self.info)
-        return self._tokenizer.decode(token_ids)
+        return self._tokenizer.detokenize(token_ids, self.info)
 
     def stats(self) -> dict[str, Any]:
         return self._requests.stats(len(self._scheduler.running), self._cache.blocks.used * BLOCK_TOKENS) | {

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from engine_fixtures import byte_level_tokenizer
+from medusa_runtime.engine.base import EngineInfo
 from medusa_runtime.engine.serving.tokenizer import Tokenizer
 from medusa_runtime.errors import LimitError, RequestError
 from medusa_runtime.timeline import Timeline
@@ -81,6 +82,16 @@ def test_a_text_has_a_largest_size(tokenizer: Tokenizer) -> None:
     tokenizer.check_size("a" * (8 << 20), 1 << 20)
     with pytest.raises(RequestError, match="input: expected at most 8388608 characters"):
         tokenizer.check_size("a" * (9 << 20), 1 << 20, name="input")
+
+
+def test_a_request_for_text_has_a_largest_number_of_ids(tokenizer: Tokenizer) -> None:
+    """Ten million ids once took 26 seconds, and 600 MB of the engine's memory."""
+    info = EngineInfo("torch", "llama", 1000, 512, (), 0)
+    most = 1 << 20
+    assert len(tokenizer.detokenize([65] * most, info)) == most
+    with pytest.raises(RequestError, match="token_ids: expected at most 1048576 in one request, found 1048577"):
+        tokenizer.detokenize([65] * (most + 1), info)
+    assert tokenizer.detokenize([65] * (most + 1), info._replace(max_model_len=most + 1))
 
 
 def test_one_long_piece_does_not_let_prompts_be_as_long_as_it(tmp_path: Path) -> None:
