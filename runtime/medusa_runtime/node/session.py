@@ -195,6 +195,8 @@ class Session:
                 bundle_model=bundle_model,
                 trust=trust,
                 on_end=partial(self._engine_ended, charged_bytes),
+                account=self.caller.account,
+                pause_s=0.0 if self.caller.trusted else self._services.settings.per_caller.pause_s,
             )
         except BaseException:
             self._engine_ended(charged_bytes)

@@ -51,13 +51,15 @@ class CallerLimits:
     """What one account may have at a time. An account is a user, or all users of a tenant's socket.
 
     The agent's own user is not limited. ``memory_bytes`` is for models in use and for engines' KV caches; 0 means half
-    of the memory budget.
+    of the memory budget. For ``pause_s`` after it has taken a warm engine, an account leaves the last warm one of that
+    kind to others, if others have asked for any.
     """
 
     connections: int = 1024
     fetches: int = 16
     models: int = 64
     engines: int = 32
+    pause_s: float = 10.0
     memory_bytes: int = 0
 
 
@@ -210,11 +212,13 @@ def _sockets(text: str) -> tuple[ListenSocket, ...]:
 
 def _per_caller(text: str) -> CallerLimits:
     limits = CallerLimits()
-    form = "connections=N,fetches=N,models=N,engines=N,memory=SIZE, any of them"
+    form = "connections=N,fetches=N,models=N,engines=N,pause=SECONDS,memory=SIZE, any of them"
     for part in _parts(text):
         name, _, value = part.partition("=")
         if name == "memory":
             limits = replace(limits, memory_bytes=size_bytes(value))
+        elif name == "pause":
+            limits = replace(limits, pause_s=seconds(value))
         elif name in ("connections", "fetches", "models", "engines") and _COUNT.fullmatch(value):
             limits = replace(limits, **{name: int(value)})
         else:
@@ -258,7 +262,8 @@ NODE_OPTIONS = (
     Option(
         "per_caller",
         _per_caller,
-        "connections=N,fetches=N,models=N,engines=N,memory=SIZE: what one user, or tenant's socket, may have at a time",
+        "connections=N,fetches=N,models=N,engines=N,memory=SIZE: what one user, or tenant's socket, may have at a "
+        "time; pause=SECONDS: how long one that takes a warm engine leaves the last one to others",
         "MEDUSA_NODE_PER_CALLER",
     ),
     Option("quota", _quota, "PREFIX=SIZE: the memory that models below it may take", "MEDUSA_NODE_QUOTA"),

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from medusa_runtime.errors import NodeError
 from medusa_runtime.node.client import NodeClient
-from strangers import MALLORY, as_user
+from medusa_runtime.process import ReportPipe
+from medusa_runtime.timeline import Timeline
+from strangers import ALICE, MALLORY, as_user
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(200), pytest.mark.forked]
 
@@ -44,13 +46,42 @@ def test_an_engine_process_is_given_nothing_to_write_to_that_its_function_may_no
     assert "expected a timeline in shared memory" in said
 
 
+def test_the_last_warm_engine_is_left_to_others_by_one_that_has_just_taken_one(
+    start_node: Start, put_model: Put, origin: Any
+) -> None:
+    """A function could take each process as soon as it was warm, and others never had one."""
+    url = put_model("m")
+    pause = "pause=600"
+    node = start_node("--allow", origin.url, "--prewarm", "torch=1", "--memory-budget", "4GB", "--per-caller", pause)
+
+    def take() -> str:
+        timeline, reports, listener = Timeline.create("t"), ReportPipe(), socket.socket(socket.AF_UNIX)
+        client, ends = NodeClient(node.socket), socket.socketpair()
+        client.region(url).close()
+        given = [listener.fileno(), timeline.fd, reports.write_fd, ends[0].fileno()]
+        try:
+            client.engine("torch", {"model": url, "state": "none", "kv_cache_mb": 64}, given)
+        except NodeError as error:
+            return str(error)
+        return "taken"
+
+    for user, said in (
+        (MALLORY, "taken"),
+        (MALLORY, "taken"),  # nobody else has asked for any
+        (ALICE, "taken"),
+        (MALLORY, "the last warm torch engine process is left to other callers than user 1001 for "),
+        (ALICE, "the last warm torch engine process is left to other callers than user 1000 for "),
+        (os.geteuid(), "taken"),  # this one could also end the agent
+    ):
+        node.wait_warm()
+        assert as_user(user, take).startswith(said)
+
+
 def test_engines_and_their_caches_are_limited(start_node: Start, put_model: Put, origin: Any) -> None:
     url = put_model("m")
     limits = "engines=1,memory=1GB"
     node = start_node("--allow", origin.url, "--prewarm", "torch=1", "--memory-budget", "4GB", "--per-caller", limits)
     node.wait_warm()
-    from medusa_runtime.process import ReportPipe
-    from medusa_runtime.timeline import Timeline
 
     def attack() -> str:
         timeline, reports, listener = Timeline.create("t"), ReportPipe(), socket.socket(socket.AF_UNIX)

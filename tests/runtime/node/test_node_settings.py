@@ -48,6 +48,7 @@ def test_flags_win_over_variables() -> None:
         ("socket", "/a;/a", "each of them once"),
         ("per_caller", "fetches=many", "connections=N,fetches=N"),
         ("per_caller", "memory=lots", "a size above 0"),
+        ("per_caller", "pause=long", "seconds, such as 90"),
         ("connections", "0", "a whole number above 0"),
     ],
 )
@@ -128,8 +129,9 @@ def test_sockets_and_their_tenants() -> None:
     settings = node_settings({"MEDUSA_NODE_SOCKET": "/a;/b=s3://b/x/,s3://b/y"}, {})
     assert settings.socket == (ListenSocket("/a"), ListenSocket("/b", ("s3://b/x/", "s3://b/y")))
     assert settings.path == "/a"
-    limits = node_settings({}, {"per_caller": "fetches=2,memory=1GB"}).per_caller
+    limits = node_settings({}, {"per_caller": "fetches=2,memory=1GB,pause=0"}).per_caller
     assert (limits.fetches, limits.memory_bytes, limits.engines) == (2, 10**9, CallerLimits().engines)
+    assert limits.pause_s == 0
 
 
 def test_schemes_that_read_the_agents_own_files_are_not_fetched() -> None:

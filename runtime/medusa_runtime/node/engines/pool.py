@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ...config import Settings
-from ...errors import MedusaError, NodeError
+from ...errors import MedusaError, NodeError, NodeRefusedError
 from ...liveness import is_stopped
 from ...process import ReportPipe
 from ...registry import engine_kind, engine_names
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 _REFILL_AFTER_S = 1.0  # the function that has just taken an engine process is still starting
 _MOST_QUICK_DEATHS = 3
 _QUICK_S = 10.0
+_MOST_ACCOUNTS = 256  # that are remembered of each kind
 
 
 @dataclass(eq=False)
@@ -59,9 +61,17 @@ class _KindState:
     serving: list[_Engine] = field(default_factory=list)  # each the engine of a function
     forking: int = 0
     taken: int = 0
+    taken_at: dict[str, float] = field(default_factory=dict)  # of each account that has asked, the latest one last
     deaths: list[float] = field(default_factory=list)
     failure: str | None = None
     refill_at: float = 0.0
+
+    def note_request(self, account: str) -> float:
+        """Note that an account asks for a process, and return when it took one last: seconds, -inf if it has not."""
+        found = self.taken_at[account] = self.taken_at.pop(account, -math.inf)
+        if len(self.taken_at) > _MOST_ACCOUNTS:
+            del self.taken_at[next(iter(self.taken_at))]
+        return found
 
 
 class EnginePool:
@@ -127,11 +137,15 @@ class EnginePool:
         bundle_model: str | None = None,
         trust: Sequence[str | None] = (None, None),
         on_end: Callable[[], None] | None = None,
+        account: str = "",
+        pause_s: float = 0.0,
     ) -> int:
         """Give an idle process to a function and return its pid. Raises NodeError if none is idle.
 
         ``bundle_model`` is the model whose state bundle the process may use. ``trust`` says from which prefixes, and
-        signed with which keys, it may run code. ``on_end`` is called when the process has ended.
+        signed with which keys, it may run code. ``on_end`` is called when the process has ended. If other accounts than
+        ``account`` have asked for processes of this kind, the last idle one is refused for ``pause_s`` after this
+        account has taken one, or it could take each as soon as it is warm.
         """
         kind = self._kinds.get(name)
         if kind is None and name in engine_names():
@@ -140,9 +154,14 @@ class EnginePool:
             only = f", only {', '.join(self._kinds)}" if self._kinds else ""
             warmed = (engine_kind(name).warmed_as if name in engine_names() else "") or name
             raise NodeError(f"the node agent keeps no {name} engines{only}; start it with --prewarm {warmed}=1")
-        for idle in [idle for idle in kind.idle if idle.warm]:
-            if is_stopped(idle.pid):
-                continue  # ``tick`` will kill it soon
+        warm = [idle for idle in kind.idle if idle.warm and not is_stopped(idle.pid)]  # ``tick`` will kill stopped ones
+        left_s = kind.note_request(account) + pause_s - time.monotonic()
+        if len(warm) == 1 and left_s > 0 and len(kind.taken_at) > 1:
+            raise NodeRefusedError(
+                f"the last warm {name} engine process is left to other callers than {account} for {left_s:.0f} s more "
+                "(--per-caller pause=…); expected more of them, with --prewarm"
+            )
+        for idle in warm:
             try:
                 send(
                     idle.channel,
@@ -161,6 +180,7 @@ class EnginePool:
             kind.serving.append(idle)
             self._loop.watch(idle.channel, partial(self._on_serving, kind, idle))
             kind.taken += 1
+            kind.taken_at[account] = time.monotonic()
             kind.refill_at = time.monotonic() + _REFILL_AFTER_S
             return idle.pid
         raise NodeError(kind.failure or f"no idle {name} engine process is warm at the moment")
