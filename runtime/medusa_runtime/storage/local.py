@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -45,10 +46,13 @@ class LocalStore:
         except PermissionError:
             raise ForbiddenError(f"{path} may not be read by user {os.getuid()}; change its permissions") from None
         except OSError as error:
+            if error.errno == errno.ENXIO:
+                raise ForbiddenError(f"{path}: expected a regular file, found a socket or an unknown device") from None
             raise StorageError(f"{path} cannot be opened: {error.strerror}") from None
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        if not stat.S_ISREG(mode := os.fstat(fd).st_mode):
             os.close(fd)
-            raise ForbiddenError(f"{path}: expected a regular file")
+            found = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device"
+            raise ForbiddenError(f"{path}: expected a regular file, found {found}")
         return fd
 
     def _open_file(self, key: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -140,6 +141,38 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error() -> None:
 def test_a_file_where_the_folder_should_be_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "state").write_bytes(b"")
     with pytest.raises(ConfigError, match="choose another with --out"), BundleWriter(tmp_path / "state"):
+        pass
+
+
+@pytest.mark.parametrize("found", ["a folder", "a pipe", "a device", "a socket"])
+def test_a_manifest_that_is_no_file_is_named(found: str, tmp_path: Path) -> None:
+    """It once counted as no bundle, in silence."""
+    manifest = tmp_path / "manifest.json"
+    with socket.socket(socket.AF_UNIX) as listener:
+        {
+            "a folder": manifest.mkdir,
+            "a pipe": lambda: os.mkfifo(manifest),
+            "a device": lambda: manifest.symlink_to("/dev/zero"),
+            "a socket": lambda: listener.bind(str(manifest)),
+        }[found]()
+        with pytest.raises(StateError, match=f"manifest.json: expected a regular file, found {found}"):
+            Bundle(LocalStore(str(tmp_path))).manifest()
+
+
+@pytest.mark.timeout(100)
+def test_a_pipe_in_the_manifests_place_is_replaced(tmp_path: Path) -> None:
+    """`medusa materialize` once waited for a writer to it."""
+    os.mkfifo(tmp_path / "manifest.json")
+    with BundleWriter(tmp_path) as writer:
+        assert writer.existing() == Manifest(())
+        writer.commit(Manifest((writer.add("small", {}, SMALL),)))
+    assert [artifact.kind for artifact in opened(tmp_path)[1].artifacts] == ["small"]
+
+
+def test_a_folder_in_the_manifests_place_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").mkdir()
+    expected = r"cannot be written there \(manifest.json is a folder\)"
+    with pytest.raises(ConfigError, match=expected), BundleWriter(tmp_path):
         pass
 
 

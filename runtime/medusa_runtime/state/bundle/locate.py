@@ -10,13 +10,17 @@ FOLDER, MANIFEST, BLOBS = ".medusa", "manifest.json", "blobs"
 
 
 def read_manifest(store: Store, prefix: str) -> bytes | None:
-    """Read the manifest's text; None if there is no manifest. (Some stores then answer that it is forbidden.)
+    """Read the manifest's text; None if there is no manifest.
 
     ``prefix`` is the bundle's folder in the store, empty or ending in a slash. Raises StateError or StorageError.
     """
     try:
         return read_whole(store.read, f"{prefix}{MANIFEST}")
-    except (ObjectNotFoundError, ForbiddenError):
+    except ObjectNotFoundError:
         return None
+    except ForbiddenError as error:
+        if store.local_path(MANIFEST) is None:  # without the right to list objects, S3 says so where there is none
+            return None
+        raise StateError(str(error)) from None
     except CorruptError as error:
         raise StateError(str(error)) from None

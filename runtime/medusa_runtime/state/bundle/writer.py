@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -12,8 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ...errors import ConfigError, StateError
-from .locate import BLOBS, MANIFEST
+from ...errors import ConfigError, StateError, StorageError
+from ...storage.local import LocalStore
+from .locate import BLOBS, MANIFEST, read_manifest
 from .manifest import Artifact, Manifest
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ class BundleWriter:
             probe = self._folder / BLOBS / f"probe{_PART}"
             probe.write_bytes(b"")
             probe.unlink()
+            if (self._folder / MANIFEST).is_dir():  # anything else is replaced
+                raise IsADirectoryError(errno.EISDIR, f"{MANIFEST} is a folder")
             self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(
@@ -75,8 +79,9 @@ class BundleWriter:
     def existing(self) -> Manifest:
         """Read the present manifest. If there is none, or it cannot be read, return an empty one."""
         try:
-            return Manifest.parse((self._folder / MANIFEST).read_bytes())
-        except (OSError, StateError):
+            text = read_manifest(LocalStore(str(self._folder)), "")
+            return Manifest(()) if text is None else Manifest.parse(text)
+        except (StorageError, StateError):
             return Manifest(())
 
     def add(self, kind: str, key: dict[str, str], data: bytes | Path) -> Artifact:
