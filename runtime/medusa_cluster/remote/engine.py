@@ -75,10 +75,10 @@ class ClusterEngine:
         """Return at once, because the gateway holds requests while the model starts."""
 
     def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
-        return list(self._call("tokenize", text=text, add_special_tokens=add_special_tokens))
+        return list(self._call("tokenize", {"text": text, "add_special_tokens": add_special_tokens}))
 
     def detokenize(self, token_ids: list[int]) -> str:
-        return str(self._call("detokenize", token_ids=token_ids))
+        return str(self._call("detokenize", {"token_ids": token_ids}))
 
     def embed(
         self,
@@ -86,10 +86,10 @@ class ClusterEngine:
         dimensions: int | None = None,
         truncate: int | None = None,
         classify: bool = False,
-        cancelled: threading.Event | None = None,  # is not passed on: the gateway ends the call
+        cancelled: threading.Event | None = None,
     ) -> list[list[Any]]:
         arguments = {"inputs": inputs, "dimensions": dimensions, "truncate": truncate, "classify": classify}
-        return list(self._call("embed", **arguments))
+        return list(self._call("embed", arguments, cancelled))
 
     def stats(self) -> dict[str, Any]:
         with self._lock:
@@ -108,9 +108,9 @@ class ClusterEngine:
             one.cancel()
             one.deliver(_final_delta(one.request.id, "error", EngineError("the engine is stopping; try again")))
 
-    def _call(self, method: str, **arguments: Any) -> Any:
-        answer = self._gateways.ask("/medusa/call", {"model": self._model, "method": method, "arguments": arguments})
-        return answer["value"]
+    def _call(self, method: str, arguments: dict[str, Any], cancelled: threading.Event | None = None) -> Any:
+        body = {"model": self._model, "method": method, "arguments": arguments}
+        return self._gateways.ask("/medusa/call", body, cancelled)["value"]
 
     def _run(self, running: _RunningRequest) -> None:
         """Run a request to its end. Runs in the request's own thread."""

@@ -11,6 +11,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
@@ -70,8 +71,11 @@ class Gateways:
         addresses = [_address(part.strip()) for part in settings.cluster.split(",") if part.strip()]
         return cls(addresses, _token(settings.cluster_token_file))
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Exchange:
-        """Send a request, without waiting for its answer. Raises UnreachableError if no gateway accepts it."""
+    def post(self, path: str, body: Mapping[str, Any], cancelled: threading.Event | None = None) -> Exchange:
+        """Send a request, without waiting for its answer. Raises UnreachableError if no gateway accepts it.
+
+        Waiting for the answer raises EngineError within a few seconds once ``cancelled`` is set.
+        """
         data = json.dumps(body, separators=(",", ":")).encode()
         reasons = []
         for address in tuple(self._addresses):
@@ -88,18 +92,19 @@ class Gateways:
                 reasons.append(f"{address.url}: {error or type(error).__name__}")
                 self._put_last(address)
                 continue
-            return Exchange(connection, lambda address=address: self._check(address))  # type: ignore[misc]
+            return Exchange(connection, partial(self._check, address, cancelled))
         raise UnreachableError(f"no gateway of the cluster can be reached ({'; '.join(reasons)})")
 
-    def ask(self, path: str, body: Mapping[str, Any]) -> Any:
+    def ask(self, path: str, body: Mapping[str, Any], cancelled: threading.Event | None = None) -> Any:
         """Send a request and return its answer's JSON. Raises what ``Exchange.begin`` does, and UnreachableError.
 
-        If a gateway stands still, the next one gets the request: it has to be one that may run twice.
+        If a gateway stands still, the next one gets the request: it has to be one that may run twice. Once
+        ``cancelled`` is set, the connection is closed, which ends the work for it, and EngineError is raised.
         """
         left = len(self._addresses)
         while True:
             left -= 1
-            exchange = self.post(path, body)
+            exchange = self.post(path, body, cancelled)
             try:
                 return json.loads(exchange.begin().read())
             except GatewayHungError as error:
@@ -110,8 +115,13 @@ class Gateways:
             finally:
                 exchange.close()
 
-    def _check(self, address: Address) -> None:
-        """Raise GatewayHungError when a gateway, asked again and again, has not said that it lives."""
+    def _check(self, address: Address, cancelled: threading.Event | None) -> None:
+        """Raise EngineError if a request was cancelled, and GatewayHungError if its gateway hangs.
+
+        A gateway hangs if it has been asked again and again, and has not said that it lives.
+        """
+        if cancelled is not None and cancelled.is_set():
+            raise EngineError("the request was cancelled")
         if not self._probes[address].is_alive():
             self._put_last(address)
             raise GatewayHungError(f"the gateway at {address.url} takes requests and answers none; it may hang")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import signal
@@ -10,14 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar
 
 import pytest
 from cluster_stand_in import StandIn
 from gateway_fixtures import NAME, GatewayProcess, Instance, until
 from medusa_adapters.bench.served_instance import ServedInstance, serve_command
 from medusa_cluster.remote.engine import ClusterEngine
+from medusa_cluster.remote.gateways import Gateways
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import EngineError
 
 Start = Callable[..., Any]
 
@@ -123,18 +126,56 @@ def test_errors_of_the_engine_reach_the_client_as_they_are(start_function: Start
     assert "tokens" in answer["error"]["message"]
 
 
-def test_texts_are_embedded_as_the_engines_client_asks() -> None:
-    sent: list[Any] = []
+class Embedder(http.server.BaseHTTPRequestHandler):
+    """A gateway that embeds, and takes for ever for "slow". It notes what was sent, and when that client has left."""
 
-    def ask(path: str, body: Any) -> Any:
-        sent.append(body)
-        return {"value": [[3, "AAAAAA=="]]}
+    sent: ClassVar[list[Any]] = []
+    asked, left = threading.Event(), threading.Event()
 
-    engine = object.__new__(ClusterEngine)
-    engine._model, engine._gateways = "m", cast(Any, SimpleNamespace(ask=ask))
-    found = engine.embed(inputs=["x"], dimensions=None, truncate=None, classify=True, cancelled=threading.Event())
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.sent.append(body)
+        if body["arguments"]["inputs"] == ["slow"]:
+            self.asked.set()
+            assert self.connection.recv(1) == b""
+            self.left.set()
+            return
+        self.do_GET(b'{"value": [[3, "AAAAAA=="]]}')
+
+    def do_GET(self, body: bytes = b"{}") -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def embedding() -> Iterator[ClusterEngine]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Embedder) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        engine = object.__new__(ClusterEngine)
+        url = f"http://127.0.0.1:{server.server_port}"
+        engine._model, engine._gateways = "m", Gateways.of(Settings(engine="cluster", cluster=url))
+        yield engine
+        server.shutdown()
+
+
+def test_texts_are_embedded_as_the_engines_client_asks(embedding: ClusterEngine) -> None:
+    found = embedding.embed(inputs=["x"], dimensions=None, truncate=None, classify=True, cancelled=threading.Event())
     assert found == [[3, "AAAAAA=="]]
-    assert (sent[0]["method"], sent[0]["arguments"]["classify"]) == ("embed", True)
+    assert (Embedder.sent[-1]["method"], Embedder.sent[-1]["arguments"]["classify"]) == ("embed", True)
+
+
+@pytest.mark.timeout(60)
+def test_embedding_that_is_cancelled_ends_at_the_gateway(embedding: ClusterEngine) -> None:
+    """The worker once went on computing for a client that had left."""
+    cancelled = threading.Event()
+    threading.Thread(target=lambda: Embedder.asked.wait() and cancelled.set(), daemon=True).start()
+    with pytest.raises(EngineError, match="the request was cancelled"):
+        embedding.embed(inputs=["slow"], cancelled=cancelled)
+    assert Embedder.left.wait(30)
 
 
 def test_an_unknown_model_ends_the_start(start_function: Start) -> None:
