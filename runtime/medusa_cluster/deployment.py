@@ -43,8 +43,11 @@ class Deployment:
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Deployment:
-        """Read a deployment from JSON. Raises ConfigError for the first value that cannot be right."""
+    def from_json(cls, found: Mapping[str, Any], *, settings_name: str = "settings") -> Deployment:
+        """Read a deployment from JSON. Raises ConfigError for the first value that cannot be right.
+
+        ``settings_name`` is what an error calls ``settings``.
+        """
         unknown = found.keys() - {item.name for item in fields(cls)}
         if unknown:
             raise ConfigError(f"a deployment has no {', '.join(sorted(unknown))}")
@@ -52,13 +55,13 @@ class Deployment:
         if missing:
             raise ConfigError(f"expected a deployment with name and url, found none for {', '.join(sorted(missing))}")
         made = cls(**found)
-        made._check()
+        made._check(settings_name)
         return made
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def _check(self) -> None:
+    def _check(self, settings_name: str) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise ConfigError(f"name: expected up to 64 letters, digits and . _ -, found {self.name!r}")
         if not isinstance(self.url, str) or not self.url:
@@ -77,7 +80,7 @@ class Deployment:
             number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds < 1e300
             if seconds is not None and not number:
                 raise ConfigError(f"{name}: expected seconds above 0, found {seconds!r}")
-        self.environment()
+        self.environment(settings_name)
         if not isinstance(self.live_scaling, bool):
             raise ConfigError(f"live_scaling: expected true or false, found {self.live_scaling!r}")
         if self.live_scaling and not (self.engine == "torch" and self.may_be_shared()):
@@ -100,26 +103,30 @@ class Deployment:
         except (ConfigError, ValueError):
             return False
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, settings_name: str = "settings") -> dict[str, str]:
         """Return the settings as environment variables of ``medusa serve``.
 
-        Raises ConfigError for a setting that is unknown or has a bad value.
+        Raises ConfigError, which calls them ``settings_name``, for a setting that is unknown or has a bad value.
         """
         if not isinstance(self.settings, Mapping):
-            raise ConfigError(f"settings: expected names and values, found {self.settings!r}")
+            raise ConfigError(f"{settings_name}: expected names and values, found {self.settings!r}")
         options = {option.field: option for option in OPTIONS if option.field not in _OURS}
         found = {}
         for name, value in self.settings.items():
             if name in _OURS:
-                raise ConfigError(f"settings: {name} is chosen for each instance by its node; expected another option")
+                raise ConfigError(
+                    f"{settings_name}: {name} is chosen for each instance by its node; expected another option"
+                )
             if name not in options:
                 raise ConfigError(
-                    f"settings: expected an option of medusa serve such as max_concurrency, found {name!r}"
+                    f"{settings_name}: expected an option of medusa serve such as max_concurrency, found {name!r}"
                 )
             text = str(value)
             if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):  # JSON can have a lone surrogate
-                raise ConfigError(f"settings: {name}: expected text that a process can be given, found {text[:100]!r}")
-            parse_option(options[name], text, f"settings: {name}")
+                raise ConfigError(
+                    f"{settings_name}: {name}: expected text that a process can be given, found {text[:100]!r}"
+                )
+            parse_option(options[name], text, f"{settings_name}: {name}")
             found[options[name].variable] = text
         return found
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from medusa_cluster.deployment import Deployment
+from medusa_command import medusa
 from medusa_runtime.config import from_env
 from medusa_runtime.errors import ConfigError
 
@@ -49,3 +50,18 @@ def test_users_are_not_offered_the_engine_of_a_groups_workers() -> None:
     assert from_env({"MEDUSA_ENGINE": "group"}).engine == "group"  # as a node starts a worker
     with pytest.raises(ConfigError, match=r"expected one of torch, cluster, (vllm, )?none$"):
         from_env({"MEDUSA_ENGINE": "groups"})
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "said"),
+    [
+        ("m", "max-tokens=3", "--set: expected an option of medusa serve such as max_concurrency, found 'max_tokens'"),
+        ("m", "port=1", "--set: port is chosen for each instance by its node"),
+        ("m", "max-concurrency=many", "--set: max_concurrency='many' cannot be used"),
+        ("settings:", "max-concurrency=2", "name: expected up to 64 letters, digits and . _ -, found 'settings:'"),
+    ],
+)
+def test_a_bad_flag_of_deploy_is_named(name: str, setting: str, said: str) -> None:
+    done = medusa("cluster", "deploy", name, "--model", "s3://b/m", "--set", setting)
+    assert done.returncode == 2
+    assert said in done.stderr

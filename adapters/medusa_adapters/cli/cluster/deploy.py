@@ -59,10 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         "live_scaling": arguments.live_scaling,
         "settings": dict(map(_setting, arguments.set)),
     }
-    try:
-        deployment = Deployment.from_json(values)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("settings:", "--set:", 1)) from None
+    deployment = Deployment.from_json(values, settings_name="--set")
     found = ask(arguments, "deploy", deployment.to_json())
     print(f"deployed {found['name']}: {found['url']}, {found['min']} to {found['max']} instances")
     return 0
