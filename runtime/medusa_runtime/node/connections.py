@@ -32,9 +32,13 @@ class Connections:
 
     def accept(self, listener: SocketFile) -> None:
         """Accept one connection on this socket, unless its caller has too many."""
+        connection = None
         try:
             connection, _ = listener.socket.accept()
+            peer = Peer.of(connection)
         except OSError as error:
+            if connection is not None:
+                connection.close()
             if not isinstance(error, BlockingIOError):
                 if (now := time.monotonic()) - self._logged_at > _LOGGED_EVERY_S:
                     self._logged_at = now
@@ -42,7 +46,7 @@ class Connections:
                 time.sleep(0.01)  # if there are no descriptors left, the same connection would come again at once
             return
         connection.setblocking(False)
-        caller = Caller(Peer.of(connection), listener.path, listener.prefixes)
+        caller = Caller(peer, listener.path, listener.prefixes)
         session = Session(self._services, connection, caller)
         try:
             self._services.accounts.charge(caller, "connections")

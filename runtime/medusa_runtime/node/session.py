@@ -63,6 +63,10 @@ class Session:
                 self.answer("status", self._services.status(self.caller, self.entry))
             else:
                 raise NodeError(f"the node agent knows no message {message.kind[:40]!r}")
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            raise as_node_error(f"answer {message.kind!r}", error) from None
         finally:
             message.close()
 

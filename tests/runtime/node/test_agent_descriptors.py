@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_runtime.errors import LimitError, MedusaError, NodeError
+from medusa_runtime.errors import LimitError, MedusaError, NodeAwayError, NodeError
+from medusa_runtime.node.client import NodeClient
 from medusa_runtime.node.messages import channel_pair, close_without_linger, receive, send
 from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline
+from process_tree import open_files
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.forked]
 
@@ -35,7 +37,7 @@ Put = Callable[..., str]
 def room_for(pid: int, more: int) -> Iterator[None]:
     """Let a process open only so many more files."""
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    used = open_files(pid)
     free = [number for number in range(len(used) + more + 1) if number not in used]
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (free[more], before[1]))
     try:
@@ -44,8 +46,10 @@ def room_for(pid: int, more: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
-def open_files(node: Any) -> int:
-    return len(os.listdir(f"/proc/{node.process.pid}/fd"))
+def fetch(node: Any, client: NodeClient, url: str) -> None:
+    """Have the agent fetch a model, and wait for the end, after which the agent has fewer files open."""
+    client.region(url).close()
+    node.until(lambda: f"{url} is complete" in node.output())
 
 
 @pytest.mark.parametrize("more", range(5))  # with five it may succeed
@@ -54,25 +58,25 @@ def test_a_fetch_for_which_there_is_no_room_leaves_nothing_behind(start_node: St
     url = put_model("m")
     with closing(node.client()) as client:
         client.status()
-        before = open_files(node)
+        before = len(open_files(node.process.pid))
         with room_for(node.process.pid, more):
             for _ in range(3):
                 with pytest.raises(MedusaError):
                     client.region(url)
-        node.until(lambda: open_files(node) == before)
+        node.until(lambda: len(open_files(node.process.pid)) == before)
         assert client.status()["callers"] == {f"user {os.getuid()}": {"connections": 1}}
         client.region(url).close()
 
 
 @pytest.mark.parametrize("more", range(10))
-def test_whatever_room_a_fetch_has_its_caller_is_told_soon(start_node: Start, put_model: Put, more: int) -> None:
+def test_whatever_room_a_fetch_has_its_caller_is_told(start_node: Start, put_model: Put, more: int) -> None:
     """Where it lacks one is another place each time: in the agent, the prefetcher's start, its fetch, or the answer."""
     node = start_node()
     url = put_model("m")
     with closing(node.client()) as client:
         client.status()
         with room_for(node.process.pid, more), suppress(LimitError):
-            client.region(url, timeout_s=10).close()
+            client.region(url).close()
         client.region(url).close()
 
 
@@ -80,7 +84,7 @@ def test_who_is_refused_a_region_does_not_hold_it(start_node: Start, put_model: 
     node = start_node()
     url = put_model("m")
     with closing(node.client()) as first, closing(node.client()) as second:
-        first.region(url).close()
+        fetch(node, first, url)
         second.status()
         with room_for(node.process.pid, 1), pytest.raises(LimitError):
             second.region(url)
@@ -95,14 +99,13 @@ def test_a_complete_region_that_cannot_be_opened_leaves_nothing_behind(
     node = start_node()
     url = put_model("m")
     with closing(node.client()) as client:
-        client.region(url).close()
-        node.until(lambda: client.status()["regions"][0]["state"] == "done")
-        before = open_files(node)
+        fetch(node, client, url)
+        before = len(open_files(node.process.pid))
         with room_for(node.process.pid, more):
             for _ in range(3):
                 with pytest.raises(LimitError):
                     client.region(url)
-        assert open_files(node) <= before
+        assert len(open_files(node.process.pid)) <= before
 
 
 def test_a_caller_that_waited_is_refused_where_its_region_cannot_be_opened(
@@ -124,13 +127,51 @@ def test_a_caller_that_waited_is_refused_where_its_region_cannot_be_opened(
         client.region(url).close()
 
 
+def test_a_fetch_that_ends_while_no_file_can_be_opened_is_complete(
+    start_node: Start, put_model: Put, origin: Any
+) -> None:
+    node = start_node()
+    url = put_model("m")
+    hold = threading.Event()
+    origin.accept = lambda *_: hold.wait(60)
+    with closing(node.client()) as client:
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(client.region, url)
+            node.until(lambda: f"fetching {url}" in node.output())
+            with room_for(node.process.pid, 0):
+                hold.set()
+                with pytest.raises(LimitError):
+                    asked.result(60)
+                node.until(lambda: f"{url} is complete" in node.output() or node.process.poll() is not None)
+        assert client.status()["regions"][0]["state"] == "done"
+
+
+def test_a_caller_without_room_for_its_answer_keeps_its_connection(start_node: Start, put_model: Put) -> None:
+    node = start_node()
+    with closing(node.client()) as client:
+        fetch(node, client, put_model("m"))
+        with room_for(node.process.pid, 0), pytest.raises(LimitError):
+            client.status()  # of a model whose index the agent has not read yet
+        assert len(client.status()["regions"]) == 1
+
+
+def test_a_caller_that_cannot_be_looked_at_is_not_taken_for_a_stranger(start_node: Start) -> None:
+    """It would be refused as another container's root for as long as its connection lasts."""
+    node = start_node()
+    with room_for(node.process.pid, 1), pytest.raises(NodeAwayError):
+        node.client()
+    with closing(node.client()) as client:
+        assert client.status()["socket"] == node.socket
+
+
 def test_memory_that_cannot_be_made_ready_ends_no_agent(start_node: Start, put_model: Put) -> None:
     node = start_node("--ready-memory", "8Mi", "--log-level", "debug")
     with closing(node.client()) as client:
         node.until(lambda: client.status()["ready_bytes"] > 0)
-        client.region(put_model("m")).close()  # by the process that waited
-        with room_for(node.process.pid, 0):
-            node.until(lambda: "open files" in node.output())
+        # Handing out a region takes two files. The next process that waits takes more.
+        with room_for(node.process.pid, 2):
+            client.region(put_model("m")).close()  # by the process that waited
+            node.until(lambda: "expected room for" in node.output())
         assert client.status()["pid"] == node.process.pid
 
 
@@ -148,6 +189,8 @@ def test_an_engine_process_whose_connection_does_not_arrive_is_replaced(start_no
             node.until(lambda: "did not all arrive" in node.output())
         assert client.status()["engines"]["torch"]["failure"] is None
         node.until(lambda: client.status()["engines"]["torch"]["warm"] == 1)
+        node.until(lambda: list(node.children().values()).count("engine") == 1)
+    assert "failed" not in node.output(), "the one without a connection ends silently"
 
 
 def test_a_local_model_of_more_shards_than_files_may_be_opened_is_refused(
@@ -164,10 +207,10 @@ def test_a_local_model_of_more_shards_than_files_may_be_opened_is_refused(
     client = [node.client() for _ in range(150)][-1]  # the prefetcher closes what these take, and so has more room
     with closing(client):
         client.status()
-        before = open_files(node)
+        before = len(open_files(node.process.pid))
         with room_for(node.process.pid, 20), pytest.raises(MedusaError, match="room for more open files"):
             client.region(str(tmp_path))
-        node.until(lambda: open_files(node) == before)
+        node.until(lambda: len(open_files(node.process.pid)) == before)
         client.region(str(tmp_path)).close()
 
 

@@ -30,7 +30,7 @@ class Peer(NamedTuple):
 
     @classmethod
     def of(cls, connection: socket.socket) -> Peer:
-        """Return the peer of a connected Unix socket."""
+        """Return the peer of a connected Unix socket. Raises OSError if this process can open no file to look at it."""
         packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, gid = _CREDENTIALS.unpack(packed)
         return cls(
@@ -93,7 +93,9 @@ def _in_same_pid_namespace(connection: socket.socket, pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/status", "rb") as status:
             numbers = next((line.split()[1:] for line in status if line.startswith(b"NSpid:")), [])
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         return False
     return len(numbers) == 1 and _is_alive(connection)
 

@@ -11,6 +11,7 @@ import importlib
 import os
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 from ...config import Settings
@@ -47,7 +48,8 @@ def run_idle(
         DeviceContext().wait()
         _warm_up(engine_class, settings)
     importlib.import_module(_ATTACH_ARTIFACTS)
-    send(channel, "warm")
+    with suppress(BrokenPipeError):  # the agent has ended, or lost this connection, as is read next
+        send(channel, "warm")
     message = receive(channel, MOST_INTERNAL_DESCRIPTORS)
     if message is None:
         return 0  # the agent has ended, or needs no more idle processes

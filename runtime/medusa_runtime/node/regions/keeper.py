@@ -281,8 +281,8 @@ class RegionKeeper:
         self._end_fetch(entry)
         progress = entry.region.progress()
         if progress.state == "done" and error is None:
-            logger.info("%s is complete", redacted(entry.key))
             self._record()
+            logger.info("%s is complete", redacted(entry.key))
             return
         how = "" if status is None else f" ({self._out_of_memory.how(status)})"
         error = error or StorageError(f"its prefetcher ended early{how}")

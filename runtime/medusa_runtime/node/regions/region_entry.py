@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,17 +37,19 @@ def open_region(fd: int | None = None) -> tuple[Region, int]:
 
     Other users can open an empty region only for reading, even before it is sealed. Raises LimitError or NodeError.
     """
-    opened = []
-    try:
-        opened.append(create_demand_memfd())
-        if fd is not None:
-            return Region(os.dup(fd)), opened[0]
-        region = Region.create()
-        os.fchmod(region.fd, 0o644)
-        return region, opened[0]
-    except OSError as error:
-        close_without_linger(opened)
-        raise as_node_error("make a region", error) from None
+    with ExitStack() as opened:
+        try:
+            demand_fd = create_demand_memfd()
+            opened.callback(os.close, demand_fd)
+            region = Region.create() if fd is None else Region(os.dup(fd))
+            opened.callback(region.close)
+            if fd is None:
+                os.fchmod(region.fd, 0o644)
+            region.progress()  # maps the header, for which there may be no room when the fetch ends
+        except OSError as error:
+            raise as_node_error("make a region", error) from None
+        opened.pop_all()
+        return region, demand_fd
 
 
 def _are_current(shards: Sequence[Shard], folder: Folder | None) -> bool:
