@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import threading
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 from medusa_runtime.errors import MedusaError
 from memory_group import MemoryGroup, group
-from process_tree import alive
+from process_tree import alive, open_files
 
 from ..slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 from .asking import LONG, SHORT, Requests, shared_files, until
@@ -121,10 +120,6 @@ class Phase:
         assert self.serving.stop() == 0
 
 
-def open_files(node: Any) -> int:
-    return len(os.listdir(f"/proc/{node.process.pid}/fd"))
-
-
 @pytest.mark.parametrize(("phase", "name"), [(phase, name) for phase, names in PHASES.items() for name in names])
 @pytest.mark.parametrize("group", [3000, 1000], indirect=True)
 def test_each_process_of_an_agent(
@@ -140,7 +135,7 @@ def test_each_process_of_an_agent(
     node = start_node(*AGENT, wrapper=group.inside)
     node.wait_warm()
     until(lambda: node.status()["ready_bytes"], node.output)
-    before = open_files(node)
+    before = len(open_files(node.process.pid))
     reached = Phase(phase, node, start, slow_origin, large)
     children, victim = node.children(), reached.victim(name)
     group.kill(victim)
@@ -164,7 +159,10 @@ def test_each_process_of_an_agent(
         client.drop(slow_origin.url)
     until(lambda: node.status()["regions"] == [] and node.status()["ready_bytes"], node.output)
     node.wait_warm()
-    until(lambda: open_files(node) <= before, lambda: f"{open_files(node)} of {before} {node.output()}")
+    until(
+        lambda: len(open_files(node.process.pid)) <= before,
+        lambda: f"{open_files(node.process.pid)}, {before} before {node.output()}",
+    )
     assert node.stop() == 0
     until(lambda: group.shared_bytes() == 0, lambda: f"{group.shared_bytes()} bytes of shared memory")
     assert shared_files() <= shared

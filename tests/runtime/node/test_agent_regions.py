@@ -30,6 +30,7 @@ from medusa_runtime.region.demand import pace
 from medusa_runtime.region.layout import reopen
 from medusa_runtime.region.reader import Region
 from medusa_runtime.region.seals import F_ADD_SEALS
+from process_tree import open_files
 
 pytestmark = pytest.mark.forked
 
@@ -263,8 +264,8 @@ def test_the_memory_of_what_is_evicted_is_taken_back_by_a_child(start_node: Star
     have(url)
     assert node.output().count("takes back") == 1, "of little it is the agent that does"
     node.until(lambda: node.children() == {})
-    held = [entry for entry in Path(f"/proc/{node.process.pid}/fd").iterdir() if "medusa-region" in os.readlink(entry)]
-    assert len({entry.stat().st_ino for entry in held}) == 2
+    held = [number for number, file in open_files(node.process.pid).items() if "medusa-region" in file]
+    assert len({os.stat(f"/proc/{node.process.pid}/fd/{number}").st_ino for number in held}) == 2
 
 
 def test_a_pinned_model_stays_without_users(start_node: Start, put_model: Put) -> None:

@@ -18,6 +18,7 @@ from medusa_runtime.errors import MedusaError, NodeError
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.node.messages import receive
 from medusa_runtime.node.regions.model_key import model_key
+from process_tree import open_files
 
 EXAMPLES = int(os.environ.get("FUZZ_INPUTS", "300"))
 pytestmark = [pytest.mark.timeout(100 + EXAMPLES // 20), pytest.mark.forked]
@@ -101,10 +102,7 @@ def test_no_message_hurts_the_agent(start_node: Callable[..., Any], descriptors:
             connections.append(connection)
         return connections[0]
 
-    def open_files() -> int:
-        return len(os.listdir(f"/proc/{node.process.pid}/fd"))
-
-    before = open_files()
+    before = len(open_files(node.process.pid))
 
     @fuzzed
     @given(_MESSAGES)
@@ -138,5 +136,5 @@ def test_no_message_hurts_the_agent(start_node: Callable[..., Any], descriptors:
     with_all_closed.close()
     node.until(lambda: node.status()["callers"].get(f"user {os.getuid()}", {}).get("connections") == 1)
     node.until(lambda: not node.children())
-    node.until(lambda: open_files() <= before + 2 * len(node.status()["regions"]) * 3 + 3)
+    node.until(lambda: len(open_files(node.process.pid)) <= before + 2 * len(node.status()["regions"]) * 3 + 3)
     assert node.stop() == 0
