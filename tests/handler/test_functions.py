@@ -229,6 +229,7 @@ def test_errors_of_user_code(serve: Serve) -> None:
     assert "medusa_handler" not in log, "frames of ours are shown"
     assert served.request("POST", "/", b"unsendable", TEXT)[0] == 500
     assert "expected dict, list, str" in served.output()
+    assert "flask" not in served.output(), "frames of the server are shown"
 
 
 def test_a_response_that_http_cannot_carry_keeps_no_place(serve: Serve) -> None:
@@ -299,6 +300,7 @@ def test_code_that_cannot_be_loaded(serve: Serve, handler: str, expected: tuple[
         ("import not_there_at_all", ("ModuleNotFoundError", "not_there_at_all", "broken.py, line 1")),
         ("raise SystemExit(3)", ("SystemExit", "broken.py, line 1")),
         ("def handle(x: Missing): ...", ("Missing",)),
+        ("class Own: ...\ndef handle(x: Own): ...", ("cannot fill 'x' of type Own;",)),
     ],
 )
 def test_code_that_does_not_import(serve: Serve, tmp_path: Any, source: str, expected: tuple[str, ...]) -> None:

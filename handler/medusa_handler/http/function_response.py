@@ -107,13 +107,7 @@ def _body(result: Any) -> tuple[bytes, str]:
         return result.encode("utf-8", "replace"), "text/plain; charset=utf-8"
     if isinstance(result, bytes | bytearray | memoryview):
         return bytes(result), "application/octet-stream"
-    try:
-        return (to_json(result) + "\n").encode(), "application/json"
-    except TypeError as error:
-        raise TypeError(
-            f"the function returned a {type(result).__name__} that cannot be sent ({error}); expected dict, list, str, "
-            "bytes, (body, status[, headers]), Response or an iterator"
-        ) from None
+    return (to_json(result) + "\n").encode(), "application/json"
 
 
 def to_json(result: Any) -> str:
@@ -130,6 +124,11 @@ def to_json(result: Any) -> str:
         raise ValueError(
             f"the function returned {found}, which JSON cannot express (RFC 8259, section 6); expected finite numbers, "
             "None or text"
+        ) from None
+    except TypeError as error:
+        raise TypeError(
+            f"the function returned a result of type {type(result).__name__} that cannot be sent ({error}); expected "
+            "dict, list, str, bytes, (body, status[, headers]), Response or an iterator"
         ) from None
 
 

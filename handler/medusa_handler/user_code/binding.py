@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, get_origin
 
@@ -12,6 +13,7 @@ from medusa_runtime.errors import HandlerLoadError
 
 from ..cloud_event import is_cloud_event_class
 from ..contract import Context, HttpError, Request
+from .loader import PRIVATE_MODULE
 
 Resolve = Callable[[Request], Any]
 
@@ -76,8 +78,8 @@ def _resolver(parameter: inspect.Parameter, context: Context, name: str) -> Reso
     if parameter.default is not inspect.Parameter.empty:
         return None
     raise HandlerLoadError(
-        f"{name}: cannot give {parameter.name!r} a {kind!r}; expected no annotation, Request, Context, dict, list, "
-        "str, bytes, a dataclass, a pydantic model or CloudEvent"
+        f"{name}: cannot fill {parameter.name!r} of type {_shown(kind)}; expected no annotation, Request, Context, "
+        "dict, list, str, bytes, a dataclass, a pydantic model or CloudEvent"
     )
 
 
@@ -86,10 +88,16 @@ def _type_adapter(kind: Any, name: str, parameter: str) -> Resolve:
         from pydantic import TypeAdapter  # 75 ms, and only where types are declared
     except ImportError:
         raise HandlerLoadError(
-            f"{name}: to validate {parameter!r} as {kind!r} pydantic is needed: pip install 'medusa-runtime[typed]'"
+            f"{name}: to validate {parameter!r} as {_shown(kind)} pydantic is needed: "
+            "pip install 'medusa-runtime[typed]'"
         ) from None
     adapter = TypeAdapter(kind)
     return lambda request: _validate(adapter.validate_json, request)
+
+
+def _shown(kind: Any) -> str:
+    """Return an annotation as the user wrote it: ``int``, ``Order``, ``list[Order]``."""
+    return re.sub(rf"{PRIVATE_MODULE}[^.]+\.", "", inspect.formatannotation(kind))
 
 
 def _validate(validate: Callable[[bytes], Any], request: Request) -> Any:

@@ -15,6 +15,7 @@ from medusa_runtime.errors import HandlerLoadError
 from .user_traceback import is_ours
 
 DEFAULT_NAMES = ("Handler", "handle")
+PRIVATE_MODULE = "_medusa_function_"  # and the file's name: collides with no package
 
 
 def load_target(spec: str) -> Any:
@@ -44,16 +45,20 @@ def _source(place: str) -> Path | None:
         path = Path(place).absolute()
         if not path.is_file():
             raise HandlerLoadError(f"there is no file {path}; expected --handler file.py:name or module:name")
+        if path.suffix != ".py":
+            raise HandlerLoadError(f"{path}: expected a Python file, whose name ends in .py")
         return path
     if not place:
         raise HandlerLoadError("--handler names no file; expected file.py:name or module:name")
     path = Path.cwd() / f"{place}.py"
+    if not path.is_file() and (Path.cwd() / place).is_file():
+        raise HandlerLoadError(f"{Path.cwd() / place}: expected a Python file, whose name ends in .py")
     return path if path.is_file() else None
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Run the file as a module under a private name, which collides with no package. Make its folder importable."""
-    name = f"_medusa_function_{path.stem}"
+    """Run the file as a module under a private name. Make its folder importable."""
+    name = f"{PRIVATE_MODULE}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -72,6 +77,13 @@ def _import_module(name: str) -> ModuleType:
     _make_importable(Path.cwd())
     try:
         return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):  # one that the module imports
+            raise HandlerLoadError(_import_failure(name, error)) from error
+        raise HandlerLoadError(
+            f"there is no module {name} and no file {Path.cwd() / name}.py; expected --handler file.py:name or "
+            "module:name"
+        ) from None
     except (Exception, SystemExit) as error:
         raise HandlerLoadError(_import_failure(name, error)) from error
 

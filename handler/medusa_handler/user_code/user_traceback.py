@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import traceback
@@ -14,7 +15,7 @@ from medusa_runtime.errors import MedusaError
 logger = logging.getLogger(__name__)
 
 _OUR_FOLDERS = (Path(__file__).parents[1], Path(medusa_runtime.__file__).parent)
-_OURS = (*(f"{folder}{os.sep}" for folder in _OUR_FOLDERS), "<frozen importlib.")
+_OURS = (*(f"{folder}{os.sep}" for folder in _OUR_FOLDERS), "<frozen importlib.", importlib.__file__)
 
 
 def is_ours(filename: str) -> bool:
@@ -23,7 +24,11 @@ def is_ours(filename: str) -> bool:
 
 
 def user_traceback(error: BaseException, folder: Path | None = None) -> str:
-    """Return the traceback from the first frame in ``folder`` on, or whole if there is none, without our frames."""
+    """Return the traceback from the first frame in ``folder`` on, without our frames.
+
+    If no frame is in ``folder``, the one of a result that cannot be sent for example, the traceback begins where ours
+    begin: the server's frames before them explain nothing. Without a ``folder`` it is whole.
+    """
     found = traceback.TracebackException(type(error), error, _first_in(folder, error.__traceback__))
     found.stack[:] = [frame for frame in found.stack if not is_ours(frame.filename)]
     return "".join(found.format()).rstrip()
@@ -36,9 +41,12 @@ def log_cause(error: MedusaError, folder: Path | None) -> None:
 
 
 def _first_in(folder: Path | None, frames: TracebackType | None) -> TracebackType | None:
-    first = frames
+    first, ours = frames, None
     while folder is not None and frames is not None:
-        if frames.tb_frame.f_code.co_filename.startswith(f"{folder}{os.sep}"):
+        filename = frames.tb_frame.f_code.co_filename
+        if filename.startswith(f"{folder}{os.sep}"):
             return frames
+        if ours is None and is_ours(filename):
+            ours = frames
         frames = frames.tb_next
-    return first
+    return ours or first

@@ -28,6 +28,9 @@ def model(request, context):
 
 def broken(request):
     raise ValueError("ouch")
+
+def unsendable(request):
+    return {"tags": {1, 2}}
 """
 
 NET = """
@@ -109,6 +112,35 @@ def test_what_a_handler_gets_wrong(handler: Path) -> None:
     done = medusa(handler, "run", "handler.py", "--request", "@nothing")
     assert (done.returncode, "expected a file that can be read" in done.stderr) == (2, True)
     assert medusa(handler, "run").returncode == 2
+    done = medusa(handler, "run", "handler:unsendable")
+    assert done.returncode == 1
+    assert done.stderr.startswith("medusa: handler:unsendable: answering raised TypeError: the function returned a ")
+    assert "expected dict, list, str" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("notes.txt", "notes.txt: expected a Python file, whose name ends in .py [Handler.NotFound]"),
+        ("./notes.txt", "notes.txt: expected a Python file, whose name ends in .py [Handler.NotFound]"),
+        ("hander", "there is no module hander and no file"),
+        ("handler.handle", "there is no module handler.handle and no file"),
+    ],
+)
+def test_a_handler_that_is_not_there(handler: Path, spec: str, expected: str) -> None:
+    (handler / "notes.txt").touch()
+    done = medusa(handler, "run", spec)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
+    assert expected in done.stderr
+
+
+def test_code_that_does_not_import_is_shown_from_its_own_first_line(handler: Path) -> None:
+    (handler / "broken.py").write_text("import nope_nope\n")
+    for spec in ("broken.py", "broken"):
+        lines = medusa(handler, "run", spec).stderr.splitlines()
+        assert lines[0] == "Traceback (most recent call last):"
+        assert "broken.py" in lines[1]
+        assert lines[-1].endswith("[Handler.NotFound]")
 
 
 def test_a_handler_is_called_once_with_a_model(handler: Path) -> None:

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     from medusa_handler.contract import Context, Headers, HttpError, Request
     from medusa_handler.user_code.code import UserCode
     from medusa_handler.user_code.loop import EventLoop
-    from medusa_handler.user_code.user_traceback import log_cause, user_traceback
+    from medusa_handler.user_code.user_traceback import user_traceback
 
     code = UserCode(EventLoop())
     request = Request("POST", "/", Headers([("Content-Type", arguments.content_type)]), {}, body, "run")
@@ -65,10 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"status {error.status}: {error.message}", file=sys.stderr)
         return 1
     except MedusaError as error:
-        log_cause(error, code.folder)
+        if error.__cause__ is not None:
+            _show_frames(user_traceback(error.__cause__, code.folder))
         raise _hinted(error, str(error)) from error
     except Exception as error:
-        sys.stderr.write(user_traceback(error, code.folder) + "\n")
+        _show_frames(user_traceback(error, code.folder))
         raise _hinted(error, f"{settings.handler}: answering raised {type(error).__name__}: {error}") from error
     return int(status >= 400)
 
@@ -112,6 +113,12 @@ def _ended(instance: ServedInstance) -> bool:
     except subprocess.TimeoutExpired:
         return False
     return True
+
+
+def _show_frames(text: str) -> None:
+    """Print a traceback unless no frame is left in it: the command's last line repeats the error itself."""
+    if "\n" in text:
+        sys.stderr.write(text + "\n")
 
 
 def _hinted(error: Exception, message: str) -> MedusaError:
