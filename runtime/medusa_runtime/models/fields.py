@@ -41,6 +41,9 @@ def _parsed(name: str, data: bytes) -> Any:
         return json.loads(data)
     except RecursionError:
         raise CorruptError(f"{name}: expected JSON, found too many levels of it") from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise CorruptError(f"{name}: expected JSON, found something else at {where}") from None
     except ValueError as error:
         raise CorruptError(f"{name}: expected JSON, found: {error}") from None
 

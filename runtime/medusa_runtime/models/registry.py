@@ -96,6 +96,6 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
     if not isinstance(named, list) or not named or not all(isinstance(name, str) for name in named):
         raise ModelError(
             f"config.json: expected architectures to be a list of names such as [{next(iter(ARCHITECTURES))!r}], "
-            f"found {short_repr(named)}"
+            f"found {'nothing' if named is None else short_repr(named)}"
         )
     return str(next((name for name in named if name in ARCHITECTURES), named[0]))

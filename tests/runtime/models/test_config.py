@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from medusa_runtime.config import Settings
-from medusa_runtime.errors import ConfigError, CorruptError, ModelError
+from medusa_runtime.errors import ConfigError, CorruptError, MissingPackageError, ModelError
 from medusa_runtime.models import ARCHITECTURES, model_config
 from medusa_runtime.models.backend import backend
 from medusa_runtime.models.llama import LlamaConfig
@@ -75,6 +75,14 @@ def test_a_recurrent_model_is_refused() -> None:
         model_config({"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
 
 
+def test_transformers_is_not_asked_for_where_it_would_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_runtime.models.transformers.catalog.installed", lambda: None)
+    with pytest.raises(MissingPackageError, match=r"GPT2LMHeadModel .* need transformers, which is not installed: pip"):
+        model_config({"architectures": ["GPT2LMHeadModel"]})
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration is an encoder and a decoder"):
+        model_config({"architectures": ["T5ForConditionalGeneration"]})
+
+
 def test_an_unknown_architecture_lists_the_known_ones() -> None:
     with pytest.raises(ModelError) as caught:
         llama(architectures=["NoSuchForCausalLM"])
@@ -89,7 +97,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1}
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({"architectures": None}, ModelError, "architectures"),
+        ({"architectures": None}, ModelError, "a list of names such as .*, found nothing"),
         ({"hidden_size": None}, ConfigError, "expected hidden_size to be a positive integer, found nothing"),
         ({"num_hidden_layers": "4"}, ConfigError, "num_hidden_layers"),
         ({"hidden_size": 65}, ConfigError, "a multiple of the 4 attention heads, found 65"),
@@ -126,6 +134,11 @@ def test_bad_values_are_named(changes: dict[str, Any], error: type[Exception], s
 
 
 DEEP = b"[" * 100_000
+
+
+def test_where_a_config_is_no_json_is_named() -> None:
+    with pytest.raises(CorruptError, match="expected JSON, found something else at line 2, column 1"):
+        backend({"config.json": b"{\n"}.get, Settings(model="m"))
 
 
 @pytest.mark.parametrize("text", [DEEP, b"{", b"\xff", b"null", b"[]"])

@@ -38,9 +38,10 @@ def find_class(raw: Mapping[str, Any]) -> TransformersClass:
     architecture = architecture_of(raw)
     folder = installed()
     if folder is None:
+        _kind(architecture, raw)  # raises for what transformers would not help with
         raise MissingPackageError(
-            f"{architecture} is none of the models that the torch engine has itself; transformers can run it, and is "
-            f"not installed: {INSTALL}, or use --engine vllm"
+            f"{architecture} is none of the models that the torch engine has itself; most others need transformers, "
+            f"which is not installed: {INSTALL}, or use --engine vllm"
         )
     found = _file_of(architecture, str(raw.get("model_type", "")), folder)
     if found is None:
