@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from medusa_runtime.errors import ConfigError
+from medusa_runtime.errors import MissingPackageError
 
 from ..policy.decide import Memory, decide
 from ..policy.state import ClusterState, Copy, Deployment, Load, Node
@@ -73,7 +73,7 @@ class Simulation:
         try:
             import simpy
         except ModuleNotFoundError:
-            raise ConfigError('the simulator needs simpy: pip install "medusa-runtime[cluster]"') from None
+            raise MissingPackageError('the simulator needs simpy: pip install "medusa-runtime[cluster]"') from None
         self.env: Any = simpy.Environment()
         self.fleet, self.strategy = fleet, strategy
         self.network = Network(self.env)

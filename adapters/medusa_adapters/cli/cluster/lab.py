@@ -88,7 +88,7 @@ def _cluster(lab: Laboratory, arguments: argparse.Namespace) -> int:
             _log(f"model {name}: {lab.origin_url}/{name}")
         _log(f"gateway: {outside} (for nodes {inside}); requests are answered from now on, while other nodes join")
         folder = str(lab.node_folder(lab.nodes[0]))
-        _log(f"commands: export {DIR_VARIABLE}={folder}, then medusa cluster status")
+        _log(f"commands: export {DIR_VARIABLE}={folder} && medusa cluster status")
         cluster.start_others(lambda node: _log(f"  {node} has joined"))
         if arguments.program:
             return _program(lab, arguments.program, env=os.environ | {DIR_VARIABLE: folder})
