@@ -1,10 +1,11 @@
 """Addresses in tensor maps (CUtensorMap), which TMA kernels take by value: 128 bytes in an unpublished format.
 
 The driver can write another address into a map (cuTensorMapReplaceAddress), but cannot read the present one. So it is
-asked, once, to write addresses that differ in one bit, which shows the bits of a map that depend on this bit. From
-these, the address in any map can be worked out. Bytes count as a map only if two captures prove it: they differ in
-nothing else, and the driver must be able to make the second capture's bytes from the first's. (A graph of a real model
-has thousands of words that need this question, and a call of the driver for each bit of each took minutes.)
+asked, once for each bit of an address, to write two that differ in this bit alone, which shows the bits of a map that
+depend on it. From these, the address in any map can be worked out. Bytes count as a map only if two captures prove it:
+they differ in nothing else, and the driver must be able to make the second capture's bytes from the first's. (A graph
+of a real model has thousands of words that need this question, and a call of the driver for each bit of each took
+minutes.)
 """
 
 from __future__ import annotations
@@ -50,8 +51,7 @@ class TensorMaps:
 
     def addresses(self, one: bytes, two: bytes) -> tuple[int, int] | None:
         """Return the addresses in two maps that differ only in them; None if the bytes are not two such maps."""
-        if not self._masks:
-            self._learn(one)
+        self._learn(one)
         if not self._masks or (_number(one) ^ _number(two)) & ~self._address_bits:
             return None
         first, second = self._address(one), self._address(two)
@@ -60,10 +60,14 @@ class TensorMaps:
         return first, second
 
     def _learn(self, data: bytes) -> None:
-        for bit in _BITS:
+        """Learn the bits that are not known yet. A map that needs a larger alignment than others leaves some out."""
+        unknown = [bit for bit in _BITS if bit not in self._masks]
+        if not unknown or self._replace(data, _PROBE) is None:
+            return
+        for bit in unknown:
             before, after = (_PROBE, _PROBE ^ 1 << bit) if 1 << bit != _PROBE else (_PROBE | _OTHER, _OTHER)
             pair = self._replace(data, before), self._replace(data, after)
-            if pair[0] is not None and pair[1] is not None:  # else it is no map, or needs a larger alignment
+            if pair[0] is not None and pair[1] is not None:
                 self._masks[bit] = _number(pair[0]) ^ _number(pair[1])
                 self._address_bits |= self._masks[bit]
 

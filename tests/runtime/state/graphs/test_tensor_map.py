@@ -40,6 +40,20 @@ def test_addresses_are_read_from_what_the_driver_writes(alignment: int) -> None:
         assert TensorMaps(encode).addresses(one, two[:-1] + b"x") is None, "they differ in more than an address"
 
 
+def test_a_first_map_with_a_larger_alignment_hides_no_bit_of_others() -> None:
+    """Interleaved maps are aligned to 32 bytes, others to 16."""
+
+    def encode(data: bytes, address: int) -> bytes | None:
+        return split(data, address, 32 if data[0] == 32 else 16)
+
+    maps = TensorMaps(encode)
+    for alignment, first, second in [(32, 0x600000000200, 0x500012345680), (16, 0x600000000210, 0x500012345690)]:
+        one, two = (encode(bytes([alignment]) + SWAPPED[1:], address) for address in (first, second))
+        assert one is not None
+        assert two is not None
+        assert maps.addresses(one, two) == (first, second)
+
+
 def test_what_the_driver_refuses_is_no_map() -> None:
     assert TensorMaps(lambda data, address: None).addresses(SWAPPED, SWAPPED) is None
 
