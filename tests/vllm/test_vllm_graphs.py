@@ -313,15 +313,20 @@ def test_a_third_process_leaves_out_what_is_right_only_where_it_was_captured(
 
 
 def test_a_graph_that_breaks_the_context_fails_the_check(
-    check: Callable[[str], Blueprints], made: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    check: Callable[[str], Blueprints],
+    made: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_FAULT", "embed")
     expected = (
         r"(?s)^checking the materialized CUDA graphs failed: .*DeviceError: vllm mode=FULL tokens=4 [^:]*: a restored "
         r"CUDA graph broke the context .*ILLEGAL_ADDRESS"
     )
-    with pytest.raises(EngineError, match=expected):
+    with pytest.raises(EngineError, match=expected), caplog.at_level(logging.INFO):
         check(made["table path"])
+    assert "the engine is closed" in caplog.messages
     assert not (tmp_path / "out").exists()
 
 

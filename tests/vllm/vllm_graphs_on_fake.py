@@ -424,7 +424,8 @@ def check(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any], arguments
         def run(self, stop: Any) -> None:
             capture(self._manager, self._runner)
 
-        def close(self) -> None: ...
+        def close(self) -> None:
+            print("the engine is closed", file=sys.stderr)
 
     with (
         patch.object(graph_capture, "fetch_and_import", lambda settings: (None, None)),

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.gpu.graph_capture import read_task
+from medusa_runtime.engine.gpu.graph_capture import closed_after, read_task
 from medusa_runtime.errors import EngineError, MedusaError
 
 from ..offline import fetch_and_import, load
 from ..version import MISSING_PART_ERRORS, installed_version, missing_part
+
+if TYPE_CHECKING:  # vLLM is imported after the recorder of kernel images has begun
+    from medusa_runtime.state.graphs import Blueprints, ImageStore
+
+    from .recording import Recording
 
 logger = logging.getLogger(__name__)
 
@@ -50,19 +57,16 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
         from medusa_runtime.state.graphs import ImageStore
         from medusa_runtime.state.graphs.blueprint import Blueprints
 
-        recording, state, engine = _record(settings, shifted=second is None)
-        logger.info("vLLM has captured its graphs")
-        images = ImageStore(recorder.images, recorder.handles)
-        logger.info("%d kernel images were loaded", len(images.data))
-        try:
+        with _recorded(settings, shifted=second is None) as recording:
+            logger.info("vLLM has captured its graphs")
+            images = ImageStore(recorder.images, recorder.handles)
+            logger.info("%d kernel images were loaded", len(images.data))
             if second is None:
-                state.dump(images).save(out)
+                recording.state.dump(images).save(out)
             else:
-                made = _materialize(recording, state, images, Blueprints.load(second.read_bytes()))
+                made = _materialize(recording, images, Blueprints.load(second.read_bytes()))
                 made.save(out)
                 print(summary(made))
-        finally:
-            engine.close()
 
 
 def _check(settings: Settings, out: Path, unchecked: Path) -> None:
@@ -76,16 +80,16 @@ def _check(settings: Settings, out: Path, unchecked: Path) -> None:
 
     check = GraphCheck(Blueprints.load(unchecked.read_bytes()))
     GpuWorker.check = check
-    engine = VllmEngine(region, settings, timeline)
-    load(engine)
-    checked = check.result()
-    checked.save(out)
-    logger.info("restored in a process of its own: %s", summary(checked))
-    engine.close()
+    with closed_after(VllmEngine(region, settings, timeline)) as engine:
+        load(engine)
+        checked = check.result()
+        checked.save(out)
+        logger.info("restored in a process of its own: %s", summary(checked))
 
 
-def _record(settings: Settings, *, shifted: bool) -> tuple[Any, Any, Any]:
-    """Start vLLM as an instance does, with a graph manager that keeps what it captures."""
+@contextmanager
+def _recorded(settings: Settings, *, shifted: bool) -> Iterator[Recording]:
+    """Start vLLM as an instance does, with a graph manager that keeps what it captures, until the context ends."""
     region, timeline = fetch_and_import(settings)
     from medusa_runtime.engine.gpu.graph_pool import OTHER_POOL_BASE, POOL_BASE
     from medusa_runtime.state.graphs import CudaDriver
@@ -98,21 +102,22 @@ def _record(settings: Settings, *, shifted: bool) -> tuple[Any, Any, Any]:
     recording = Recording(OTHER_POOL_BASE, shifts=_SHIFTS) if shifted else Recording(POOL_BASE)
     GpuWorker.recording = recording
     recording.attach(lambda runner, manager: VllmGraphState(CudaDriver(), runner, manager, pool=recording.pool))
-    engine = VllmEngine(region, settings, timeline)
-    load(engine)
-    if recording.manager is None or not recording.inputs:
-        raise EngineError("vLLM has captured no full graph of a decode here; see its log for why")
-    if reason := materialize_obstacle(recording.runner, recording.manager):
-        raise EngineError(f"vLLM's CUDA graphs are captured at each start: {reason}")
-    return recording, recording.state, engine
+    with closed_after(VllmEngine(region, settings, timeline)) as engine:
+        load(engine)
+        if recording.manager is None or not recording.inputs:
+            raise EngineError("vLLM has captured no full graph of a decode here; see its log for why")
+        if reason := materialize_obstacle(recording.runner, recording.manager):
+            raise EngineError(f"vLLM's CUDA graphs are captured at each start: {reason}")
+        yield recording
 
 
-def _materialize(recording: Any, state: Any, images: Any, second: Any) -> Any:
+def _materialize(recording: Recording, images: ImageStore, second: Blueprints) -> Blueprints:
     import torch
 
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
-    return state.materialize(recording, images, second, stream=stream)
+    made: Blueprints = recording.state.materialize(recording, images, second, stream=stream)
+    return made
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from ...config import Settings
 from ...errors import EngineError, MedusaError
@@ -162,6 +162,25 @@ def read_task(arguments: list[str]) -> Task:
     return Task(settings, Path(out), Path(others[0]) if others else None, others[1:] == ["check"])
 
 
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+Engine = TypeVar("Engine", bound=_Closable)
+
+
+@contextmanager
+def closed_after(engine: Engine) -> Iterator[Engine]:
+    """Close the engine at the end of a context. An error in the context is raised even if closing fails, too."""
+    try:
+        yield engine
+    except BaseException:
+        with suppress(Exception):  # an engine whose CUDA context is broken cannot be closed in order
+            engine.close()
+        raise
+    engine.close()
+
+
 def main(arguments: list[str]) -> int:
     """Run in a process that ``run`` started for the torch engine; see ``read_task`` for the arguments."""
     settings, out, other, check = read_task(arguments)
@@ -261,14 +280,13 @@ def _loaded(settings: Settings, gpu: Gpu) -> Iterator[GpuRunner]:
         target=prefetch, args=(region, settings.model), kwargs={"settings": settings, "timeline": timeline}
     )
     fetch.start()
-    engine = TorchEngine(region, settings, timeline, gpu)
-    engine.wait_ready()
-    fetch.join()
-    runner = engine.runner
-    if not isinstance(runner, GpuRunner) or runner.graphs is None:
-        raise EngineError("this model's decode steps cannot be captured; see the warning above")
-    yield runner
-    engine.close()
+    with closed_after(TorchEngine(region, settings, timeline, gpu)) as engine:
+        engine.wait_ready()
+        fetch.join()
+        runner = engine.runner
+        if not isinstance(runner, GpuRunner) or runner.graphs is None:
+            raise EngineError("this model's decode steps cannot be captured; see the warning above")
+        yield runner
 
 
 def _measure(runner: GpuRunner, settings: Settings, graph_bytes: int, out: Path) -> None:

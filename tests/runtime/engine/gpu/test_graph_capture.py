@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu import graph_capture
+from medusa_runtime.engine.torch.engine import TorchEngine
 from medusa_runtime.errors import EngineError
 from medusa_runtime.state.graphs import Blueprints
 
@@ -150,6 +151,32 @@ def test_a_check_that_fails_without_pinned_graphs_is_an_error(
     with pytest.raises(EngineError, match=expected):
         graph_capture.capture("m", broken, tmp_path)
     assert (tmp_path / "said").read_text() == "once more\n" * checks
+
+
+def test_an_engine_that_captures_nothing_is_closed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, it loads the model, and has no graphs."""
+    closed, close = [], TorchEngine.close
+    monkeypatch.setattr(TorchEngine, "close", lambda engine: closed.append(close(engine)))
+    settings = Settings(model=str(checkpoint), device="cpu", state="none")
+    with (
+        pytest.raises(EngineError, match="this model's decode steps cannot be captured"),
+        graph_capture._loaded(settings, None),  # type: ignore[arg-type]
+    ):
+        pass
+    assert closed == [None]
+
+
+def test_an_engine_that_cannot_be_closed_hides_no_error() -> None:
+    """If the CUDA context is broken, closing fails, too."""
+
+    class Broken:
+        def close(self) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(EngineError, match="a graph broke it"), graph_capture.closed_after(Broken()):
+        raise EngineError("a graph broke it")
+    with pytest.raises(RuntimeError), graph_capture.closed_after(Broken()):
+        pass
 
 
 @pytest.mark.parametrize("arguments", [["OUT"], ["OUT", "OTHER", "check"]], ids=["captures", "checks"])
