@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import inspect
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -343,8 +344,9 @@ def test_a_broken_context_is_written_down_and_ends_the_process(
 
 
 def test_what_is_checked_is_restored_by_a_start_and_what_that_leaves_out_has_the_reason(
-    worker: Any, parts: Any, manager: Any, monkeypatch: pytest.MonkeyPatch
+    worker: Any, parts: Any, manager: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    from medusa_runtime.engine.gpu.attempts import Attempts
     from medusa_runtime.state.graphs import Blueprints, GraphMismatch, Reason
     from medusa_runtime.state.graphs.blueprint import GraphBlueprint
     from medusa_vllm.gpu.graph_check import GraphCheck
@@ -354,12 +356,13 @@ def test_what_is_checked_is_restored_by_a_start_and_what_that_leaves_out_has_the
             self.verified: set[str] = set()
             self.reasons = {"one": GraphMismatch(Reason.KERNEL_MISSING, "scale")}
 
-        def restore(self, blueprints: Any, *, validate: str, **_: Any) -> None:
-            assert validate == "each"
+        def restore(self, blueprints: Any, *, attempts: Attempts, **_: Any) -> None:
+            assert attempts.ended("check") == set()
             raise GraphMismatch(Reason.MEMORY, "expected 2 MiB, found 1 MiB")
 
     graphs = tuple(GraphBlueprint(key, (), (), b"") for key in ("one", "two"))
-    check = GraphCheck(Blueprints({"kv_cache_bytes": str(5 << 30)}, graphs=graphs))
+    attempts = Attempts(tmp_path / "attempts")
+    check = GraphCheck(Blueprints({"kv_cache_bytes": str(5 << 30)}, graphs=graphs), attempts)
     monkeypatch.setattr(parts.worker, "VllmGraphState", Without)
     monkeypatch.setattr(parts.worker, "CudaDriver", lambda: None)
     monkeypatch.setattr(type(worker), "check", check)

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu import graph_capture
 from medusa_runtime.errors import EngineError
 from medusa_runtime.state.graphs import Blueprints
+from medusa_runtime.state.graphs.blueprint import GraphBlueprint
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -175,14 +177,45 @@ def test_a_word_that_breaks_the_context_leaves_its_graph_out(
     out = graph_capture.capture("m", Settings(engine="vllm"), tmp_path)
     assert out is not None
     (pinned,) = made["astray"]["pinned"]
-    assert f"1 CUDA graphs that two captures do not explain are left out: {_BROKE}" in caplog.text
+    assert f"another process goes on without {pinned}, which ended this one: {_BROKE}" in caplog.text
     assert f"DeviceError: {pinned}: a restored CUDA graph broke the context" in caplog.text
     checked = Blueprints.load(out.read_bytes())
-    why = "address: two captures do not explain it, and the process that replayed such graphs ended"
+    why = "output: the process that checked it broke its CUDA context, or did not end"
     assert checked.refused == {pinned: why}
     found = run("restore", 0x580000000000, {"others": {"bundle": str(out)}})["others"]
     assert found["kinds"] == {"4": "RestoredGraph", "2": "FakeGraph", "1": "RestoredGraph"}
     assert found["answers"] == made["astray"]["answers"]
+
+
+def test_a_piece_that_breaks_the_context_leaves_its_batch_out(
+    python: Callable[..., None],
+    made: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A forward runs all pieces of a batch, and vLLM captures those of this batch at each start."""
+    monkeypatch.setattr("medusa_runtime.device.choice.choose", lambda device, environ: "cuda")
+    unchecked = Blueprints.load(Path(made["pieces path"]).read_bytes())
+    batch = [graph.key for graph in unchecked.graphs if "PIECEWISE tokens=2 " in graph.key]
+    assert len(batch) == 2
+    graphs = [astray(graph) if graph.key == batch[0] else graph for graph in unchecked.graphs]
+    replace(unchecked, graphs=tuple(graphs)).save(tmp_path / "made")
+    python(pieces=True, before=f'[ "$5" ] || {{ cp {tmp_path}/made "$3"; exit 0; }}')
+    out = graph_capture.capture("m", Settings(engine="vllm"), tmp_path)
+    assert out is not None
+    assert f"another process goes on without {', '.join(batch)}, which ended this one: {_BROKE}" in caplog.text
+    checked = Blueprints.load(out.read_bytes())
+    assert len(checked.graphs) == len(unchecked.graphs) - 2
+    assert set(checked.refused) == set(batch)
+
+
+def astray(graph: GraphBlueprint) -> GraphBlueprint:
+    """Let its first kernel read where there is nothing."""
+    first, *others = graph.relocations
+    blob = bytearray(graph.blob)
+    blob[first.position : first.position + 8] = (0x1000).to_bytes(8, "little")
+    return replace(graph, blob=bytes(blob), relocations=tuple(others))
 
 
 def test_contents_of_memory_without_a_name_are_not_trusted(made: dict[str, Any]) -> None:

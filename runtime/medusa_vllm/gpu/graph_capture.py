@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.gpu.graph_capture import closed_after, read_task
+from medusa_runtime.engine.gpu.graph_capture import ATTEMPTS, closed_after, read_task
 from medusa_runtime.errors import EngineError, MedusaError
 
 from ..offline import fetch_and_import, load
@@ -71,6 +71,7 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
 
 def _check(settings: Settings, out: Path, unchecked: Path) -> None:
     region, timeline = fetch_and_import(settings)
+    from medusa_runtime.engine.gpu.attempts import Attempts
     from medusa_runtime.engine.gpu.graph_state import summary
     from medusa_runtime.state.graphs import Blueprints
 
@@ -78,7 +79,7 @@ def _check(settings: Settings, out: Path, unchecked: Path) -> None:
     from .graph_check import GraphCheck
     from .worker import GpuWorker
 
-    check = GraphCheck(Blueprints.load(unchecked.read_bytes()))
+    check = GraphCheck(Blueprints.load(unchecked.read_bytes()), Attempts(out.with_name(ATTEMPTS)))
     GpuWorker.check = check
     with closed_after(VllmEngine(region, settings, timeline)) as engine:
         load(engine)

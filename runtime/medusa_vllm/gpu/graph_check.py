@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from medusa_runtime.engine.gpu.attempts import Attempts
 from medusa_runtime.state.graphs import Blueprints, GraphMismatch, Reason, Trigger
 
 if TYPE_CHECKING:
@@ -26,8 +27,10 @@ class GraphCheck:
     depend on the memory that lies elsewhere here, and it is no longer pinned to that.
     """
 
-    def __init__(self, unchecked: Blueprints) -> None:
-        self.unchecked = unchecked
+    def __init__(self, unchecked: Blueprints, attempts: Attempts) -> None:
+        """``attempts`` says which graphs have ended earlier processes. They are left out."""
+        self.unchecked = attempts.without_ended(unchecked)
+        self._attempts = attempts
         self._state: VllmGraphState | None = None
         self._unused = GraphMismatch(Reason.ABSENT, "a start with it did not come to restore it")
 
@@ -36,7 +39,7 @@ class GraphCheck:
         self._state = state
         try:
             graphs = tuple(replace(graph, pinned=()) for graph in self.unchecked.graphs)
-            return state.restore(replace(self.unchecked, graphs=graphs), trigger=trigger, validate="each")
+            return state.restore(replace(self.unchecked, graphs=graphs), trigger=trigger, attempts=self._attempts)
         except GraphMismatch as mismatch:
             self._unused = mismatch
             raise

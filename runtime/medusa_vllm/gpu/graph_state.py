@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from medusa_runtime.engine.gpu.attempts import CHECK, Attempts
 from medusa_runtime.engine.gpu.graph_memory import Segments, unnamed_ranges
 from medusa_runtime.engine.gpu.graph_pool import GraphPool
 from medusa_runtime.errors import DeviceError
@@ -104,6 +105,7 @@ class VllmGraphState:
         self._device = device
         self._restored: tuple[Blueprints, Placement, Any] | None = None
         self._validate = "ends"
+        self._attempts: Attempts | None = None
         self._addresses: dict[str, int] = {}  # of named and placed memory, since ``restore``
         self.verified: set[str] = set()  # keys of graphs that were validated one by one, and gave their outputs
         self.reasons: dict[str, GraphMismatch] = {}  # why others are captured
@@ -179,14 +181,20 @@ class VllmGraphState:
         return _without_stale_state(materialize_graphs(self._driver, dump, capture, second=second))
 
     def restore(
-        self, data: Blueprints | bytes, *, trigger: Trigger | None = None, validate: str = "ends"
+        self,
+        data: Blueprints | bytes,
+        *,
+        trigger: Trigger | None = None,
+        validate: str = "ends",
+        attempts: Attempts | None = None,
     ) -> RestoredDecodeGraphs | None:
         """Restore the full graphs that fit, and log once why others do not.
 
-        ``validate`` is as in ``restore_graphs``, or "each": all are replayed and compared, and one that differs rejects
-        no other. It is also for the batches of piecewise graphs. Raises DeviceError if the context is broken.
+        ``validate`` is as in ``restore_graphs``, and also for the batches of piecewise graphs. With ``attempts``, each
+        graph or batch is tried out alone instead, and one that differs rejects no other. Raises DeviceError if the
+        context is broken.
         """
-        self._validate = validate
+        self._validate, self._attempts = validate, attempts
         blueprints = Blueprints.load(data) if isinstance(data, bytes) else data
         used = blueprints.used_ranges()
         recorded = {memory_range.name: memory_range for n, memory_range in enumerate(blueprints.ranges) if n in used}
@@ -224,8 +232,8 @@ class VllmGraphState:
         )
         keys = [key_of(batch) for batch in full]
         restorer.build(keys)
-        if validate == "each":
-            self._verify_each(restorer, keys)
+        if attempts is not None:
+            self._verify_each(restorer, keys, attempts)
         else:
             restorer.verify(keys, validate)
         restored = restorer.restored
@@ -277,7 +285,7 @@ class VllmGraphState:
             if batch in wrong:
                 put_entry(wrappers[name], batch, None)
                 self.reasons[piece_key(batch, name)] = wrong[batch]
-            elif self._validate == "each":
+            elif self._attempts is not None:
                 self.verified.add(piece_key(batch, name))
         return [batch for batch in whole if batch not in wrong]
 
@@ -285,10 +293,11 @@ class VllmGraphState:
         """Return whether a range of a bundle is at its captured address in this process. ``restore`` comes first."""
         return self._addresses.get(memory_range.name) == memory_range.address
 
-    def _verify_each(self, restorer: GraphRestorer, keys: Sequence[str]) -> None:
+    def _verify_each(self, restorer: GraphRestorer, keys: Sequence[str], attempts: Attempts) -> None:
         for key in keys:
             try:
-                restorer.verify([key])
+                with attempts.trying(CHECK, key):
+                    restorer.verify([key])
             except DeviceError as error:
                 raise DeviceError(f"{key}: {error}") from error.__cause__
         self.verified.update(restorer.restored.graphs)
@@ -296,20 +305,23 @@ class VllmGraphState:
     def _wrong_batches(
         self, batches: Sequence[BatchExecutionDescriptor], create_forward: Callable[..., Any]
     ) -> dict[BatchExecutionDescriptor, GraphMismatch]:
-        """Validate batches of piecewise graphs, and return those that are wrong alone, which is for "each".
+        """Validate batches of piecewise graphs. With attempts, return those that are wrong.
 
         Otherwise a difference is raised.
         """
-        if self._validate == "ends":
+        attempts, wrong = self._attempts, {}
+        if attempts is None and self._validate == "ends":
             batches = list(dict.fromkeys((*batches[:1], *batches[-1:])))
-        wrong = {}
-        for batch in batches if self._validate != "none" else ():
-            try:
-                self._check(batch, create_forward(batch, warmup=True))
-            except GraphMismatch as mismatch:
-                if self._validate != "each":
-                    raise
-                wrong[batch] = mismatch
+        for batch in batches if attempts is not None or self._validate != "none" else ():
+            forward = create_forward(batch, warmup=True)
+            if attempts is None:
+                self._check(batch, forward)
+                continue
+            with attempts.trying(CHECK, *(piece_key(batch, name) for name in compiled_functions())):
+                try:
+                    self._check(batch, forward)
+                except GraphMismatch as mismatch:
+                    wrong[batch] = mismatch
         return wrong
 
     def _check(self, batch: BatchExecutionDescriptor, forward: Callable[[CUDAGraphMode], None]) -> None:

@@ -2,9 +2,9 @@
 
 Two processes capture the same graphs with all memory at different addresses, which proves what is a pointer. A third
 process restores and replays all graphs, so that a user's request is never the first to run one, and finds out whether
-words that the two do not explain matter. If such a word breaks its context, it is started again without the graphs that
-have one. Each is a new process, so that the modules that the driver has loaded, and their addresses, do not depend on
-earlier work.
+words that the two do not explain matter. If a graph breaks its context, it is started again without this graph, and in
+the end without all graphs that have such a word. Each is a new process, so that the modules that the driver has loaded,
+and their addresses, do not depend on earlier work.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 _TIMEOUT_S = 600.0
 _TRACEBACK_S = 1.0
 _SECOND = "second.dump"
+ATTEMPTS = "attempts"  # the file beside a check's result that says which graphs have ended a process
+_MOST_ENDED = 4  # how many processes may end in a graph before all graphs that are not explained are left out
 _LINES_OF_AN_ERROR = 20
 # Bytes of tensors that are allocated before the dump, so that torch's own segments lie at other addresses.
 _SHIFTS = (3 << 20, 24 << 20, 1 << 30)
@@ -61,17 +63,32 @@ def capture(model: str, settings: Settings, folder: Path) -> Path | None:
     second, unchecked, result = folder / _SECOND, folder / "unchecked", folder / CUDA_GRAPHS.name
     run(capture_settings, second)
     run(capture_settings, unchecked, second)  # for the torch engine this also writes a KV plan into the folder
-    try:
-        run(capture_settings, result, unchecked, check=True)
-    except EngineError as error:
-        if result.exists():
-            logger.warning("CUDA graphs stay pinned to their addresses: %s", error)
-        elif count := _leave_out_pinned(unchecked):
-            logger.warning("%d CUDA graphs that two captures do not explain are left out: %s", count, error)
-            run(capture_settings, result, unchecked, check=True)
-        else:
-            raise
+    _run_check(capture_settings, result, unchecked)
     return result
+
+
+def _run_check(settings: Settings, out: Path, unchecked: Path) -> None:
+    """Check graphs in one process after the other, each without the graphs in which an earlier one has ended."""
+    from .attempts import Attempts
+
+    attempts = Attempts(out.with_name(ATTEMPTS))
+    while True:
+        before = len(attempts.unfinished())
+        try:
+            return run(settings, out, unchecked, check=True)
+        except EngineError as error:
+            ended = attempts.unfinished()
+            if before < len(ended) <= _MOST_ENDED:
+                logger.warning(
+                    "another process goes on without %s, which ended this one: %s", ", ".join(ended[-1][1:]), error
+                )
+            elif out.exists():
+                logger.warning("CUDA graphs stay pinned to their addresses: %s", error)
+                return None
+            elif count := _leave_out_pinned(unchecked):
+                logger.warning("%d CUDA graphs that two captures do not explain are left out: %s", count, error)
+            else:
+                raise
 
 
 def _leave_out_pinned(file: Path) -> int:
@@ -248,17 +265,18 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
 def _check(settings: Settings, out: Path, unchecked: Path) -> None:
     preimport(settings)
     from ...state.graphs.blueprint import Blueprints
+    from .attempts import Attempts
     from .device import Gpu
     from .graph_state import GraphState, summary
 
-    gpu = Gpu()
+    gpu, attempts = Gpu(), Attempts(out.with_name(ATTEMPTS))
     with _loaded(settings, gpu) as runner:
         assert runner.graphs is not None
         state = GraphState(runner.model, runner.graphs, gpu.placed)
-        checked = state.check(unchecked.read_bytes())
+        checked = state.check(Blueprints.load(unchecked.read_bytes()), attempts)
         checked.save(out)
         logger.info("restored in a process of its own: %s", summary(checked))
-        state.unpin(checked, Blueprints.load(unchecked.with_name(_SECOND).read_bytes())).save(out)
+        state.unpin(checked, Blueprints.load(unchecked.with_name(_SECOND).read_bytes()), attempts).save(out)
 
 
 @contextmanager

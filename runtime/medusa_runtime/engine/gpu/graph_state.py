@@ -21,6 +21,7 @@ from ...state.graphs.mismatch import GraphMismatch, Reason
 from ...state.graphs.placement import Placement, place
 from ...state.graphs.restoration.restore import GraphRestorer, RestoredGraphs, log_reasons
 from ..torch.kv_cache import KV_CACHE
+from .attempts import CHECK, UNPIN, Attempts
 from .capture import CudaCapturer, CudaGraph
 from .decode_graphs import DecodeGraphs
 from .graph_memory import unnamed_ranges
@@ -119,34 +120,38 @@ class GraphState:
         log_reasons(restored, keys)
         return {size: restored.graphs[key] for key, size in keys.items() if key in restored.graphs}
 
-    def check(self, data: bytes) -> Blueprints:
+    def check(self, unchecked: Blueprints, attempts: Attempts) -> Blueprints:
         """Restore and replay every graph of a bundle, and return the bundle with those alone whose outputs are right.
 
         This is for an offline process that has captured nothing, so that a user's request is never the first to run a
-        restored graph. Raises DeviceError if a graph breaks the context.
+        restored graph. Raises DeviceError if a graph breaks the context. ``attempts`` then says which one it was, and
+        the next process leaves it out.
         """
-        blueprints = Blueprints.load(data)
-        self.begin(data)
+        blueprints = attempts.without_ended(unchecked)
+        self.begin(blueprints)
         wrong = {graph.key for graph in blueprints.graphs}
         for size in [size for size in self._graphs.sizes if key_of(size) in wrong]:
-            wrong -= {key_of(right) for right in self.restore_sizes([size])}
+            with attempts.trying(CHECK, key_of(size)):
+                wrong -= {key_of(right) for right in self.restore_sizes([size])}
         known = self.restored.reasons if self.restored is not None else {}
         unmapped = GraphMismatch(Reason.MEMORY, "its memory could not be mapped in a new process; the log says why")
         return blueprints.without({key: str(known.get(key, unmapped)) for key in wrong})
 
-    def unpin(self, checked: Blueprints, second: Blueprints) -> Blueprints:
+    def unpin(self, checked: Blueprints, second: Blueprints, attempts: Attempts) -> Blueprints:
         """Return the bundle with fewer graphs pinned to their captured addresses. Call ``check`` before this.
 
         A graph is pinned by words that two captures do not explain. Most of these are bytes that nothing reads, in
         structures that are passed by value. So each graph is built once more, with the bytes of the ``second`` capture
         and only its known pointers relocated. If it gives its stored outputs, no other word that differs matters.
-        Raises DeviceError if one does matter so much that it breaks the context.
+        Raises DeviceError if one does matter so much that it breaks the context. The graph is in ``attempts`` then, and
+        the next process leaves it pinned.
         """
         there = {one.name: one.address for one in second.ranges}
         others = {graph.key: graph.blob for graph in second.graphs}
         moved = {n for n, one in enumerate(checked.ranges) if there.get(one.name, one.address) != one.address}
         tried = [graph for graph in checked.graphs if graph.pinned and moved.issuperset(graph.pinned)]
         tried = [graph for graph in tried if len(others.get(graph.key, b"")) == len(graph.blob)]
+        tried = [graph for graph in tried if graph.key not in attempts.ended(UNPIN)]
         if not tried or self._placement is None:
             return checked
         variants = tuple(replace(graph, blob=others[graph.key], pinned=()) for graph in tried)
@@ -158,8 +163,9 @@ class GraphState:
             fingerprint=checked.fingerprint,
         )
         for graph in variants:
-            restorer.build([graph.key])
-            restorer.verify([graph.key])
+            with attempts.trying(UNPIN, graph.key):
+                restorer.build([graph.key])
+                restorer.verify([graph.key])
         free = set(restorer.restored.graphs)
         restorer.restored.close()
         logger.info("%d of %d pinned graphs can be at other addresses, too", len(free), len(tried))

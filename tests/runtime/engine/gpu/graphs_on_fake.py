@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from fake_torch_cuda import HOST, FakeCuda
+from medusa_runtime.engine.gpu.attempts import Attempts
 from medusa_runtime.engine.gpu.capture import CudaCapturer
 from medusa_runtime.engine.gpu.decode_graphs import DecodeGraphs
 from medusa_runtime.engine.gpu.graph_pool import OTHER_POOL_BASE, POOL_BASE, open_pool
@@ -152,9 +153,11 @@ def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
             blueprints = replace(blueprints, fingerprint={**blueprints.fingerprint, "gpu": gpu})
         if options.get("full"):
             os.environ["FAKE_CUDA_MEMORY"] = "0"
-        checked = state.check(encode(blueprints))
+        attempts = Attempts(Path(options.get("attempts", os.devnull)))
+        checked = state.check(Blueprints.load(encode(blueprints)), attempts)
         if "second" in options:
-            checked = state.unpin(checked, Blueprints.load(Path(options["second"]).read_bytes()))
+            checked.save(Path(options["out"]))
+            checked = state.unpin(checked, Blueprints.load(Path(options["second"]).read_bytes()), attempts)
             checked.save(Path(options["out"]))
         return {"kept": [graph.key for graph in checked.graphs], "refused": checked.refused}
     if phase == "restore":

@@ -142,6 +142,36 @@ def test_a_check_that_breaks_the_context_is_done_again_without_pinned_graphs(
     assert (tmp_path / "said").read_text() == "once more\n" * 2
 
 
+def test_if_many_graphs_break_the_context_all_pinned_ones_are_left_out(
+    broken: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each check is a start of the engine, so a model with hundreds of such graphs must not have as many."""
+    script = """
+import sys
+from pathlib import Path
+from medusa_runtime.engine.gpu.attempts import Attempts
+from medusa_runtime.state.graphs.blueprint import Blueprints
+out, unchecked = map(Path, sys.argv[1:3])
+attempts = Attempts(out.with_name("attempts"))
+checked = attempts.without_ended(Blueprints.load(unchecked.read_bytes()))
+for graph in checked.graphs:
+    with attempts.trying("check", graph.key):
+        if graph.pinned:
+            sys.exit("the context broke")
+checked.save(out)
+"""
+    (tmp_path / "check.py").write_text(script)
+    pinned = [replace(GRAPH, key=f"pinned {number}", pinned=(1,)) for number in range(9)]
+    replace(WHOLE, graphs=(*pinned, replace(GRAPH, key="free"))).save(tmp_path / "made")
+    out = graph_capture.capture("m", broken, tmp_path)
+    assert out is not None
+    checked = Blueprints.load(out.read_bytes())
+    assert [graph.key for graph in checked.graphs] == ["free"]
+    assert len(checked.refused) == 9
+    assert "9 CUDA graphs that two captures do not explain are left out: checking the" in caplog.text
+    assert (tmp_path / "said").read_text() == "once more\n" * 6
+
+
 @pytest.mark.parametrize(("pinned", "checks"), [((), 1), ((1,), 2)])
 def test_a_check_that_fails_without_pinned_graphs_is_an_error(
     broken: Settings, tmp_path: Path, pinned: tuple[int, ...], checks: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import struct
 import subprocess
@@ -13,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.gpu import graph_capture
 from medusa_runtime.engine.gpu.graph_pool import POOL_BASE
 from medusa_runtime.state.graphs import Blueprints
+from medusa_runtime.state.graphs.blueprint import GraphBlueprint
 
 HERE = Path(__file__).parent
 GRAPHS = HERE.parents[1] / "state/graphs"
@@ -171,6 +175,80 @@ def test_a_third_process_leaves_out_what_it_cannot_restore(
     checked = run("check", 0x580000000000, bundle=stale["path"], **options)
     assert checked["kept"] == []
     assert checked["refused"] == dict.fromkeys(["decode 4", "decode 2", "decode 1"], reason)
+
+
+@pytest.fixture
+def capture(
+    fake_cuda: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Callable[[Blueprints, Blueprints], Blueprints]:
+    """A function that takes the results of two processes that have captured, and lets others check them."""
+
+    def capture(unchecked: Blueprints, second: Blueprints) -> Blueprints:
+        made = {"made": unchecked, "dump": second}
+        for name, blueprints in made.items():
+            blueprints.save(tmp_path / name)
+        options = {"bundle": "$4", "out": "$3", "attempts": f"{tmp_path}/attempts", "second": f"{tmp_path}/second.dump"}
+        quoted = json.dumps(options).replace('"', '\\"')
+        script = f"""#!/bin/sh
+[ "$5" ] || {{ cp {tmp_path}/$([ "$4" ] && echo made || echo dump) "$3"; exit 0; }}
+exec {sys.prefix}/bin/python {HERE}/graphs_on_fake.py check "{quoted}"
+"""
+        (tmp_path / "python").write_text(script)
+        (tmp_path / "python").chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+        monkeypatch.setattr("medusa_runtime.device.choice.choose", lambda device, environ: "cuda")
+        variables = {
+            "FAKE_CUDA_LIBRARY": fake_cuda,
+            "TOY_CUBINS": GRAPHS / "cubins",
+            "FAKE_CUDA_BASE": "0x580000000000",
+        }
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        with caplog.at_level(logging.INFO):
+            out = graph_capture.capture("m", Settings(), tmp_path)
+        assert out is not None
+        return Blueprints.load(out.read_bytes())
+
+    return capture
+
+
+def astray(graph: GraphBlueprint) -> GraphBlueprint:
+    """Let its first kernel read where there is nothing."""
+    first, *others = graph.relocations
+    blob = bytearray(graph.blob)
+    blob[first.position : first.position + 8] = (0x1000).to_bytes(8, "little")
+    return replace(graph, blob=bytes(blob), relocations=tuple(others))
+
+
+@pytest.mark.timeout(600)
+def test_of_graphs_that_break_the_context_only_these_are_left_out(
+    capture: Callable[..., Blueprints], bundle: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each one ends a process, and the next one goes on without it."""
+    made, wrong = Blueprints.load(Path(bundle["path"]).read_bytes()), ("decode 1", "decode 4")
+    graphs = (astray(graph) if graph.key in wrong else graph for graph in made.graphs)
+    checked = capture(replace(made, graphs=tuple(graphs)), made)
+    assert [graph.key for graph in checked.graphs] == ["decode 2"]
+    why = "output: the process that checked it broke its CUDA context, or did not end"
+    assert checked.refused == dict.fromkeys(wrong, why)
+    for key in wrong:
+        assert f"another process goes on without {key}, which ended this one: checking the" in caplog.text
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 2
+
+
+@pytest.mark.timeout(600)
+def test_of_pinned_graphs_whose_words_break_the_context_only_these_stay_pinned(
+    capture: Callable[..., Blueprints], stale: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the second capture's bytes, a kernel runs past the end of its memory."""
+    second = Blueprints.load(Path(stale["second"]).read_bytes())
+    count = [struct.pack("<if", count, 0.5) for count in (16, 1 << 28)]  # of the kernel ``scale``
+    others = (replace(one, blob=one.blob.replace(*count, 1)) if one.key == "decode 2" else one for one in second.graphs)
+    unchecked = Blueprints.load(Path(stale["path"]).read_bytes())
+    checked = capture(unchecked, replace(second, graphs=tuple(others)))
+    assert "another process goes on without decode 2, which ended this one: " in caplog.text
+    assert checked.refused == {}
+    assert {graph.key for graph in checked.graphs if graph.pinned} == {"decode 2"}
 
 
 @pytest.mark.timeout(600)
