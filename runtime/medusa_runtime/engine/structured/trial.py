@@ -26,10 +26,14 @@ _PAGE_BYTES = resource.getpagesize()
 
 
 class Trial(NamedTuple):
-    """The result of a trial: what is wrong with the grammar, or "", and how much memory it takes."""
+    """The result of a trial: what is wrong with the grammar, or "", and how much memory it takes.
+
+    ``final`` is False if another trial may end otherwise, because this one was given no CPU time.
+    """
 
     fault: str
     size_bytes: int
+    final: bool = True
 
 
 def try_grammar(make: Callable[[], Any]) -> Trial:
@@ -44,14 +48,15 @@ def try_grammar(make: Callable[[], Any]) -> Trial:
         finally:
             os._exit(0)
     os.close(writing)
-    if not wait_readable(reading, _WAIT_S):
+    in_time = wait_readable(reading, _WAIT_S)
+    if not in_time:
         os.kill(pid, signal.SIGKILL)
     with open(reading, "rb") as pipe:
         output = pipe.read()
     os.waitpid(pid, 0)
     if not output:
         text = f"it takes more than {CPU_S} s of CPU time or {MEMORY_BYTES >> 20} MB to prepare; expected a simpler one"
-        return Trial(text, 0)
+        return Trial(text, 0, in_time)
     return Trial(*json.loads(output))
 
 

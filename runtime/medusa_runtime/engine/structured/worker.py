@@ -15,6 +15,7 @@ grammar is satisfied.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
@@ -34,6 +35,8 @@ from .trial import try_grammar
 
 _MOST_COPIES = 64  # compiled grammars that are kept for later requests
 _MOST_COPIES_BYTES = 256 << 20
+_MOST_REFUSALS = 1024  # refused grammars that are remembered; each takes 2 KB at most
+_REFUSED_S = 600.0  # how long: what took too long on a busy machine may be tried again after this time
 _STEP_CPU_S = 1.0  # limit for one grammar in a step, since the next tokens of all sequences wait for it
 _MOST_ITEMS = 10_000  # limit of the parser's items in a step: a fifth of the library's default
 _STACK_BYTES = 256 << 20  # addresses only: the library recurses as deep as a grammar is nested
@@ -64,8 +67,10 @@ class Grammars:
         self._tokenizer = tokenizer
         self._matchers: dict[int, Any] = {}
         self._end_token_ids: dict[int, list[int]] = {}
-        # Matchers in their state before the first token, with their sizes in bytes; the most recently used last.
-        self._fresh: dict[StructuredOutputs, tuple[Any, int]] = {}
+        # By digest, the most recently used last: matchers in their state before the first token, with their sizes in
+        # bytes, and refusals, with the time of each. Refusals have a limit of their own, so that they evict no matcher.
+        self._fresh: dict[bytes, tuple[Any, int]] = {}
+        self._refused: dict[bytes, tuple[str, float]] = {}
 
     def open(self, number: int, form: StructuredOutputs) -> Frame:
         try:
@@ -80,19 +85,32 @@ class Grammars:
 
     def _matcher(self, form: StructuredOutputs) -> Any:
         """Return a fresh matcher for a grammar. Raises ValueError if it is not valid, or too slow or large."""
-        found = self._fresh.pop(form, None)
+        digest = hashlib.sha256(json.dumps(form).encode()).digest()
+        found = self._fresh.pop(digest, None)
         if found is None:
+            self._raise_if_refused(digest)
             trial = try_grammar(lambda: self._compile(form))
             if trial.fault:
+                if trial.final:
+                    self._refused[digest] = trial.fault, time.monotonic()
+                    if len(self._refused) > _MOST_REFUSALS:
+                        del self._refused[next(iter(self._refused))]
                 raise ValueError(trial.fault)
             found = self._compile(form), trial.size_bytes
         if not found[0].is_error():
-            self._fresh[form] = found
+            self._fresh[digest] = found
             while len(self._fresh) > 1 and (
                 len(self._fresh) > _MOST_COPIES or sum(size for _, size in self._fresh.values()) > _MOST_COPIES_BYTES
             ):
                 del self._fresh[next(iter(self._fresh))]
         return found[0].deep_copy()
+
+    def _raise_if_refused(self, digest: bytes) -> None:
+        """Raise ValueError if a grammar has been refused before: a trial takes up to three seconds of others' time."""
+        fault, at = self._refused.pop(digest, ("", 0.0))
+        if fault and time.monotonic() - at < _REFUSED_S:
+            self._refused[digest] = fault, at
+            raise ValueError(fault)
 
     def _compile(self, form: StructuredOutputs) -> Any:
         from llguidance import LLMatcher, LLParserLimits

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import llguidance
 import pytest
 from medusa_runtime.engine.base import StructuredOutputs
+from medusa_runtime.engine.structured import worker
+from medusa_runtime.engine.structured.trial import Trial, try_grammar
 from medusa_runtime.engine.structured.worker import Grammars
 
 LENIENT = 'start: %json {"type": "string", "format": "of-nobody", "x-guidance": {"lenient": true}}'
@@ -16,3 +21,62 @@ def test_only_grammars_that_are_used_are_kept(grammar: str, kept: bool) -> None:
     answer = grammars.open(1, StructuredOutputs("grammar", grammar))
     assert (not answer["error"] and not answer["warnings"]) == kept
     assert (1 in grammars._matchers) == kept
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
+    """The trials that there were."""
+    found: list[Trial] = []
+
+    def noted(make: Callable[[], Any]) -> Trial:
+        found.append(try_grammar(make))
+        return found[-1]
+
+    monkeypatch.setattr(worker, "try_grammar", noted)
+    return found
+
+
+def test_a_refused_grammar_is_not_tried_again(trials: list[Trial]) -> None:
+    """Each request with it once took up to three seconds, for which the grammars of all others waited."""
+    grammars = Grammars(llguidance.LLTokenizer("byte"))
+    bad, good = StructuredOutputs("regex", "(((a{2000}){2000}){2000}"), StructuredOutputs("regex", "a+")
+    said = {grammars.open(number, bad)["error"] for number in range(1, 4)}
+    assert len(said) == len(trials) == 1
+    assert said != {""}
+    assert not grammars.open(4, good)["error"]
+    assert len(trials) == 2
+
+
+def test_refusals_are_limited_and_evict_no_grammar(trials: list[Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_MOST_REFUSALS", 3)
+    grammars = Grammars(llguidance.LLTokenizer("byte"))
+    good = StructuredOutputs("regex", "a+")
+    assert not grammars.open(1, good)["error"]
+    bad = [StructuredOutputs("regex", "(" * number) for number in range(1, 6)]
+    for form in bad:
+        assert grammars.open(2, form)["error"]
+    assert len(grammars._refused) == 3
+    assert len(trials) == 6
+    for form in (good, *bad[2:]):
+        grammars.open(3, form)
+    assert len(trials) == 6, "the last three are remembered, and the one that is used"
+    grammars.open(4, bad[0])
+    assert len(trials) == 7
+
+
+def test_a_refusal_ends_after_a_while(trials: list[Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(llguidance.LLTokenizer("byte"))
+    bad = StructuredOutputs("regex", "(")
+    grammars.open(1, bad)
+    monkeypatch.setattr(worker, "_REFUSED_S", 0.0)
+    grammars.open(1, bad)
+    assert len(trials) == 2
+
+
+def test_a_trial_that_got_no_cpu_time_is_repeated(trials: list[Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_runtime.engine.structured.trial._WAIT_S", 0.0)
+    grammars = Grammars(llguidance.LLTokenizer("byte"))
+    good = StructuredOutputs("regex", "a+")
+    assert "more than 3 s" in grammars.open(1, good)["error"]
+    monkeypatch.setattr("medusa_runtime.engine.structured.trial._WAIT_S", 20.0)
+    assert not grammars.open(1, good)["error"]
