@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 Serve = Callable[..., Any]
 BODY = {"prompt": "a b", "max_tokens": 5}
 
@@ -151,6 +153,26 @@ def test_a_body_has_a_limit(serve: Serve) -> None:
         except ConnectionError:
             pass
         assert raw.recv(12) == b"HTTP/1.1 413"
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["first request", "kept connection"])
+@pytest.mark.parametrize("more", [b"", b"Expect: 100-continue\r\n"], ids=["plain", "continue"])
+def test_a_body_that_is_announced_too_large_is_refused_before_it_comes(serve: Serve, more: bytes, kept: bool) -> None:
+    """The answer once came with the first 64 KB of the body, and after a 100 that asked for it."""
+    served = serve(max_body_mb=1)
+    served.control(ready=True)
+    served.wait_ready()
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as raw:
+        if kept:
+            raw.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            while not raw.recv(65536).endswith(b"}\n"):
+                pass
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000001\r\n" + more + b"\r\n")
+        answer = b""
+        while piece := raw.recv(65536):  # it ends the connection, for the body is not read
+            answer += piece
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert b"the body is larger than 1 MB" in answer
 
 
 def test_probes_do_not_queue_behind_work(serve: Serve) -> None:

@@ -77,7 +77,7 @@ def _timeval(seconds: float) -> bytes:
     return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
-def _correct(req: Any) -> None:
+def _correct(req: Any, max_body_bytes: int) -> None:
     """Check what RFC 9110 and 9112 require and gunicorn does not check. Raises gunicorn's errors."""
     fields: dict[str, str] = {}
     for name, value in req.headers:
@@ -90,6 +90,8 @@ def _correct(req: Any) -> None:
     if "close" in (option.strip().lower() for option in fields.get("CONNECTION", "").split(",")):
         req.force_close()
     req.version = min(req.version, (1, 1))  # the answer is sent in this version
+    if int(fields.get("CONTENT-LENGTH") or 0) > max_body_bytes:
+        req._expected_100_continue = False  # the app refuses the body, which a 100 would ask for
 
 
 def _has_more(req: Any) -> bool:
@@ -126,6 +128,7 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
         self.serving = threading.local()  # each thread's request
         self.slow_clients = SlowClients(settings.read_timeout_s)
         self.write_timeout_s = settings.write_timeout_s
+        self.max_body_bytes = settings.max_body_mb * 1_000_000
         # Bodies that are being read take at most a third of the threads; with those that wait, half of them.
         self.body_budget = BodyBudget(
             body_memory_mb(settings) * 1_000_000, readers=threads(settings) // 3, on_full=probes.set_bodies_full
@@ -213,7 +216,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
     def _is_whole(self, conn: Any) -> bool:
         """Return whether the connection's next request has arrived. If not, the poller is quiet until more has come."""
         if not hasattr(conn, "incoming"):
-            conn.incoming = IncomingRequest(conn.sock)
+            conn.incoming = IncomingRequest(conn.sock, self.app.max_body_bytes)
         before = conn.incoming.peeked_bytes
         state = conn.incoming.peek(conn.parser.unreader.buf.getvalue())
         if state in (RequestState.PART, RequestState.NOTHING) and (not before or before != conn.incoming.peeked_bytes):
@@ -248,7 +251,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         return kept
 
     def handle_request(self, req: Any, conn: Any) -> Any:
-        _correct(req)
+        _correct(req, self.app.max_body_bytes)
         grant = Grant(self.app.body_budget, conn.sock)
         self.app.serving.request, self.app.serving.grant = req, grant
         try:

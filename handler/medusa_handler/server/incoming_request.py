@@ -8,6 +8,7 @@ much must come before the connection is reported as readable again.
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 from enum import Enum
@@ -45,8 +46,11 @@ class RequestProgress(NamedTuple):
     missing_bytes: int = 0
 
 
-def request_progress(data: bytes) -> RequestProgress:
-    """Return how much of a request ``data``, its first bytes, contains. A head is not checked any further."""
+def request_progress(data: bytes, max_body_bytes: float = math.inf) -> RequestProgress:
+    """Return how much of a request ``data``, its first bytes, contains. A head is not checked any further.
+
+    A body of more than ``max_body_bytes`` is not waited for, because it will be refused.
+    """
     end = data.find(_END)
     if end < 0:
         if len(data) >= HEAD_BYTES:
@@ -60,6 +64,8 @@ def request_progress(data: bytes) -> RequestProgress:
     name, value = framing[0][0].lower(), framing[0][1].strip().lower()
     if name == b"content-length" and value.isdigit() and len(value) <= _MOST_DIGITS:
         length = int(value)
+        if length > max_body_bytes:
+            return RequestProgress(RequestState.HEAD)
         missing = end + len(_END) + min(length, SMALL_BODY_BYTES) - len(data)
         if missing > 0:
             return RequestProgress(RequestState.PART, missing)
@@ -101,8 +107,9 @@ def _missing_end(data: bytes) -> RequestProgress:
 class IncomingRequest:
     """The part of a connection's next request that has come. Nothing is read from the socket."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, max_body_bytes: float = math.inf) -> None:
         self._connection = connection
+        self._max_body_bytes = max_body_bytes
         self._peeked_bytes = 0
         self.data = b""
 
@@ -122,7 +129,7 @@ class IncomingRequest:
         self.data = before + (peeked or b"")
         if not self.data:
             return RequestState.NOTHING
-        state, missing_bytes = request_progress(self.data)
+        state, missing_bytes = request_progress(self.data, self._max_body_bytes)
         if state is not RequestState.PART:
             self.release()
             return state

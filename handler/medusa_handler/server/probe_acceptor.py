@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import re
 import selectors
@@ -74,6 +75,7 @@ class ProbeAcceptor:
         *,
         read_timeout_s: float,
         tick: Callable[[], None],
+        max_body_bytes: float = math.inf,
         cors_origins: str | None = None,
     ) -> None:
         self.handoff = HandoffSocket(listener.getsockname())
@@ -81,6 +83,7 @@ class ProbeAcceptor:
         self._probes = probes
         self._read_timeout_s = read_timeout_s
         self._tick = tick
+        self._max_body_bytes = max_body_bytes
         self._cors_origins = cors_origins
         self._next_tick = 0.0
         self._selector = selectors.DefaultSelector()
@@ -152,7 +155,7 @@ class ProbeAcceptor:
     def _dispatch(self, connection: socket.socket) -> None:
         """Look at what the connection has sent, and decide who answers. Only a probe is read from the socket."""
         pending = self._pending.get(connection)
-        incoming = IncomingRequest(connection) if pending is None else pending.incoming
+        incoming = self._incoming(connection) if pending is None else pending.incoming
         before = incoming.peeked_bytes
         state = incoming.peek()
         if state is RequestState.NOTHING:
@@ -246,11 +249,14 @@ class ProbeAcceptor:
         pending = self._pending.get(connection)
         if pending is None or pending.recheck_at is not None:
             self._forget(connection)
-            self._keep_pending(connection, IncomingRequest(connection), KEEPALIVE_S)
+            self._keep_pending(connection, self._incoming(connection), KEEPALIVE_S)
         else:
             del self._pending[connection]
             self._pending[connection] = pending  # as the newest
-            pending.incoming, pending.end = IncomingRequest(connection), time.monotonic() + KEEPALIVE_S
+            pending.incoming, pending.end = self._incoming(connection), time.monotonic() + KEEPALIVE_S
+
+    def _incoming(self, connection: socket.socket) -> IncomingRequest:
+        return IncomingRequest(connection, self._max_body_bytes)
 
     def _forget(self, connection: socket.socket) -> None:
         pending = self._pending.pop(connection, None)

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.storage.base import redacted
 
@@ -51,7 +51,7 @@ class GatewayServer:
         app = web.Application(middlewares=[track_request, self._guard], client_max_size=limit)
         app.on_response_prepare.append(self._finish_head)
         for route in sorted(ROUTES):
-            app.router.add_post(route, self._answer)
+            app.router.add_post(route, self._answer, expect_handler=self._continue)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._model)
         app.router.add_get("/livez", self._alive)
@@ -135,10 +135,22 @@ class GatewayServer:
         finally:
             client.close()
 
+    async def _continue(self, request: web.Request) -> None:
+        """Answer ``Expect: 100-continue``, unless the body will be refused."""
+        if request.headers["Expect"].lower() != "100-continue":
+            raise web.HTTPExpectationFailed
+        if request.version >= HttpVersion11 and not self._is_too_large(request):
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # the answer itself has not begun
+
+    def _is_too_large(self, request: web.Request) -> bool:
+        """Return whether a request announces a body that is too large."""
+        return (request.content_length or 0) > self._options.max_body_mb * 10**6
+
     @asynccontextmanager
     async def _read(self, request: web.Request) -> AsyncIterator[bytes]:
         """Read the body, and count it as used memory for as long as the block runs. Raises Fault."""
-        if (request.content_length or 0) > self._options.max_body_mb * 10**6:
+        if self._is_too_large(request):
             raise _too_large(self._options.max_body_mb)
         pieces: list[bytes] = []
         size = 0

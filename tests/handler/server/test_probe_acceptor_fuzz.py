@@ -176,3 +176,5 @@ def test_the_bounds_of_what_is_waited_for() -> None:
     ]
     for data, expected in cases:
         assert request_progress(data).state is expected, data[:80]
+    for length, expected in ((100, RequestState.PART), (101, RequestState.HEAD)):
+        assert request_progress(post(f"Content-Length: {length}".encode()), 100).state is expected
