@@ -74,10 +74,10 @@ class Service:
             )
 
     def engine_changed(self) -> None:
-        """Publish the engine's state. Once it is ready, its adapters are fetched."""
+        """Publish the engine's state. Once it is ready, the rest of the start is done."""
         self.publish()
         if self.engine is not None and self.engine.ready:
-            self.model.adapters.warm()
+            self.model.finish_start()
 
     def function_loaded(self) -> None:
         """Let the requests that waited for the function begin."""

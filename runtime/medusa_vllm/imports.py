@@ -48,8 +48,9 @@ _MODULES = (
     "transformers.models.auto.configuration_auto",
     "tokenizers",
 )
-_CPU_MODULES = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn")
-_GPU_MODULES = ("vllm.v1.worker.gpu_worker",)
+_CPU_MODULES = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn", "medusa_vllm.cpu.worker")
+# Nothing of a CPU's: importing vLLM's worker for CPUs replaces torch's streams and events by ones that do nothing.
+_GPU_MODULES = ("vllm.v1.worker.gpu_worker", "medusa_vllm.gpu.worker")
 # vLLM's HTTP server. A cold process imports it after the first token.
 _SERVER_MODULES = (
     "uvicorn",
@@ -59,7 +60,7 @@ _SERVER_MODULES = (
     "vllm.v1.engine.async_llm",
     "vllm.renderers.hf",
 )
-_OURS = tuple(f"medusa_vllm.{name}" for name in ("executor", "weights.loader", "cpu.worker"))
+_OURS = tuple(f"medusa_vllm.{name}" for name in ("executor", "weights.loader"))
 
 
 def preimport(settings: Settings, region: Region | None = None) -> None:
@@ -105,7 +106,7 @@ def _import_all() -> None:
         importlib.import_module(module)
     from vllm.platforms import current_platform
 
-    for module in (*(_CPU_MODULES if current_platform.is_cpu() else _GPU_MODULES), *_OURS):
+    for module in (*_OURS, *(_CPU_MODULES if current_platform.is_cpu() else _GPU_MODULES)):
         importlib.import_module(module)
 
 

@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,24 @@ def test_an_unsupported_architecture(start: Start, copy: Path, architecture: str
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"architectures": [architecture], "model_type": kind}))
     refused(start("--model", copy), architecture, said, "vllm", "Model.Unsupported")
+
+
+def test_a_chat_template_that_cannot_be_read_is_said_at_the_start(start: Start, copy: Path) -> None:
+    """The first chat once had to find it. Completions need none of these files."""
+    (copy / "tokenizer_config.json").write_text('{"chat_template": ')
+    serving = start("--model", copy)
+    serving.wait_ready()
+    said = "chats cannot be answered: the checkpoint's tokenizer_config.json is not JSON"
+    for _ in range(600):
+        if said in serving.output():
+            break
+        time.sleep(0.1)
+    assert serving.output().count(said) == 1
+    assert serving.complete()["choices"][0]["text"]
+    status, answer, _ = serving.request(
+        "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}
+    )
+    assert (status, answer["error"]["code"]) == (500, "bad_checkpoint")
 
 
 def test_a_missing_tensor(start: Start, copy: Path) -> None:

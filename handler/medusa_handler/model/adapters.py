@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FIRST_TOKEN_S = 2.0  # unused adapters are fetched after the first token, or after this time
 _MOST_NAMES = 1000
 
 
@@ -69,8 +68,6 @@ class Adapters:
         self._timeline = timeline
         self._changed = threading.Condition()
         self._entries = {name: AdapterEntry(name, url) for name, url in lora_modules(settings.lora_modules).items()}
-        self._warming = False
-        self.first_token = threading.Event()
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -150,15 +147,7 @@ class Adapters:
             self._changed.notify_all()
 
     def warm(self) -> None:
-        """Fetch unused adapters, as far as there are places. Call once the engine is ready; later calls do nothing."""
-        with self._changed:
-            if self._warming or not self._entries:
-                return
-            self._warming = True
-        threading.Thread(target=self._warm, name="adapters-warm", daemon=True).start()
-
-    def _warm(self) -> None:
-        self.first_token.wait(_FIRST_TOKEN_S)
+        """Fetch unused adapters, as far as there are places. Call once the engine is ready."""
         for name in list(self.urls())[: self._settings.max_loras]:
             with self._changed:
                 full = sum(entry.occupies_slot for entry in self._entries.values()) >= self._settings.max_loras

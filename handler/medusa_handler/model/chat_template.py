@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from medusa_runtime.errors import json_kind
+
 from ..faults import ApiError
 
 if TYPE_CHECKING:
@@ -72,7 +74,7 @@ def _sources(read: ReadFile, config: Mapping[str, Any]) -> dict[str, str]:
         try:
             return {"default": text.decode()}
         except UnicodeDecodeError as error:
-            raise _bad("chat_template.jinja is not UTF-8", error) from None
+            raise _bad("chat_template.jinja is not UTF-8", str(error)) from None
     found = _json(read, "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(found, str):
         return {"default": found}
@@ -82,7 +84,7 @@ def _sources(read: ReadFile, config: Mapping[str, Any]) -> dict[str, str]:
         try:
             return {str(entry["name"]): str(entry["template"]) for entry in found}
         except (KeyError, TypeError) as error:
-            raise _bad("chat_template is no list of objects with name and template", error) from None
+            raise _bad("chat_template is no list of objects with name and template", str(error)) from None
     return {}
 
 
@@ -155,13 +157,15 @@ def _json(read: ReadFile, name: str) -> dict[str, Any]:
     try:
         value = json.loads(data) if data else {}
     except (ValueError, RecursionError) as error:
-        raise _bad(f"{name} is not JSON", error) from None
-    return value if isinstance(value, dict) else {}
+        raise _bad(f"{name} is not JSON", str(error)) from None
+    if not isinstance(value, dict):
+        raise _bad(f"{name} has the wrong content", f"expected an object, found {json_kind(value)}")
+    return value
 
 
 def _content(token: Any) -> str:
     return str(token.get("content", "")) if isinstance(token, Mapping) else str(token)
 
 
-def _bad(what: str, error: Exception) -> ApiError:
-    return ApiError(500, f"the checkpoint's {what}: {error}", code="bad_checkpoint")
+def _bad(what: str, why: str) -> ApiError:
+    return ApiError(500, f"the checkpoint's {what}: {why}", code="bad_checkpoint")

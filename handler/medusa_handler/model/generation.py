@@ -89,7 +89,7 @@ class Generation:
     def _note(self, item: Item[Delta], now: float) -> None:
         delta = item.value
         self._first.setdefault(item.source, now)
-        self._model.adapters.first_token.set()
+        self._model.first_token.set()
         self._tokens[item.source] += len(delta.token_ids)
         if delta.finish_reason is not None:
             self._unfinished.discard(item.source)

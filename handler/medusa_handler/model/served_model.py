@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from medusa_runtime.engine.serving.model_name import served_name, small_files
+from medusa_runtime.errors import MedusaError
 
 from ..disconnection import POLL_S
-from ..faults import ClientDisconnectedError, not_ready, stopping
+from ..faults import ApiError, ClientDisconnectedError, not_ready, stopping
 from ..metrics import Metrics
 from .adapters import Adapters
 from .chat_template import ChatTemplate
@@ -22,8 +24,11 @@ if TYPE_CHECKING:
     from medusa_runtime.region.reader import Region
     from medusa_runtime.timeline import Timeline
 
+logger = logging.getLogger(__name__)
+
 _LONGEST_GUESS_S = 60.0
 _INFO_POLL_S = 0.025
+_FIRST_TOKEN_S = 2.0  # what ``finish_start`` does comes after the first token, or after this time
 
 
 class ServedModel:
@@ -47,6 +52,8 @@ class ServedModel:
         self._timeline = timeline
         self._draining = draining
         self._chat_template: ChatTemplate | None = None
+        self.first_token = threading.Event()
+        self._finishing = threading.Lock()  # held for ever by the first ``finish_start``
 
     @property
     def name(self) -> str:
@@ -75,6 +82,25 @@ class ServedModel:
             self._wait_for_files(self.region, is_disconnected)
             self._chat_template = ChatTemplate(self.region.file)
         return self._chat_template
+
+    def finish_start(self) -> None:
+        """Do in the background what no first request should wait for. Call once the engine is ready.
+
+        The chat template is read, so that the log says at the start, and not at the first chat, if its files are
+        broken; and unused adapters are fetched. Later calls do nothing.
+        """
+        if self._finishing.acquire(blocking=False):
+            threading.Thread(target=self._finish_start, name="finish-start", daemon=True).start()
+
+    def _finish_start(self) -> None:
+        self.first_token.wait(_FIRST_TOKEN_S)
+        try:
+            self.chat_template(self._draining.is_set)
+        except (MedusaError, ApiError) as error:
+            logger.warning("chats cannot be answered: %s", error)
+        except ClientDisconnectedError:
+            return  # the instance is stopping
+        self.adapters.warm()
 
     def _wait_for_files(self, region: Region, is_disconnected: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.settings.hold_s

@@ -127,6 +127,7 @@ def test_arguments_of_a_call_that_cannot_be_parsed_stay_text() -> None:
         ),
         ("tokenizer_config.json", b'{"chat_template": [7]}', "no list of objects with name and template"),
         ("tokenizer_config.json", b"[" * 100_000, "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", b"[]", "wrong content: expected an object, found an array"),
     ],
 )
 def test_a_broken_file_of_the_checkpoint_is_named(name: str, data: bytes, text: str) -> None:
