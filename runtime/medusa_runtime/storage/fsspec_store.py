@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +17,7 @@ from ..errors import (
     UnreachableError,
 )
 from .base import FSSPEC_EXTRAS, Advance, ObjectInfo, redacted, require_validator, scheme_of, size_as_version
-from .retry import RetryPolicy, TransientError, with_retries
+from .retry import NoAnswerError, RetryPolicy, TransientError, call_within, with_retries
 
 T = TypeVar("T")
 _OPERATION_S = 60.0  # the time limit of one operation; a piece of 4 MiB then comes at 70 KB/s or more
@@ -63,7 +61,7 @@ class FsspecStore:
             raise self._missing(error) from None
         except ValueError as error:
             raise StorageError(f"{redacted(url)} cannot be opened: {error}") from None
-        except _NoAnswerError:  # some file systems connect at once
+        except NoAnswerError:  # some file systems connect at once
             raise UnreachableError(f"{redacted(url)}: no answer within {_OPERATION_S:g} s") from None
         except OSError as error:
             raise UnreachableError(f"{redacted(url)}: cannot be reached: {error.strerror or error}") from None
@@ -90,7 +88,7 @@ class FsspecStore:
                 f"{name}: access denied ({type(error).__name__}); expected credentials that may read it"
                 f"{self._token_hint()}"
             )
-        if isinstance(error, _NoAnswerError):
+        if isinstance(error, NoAnswerError):
             return TransientError(UnreachableError(f"{name}: no answer within {_OPERATION_S:g} s"))
         if _is_unreachable(error):
             return TransientError(
@@ -193,30 +191,9 @@ class FsspecStore:
     def close(self) -> None: ...
 
 
-class _NoAnswerError(Exception):
-    """A file system has not answered within the time limit."""
-
-
 def _limited(operation: Callable[[], T]) -> T:
-    """Return what an operation returns. Raises _NoAnswerError if it hangs: many file systems have no time limit.
-
-    The thread of an operation that hangs stays behind.
-    """
-    found = Future[T]()
-
-    def run() -> None:
-        try:
-            found.set_result(operation())
-        except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
-            found.set_exception(error)
-
-    threading.Thread(target=run, name="fsspec", daemon=True).start()
-    try:
-        return found.result(_OPERATION_S)
-    except TimeoutError:
-        if found.done():
-            raise
-        raise _NoAnswerError from None
+    """Return what an operation returns. Raises NoAnswerError if it hangs: many file systems have no time limit."""
+    return call_within(_OPERATION_S, operation)
 
 
 def _is_unreachable(error: Exception) -> bool:

@@ -1,7 +1,8 @@
-"""Retries for an object store that does not answer as it should."""
+"""Retries, and a time limit, for an object store or a file system that does not answer as it should."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +48,35 @@ class TransientError(Exception):
         super().__init__(str(error))
         self.error = error
         self.retry_after_s = retry_after_s
+
+
+class NoAnswerError(Exception):
+    """A call has not returned within its time limit."""
+
+
+def call_within(timeout_s: float, operation: Callable[[], T]) -> T:
+    """Return what an operation returns. Raises NoAnswerError if that takes longer than ``timeout_s``.
+
+    It is called in a thread of its own, which stays behind if the operation hangs. Raises RuntimeError if there is no
+    room for a thread.
+    """
+    from concurrent.futures import Future  # 5 ms, and few stores need it
+
+    found = Future[T]()
+
+    def run() -> None:
+        try:
+            found.set_result(operation())
+        except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="call-within", daemon=True).start()
+    try:
+        return found.result(timeout_s)
+    except TimeoutError:
+        if found.done():
+            raise
+        raise NoAnswerError from None
 
 
 def with_retries(policy: RetryPolicy, attempt: Callable[[], T]) -> T:

@@ -11,10 +11,10 @@ import os
 import struct
 import threading
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from ...errors import NodeRefusedError
+from ...storage.retry import NoAnswerError, call_within
 
 MOST_THREADS = 64  # of the agent, most of which wait for callers' file systems
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = 0x1000, 0x4000
@@ -45,11 +45,9 @@ def ask_in_thread(question: Callable[[], bool], timeout_s: float) -> bool | None
     """
     if threading.active_count() >= MOST_THREADS:
         return None
-    answer: SimpleQueue[bool] = SimpleQueue()
     try:
-        threading.Thread(target=lambda: answer.put(question()), name="ask", daemon=True).start()
-        return answer.get(timeout=timeout_s)
-    except (Empty, RuntimeError):  # RuntimeError: there is no room for a thread
+        return call_within(timeout_s, question)
+    except (NoAnswerError, RuntimeError):  # RuntimeError: there is no room for a thread
         return None
 
 
