@@ -17,9 +17,10 @@ class KernelBuildHook(BuildHookInterface[Any]):
         root = Path(self.root)
         kernels = runpy.run_path(str(root / KERNELS / "build.py"))
         library = Path(root, KERNELS, kernels["LIBRARY_NAME"])
+        if version == "editable" and kernels["is_fresh"](library):
+            return  # it is found beside the sources, also where the compiler is gone
         try:
-            if version != "editable" or not kernels["is_fresh"](library):
-                kernels["build"](library)
+            kernels["build"](library)
         except kernels["KernelBuildError"] as error:
             library.unlink(missing_ok=True)  # one of an earlier build may not match
             self.app.display_warning(

@@ -136,7 +136,7 @@ def _compiler() -> Iterator[Finding]:
     compiler = os.environ.get("CC") or "cc"
     found = shutil.which(compiler)
     advice = "" if found else "only building from source needs it: apt-get install gcc, or set CC"
-    yield Finding("ok" if found else "warn", "compiler", found or f"no {compiler}", advice)
+    yield Finding("ok" if found else "warn", "compiler", found or f"{compiler} was not found", advice)
 
 
 def _packages() -> Iterator[Finding]:
@@ -204,11 +204,15 @@ def _torch() -> Iterator[Finding]:
         yield Finding("ok", "torch", f"{torch.__version__}, {built}")
     from medusa_runtime import kernels
     from medusa_runtime.imports.lazy_torch import why_not_lean
+    from medusa_runtime.kernels.build import LIBRARY_NAME, SOURCE_DIR
 
     if reason := why_not_lean(Path(torch.__file__)):
         advice = "a start takes a second longer than with a tested version"
         yield Finding("warn", "torch", f"is imported plainly: {reason}", advice)
 
+    if not (SOURCE_DIR / LIBRARY_NAME).is_file():
+        advice = f"models compute slower without; with a C compiler: {sys.executable} {SOURCE_DIR / 'build.py'}"
+        yield Finding("warn", "kernels", "not compiled", advice)
     for dtype, way in kernels.describe().items():
         yield Finding("ok", "kernels", f"{dtype}: {way}")
 

@@ -111,7 +111,8 @@ class FsspecStore:
         if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "no", "false", "off"):
             return "HF_HUB_OFFLINE is set, which forbids every request; unset it, or name a folder"
         host = redacted(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-        return f"expected a network that reaches {host} ({through}; HF_ENDPOINT names another host){self._token_hint()}"
+        ways = f"{through}; HF_ENDPOINT may name another host"
+        return f"expected a network that reaches {host} ({ways}){self._token_hint()}"
 
     def stat(self, key: str) -> ObjectInfo:
         return with_retries(self.retries, lambda: self._stat_once(key))

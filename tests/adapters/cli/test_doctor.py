@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import medusa_runtime
 import pytest
 from medusa_adapters.cli import doctor
 from medusa_runtime.config import Settings
@@ -62,6 +63,19 @@ def test_small_limits_are_findings(limit: str, level: str) -> None:
     assert [found for found, rest in lines if rest.startswith(name)] == [level], result.stdout
     assert "Traceback" not in result.stderr
     assert result.returncode == (1 if level == "fail" else 0)
+
+
+def test_kernels_that_were_not_compiled_come_with_what_compiles_them(tmp_path: Path) -> None:
+    source = Path(medusa_runtime.__file__).parent
+    shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    result = subprocess.run(
+        [MEDUSA, "doctor", "--port", "0"],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}, timeout=240, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout
+    lines = result.stdout.splitlines()
+    warned = lines.index(f"{'warn':5} {'kernels':16} not compiled")
+    assert lines[warned + 1].endswith("medusa_runtime/kernels/build.py")
 
 
 def test_a_missing_package_comes_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,7 +287,7 @@ def test_bad_timelines(tmp_path: Path) -> None:
     assert '"stages"' in refused(*base, f"--timeline={tmp_path / 'list.json'}")
     (tmp_path / "early.json").write_text('{"stages": []}')
     assert "became ready" in refused(*base, f"--timeline={tmp_path / 'early.json'}")
-    assert "cannot be read" in refused(*base, "--timeline=http://127.0.0.1:9/")
+    assert "cannot be read: Connection refused" in refused(*base, "--timeline=http://127.0.0.1:9/")
     late = timeline(tmp_path, ready_s=700)
     assert "no first request could be answered" in refused(*base, f"--timeline={late}")
 

@@ -59,7 +59,8 @@ def _read(source: str) -> Any:
             with open(source, "rb") as file:
                 text = file.read(_MOST_BYTES)
     except (OSError, ValueError, urllib.error.URLError) as error:
-        reason = getattr(error, "strerror", None) or error
+        cause = getattr(error, "reason", error)  # urllib wraps the error of the connection
+        reason = getattr(cause, "strerror", None) or cause
         raise ConfigError(f"--timeline={redacted(source)!r} cannot be read: {reason}") from None
     try:
         return json.loads(text)
