@@ -21,11 +21,11 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
 from .gathering import send_blocks
-from .identity import Heartbeats
+from .member import Member
 from .membership import GroupLostError, check_leader, outcome_of, serve_group
 from .plan import GroupPlan
 from .steps import StepReader, ending_spans, forbid, has_prompts, tokens_body
-from .wire.channel import Greeting, Listener, TcpChannel, connect, error_of
+from .wire.channel import Greeting, TcpChannel, error_of
 from .wire.message import Kind, Message, hidden_states, json_message
 from .worker_engine import WorkerEngine
 
@@ -81,25 +81,22 @@ class _Session:
         self._steps: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._hidden: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._reader = StepReader(follower.info.eos_token_ids)
-        self._channels: list[TcpChannel] = []
         self._next: TcpChannel | None = None
-        self._leader: TcpChannel | None = None
-        self._heartbeats: Heartbeats | None = None
-        self._echo: tuple[int, int] | None = None  # the leader's latest clock, and this worker's when it arrived
         self._released = False  # the leader has dissolved the group; steps under way will have no results
         self._leader_done = threading.Event()  # set when the leader has dissolved the group, or has gone
-        self._stages_sent = 0  # how many stages of the timeline the leader has
         self.joined = False
-        self._listener = Listener(
-            self._plan.bind, 0, group=self._number, access=self._plan.access, accept=self._accept, link=follower.link
-        )
+        self._member = Member(
+            self._plan, follower._timeline, follower.link, stopped=stopped, accept=self._accept,
+            throttle=follower._throttle,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def run(self, deadline: float) -> str:
-        leader = self._leader = self._join(deadline)
-        self._channels.append(leader)
+        try:
+            leader = self._member.join(deadline, self._follower.identity(), self._state)
+        except EngineError as error:
+            raise GroupLostError(str(error)) from None
         threading.Thread(target=self._read_leader, args=(leader,), name="group-steps", daemon=True).start()
-        self._heartbeats = Heartbeats(self._number, self._plan.rank, leader.send, self._state)
         while True:
             message = self._take(self._steps, leader)
             if message is None:
@@ -109,32 +106,17 @@ class _Session:
             elif message.kind is Kind.STEP:
                 self._step(message, leader)
             elif message.kind is Kind.RELEASE:
-                self._send_timeline(leader)
+                self._member.send_timeline()
                 leader.flush(1.0)
                 return outcome_of(message, self._plan)
             elif message.kind is Kind.ERROR:
                 raise error_of(message)
 
-    def _join(self, deadline: float) -> TcpChannel:
-        plan = self._plan
-        address = f"{plan.bind}:{self._listener.port}"
-        try:
-            return connect(
-                plan.leader, group=self._number, access=plan.access, rank=plan.rank, purpose="steps", deadline=deadline,
-                stopped=self._stopped, link=self._follower.link, place=address, **self._follower.identity(),
-            )  # fmt: skip
-        except EngineError as error:
-            raise GroupLostError(str(error)) from None
-
     def _form(self, message: Message) -> None:
-        values, plan = message.values(), self._plan
+        values = message.values()
         self.joined = True
         if values.get("next") is not None:
-            self._next = connect(
-                str(values["next"]), group=self._number, access=plan.access, rank=plan.rank, purpose="hidden",
-                deadline=time.monotonic() + plan.silent_s, stopped=self._stopped, link=self._follower.link,
-            )  # fmt: skip
-            self._channels.append(self._next)
+            self._next = self._member.connect_next(str(values["next"]))
             threading.Thread(target=self._watch_next, args=(self._next,), name="group-next", daemon=True).start()
 
     def _step(self, message: Message, leader: TcpChannel) -> None:
@@ -153,7 +135,7 @@ class _Session:
         hidden = follower._model.run_layers(
             incoming.tensor(), positions_of(spans), attention, layers.start, layers.stop
         )
-        if not self._stages_sent:
+        if not self._member.stages_sent:
             follower._timeline.record("first_forward", began, time.monotonic_ns())
         if not layers.is_last:
             if self._next is None:
@@ -168,8 +150,8 @@ class _Session:
                 sampled = sample(logits, [spans[place].sequence for place in ends])
             tokens = tokens_body(sampled)
             leader.send(json_message(Kind.TOKENS, self._number, tokens, step=message.step, rank=self._plan.rank))
-        if not self._stages_sent:
-            self._send_timeline(leader)
+        if not self._member.stages_sent:
+            self._member.send_timeline()
 
     def _take(self, messages: queue.SimpleQueue[Message | None], leader: TcpChannel) -> Message | None:
         """Return the next message, or None if this process has to stop. Raises GroupLostError if the leader is lost."""
@@ -189,9 +171,7 @@ class _Session:
         try:
             while (message := leader.receive()) is not None:
                 if message.kind is Kind.HEARTBEAT:
-                    values = message.values()
-                    self._echo = int(values.get("sent", 0)), time.monotonic_ns()
-                    self._follower._throttle.group_loaded = bool(values.get("served"))
+                    self._member.note_heartbeat(message)
                     continue
                 self._steps.put(message)
                 if message.kind is Kind.RELEASE:
@@ -205,7 +185,6 @@ class _Session:
         self._hidden.put(None)
 
     def _accept(self, greeting: Greeting) -> None:
-        self._channels.append(greeting.channel)
         if greeting.purpose == "hidden":
             threading.Thread(
                 target=self._read_hidden, args=(greeting.channel,), name="group-hidden", daemon=True
@@ -244,20 +223,10 @@ class _Session:
         self._steps.put(None)
 
     def _state(self) -> dict[str, Any]:
-        return {"loaded": self._follower.loaded, "full": self._follower.full.is_set(), "echo": self._echo}
-
-    def _send_timeline(self, leader: TcpChannel) -> None:
-        """Send the leader the stages of this process that it does not have yet."""
-        stages = self._follower._timeline.stages()
-        new, self._stages_sent = stages[self._stages_sent :], len(stages)
-        leader.send(json_message(Kind.STAGES, self._number, {"stages": new}, rank=self._plan.rank))
+        return {"loaded": self._follower.loaded, "full": self._follower.full.is_set()}
 
     def close(self) -> None:
-        if self._heartbeats is not None:
-            self._heartbeats.close()
-        self._listener.close()
-        for channel in self._channels:
-            channel.close()
+        self._member.close()
 
 
 __all__ = ["Follower"]

@@ -23,12 +23,12 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from ..fetch_throttle import FetchThrottle
-from ..identity import Heartbeats
+from ..member import Member
 from ..membership import GroupLostError, check_leader, outcome_of
 from ..plan import GroupPlan
-from ..wire.channel import Greeting, Listener, TcpChannel, close_with, connect, error_of
+from ..wire.channel import Greeting, TcpChannel, close_with, error_of
 from ..wire.emulated_link import EmulatedLink
-from ..wire.message import Kind, Message, json_message
+from ..wire.message import Kind, Message
 from .calls import deserialize, serialize
 from .configuration import RankConfig, partition
 from .pipe import Pipe
@@ -54,23 +54,18 @@ class Rank:
         stopped: Callable[[], bool],
         throttle: FetchThrottle | None = None,
     ) -> None:
-        self._rank_config, self._plan, self._link = rank_config, plan, link
-        self._timeline, self._stopped, self._throttle = timeline, stopped, throttle
+        self._rank_config, self._plan, self._timeline = rank_config, plan, timeline
+        self._stopped, self._throttle = stopped, throttle
         self._number = plan.number
         self._messages: queue.SimpleQueue[Message | MedusaError] = queue.SimpleQueue()
-        self._channels: list[TcpChannel] = []
-        self._leader: TcpChannel | None = None
-        self._heartbeats: Heartbeats | None = None
-        self._echo: tuple[int, int] | None = None
         self._lost: str | None = None
         self._outcome: str | None = None  # ``end`` or ``instance``, once the leader has dissolved the group
-        self._stages_sent = 0
         self._incoming: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._pipe_made: Future[Pipe] = Future()
         self._worker: Any = None
         self.loaded = False
         self.joined = False
-        self._listener = Listener(plan.bind, 0, group=self._number, access=plan.access, accept=self._accept, link=link)
+        self._member = Member(plan, timeline, link, stopped=stopped, accept=self._accept, throttle=throttle)
 
     def run(self, deadline: float) -> str:
         """Serve until the group is dissolved, and return what this worker becomes: ``end`` or ``instance``.
@@ -89,8 +84,8 @@ class Rank:
         except MISSING_PART_ERRORS as error:
             raise EngineError(f"this version of vLLM cannot be a worker of a group: {error}") from error
         except MedusaError as error:
-            if self._leader is not None:
-                close_with(self._leader, self._number, error)
+            if self._member.leader is not None:
+                close_with(self._member.leader, self._number, error)
             raise
 
     def _serve(self) -> str:
@@ -137,7 +132,7 @@ class Rank:
 
     def _call(self, message: Message, pipe: Pipe) -> None:
         """Run a method of vLLM's worker, and send the result."""
-        assert self._leader is not None
+        assert self._member.leader is not None
         method, args, kwargs = deserialize(message.body)
         if not isinstance(method, str) or method.startswith("_"):
             raise EngineError(f"expected the name of a worker's method from the leader, found {method!r}")
@@ -149,8 +144,8 @@ class Rank:
             result = result.get_output()
         if method not in _ANSWERED_BY_THE_LAST or pipe.is_last_rank:
             answer = Message(Kind.RESULT, self._number, message.step, self._plan.rank, body=serialize(result))
-            self._leader.send(answer)
-        if method == "execute_model" and not self._stages_sent:
+            self._member.leader.send(answer)
+        if method == "execute_model" and not self._member.stages_sent:
             self._timeline.record("first_forward", began, time.monotonic_ns())
             self._send_timeline()
 
@@ -160,32 +155,21 @@ class Rank:
             raise GroupLostError("the group was dissolved during a step")
         if self._lost is not None:
             raise GroupLostError(self._lost)
-        if self._leader is not None:
-            check_leader(self._leader, self._plan)
+        if self._member.leader is not None:
+            check_leader(self._member.leader, self._plan)
 
     # The threads of the connections.
 
     def _join(self, deadline: float) -> None:
-        plan = self._plan
-        address = f"{plan.bind}:{self._listener.port}"
         try:
-            leader = connect(
-                plan.leader, group=self._number, access=plan.access, rank=plan.rank, purpose="steps", deadline=deadline,
-                stopped=self._stopped, link=self._link, place=address, **self._rank_config.identity,
-            )  # fmt: skip
+            leader = self._member.join(deadline, self._rank_config.identity, self._state)
         except EngineError as error:
             self._lost = str(error)
             return
-        self._channels.append(leader)
-        self._leader = leader
-        self._heartbeats = Heartbeats(self._number, plan.rank, leader.send, self._state)
         try:
             while (message := leader.receive()) is not None:
                 if message.kind is Kind.HEARTBEAT:
-                    values = message.values()
-                    self._echo = int(values.get("sent", 0)), time.monotonic_ns()
-                    if self._throttle is not None:
-                        self._throttle.group_loaded = bool(values.get("served"))
+                    self._member.note_heartbeat(message)
                 elif message.kind is Kind.FORM:
                     self._form(message)
                 elif message.kind is Kind.ERROR:
@@ -199,21 +183,15 @@ class Rank:
         self._lost = self._lost or "the connection to the group broke"
 
     def _form(self, message: Message) -> None:
-        values, plan = message.values(), self._plan
+        values = message.values()
         self.joined = True
         pipe = self._pipe_made.result()
         if values.get("next") is not None:
-            next_channel = connect(
-                str(values["next"]), group=self._number, access=plan.access, rank=plan.rank, purpose="hidden",
-                deadline=time.monotonic() + plan.silent_s, stopped=self._stopped, link=self._link,
-            )  # fmt: skip
-            self._channels.append(next_channel)
-            pipe.next_channel = next_channel
+            next_channel = pipe.next_channel = self._member.connect_next(str(values["next"]))
             threading.Thread(target=self._watch, args=(next_channel,), name="group-next", daemon=True).start()
         pipe.formed.set()
 
     def _accept(self, greeting: Greeting) -> None:
-        self._channels.append(greeting.channel)
         if greeting.purpose == "hidden" and greeting.rank == self._plan.rank - 1:
             threading.Thread(target=self._watch, args=(greeting.channel,), name="group-hidden", daemon=True).start()
         else:
@@ -231,25 +209,19 @@ class Rank:
         self._lost = self._lost or "the connection to a neighbour in the group broke"
 
     def _state(self) -> dict[str, Any]:
-        return {"loaded": self.loaded, "echo": self._echo}
+        return {"loaded": self.loaded}
 
     def _send_timeline(self) -> None:
         """Send the leader the stages of this process that it does not have yet. Rank 0 shares the leader's timeline."""
-        if self._plan.rank == 0 or self._leader is None:
-            self._stages_sent = 1
+        if self._plan.rank == 0 or self._member.leader is None:
+            self._member.stages_sent = 1
             return
-        stages = self._timeline.stages()
-        new, self._stages_sent = stages[self._stages_sent :], len(stages)
-        self._leader.send(json_message(Kind.STAGES, self._number, {"stages": new}, rank=self._plan.rank))
-        self._leader.flush(1.0)
+        self._member.send_timeline()
+        self._member.leader.flush(1.0)
 
     def close(self) -> None:
         """Leave the group, and free the worker's memory."""
-        if self._heartbeats is not None:
-            self._heartbeats.close()
-        self._listener.close()
-        for channel in self._channels:
-            channel.close()
+        self._member.close()
         if self._pipe_made.done():
             self._pipe_made.result().remove()
         self._worker = None

@@ -1,0 +1,95 @@
+"""A worker's part in a group whose leader is another one: its connections, and what it tells the leader of itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from medusa_runtime.timeline import Timeline
+
+from .fetch_throttle import FetchThrottle
+from .identity import Heartbeats
+from .plan import GroupPlan
+from .wire.channel import Greeting, Listener, TcpChannel, connect
+from .wire.emulated_link import EmulatedLink
+from .wire.message import Kind, Message, json_message
+
+
+class Member:
+    """A listener and connections, from the greeting to ``close``.
+
+    ``accept`` is given each worker that connects. ``throttle`` learns whether all of the group's layers are loaded.
+    """
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        timeline: Timeline,
+        link: EmulatedLink | None,
+        *,
+        stopped: Callable[[], bool],
+        accept: Callable[[Greeting], None],
+        throttle: FetchThrottle | None,
+    ) -> None:
+        self.leader: TcpChannel | None = None
+        self.stages_sent = 0  # how many stages of the timeline the leader has
+        self._plan, self._timeline, self._link = plan, timeline, link
+        self._stopped, self._accept, self._throttle = stopped, accept, throttle
+        self._channels: list[TcpChannel] = []
+        self._heartbeats: Heartbeats | None = None
+        self._echo: tuple[int, int] | None = None  # the leader's latest clock, and this worker's when it arrived
+        self._listener = Listener(plan.bind, 0, group=plan.number, access=plan.access, accept=self._accepted, link=link)
+
+    def join(self, deadline: float, identity: Mapping[str, Any], state: Callable[[], dict[str, Any]]) -> TcpChannel:
+        """Connect to the leader, and begin to send it heartbeats with what ``state`` returns.
+
+        ``deadline`` is in seconds of the monotonic clock. Raises EngineError.
+        """
+        place = f"{self._plan.bind}:{self._listener.port}"
+        leader = self.leader = self._connect(self._plan.leader, "steps", deadline, place=place, **identity)
+        self._heartbeats = Heartbeats(
+            self._plan.number, self._plan.rank, leader.send, lambda: {**state(), "echo": self._echo}
+        )
+        return leader
+
+    def connect_next(self, address: str) -> TcpChannel:
+        """Connect to the worker of the next layers. Raises EngineError."""
+        return self._connect(address, "hidden", time.monotonic() + self._plan.silent_s)
+
+    def note_heartbeat(self, message: Message) -> None:
+        """Note a heartbeat of the leader's. Raises TypeError, ValueError or OverflowError if it is malformed."""
+        values = message.values()
+        self._echo = int(values.get("sent", 0)), time.monotonic_ns()
+        if self._throttle is not None:
+            self._throttle.group_loaded = bool(values.get("served"))
+
+    def send_timeline(self) -> None:
+        """Send the leader the stages of this process that it does not have yet."""
+        assert self.leader is not None
+        stages = self._timeline.stages()
+        new, self.stages_sent = stages[self.stages_sent :], len(stages)
+        self.leader.send(json_message(Kind.STAGES, self._plan.number, {"stages": new}, rank=self._plan.rank))
+
+    def close(self) -> None:
+        if self._heartbeats is not None:
+            self._heartbeats.close()
+        self._listener.close()
+        for channel in self._channels:
+            channel.close()
+
+    def _connect(self, address: str, purpose: str, deadline: float, **more: Any) -> TcpChannel:
+        plan = self._plan
+        channel = connect(
+            address, group=plan.number, access=plan.access, rank=plan.rank, purpose=purpose, deadline=deadline,
+            stopped=self._stopped, link=self._link, **more,
+        )  # fmt: skip
+        self._channels.append(channel)
+        return channel
+
+    def _accepted(self, greeting: Greeting) -> None:
+        self._channels.append(greeting.channel)
+        self._accept(greeting)
+
+
+__all__ = ["Member"]
