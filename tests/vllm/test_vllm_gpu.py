@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import inspect
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +91,24 @@ def restored(parts: Any, *sizes: int) -> Any:
 
 def adopt(parts: Any, manager: Any, restore: Any) -> Any:
     return parts.graphs.GraphManager.of(manager, restore, parts.graphs.NoTimeline())
+
+
+_IMPORTS = """
+import torch
+from medusa_vllm import imports
+from vllm.platforms import current_platform
+type(current_platform).is_cpu = lambda self: False
+imports._import_all()
+print(torch.cuda.Stream.__module__, torch.cuda.Event.__module__, torch.cuda.set_stream.__module__)
+"""
+
+
+def test_an_import_for_a_gpu_leaves_torchs_streams_as_they_are() -> None:
+    """vLLM's worker for CPUs replaces them when it is imported, by streams and events that do nothing."""
+    done = subprocess.run([sys.executable, "-c", _IMPORTS], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    streams = "torch.cuda.streams"
+    assert done.stdout.splitlines()[-1] == f"{streams} {streams} vllm.utils.torch_utils", done.stdout
 
 
 def test_the_classes_are_the_ones_that_these_hooks_were_written_for(parts: Any) -> None:
