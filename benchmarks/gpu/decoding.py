@@ -79,18 +79,18 @@ def hashes(machine: Machine, one: Started) -> dict[str, list[str]]:
                 logits = one.graphs.inputs.logits[:size]
                 assert not logits.isnan().any(), f"batch size {size}: a row was not written"
                 if weights is None:
-                    weights = _weights(logits.numel(), logits.device)
-                digests.append(_digest(logits, weights))
+                    weights = digest_weights(logits.numel(), logits.device)
+                digests.append(digest(logits, weights))
         found[str(size)] = digests
     return dict(reversed(found.items()))
 
 
-def _weights(count: int, device: torch.device) -> Tensor:
+def digest_weights(count: int, device: torch.device) -> Tensor:
     """Odd numbers of 64 bits, the same in every process."""
     return torch.randint(-(1 << 62), 1 << 62, (count,), generator=torch.Generator().manual_seed(7)).to(device) * 2 + 1
 
 
-def _digest(logits: Tensor, weights: Tensor) -> str:
+def digest(logits: Tensor, weights: Tensor) -> str:
     """A hash of the bits, computed on the device: gigabytes would take seconds on the host.
 
     It is a sum modulo 2^64 with random odd weights, so it shows every single difference, and nearly all others.

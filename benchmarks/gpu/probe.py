@@ -140,13 +140,13 @@ class Probe:
         return found
 
 
-def environ() -> dict[str, str]:
-    """Return the environment of processes that are measured.
+def environ(*first: str) -> dict[str, str]:
+    """Return the environment of processes that are measured. They search the folders ``first`` before all others.
 
     They find the packages by their source roots, since nothing of ours is installed on a machine that is lent. They
     keep bytecode, as images do: torch without it takes twice as long to import.
     """
-    paths = os.pathsep.join([*ROOTS, str(ROOT), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([*first, *ROOTS, str(ROOT), os.environ.get("PYTHONPATH", "")])
     kept = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     return {**kept, "PYTHONPATH": paths}
 

@@ -1,4 +1,4 @@
-"""The whole check of a GPU, in four runs of a few minutes: ``python -m benchmarks.gpu.run --run 1 --out DIR``.
+"""The whole check of a GPU, in five runs of a few minutes: ``python -m benchmarks.gpu.run --run 1 --out DIR``.
 
 The probe (``benchmarks.gpu.probe``, at most two minutes) comes first, unless it is in ``DIR`` already. Then:
 
@@ -6,6 +6,7 @@ The probe (``benchmarks.gpu.probe``, at most two minutes) comes first, unless it
     2  Llama-3-8B's shape: materialize, capture, restore in a new process, same bits?, decode speed
     3  the same for Qwen2.5-0.5B's, OPT-1.3B's and (if minutes allow) Falcon-7B's
     4  the loading phase by three strategies, three times each
+    5  vLLM, if it is installed: our worker and graphs beside its own; eager and compiled, Qwen2.5-0.5B's shape first
 
 Every part is a process of its own with a timeout, and its result is written at once: what fails or hangs costs its own
 minutes and nothing else. Each run leaves one tar in ``DIR``, of at most 64 MB. ``--dry-run`` runs all of it here, on
@@ -24,19 +25,29 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpu.probe import ROOT, ROOTS, SECONDS, ended, environ, pack
 from benchmarks.gpu.summary import lines
+from benchmarks.gpu.vllm_check.lines import INSTALL
 
 SHAPES = {
     2: ("llama-3-8b",),
     3: ("qwen2.5-0.5b", "opt-1.3b", "falcon-7b"),
     4: ("llama-3-8b", "qwen2.5-0.5b", "opt-1.3b"),
+    5: ("qwen2.5-0.5b", "llama-3-8b"),
 }
-DRY_SHAPES = {2: ("tiny-llama",), 3: ("tiny-qwen2", "tiny-opt", "tiny-falcon"), 4: ("tiny-llama",)}
-MINUTES = {1: 4.0, 2: 7.0, 3: 6.0, 4: 8.0}  # together less than the half hour for which a GPU is lent, starts included
+DRY_SHAPES = {
+    2: ("tiny-llama",),
+    3: ("tiny-qwen2", "tiny-opt", "tiny-falcon"),
+    4: ("tiny-llama",),
+    5: ("tiny-qwen3",),  # vLLM's attention on a CPU needs heads of 32 or more
+}
+MINUTES = {1: 4.0, 2: 7.0, 3: 6.0, 4: 8.0, 5: 10.0}  # the first four within the half hour for which a GPU is lent
+_ALL = tuple(MINUTES)
+_STAND_IN = str(ROOT / "benchmarks/gpu/vllm_check/stand_in")
 _AHEAD_S = 300.0
 _REPEATS = 3
 _STRATEGIES = ("capture", "async", "medusa")
@@ -46,18 +57,19 @@ _WITHOUT = {
     "numpy": "no checkpoint can be written",
     "tokenizers": "only the probe, the transfers and the tests marked gpu can be run",
     "pytest": "the tests marked gpu will fail",
-    "vllm": "its worker and its graphs stay unmeasured, all else is measured",
 }
 
 
 class Part(NamedTuple):
-    """``key`` names its result; ``arguments`` are those of benchmarks.gpu.part."""
+    """``key`` names its result; ``arguments`` are those of the ``module`` that runs it."""
 
     key: str
     name: str
     arguments: tuple[str, ...] = ()
     timeout_s: float = 180.0
     makes: Path | None = None  # without this file it is not done, whatever results say: a machine that is lent is bare
+    module: str = "benchmarks.gpu.part"
+    paths: tuple[str, ...] = ()  # folders in which its processes search for modules first
 
 
 class Check:
@@ -66,7 +78,7 @@ class Check:
     def __init__(self, out: Path, work: Path, *, dry_run: bool, budget_s: float) -> None:
         self._out = out
         self._work = work
-        self._dry_run = dry_run
+        self.dry_run = dry_run
         self._end = time.monotonic() + budget_s
         self._file = out / "results.json"
         self.results: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
@@ -88,7 +100,7 @@ class Check:
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=environ(),
+                env=environ(*part.paths),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -103,8 +115,8 @@ class Check:
         print(f"{took:6.1f} s  {part.key}" + ("" if status == 0 else f"  FAILED ({status})"), flush=True)
 
     def command(self, part: Part, result: Path) -> list[str]:
-        made = [sys.executable, "-m", "benchmarks.gpu.part", part.name, str(result), *part.arguments]
-        return [*made, "--dry-run"] if self._dry_run else made
+        made = [sys.executable, "-m", part.module, part.name, str(result), *part.arguments]
+        return [*made, "--dry-run"] if self.dry_run else made
 
     @property
     def left_s(self) -> float:
@@ -180,6 +192,9 @@ def shapes_of(numbers: Sequence[int], only: Sequence[str] = (), *, dry_run: bool
 
 def parts(number: int, check: Check, shapes: Sequence[str]) -> Iterator[Part]:
     """Made one by one: a checkpoint is written when its first part is due."""
+    if number == 5:
+        yield from vllm_parts(check, shapes)
+        return
     if number == 1:
         yield Part("environment", "environment", timeout_s=90)
         yield Part("transfer", "transfer", timeout_s=120)
@@ -200,6 +215,30 @@ def parts(number: int, check: Check, shapes: Sequence[str]) -> Iterator[Part]:
             yield Part(f"{shape} restored", "restored", bundle, 180)
             if number == 3:
                 yield Part(f"{shape} triggered", "triggered", bundle, 120)
+
+
+def vllm_parts(check: Check, shapes: Sequence[str]) -> Iterator[Part]:
+    """The parts with vLLM, for each shape eager and then compiled; none if vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        check.keep("vllm", {"absent": INSTALL})
+        return
+    part = partial(Part, module="benchmarks.gpu.vllm_check.part", paths=(_STAND_IN,))
+    yield part("vllm", "imports", timeout_s=120)
+    here = check.results.get("vllm", {})
+    if "failed" in here:
+        return
+    # A dry run does not compile: Inductor's code for CPUs says nothing about a GPU, and takes minutes.
+    eager_only = check.dry_run or here.get("compiled_needs")
+    for shape in shapes:
+        if (model := check.checkpoint(shape)) is None:
+            continue
+        for key, how in (("vllm", "never"), *([] if eager_only else [("vllm compiled", "always")])):
+            bundle = Path(f"{model}.{key.replace(' ', '-')}")
+            options = ("--model", str(model), "--bundle", str(bundle), "--compile", how)
+            yield part(f"{shape} {key} captured", "captured", options, 180)
+            yield part(f"{shape} {key} bundle", "materialize", options, 360, makes=bundle.with_suffix(".graphs"))
+            yield part(f"{shape} {key} restored", "restored", options, 150)
+            yield part(f"{shape} {key} stock", "stock", options, 180)
 
 
 def gpu_tests(check: Check, out: Path) -> None:
@@ -243,7 +282,7 @@ def probe(check: Check, out: Path, *, dry_run: bool) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=int, choices=(1, 2, 3, 4), action="append", help="which; more than once; all")
+    parser.add_argument("--run", type=int, choices=_ALL, action="append", help="which; more than once; all")
     parser.add_argument("--out", type=Path, required=True, help="results.json (added to), logs, report.html")
     parser.add_argument(
         "--work", type=Path, default=Path("/tmp/medusa-gpu"), help="checkpoints and bundles, to be kept"
@@ -260,7 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
         if importlib.util.find_spec(package) is None:
             print(f"          there is no {package} here: {lost}", flush=True)
     sys.path += ROOTS
-    numbers = options.run or (1, 2, 3, 4)
+    numbers = options.run or _ALL
     make_ahead(options.work, shapes_of(numbers, options.shape, dry_run=options.dry_run))
     check = Check(options.out, options.work, dry_run=options.dry_run, budget_s=SECONDS + 30)
     if not options.without_probe:

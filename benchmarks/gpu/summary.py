@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from benchmarks.gpu.vllm_check.lines import vllm_lines
+
 SHORTER = 0.425  # MEDUSA's reduction of the loading phase
 FASTER = 8.0  # restoring against warm-up plus capture
 RESTORE_S = 1.0
@@ -49,7 +51,7 @@ def lines(results: Results) -> list[str]:
         for name, marker in _SHAPE_ROWS.items():
             if not any(line.partition(f"{shape}: ")[2] and marker in line for line in found):
                 found.append(f"----  {shape}: {name}: not measured")
-    return found
+    return found + vllm_lines(results, shorter=SHORTER, faster=FASTER, restore_s=RESTORE_S, slower=SLOWER)
 
 
 def _probe(results: Results) -> list[str]:

@@ -1,0 +1,76 @@
+"""Makes a state bundle as ``medusa materialize --engine vllm`` does, and keeps what its graphs were made from."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from medusa_runtime import registry
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.gpu import graph_capture
+from medusa_runtime.state.kinds import CUDA_GRAPHS
+from medusa_runtime.state.materialize import ArtifactResult, Materialization
+
+_kept: list[Path] = []
+
+
+def materialized(settings: Settings, folder: Path) -> dict[str, Any]:
+    """Write a bundle into ``folder``, and beside it the graphs alone (``.graphs``) and the second process's dump.
+
+    An eager model (``--compile never``) needs no compiled code, so only its graphs are made.
+    """
+    kind = registry.engine_kind("vllm")
+    captures = {CUDA_GRAPHS.name: f"{__name__}:capture"}
+    if settings.compile != "never":
+        captures = {**kind.captures, **captures}
+    registry.register(kind._replace(captures=captures))
+    results: list[ArtifactResult] = []
+    began = time.monotonic()
+    with Materialization(replace(settings, state=None), folder, results.append) as made:
+        made.prepare()
+        made.commit()
+    seconds = time.monotonic() - began
+    found: dict[str, Any] = {
+        "seconds": seconds,
+        "artifacts": {one.kind: one.left_out or [one.size_bytes, one.took_s] for one in results},
+    }
+    if not _kept:
+        raise RuntimeError(f"no graphs were materialized: {found['artifacts']}")
+    blob = folder.with_suffix(".graphs")
+    shutil.move(_kept[0], blob)
+    return found | {"bytes": blob.stat().st_size} | counts(blob.read_bytes())
+
+
+def capture(model: str, settings: Settings, folder: Path) -> Path | None:
+    """Capture as the engine's own function does. The files in ``folder`` do not outlive this call; copies do."""
+    made = graph_capture.capture(model, settings, folder)
+    if made is not None:
+        copy = Path(model).with_suffix(".kept")
+        shutil.copy(made, copy)
+        _kept.append(copy)
+    return made
+
+
+def counts(data: bytes) -> dict[str, Any]:
+    """Return how many graphs of each kind are in a bundle, and how many were refused for which reason."""
+    from medusa_runtime.engine.gpu.graph_state import summary
+    from medusa_runtime.state.graphs.blueprint import Blueprints
+
+    blueprints = Blueprints.load(data)
+    keys = [graph.key for graph in blueprints.graphs]
+    refused = Counter(f"{kind_of(key)}: {why.partition(':')[0]}" for key, why in blueprints.refused.items())
+    return {
+        **summary(blueprints),
+        "kept": dict(Counter(map(kind_of, keys))),
+        "refused_for": dict(refused),
+        "pinned_by_kind": dict(Counter(kind_of(graph.key) for graph in blueprints.graphs if graph.pinned)),
+    }
+
+
+def kind_of(key: str) -> str:
+    """Return "full" or "piecewise" for a graph's key (see medusa_vllm.gpu.graphs.key_of)."""
+    return "piecewise" if " piece=" in key else "full"
