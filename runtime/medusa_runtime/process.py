@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
 import json
 import logging
@@ -28,6 +29,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SPINS = 2000  # some 30 µs
 _LONGEST_REPORT_BYTES = 3500  # the kernel writes up to 4096 to a pipe as a whole (pipe(7))
+_DESCRIPTOR_BYTES = 4
 _LONGEST_NAME = 200  # characters of a process's name in a report; each takes up to 12 bytes of JSON
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP)
 
@@ -222,6 +224,23 @@ def wait_readable(source: HasFileno | int, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(source, select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
+
+
+def receive_descriptors(
+    connection: socket.socket, size_bytes: int, most: int, flags: int = 0
+) -> tuple[bytes, list[int], int]:
+    """Receive at most this many bytes and descriptors, and the flags of the message, as recvmsg(2) does.
+
+    No process that this one executes inherits the descriptors. ``socket.recv_fds`` ignores its flags, also those that
+    would say so.
+    """
+    room = socket.CMSG_LEN(most * _DESCRIPTOR_BYTES)
+    data, ancillary, found_flags, _ = connection.recvmsg(size_bytes, room, flags | socket.MSG_CMSG_CLOEXEC)
+    found = array.array("i")
+    for level, kind, packed in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(packed[: len(packed) - len(packed) % _DESCRIPTOR_BYTES])
+    return data, list(found), found_flags
 
 
 def hang_up(connection: socket.socket) -> None:

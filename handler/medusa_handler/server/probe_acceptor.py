@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from medusa_runtime.liveness import LOOK_S
+from medusa_runtime.process import receive_descriptors
 from medusa_runtime.resource_limits import LEAST_FILES, as_limit_error, most_files
 
 from ..probes import ProbeResponse, Probes
@@ -324,7 +325,7 @@ class HandoffSocket:
     def accept(self) -> tuple[socket.socket, tuple[str, int]]:
         """Accept a connection, like ``socket.accept``. Raises EMFILE before it takes one that would then be lost."""
         os.close(os.dup(self._reading.fileno()))
-        data, descriptors, _, _ = socket.recv_fds(self._reading, 1, 1)
+        data, descriptors, _ = receive_descriptors(self._reading, 1, 1)
         if not descriptors:
             raise BlockingIOError(errno.EAGAIN, "no connection came with it" if data else "the acceptor is closed")
         connection = socket.socket(fileno=descriptors[0])

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import EngineError, OverloadedError, RequestError, from_code
+from ..process import receive_descriptors
 from .base import Delta, EngineInfo, GenerateRequest, SamplingParams, StructuredOutputs, TokenLogprob
 
 Frame = dict[str, Any]
@@ -98,7 +99,7 @@ class FrameReader:
     def _receive(self) -> bytes:
         if not self._most:
             return self._connection.recv(1 << 18)
-        piece, found, flags, _ = socket.recv_fds(self._connection, 1 << 18, self._most, socket.MSG_CMSG_CLOEXEC)
+        piece, found, flags = receive_descriptors(self._connection, 1 << 18, self._most)
         if found:
             self._descriptors.append(found)
         if flags & socket.MSG_CTRUNC or len(self._descriptors) > _MOST_FRAMES:

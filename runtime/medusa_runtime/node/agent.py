@@ -114,7 +114,7 @@ class Agent:
             self._watchdog.start()
             while not self._stopping:
                 self._watchdog.beat()
-                self._loop.run_once(self._tick())
+                self._loop.run_once(self._tick(), self._watchdog.beat)
             return 0
         finally:
             self.close()

@@ -18,6 +18,7 @@ from ..timeline import Timeline
 from .messages import channel_pair
 
 _TRIES, _RETRY_S = 20, 0.001  # a process's connections are closed a moment before it can be reaped
+_WAIT_S = 5.0
 
 
 class Child(NamedTuple):
@@ -111,31 +112,43 @@ def exit_status(child: Child) -> int | None:
     return None
 
 
+def _ignore() -> None: ...
+
+
 class Reaper:
     """Children that are about to end. The agent's loop does not wait for them: a killed one needs a CPU to die."""
 
     def __init__(self) -> None:
-        self._pids: list[int] = []
+        self._ending: list[tuple[int, Callable[[], None]]] = []
 
-    def kill(self, child: Child) -> None:
-        """Kill a child, whatever it is doing."""
+    def kill(self, child: Child, on_end: Callable[[], None] = _ignore) -> None:
+        """Kill a child, whatever it is doing. ``on_end`` is called when it has ended.
+
+        That may be much later: the kernel does not kill a process that waits for an answer of a caller's file system.
+        """
         child.channel.close()
         os.kill(child.pid, signal.SIGKILL)  # it has not been reaped, so no other process can have its number
-        self._pids.append(child.pid)
+        self._ending.append((child.pid, on_end))
 
     def add(self, pid: int) -> None:
         """Note a child that ends by itself."""
-        self._pids.append(pid)
+        self._ending.append((pid, _ignore))
 
     def reap(self) -> None:
         """Reap those that have ended. Call it now and then."""
-        self._pids = [pid for pid in self._pids if not os.waitpid(pid, os.WNOHANG)[0]]
+        ending, self._ending = self._ending, []
+        for pid, on_end in ending:
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                on_end()
+            else:
+                self._ending.append((pid, on_end))
 
     def wait(self) -> None:
-        """Wait for all of them, and reap them."""
-        for pid in self._pids:
-            os.waitpid(pid, 0)
-        self._pids.clear()
+        """Wait for all of them to end, for a while, and reap them."""
+        deadline = time.monotonic() + _WAIT_S
+        while self._ending and time.monotonic() < deadline:
+            self.reap()
+            time.sleep(_RETRY_S)
 
 
 REAPER = Reaper()  # the children of this process

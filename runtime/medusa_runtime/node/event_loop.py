@@ -21,9 +21,13 @@ class EventLoop:
     def unwatch(self, channel: Watchable) -> None:
         self._selector.unregister(channel)
 
-    def run_once(self, timeout_s: float) -> None:
-        """Wait for at most ``timeout_s``, and call back for all channels that can be read."""
+    def run_once(self, timeout_s: float, before_each: Callable[[], None]) -> None:
+        """Wait for at most ``timeout_s``, and call back for all channels that can be read.
+
+        ``before_each`` is called before each of them.
+        """
         for key, _ in self._selector.select(timeout_s):
+            before_each()
             if self._selector.get_map().get(key.fd) is key:  # an earlier callback may have unwatched it
                 key.data()
 

@@ -7,10 +7,12 @@ The sockets are of type SOCK_SEQPACKET: the kernel keeps a message whole, and to
     agent → client    hello {version, pid} · wait · region {fetched} +[region, demand] · engine {pid} · kept · dropped
                       status {…} · lost {message} · error {code, message}
     agent → zygote    fork                       zygote → agent    forked {pid} +[channel, pidfd] · failed {message}
-    agent → engine    take {settings} +[6, and the files of local shards]       engine → agent    warm
+    agent → engine    take {settings} +[6, and the shards' files]       engine → agent    warm
     spare → agent    ready    agent → spare    fetch {key, connections, layers}, which makes it a prefetcher
-    prefetcher → agent    room {bytes} · sealed +[the files of local shards] · sources {received_bytes, excluded}
+    prefetcher → agent    room {bytes} · sealed +[the shards' files] · sources {received_bytes, excluded}
     agent → prefetcher    room · error {code, message}
+
+The files of a local model's shards are one descriptor (see shard_files.py).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..errors import NodeError, NodeRefusedError
+from ..process import receive_descriptors
 from ..region.seals import seals_of
 from .callers.file_status import MOST_THREADS, file_status
 
@@ -58,16 +61,16 @@ def send(connection: socket.socket, kind: str, body: Body | None = None, descrip
     socket.send_fds(connection, [data], list(descriptors))
 
 
-def receive(connection: socket.socket, most: int = MOST_DESCRIPTORS) -> Message | None:
+def receive(connection: socket.socket, most: int = MOST_DESCRIPTORS, flags: int = 0) -> Message | None:
     """Receive a message with at most ``most`` descriptors; None if the other side is gone.
 
-    Raises NodeError for a malformed message.
+    ``flags`` are those of recv(2), such as MSG_PEEK. Raises NodeError for a malformed message.
     """
     try:
         # Make room for more descriptors than may come: the kernel would close the others itself, and if one is a socket
         # the sender could make that wait (see ``close_without_linger``).
-        data, descriptors, flags, _ = socket.recv_fds(
-            connection, LARGEST_BYTES + 1, MOST_INTERNAL_DESCRIPTORS + 3, socket.MSG_CMSG_CLOEXEC
+        data, descriptors, found = receive_descriptors(
+            connection, LARGEST_BYTES + 1, MOST_INTERNAL_DESCRIPTORS + 3, flags
         )
     except (ConnectionError, BrokenPipeError):
         return None
@@ -75,7 +78,7 @@ def receive(connection: socket.socket, most: int = MOST_DESCRIPTORS) -> Message 
         discard(descriptors)
         return None
     try:
-        return _parse(data, descriptors, flags, most)
+        return _parse(data, descriptors, found, most)
     except BaseException:
         discard(descriptors)
         raise

@@ -185,7 +185,7 @@ class Session:
         if not isinstance(settings, dict):
             raise NodeError(f"settings: expected an object, found {str(settings)[:40]!r}")
         check_descriptors(message.descriptors)
-        if entry.folder is not None and entry.folder.identity is not None and not entry.shard_fds:
+        if entry.folder is not None and entry.folder.identity is not None and not entry.files:
             raise NodeRefusedError(f"{entry.key}: expected fewer shards for an engine process of the node agent's")
         settings, charged_bytes = self._charge_engine(settings)
         mine = entry.descriptors()
@@ -195,7 +195,7 @@ class Session:
             pid = self._services.engines.take(
                 text_field(message.body, "kind"),
                 settings,
-                [*mine, *message.descriptors, *entry.shard_fds],
+                [*mine, *message.descriptors, *entry.files],
                 bundle_model=bundle_model,
                 trust=trust,
                 on_end=partial(self._engine_ended, charged_bytes),

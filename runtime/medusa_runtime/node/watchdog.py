@@ -16,7 +16,7 @@ STATUS = 70  # EX_SOFTWARE of sysexits.h
 
 
 class Watchdog:
-    """Checks now and then whether the loop has come round. If it has not for the second time, the process ends.
+    """Checks now and then whether the loop goes on. If it has not for the second time, the process ends.
 
     A process that was stopped (by SIGSTOP, or with the machine) finds only one alarm waiting when it goes on. A check
     does not count if the process has spent most of the time before it waiting for a CPU.
@@ -36,7 +36,7 @@ class Watchdog:
         signal.setitimer(signal.ITIMER_REAL, self._every_s, self._every_s)
 
     def beat(self) -> None:
-        """Note that the loop has come round."""
+        """Note that the loop goes on."""
         self._missed = 0
 
     def _on_alarm(self, _: int, frame: FrameType | None) -> None:

@@ -64,7 +64,7 @@ def test_a_fetch_for_which_there_is_no_room_leaves_nothing_behind(start_node: St
                 with pytest.raises(MedusaError):
                     client.region(url)
         node.until(lambda: len(open_files(node.process.pid)) == before)
-        assert client.status()["callers"] == {f"user {os.getuid()}": {"connections": 1}}
+        node.until(lambda: client.status()["callers"] == {f"user {os.getuid()}": {"connections": 1}})
         client.region(url).close()
 
 
@@ -193,7 +193,7 @@ def test_an_engine_process_whose_connection_does_not_arrive_is_replaced(start_no
     assert "failed" not in node.output(), "the one without a connection ends silently"
 
 
-def test_a_local_model_of_more_shards_than_files_may_be_opened_is_refused(
+def test_the_shards_of_a_local_model_take_one_file_of_the_agent(
     start_node: Start, tmp_path: Path, safetensors_file: Callable[..., bytes]
 ) -> None:
     places = {}
@@ -207,11 +207,8 @@ def test_a_local_model_of_more_shards_than_files_may_be_opened_is_refused(
     client = [node.client() for _ in range(150)][-1]  # the prefetcher closes what these take, and so has more room
     with closing(client):
         client.status()
-        before = len(open_files(node.process.pid))
-        with room_for(node.process.pid, 20), pytest.raises(MedusaError, match="room for more open files"):
-            client.region(str(tmp_path))
-        node.until(lambda: len(open_files(node.process.pid)) == before)
-        client.region(str(tmp_path)).close()
+        with room_for(node.process.pid, 20):
+            client.region(str(tmp_path)).close()
 
 
 def test_a_socket_that_lingers_is_closed_at_once_where_no_file_can_be_opened() -> None:

@@ -12,7 +12,8 @@ from ...errors import MedusaError, NodeRefusedError
 from ..settings import CallerLimits
 from .peer import Caller
 
-_MOST_CONNECTIONS, _MOST_FETCHES = 4096, 64  # of all callers together
+_TOGETHER = {"connections": 4096, "fetches": 64, "prefetchers": 128}  # of all callers
+_FLAGS = {"memory_bytes": "memory", "prefetchers": "fetches"}  # the name in --per-caller, where it is another
 _MOST_NAMED = 64  # accounts in the status
 
 
@@ -30,16 +31,17 @@ class Accounts:
     def charge(self, caller: Caller, what: str, amount: int = 1) -> None:
         """Charge ``amount`` more to a caller's account. If that is too much, raise NodeRefusedError and charge nothing.
 
-        ``what`` is "connections", "fetches", "engines" or "memory_bytes".
+        ``what`` is "connections", "fetches", "engines", "memory_bytes", or "prefetchers": the processes of fetches,
+        also those that were given up, as long as they have not ended.
         """
         had = self.charged(caller.account, what)
         if not caller.trusted:
             if had + amount > (limit := self._limit(what)):
                 raise NodeRefusedError(
                     f"{caller.account} has {had:,} {what} of the node agent's already; expected at most {limit:,} "
-                    f"(--per-caller {'memory' if what == 'memory_bytes' else what}=…)"
+                    f"(--per-caller {_FLAGS.get(what, what)}=…)"
                 )
-            together = {"connections": _MOST_CONNECTIONS, "fetches": _MOST_FETCHES}.get(what)
+            together = _TOGETHER.get(what)
             if together is not None and self._total[what] + amount > together:
                 raise NodeRefusedError(f"the node agent's callers have {together} {what} together; try again later")
             self._total[what] += amount
@@ -74,4 +76,6 @@ class Accounts:
         return found
 
     def _limit(self, what: str) -> int:
+        if what == "prefetchers":
+            return 2 * self._limits.fetches
         return self.memory_bytes if what == "memory_bytes" else int(getattr(self._limits, what))

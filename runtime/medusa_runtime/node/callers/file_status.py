@@ -10,6 +10,7 @@ import ctypes
 import os
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from ...errors import NodeRefusedError
 from ...storage.retry import NoAnswerError, call_within
 
 MOST_THREADS = 64  # of the agent, most of which wait for callers' file systems
+_ANSWER_WITHIN_S, _QUICK_S, _NOT_ASKED_S = 0.25, 0.05, 60.0
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = 0x1000, 0x4000
 _STATX_TYPE, _STATX_INO = 0x1, 0x100
 _STATX = struct.Struct("=28xH2xQ96xII")  # the beginning of struct statx: mode, number, device
@@ -38,11 +40,36 @@ def file_status(descriptor: int) -> FileStatus:
         raise NodeRefusedError(f"a descriptor cannot be looked at: {error.strerror}; expected another file") from None
 
 
-def ask_in_thread(question: Callable[[], bool], timeout_s: float) -> bool | None:
-    """Call a function that asks a caller's file system, and return its answer; None if there is none in time.
+class Patience:
+    """Limits for how long the agent waits for its callers' file systems. It does nothing else meanwhile.
 
-    The thread of an unanswered question stays, so there is no answer either while there are too many of them.
+    A user whose file system was slow is not asked for a minute. All of them together, who may be one person with many
+    users, are waited for at most a fifth of the time.
     """
+
+    def __init__(self) -> None:
+        self._slow_until: dict[int, float] = {}
+        self._all_until = 0.0
+
+    def ask(self, user: int, question: Callable[[], bool]) -> bool | None:
+        """Call a function that asks a user's file system; None if there is no answer soon, or none is waited for."""
+        began = time.monotonic()
+        if began < max(self._all_until, self._slow_until.get(user, 0.0)):
+            return None
+        answer = _ask_in_thread(question, _ANSWER_WITHIN_S)
+        ended = time.monotonic()
+        if ended - began > _QUICK_S:
+            self._slow_until = {one: until for one, until in self._slow_until.items() if until > ended}
+            self._slow_until[user] = ended + _NOT_ASKED_S
+            self._all_until = ended + 4 * (ended - began)
+        return answer
+
+
+PATIENCE = Patience()  # of this process
+
+
+def _ask_in_thread(question: Callable[[], bool], timeout_s: float) -> bool | None:
+    # The thread of an unanswered question stays, so there is no answer either while there are too many of them.
     if threading.active_count() >= MOST_THREADS:
         return None
     try:

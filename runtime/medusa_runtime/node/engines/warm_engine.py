@@ -23,7 +23,8 @@ from ...registry import engine_kind
 from ...timeline import Timeline
 from ...zygote import EngineClass, load_engine_class, run_engine
 from ..child import close_others
-from ..messages import MOST_INTERNAL_DESCRIPTORS, Message, receive, send
+from ..messages import Message, receive, send
+from ..shard_files import held_files
 from .handover import TAKE_DESCRIPTORS, settings_from_body
 
 _PR_SET_PDEATHSIG = 1
@@ -50,7 +51,7 @@ def run_idle(
     importlib.import_module(_ATTACH_ARTIFACTS)
     with suppress(BrokenPipeError):  # the agent has ended, or lost this connection, as is read next
         send(channel, "warm")
-    message = receive(channel, MOST_INTERNAL_DESCRIPTORS)
+    message = receive(channel)
     if message is None:
         return 0  # the agent has ended, or needs no more idle processes
     # From now on this process ends with the function, and no longer with the agent.
@@ -89,9 +90,8 @@ def _warm_up(engine_class: EngineClass, settings: Settings) -> None:
 
 def _serve(engine_class: EngineClass, kind: str, message: Message) -> int:
     descriptors = dict(zip(TAKE_DESCRIPTORS, message.descriptors, strict=False))
-    shard_fds = message.descriptors[
-        len(TAKE_DESCRIPTORS) :
-    ]  # of a local model, because this process opens no path of a function
+    # The files of a local model, because this process opens no path of a function.
+    shard_fds = [file for socket_fd in message.descriptors[len(TAKE_DESCRIPTORS) :] for file in held_files(socket_fd)]
     lease = socket.socket(fileno=descriptors["lease"])
     threading.Thread(target=_end_with, args=(lease,), name="lease", daemon=True).start()
     settings = settings_from_body(message.body["settings"])

@@ -26,6 +26,7 @@ from ..callers.impersonation import Folder, assume_identity
 from ..callers.policy import Policy
 from ..child import REAPER, Child, close_others, start_child
 from ..messages import MOST_INTERNAL_DESCRIPTORS, close_without_linger, receive, send
+from ..shard_files import hold
 from .region_entry import RegionEntry, open_region
 from .spare import Spare
 
@@ -129,11 +130,12 @@ def open_store_of(key: str, policy: Policy) -> Store:
 def close_in_child(entry: RegionEntry, *, timeline: Timeline, reports: ReportPipe) -> int:
     """Close a region, and let a child hold it last. Returns the child's pid. Raises like ``start_child``.
 
-    Whichever process holds a region last must wait up to a second while the kernel frees its pages.
+    Whichever process holds a region last must wait up to a second while the kernel frees its pages. Whichever holds a
+    caller's files last may have to wait for their file system.
     """
 
     def body(channel: socket.socket, _: Timeline) -> int:
-        close_others(channel.fileno(), entry.region.fd)
+        close_others(channel.fileno(), entry.region.fd, *entry.files)
         receive(channel)  # returns when the agent has closed its end, and so the region
         return 0
 
@@ -320,6 +322,9 @@ class _Agent:
             if self._store is not None
         ]
         try:
-            send(self._channel, "sealed", None, files if len(files) <= MOST_INTERNAL_DESCRIPTORS - 8 else ())
+            held = hold(files)
         finally:
             close_without_linger(files)
+        send(self._channel, "sealed", None, [] if held is None else [held.fileno()])
+        if held is not None:
+            held.close()

@@ -23,7 +23,7 @@ from ..callers.peer import Caller
 from ..callers.policy import Policy
 from ..child import REAPER, HungChildren, exit_status
 from ..event_loop import EventLoop
-from ..messages import MOST_INTERNAL_DESCRIPTORS, receive, send
+from ..messages import receive, send
 from ..settings import NodeSettings
 from .fetching import assign_spare, close_in_child, fetch_settings, start_fetch, start_spare
 from .model_key import open_folder
@@ -152,6 +152,7 @@ class RegionKeeper:
         except BaseException:
             if caller is not None:
                 self._accounts.refund(caller, "fetches")
+                self._accounts.refund(caller, "prefetchers")
             raise
         entry.fetch_for = caller
         return entry
@@ -170,7 +171,7 @@ class RegionKeeper:
                     reports=self._reports,
                 )
         except BaseException:
-            self._uncharge_fetch(entry)
+            self._uncharge_fetch(entry)()
             entry.close()
             raise
         self.regions.add(entry)
@@ -200,9 +201,22 @@ class RegionKeeper:
             )
 
     def _charge_fetch(self, caller: Caller | None) -> None:
-        """Charge a caller for one more fetch. If it has too many, drop its fetch that has been unused for longest."""
+        """Charge a caller for one more fetch. If it has too many, drop its fetch that has been unused for longest.
+
+        Its prefetchers are charged until they have ended, because one that waits for the caller's own file system
+        cannot be killed.
+        """
         if caller is None:
             return
+        REAPER.reap()
+        self._accounts.charge(caller, "prefetchers")
+        try:
+            self._charge_one_fetch(caller)
+        except BaseException:
+            self._accounts.refund(caller, "prefetchers")
+            raise
+
+    def _charge_one_fetch(self, caller: Caller) -> None:
         try:
             self._accounts.charge(caller, "fetches")
         except NodeRefusedError:
@@ -213,10 +227,13 @@ class RegionKeeper:
             self.regions.drop(min(left, key=lambda entry: entry.used_at))
             self._accounts.charge(caller, "fetches")
 
-    def _uncharge_fetch(self, entry: RegionEntry) -> None:
+    def _uncharge_fetch(self, entry: RegionEntry) -> Callable[[], None]:
+        """Take back what a fetch was charged. Call the result when its process has ended."""
         caller, entry.fetch_for = entry.fetch_for, None
-        if caller is not None:
-            self._accounts.refund(caller, "fetches")
+        if caller is None:
+            return lambda: None
+        self._accounts.refund(caller, "fetches")
+        return partial(self._accounts.refund, caller, "prefetchers")
 
     def take_back(self, key: str, descriptor: int, caller: Caller) -> RegionEntry:
         """Take back a region that an earlier agent made. Raises NodeError for any other region."""
@@ -248,7 +265,7 @@ class RegionKeeper:
     def _on_fetch(self, entry: RegionEntry) -> None:
         assert entry.fetch is not None
         try:
-            message = receive(entry.fetch.channel, MOST_INTERNAL_DESCRIPTORS)
+            message = receive(entry.fetch.channel)
         except (NodeError, OSError) as error:  # usually because there is no room for the files of the shards
             self._on_fetch_end(entry, NodeError(str(error)))
             return
@@ -268,7 +285,7 @@ class RegionKeeper:
                 send(entry.fetch.channel, *answer)
         elif message.kind == "sealed":
             entry.sealed = True
-            entry.shard_fds = message.descriptors
+            entry.files = message.descriptors
             entry.answer_waiting(None)
             self._record()  # after the answers, because it writes a file
         elif message.kind == "sources":
@@ -297,9 +314,8 @@ class RegionKeeper:
     def _end_fetch(self, entry: RegionEntry) -> None:
         assert entry.fetch is not None
         self._loop.unwatch(entry.fetch.channel)
-        REAPER.kill(entry.fetch)
+        REAPER.kill(entry.fetch, self._uncharge_fetch(entry))
         entry.fetch = None
-        self._uncharge_fetch(entry)
 
     def _on_drop(self, entry: RegionEntry) -> None:
         if entry.fetch is not None:
@@ -311,7 +327,7 @@ class RegionKeeper:
         self._record()
 
     def _close_entry(self, entry: RegionEntry) -> None:
-        if entry.size_bytes >= _LARGE_BYTES and not self._stopping:
+        if (entry.size_bytes >= _LARGE_BYTES or entry.files) and not self._stopping:
             try:
                 pid = close_in_child(entry, timeline=self._timeline, reports=self._reports)
             except MedusaError as error:

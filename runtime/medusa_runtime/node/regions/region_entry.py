@@ -17,7 +17,7 @@ from ...region.layout import HEADER_BYTES, reopen
 from ...region.reader import Region
 from ...storage.base import redacted, scheme_of
 from ...storage.local import file_version
-from ..callers.file_status import ask_in_thread, file_status
+from ..callers.file_status import PATIENCE, file_status
 from ..callers.impersonation import Folder
 from ..callers.peer import Caller
 from ..child import Child, as_node_error
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ...checkpoint.index import Shard
     from .spare import Spare
 
-_ANSWER_WITHIN_S = 0.25  # for the file system of a caller's folder; the agent does nothing else meanwhile
 _SOURCES = ("received_bytes", "excluded")
 LEAST_BYTES = 2 * HEADER_BYTES  # the header of an empty region, and the page for its readers' requests
 
@@ -80,7 +79,7 @@ class RegionEntry:
         self.slot = key if folder is None else folder.slot(key)
         self.folder = folder
         self.region, self.demand_fd = (spare.region, spare.demand_fd) if spare else open_region(fd)
-        self.shard_fds: list[int] = []  # the files of a local checkpoint's shards, as its index was read from them
+        self.files: list[int] = []  # a socket that holds a local checkpoint's files, as its index was read from them
         self.size_bytes = LEAST_BYTES
         self.sealed = False  # whether it can be handed out
         self.pinned = False
@@ -160,10 +159,10 @@ class RegionEntry:
         except (OSError, MedusaError):  # TimeoutError is an OSError
             return False
         local = [shard for shard in shards if shard.path is not None]
-        if ours is None or ours.identity is None:
+        if not local or ours is None or ours.identity is None:
             return _are_current(local, ours)
         # A caller's file system that is too slow counts as changed: a child reads the files again, and may wait.
-        return ask_in_thread(partial(_are_current, local, ours), _ANSWER_WITHIN_S) is True
+        return PATIENCE.ask(ours.identity.uid, partial(_are_current, local, ours)) is True
 
     def status(self) -> dict[str, object]:
         progress = self.region.progress()
@@ -185,5 +184,5 @@ class RegionEntry:
 
     def close(self) -> None:
         self.region.close()
-        close_without_linger([self.demand_fd, *self.shard_fds, *([self.folder.fd] if self.folder else [])])
-        self.shard_fds.clear()
+        close_without_linger([self.demand_fd, *self.files, *([self.folder.fd] if self.folder else [])])
+        self.files.clear()
