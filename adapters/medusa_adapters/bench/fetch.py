@@ -8,11 +8,10 @@ import os
 import resource
 import sys
 import time
-from pathlib import Path
 
 from medusa_runtime.errors import ConfigError, MedusaError
 
-from ..cli.flags import add_model, model_argument
+from ..cli.flags import add_model, model_argument, output_file
 from ..cli.progress import note
 from .process import Process
 from .result import Result
@@ -24,7 +23,7 @@ METRICS = {"fetch_s": "s", "mb_per_s": "MB/s", "cpu_s": "s/GB"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="fetches, each by a process of its own")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and rows to this file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write machine and rows to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:

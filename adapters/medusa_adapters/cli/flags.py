@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medusa_runtime.config import OPTIONS, parse_option
-from medusa_runtime.errors import ConfigError
+from medusa_runtime.errors import ConfigError, json_excerpt
 
 # Earlier names of flags. They still work, but print a line with the new name.
 RENAMED = {"--timeout": "--timeout-s", "--concurrency": "--max-concurrency"}
@@ -62,6 +63,19 @@ def request_body(text: str) -> bytes:
         return Path(text[1:]).read_bytes()
     except OSError as error:
         raise ConfigError(f"--request={text}: expected a file that can be read: {error.strerror}") from None
+
+
+def output_file(text: str) -> Path:
+    """Return the file that a flag names; the ``type`` of flags for what is written after minutes of work.
+
+    Raises ArgumentTypeError if it could not be written.
+    """
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that is there, found {json_excerpt(text)}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a file that can be written, may not write {json_excerpt(text)}")
+    return path
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:

@@ -14,8 +14,9 @@ from medusa_cluster.simulation.experiment import Summary, hardest_run, needed_ch
 from medusa_cluster.simulation.experiment import run as run_plan
 from medusa_cluster.simulation.fleet_file import read_simulation_plan
 from medusa_cluster.simulation.strategy import strategy_named
-from medusa_runtime.errors import ConfigError, json_excerpt
+from medusa_runtime.errors import ConfigError
 
+from .flags import output_file
 from .progress import CLEAR_LINE
 
 
@@ -25,16 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--what-if", action="store_true", help="also try larger and faster fleets until the goal is met"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write a page with charts to this file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all numbers to this file")
+    parser.add_argument("--report", type=output_file, metavar="FILE", help="write a page with charts to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
     plan = read_simulation_plan(arguments.fleet)
     if all(math.isinf(model.ttft_slo_s) for model in plan.fleet.models):
         print("no model has an slo with a ttft: every first token counts as in time", file=sys.stderr)
-    for option in ("json", "report"):
-        _check_folder(f"--{option}", getattr(arguments, option))
     if arguments.strategies:
         names = tuple(name.strip() for name in arguments.strategies.split(",") if name.strip())
         if not names:
@@ -66,12 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.report.write_text(simulation_page(plan, runs, changed))
         print(f"report: {arguments.report}", file=sys.stderr)
     return 0
-
-
-def _check_folder(option: str, file: Path | None) -> None:
-    """Raise ConfigError for a file that could not be written after the simulation."""
-    if file is not None and not file.parent.is_dir():
-        raise ConfigError(f"{option}: expected a file in a folder that is there, found {json_excerpt(str(file))}")
 
 
 def _asked(rates: Sequence[float], rate: float) -> tuple[float]:

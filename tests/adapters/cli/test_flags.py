@@ -30,6 +30,13 @@ def test_an_earlier_name_does_the_same_and_says_so() -> None:
     assert "--timeout-s" in medusa("deploy", "knative", "--help").stdout
 
 
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path: Path) -> None:
+    for command in (("bench", "fetch"), ("bench", "coldstart")):
+        done = medusa(*command, EXAMPLE, "--json", tmp_path / "none" / "file")
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
+        assert "--json: expected a file in a folder that is there, found" in done.stderr
+
+
 def test_a_checkpoint_is_given_either_way() -> None:
     example = EXAMPLE
     for command in ("inspect", "fetch"):

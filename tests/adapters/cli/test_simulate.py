@@ -140,10 +140,11 @@ def test_bad_calls_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run(["simulate", str(tmp_path / "fleet.yaml"), "--strategies", "magic"]) == 2
     assert "--strategies: expected a strategy of medusa" in capsys.readouterr().err
     for option in ("--report", "--json"):
-        assert run(["simulate", str(tmp_path / "fleet.yaml"), option, str(tmp_path / "none" / "file")]) == 2
-        shown = capsys.readouterr()
-        assert f"{option}: expected a file in a folder that is there" in shown.err
-        assert shown.out == ""
+        for file in (tmp_path / "none" / "file", tmp_path):
+            assert run(["simulate", str(tmp_path / "fleet.yaml"), option, str(file)]) == 2
+            shown = capsys.readouterr()
+            assert f"{option}: expected a file in a folder that is there" in shown.err
+            assert shown.out == ""
 
 
 def test_the_example_of_the_page_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

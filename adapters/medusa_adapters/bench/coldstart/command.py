@@ -12,7 +12,7 @@ from pathlib import Path
 from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.storage.base import redacted
 
-from ...cli.flags import add_model, model_argument
+from ...cli.flags import add_model, model_argument, output_file
 from ...cli.progress import note, size
 from ...report.gantt import largest_gap_ms, render_text
 from ...report.labels import OURS, Labels
@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser, rows: Iterable[str] = ROWS) -
     add_model(parser)
     parser.add_argument("--rows", default="", metavar="LIST", help=f"measure these, of {', '.join(rows)}")
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="samples of each, after one that warms caches")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and rows to this file")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write a page with the charts (HTML)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write machine and rows to this file")
+    parser.add_argument("--report", type=output_file, metavar="FILE", help="write a page with the charts (HTML)")
     parser.add_argument("--prompt", default="The quick brown fox jumps over the lazy dog", help="what to continue")
     parser.add_argument("--max-tokens", type=int, default=8, metavar="N", help="how many tokens to ask for")
     parser.add_argument("--engine", default="torch", metavar="ENGINE", help="the engine, where no rows are named")
