@@ -17,6 +17,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from ..errors import ConfigError, CorruptError, ForbiddenError, ObjectNotFoundError, short_repr
 from ..storage.base import BucketNotFoundError, ObjectInfo, Store, open_store, redacted, scheme_of
+from ..storage.local import LocalStore
 from .adapter import ADAPTER_CONFIG, ADAPTER_FILES
 from .header import PREFIX_BYTES, HeaderEntry, header_bytes, parse_header
 from .index import Shard, TensorEntry, WeightIndex
@@ -286,10 +287,17 @@ class _Reader:
         return Shard(name, info.size, data_start, info.version, str(path) if path else None)
 
     def _read_small(self, name: str) -> bytes | None:
-        """Read a small file; None if there is none. Some stores answer 403 for an object that does not exist."""
+        """Read a small file; None if there is none.
+
+        Some stores answer 403 for an object that does not exist, and an agent leaves out what its caller may not read.
+        """
         try:
             return read_whole(self._store.read, name)
-        except (ObjectNotFoundError, ForbiddenError):
+        except ObjectNotFoundError:
+            return None
+        except ForbiddenError:
+            if type(self._store) is LocalStore:
+                raise
             return None
 
 

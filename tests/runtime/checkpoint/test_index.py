@@ -12,7 +12,7 @@ import pytest
 from medusa_runtime.checkpoint.header import DTYPE_BITS, MOST_TENSORS, parse_header
 from medusa_runtime.checkpoint.index import Shard, WeightIndex
 from medusa_runtime.checkpoint.reader import open_checkpoint
-from medusa_runtime.errors import CorruptError, ObjectNotFoundError
+from medusa_runtime.errors import CorruptError, ForbiddenError, ObjectNotFoundError
 
 Make = Callable[..., bytes]
 F32 = ("F32", [2], b"12345678")
@@ -167,6 +167,15 @@ def test_one_file_by_its_name(tmp_path: Path, safetensors_file: Make) -> None:
     shards(tmp_path, safetensors_file, other=["a"])
     assert open_checkpoint(f"file://{tmp_path}/other.safetensors").index.order == ("a",)
     with pytest.raises(ObjectNotFoundError, match="found none of them"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_a_small_file_that_is_there_and_cannot_be_read_is_no_missing_one(
+    tmp_path: Path, safetensors_file: Make
+) -> None:
+    shards(tmp_path, safetensors_file, model=["a"])
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ForbiddenError, match=r"config\.json: expected a regular file, found a folder"):
         open_checkpoint(str(tmp_path))
 
 
