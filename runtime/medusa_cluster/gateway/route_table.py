@@ -45,10 +45,12 @@ class RouteTable:
         self._report_now.set()
 
     async def refresh(self) -> None:
-        """Report at once, and return when the controller has answered with its routes, or has not: see ``away_s``."""
+        """Return when the controller has answered the next report with its routes, or has not: see ``away_s``.
+
+        That takes up to a tenth of a second, so that a flood of such calls is none for the controller.
+        """
         if self._next_answer is None:
             self._next_answer = asyncio.get_running_loop().create_future()
-        self._report_now.set()
         await asyncio.shield(self._next_answer)
 
     async def follow(self) -> None:
@@ -66,9 +68,11 @@ class RouteTable:
             self._on_answer(routes)
 
     async def report(self, loads: Callable[[], ModelLoads]) -> None:
-        """Report the load until cancelled: when it has changed, up to ten times a second, and at once after ``wake``.
+        """Report the load until cancelled.
 
-        A load that has not changed is repeated twice a second, so that the controller knows that this gateway lives.
+        A load that has changed is reported up to ten times a second, as is any for ``refresh``. After ``wake``, it is
+        reported at once. One that has not changed is repeated twice a second, so that the controller knows that this
+        gateway lives.
         """
         pause_s = _REPORT_S
         reported: ModelLoads | None = None
@@ -76,8 +80,8 @@ class RouteTable:
         while True:
             report_now, found = self._report_now.is_set(), loads()
             self._report_now.clear()
-            if report_now or found != reported or time.monotonic() - reported_at >= _REPEAT_S:
-                answer, self._next_answer = self._next_answer, None
+            answer, self._next_answer = self._next_answer, None
+            if report_now or answer or found != reported or time.monotonic() - reported_at >= _REPEAT_S:
                 try:
                     self._on_answer(await self._controller.report(found, self.current.version if self.known else ""))
                     pause_s, reported, reported_at = _REPORT_S, found, time.monotonic()

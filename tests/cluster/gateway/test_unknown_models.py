@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,3 +33,11 @@ def test_an_unknown_model_may_exist_while_the_controller_is_away(gateway: Gatewa
     assert gateway.get(f"/v1/models/{NAME}")[0] == 200
     cluster.away = False
     until(lambda: gateway.get("/v1/models/unheard-of")[0] == 404)
+
+
+def test_a_flood_of_unknown_models_is_no_flood_for_the_controller(gateway: GatewayProcess, cluster: StandIn) -> None:
+    gateway.get(f"/v1/models/{NAME}")
+    before, began = cluster.reports, time.monotonic()
+    for number in range(20):
+        assert gateway.get(f"/v1/models/unknown-{number}")[0] == 404
+    assert cluster.reports - before <= 3 + 10 * (time.monotonic() - began)
