@@ -127,6 +127,27 @@ def test_a_malformed_artifact_is_left_out_alone(folder: Path, change: dict[str, 
     assert bundle.read(manifest.artifacts[0]) == LARGE
 
 
+def test_more_artifacts_than_a_bundle_can_have_are_refused(folder: Path) -> None:
+    """A start once wrote a line for each of 200,000, and took half a minute."""
+    rewrite(folder, lambda document: document["artifacts"].extend([{}] * 1000))
+    with pytest.raises(StateError, match="at most 1,000 artifacts, found 1,002"):
+        opened(folder)
+
+
+@pytest.mark.parametrize("field", ["schema", "size"])
+def test_a_message_quotes_the_beginning_of_a_value(folder: Path, field: str) -> None:
+    value = ["long"] * 10_000
+    rewrite(
+        folder, lambda document: (document if field == "schema" else document["artifacts"][0]).update({field: value})
+    )
+    try:
+        [(_, message)] = opened(folder)[1].rejected
+    except StateError as error:
+        message = str(error)
+    assert "['long', " in message
+    assert len(message) < 300
+
+
 def test_unknown_fields_are_kept_out_and_harm_nobody(folder: Path) -> None:
     rewrite(folder, lambda document: (document.update(hint=1), document["artifacts"][0].update(hint=2)))
     assert opened(folder)[0].read(opened(folder)[1].artifacts[0]) == SMALL

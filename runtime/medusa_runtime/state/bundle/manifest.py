@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .signing import Signer
 
 SCHEMA = 1
+_MOST_ARTIFACTS = 1000  # each may be read, and has a line in the log if it is malformed
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _KIND = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 
@@ -71,12 +72,17 @@ class Manifest(NamedTuple):
             ) from None
         if type(schema) is not int or schema != SCHEMA:
             raise StateError(
-                f"manifest.json: expected schema {SCHEMA}, found {schema!r}; materialize again with this version of "
-                "medusa-runtime, or run the one that wrote it"
+                f"manifest.json: expected schema {SCHEMA}, found {schema!r:.80}; materialize again with this version "
+                "of medusa-runtime, or run the one that wrote it"
             )
         entries, files = document.get("artifacts"), document.get("files")
         if not isinstance(entries, list):
             raise StateError("manifest.json: expected a list of artifacts; materialize again")
+        if len(entries) > _MOST_ARTIFACTS:
+            raise StateError(
+                f"manifest.json: expected at most {_MOST_ARTIFACTS:,} artifacts, found {len(entries):,}; remove the "
+                "bundle and materialize again"
+            )
         artifacts, rejected = [], []
         for raw in entries:
             try:
@@ -130,7 +136,7 @@ def _artifact(raw: Any) -> Artifact:
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):  # it becomes a path
         raise ValueError(f"expected 64 hexadecimal digits as sha256, found {str(digest)[:80]!r}")
     if type(size) is not int or size < 0:
-        raise ValueError(f"expected a size in bytes, found {size!r}")
+        raise ValueError(f"expected a size in bytes, found {size!r:.80}")
     if not isinstance(key, dict) or not all(isinstance(value, str) and value.isprintable() for value in key.values()):
         raise ValueError("expected a key of names and printable values")
     inline = raw.get("inline")
