@@ -94,8 +94,9 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
     """Return the first of a config.json's ``architectures`` that we know, or else the first. Raises ModelError."""
     named = raw.get("architectures")
     if not isinstance(named, list) or not named or not all(isinstance(name, str) for name in named):
+        own_module = "none; for a handler that builds its module itself say --engine none"
         raise ModelError(
             f"config.json: expected architectures to be a list of names such as [{next(iter(ARCHITECTURES))!r}], "
-            f"found {'nothing' if named is None else short_repr(named)}"
+            f"found {own_module if named is None else short_repr(named)}"
         )
     return str(next((name for name in named if name in ARCHITECTURES), named[0]))

@@ -97,7 +97,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1}
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({"architectures": None}, ModelError, "a list of names such as .*, found nothing"),
+        ({"architectures": None}, ModelError, "a list of names such as .*, found none; .*--engine none"),
         ({"hidden_size": None}, ConfigError, "expected hidden_size to be a positive integer, found nothing"),
         ({"num_hidden_layers": "4"}, ConfigError, "num_hidden_layers"),
         ({"hidden_size": 65}, ConfigError, "a multiple of the 4 attention heads, found 65"),
