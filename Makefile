@@ -40,13 +40,15 @@ setup-dev: $(VENV)/.dev ## Install what tests and checks need, too
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}")'
-	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; }  # without pip it would pass for a whole one
+	@$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; }  # without pip it would pass for a whole one
 
 $(VENV)/.runtime: pyproject.toml hatch_build.py $(wildcard runtime/medusa_runtime/kernels/*.[ch]) \
   runtime/medusa_runtime/kernels/build.py | $(BIN)/python
-	$(INSTALL) "$(TORCH)"
-	$(INSTALL) -e .
+	@echo "installing torch and medusa-runtime into $(VENV): one to two minutes the first time"
+	@$(INSTALL) "$(TORCH)"
+	@$(INSTALL) -e .
 	@touch $@
+	@echo "installed; \`. $(VENV)/bin/activate\` gives you the command medusa, \`medusa doctor\` checks this machine"
 
 $(VENV)/.dev: $(VENV)/.runtime
 	$(INSTALL) --no-compile -e ".[test,check]"  # most of what these bring is never imported

@@ -53,6 +53,17 @@ def test_what_cannot_be_built_is_said(folder: Path, arguments: tuple[str, ...], 
     assert text in done.stderr
 
 
+def test_a_build_that_fails_says_where_the_base_image_comes_from(folder: Path) -> None:
+    (folder / "podman").write_text("#!/bin/sh\necho no such image >&2\nexit 125\n")
+    (folder / "podman").chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    done = build(folder, "--tool", "podman", PATH=path)
+    assert done.returncode == 1
+    assert "ended with status 125" in done.stderr
+    assert "does this machine have medusa-runtime? `make image`" in done.stderr
+    assert "make image" not in build(folder, "--tool", "podman", "--base", "registry.example/b:1", PATH=path).stderr
+
+
 def test_neither_flags_nor_links_put_instructions_into_the_dockerfile(folder: Path) -> None:
     """What is between ENV's quotes means itself, and nothing begins a line of its own."""
     model = 's3://b/$HOME/"x"/\\y`z`'

@@ -18,6 +18,7 @@ from medusa_runtime.errors import ConfigError, DeployError
 
 TOOLS = ("podman", "docker", "buildah")
 _BASE = "medusa-runtime"
+_MAKE_BASE = "`make image` in a clone of medusa-runtime builds the base image"
 _TAG = re.compile(r"[a-z0-9][a-z0-9._:/@-]{0,254}")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
 _QUOTED = re.compile(r'["\\$`]')  # characters with a meaning between quotes: $ begins a variable of the build
@@ -64,17 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     _warn_of_private(folder)
     with tempfile.TemporaryDirectory(prefix="medusa-build-") as scratch:
         file = own if own.is_file() else _write(Path(scratch), folder, text)
-        _call(
-            tool,
-            "build",
-            "--tag",
-            tag,
-            "--file",
-            str(file),
-            "--build-arg",
-            f"BASE_IMAGE={arguments.base}",
-            str(folder.absolute()),
-        )
+        base = f"BASE_IMAGE={arguments.base}"
+        hint = "" if "/" in arguments.base else f"; does this machine have {arguments.base}? {_MAKE_BASE}"
+        _call(tool, "build", "--tag", tag, "--file", str(file), "--build-arg", base, str(folder.absolute()), hint=hint)
     if arguments.push:
         _call(tool, "push", tag)
     print(f"built {tag}; run it with: {'podman' if tool == 'buildah' else tool} run --rm -p 8080:8080 {tag}")
@@ -133,7 +126,7 @@ def _warn_of_private(folder: Path) -> None:
         )
 
 
-def _call(tool: str, *arguments: str) -> None:
+def _call(tool: str, *arguments: str, hint: str = "") -> None:
     status = subprocess.run([tool, *arguments], check=False).returncode
     if status:
-        raise DeployError(f"`{tool} {arguments[0]}` ended with status {status}; what it printed says why")
+        raise DeployError(f"`{tool} {arguments[0]}` ended with status {status}; what it printed says why{hint}")
