@@ -236,7 +236,7 @@ def vllm_parts(check: Check, shapes: Sequence[str]) -> Iterator[Part]:
             bundle = Path(f"{model}.{key.replace(' ', '-')}")
             options = ("--model", str(model), "--bundle", str(bundle), "--compile", how)
             yield part(f"{shape} {key} captured", "captured", options, 180)
-            yield part(f"{shape} {key} bundle", "materialize", options, 360, makes=bundle.with_suffix(".graphs"))
+            yield part(f"{shape} {key} bundle", "materialize", options, 360, makes=Path(f"{bundle}.graphs"))
             yield part(f"{shape} {key} restored", "restored", options, 150)
             yield part(f"{shape} {key} stock", "stock", options, 180)
 

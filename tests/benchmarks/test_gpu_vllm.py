@@ -45,7 +45,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
 
 def ran(check: Check, here: dict[str, Any]) -> list[Part]:
     found = []
-    for part in run.parts(5, check, ["small", "large"]):
+    for part in run.parts(5, check, ["small-0.5b", "large"]):
         found.append(part)
         if part.key == "vllm":
             check.keep("vllm", here)
@@ -56,11 +56,14 @@ def test_the_small_model_comes_first_eager_and_compiled(check: Check) -> None:
     parts = ran(check, HERE)
     steps = ["captured", "materialize", "restored", "stock"]
     assert [part.name for part in parts] == ["imports", *steps * 4]
-    how = ["small vllm", "small vllm compiled", "large vllm", "large vllm compiled"]
+    how = ["small-0.5b vllm", "small-0.5b vllm compiled", "large vllm", "large vllm compiled"]
     assert [part.key for part in parts[1::4]] == [f"{key} captured" for key in how]
     assert [part.arguments[-1] for part in parts[1::4]] == ["never", "always", "never", "always"]
     assert len({part.key for part in parts}) == 17
     assert len({part.arguments[3] for part in parts[1:]}) == 4, "two kinds of start share a bundle"
+    assert {path.name for part in parts if (path := part.makes)} == {
+        f"{shape}.{how}.graphs" for shape in ("small-0.5b", "large") for how in ("vllm", "vllm-compiled")
+    }
     assert not summary.shapes({part.key: {} for part in parts}), "the torch engine's rows count these parts"
 
 
@@ -132,6 +135,8 @@ import json, sys, torch
 import vllm._C_stable_libtorch
 from vllm.vllm_flash_attn import _vllm_fa2_C
 import sitecustomize
+import xgrammar.testing
+assert isinstance(xgrammar.GrammarMatcher, type) and not hasattr(xgrammar, "__version__")
 x = torch.ones(2, 4)
 torch.ops._C.rms_norm(result := torch.empty(2, 4), x * 3, None, 0.0)
 supported = torch.ops._C.cutlass_scaled_mm_supports_fp8(90)

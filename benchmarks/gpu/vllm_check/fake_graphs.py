@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.probe import ROOT, environ, fake_driver
-from benchmarks.gpu.vllm_check.materialization import counts
+from benchmarks.gpu.vllm_check.materialization import counts, graphs_of
 
 _SCRIPT = ROOT / "tests/vllm/vllm_graphs_on_fake.py"
 _CUBINS = ROOT / "tests/runtime/state/graphs/cubins"
@@ -21,23 +21,26 @@ _LONGEST_S = 300.0
 def materialized_on_fake(folder: Path) -> dict[str, Any]:
     """Materialize full and piecewise graphs into one file, whose name is the folder's with ``.graphs``."""
     began = time.monotonic()
-    blob = folder.with_suffix(".graphs")
+    blob = graphs_of(folder)
     found = _run("materialize", 0x6100_0000_0000, {"out": str(blob), "pieces": True})
-    answers = blob.with_suffix(".answers")
-    answers.write_text(json.dumps(found))
+    _answers(blob).write_text(json.dumps(found))
     data = blob.read_bytes()
     return {"seconds": time.monotonic() - began, "bytes": len(data), **counts(data)}
 
 
 def restored_on_fake(folder: Path) -> dict[str, Any]:
     """Restore these in a process in which memory lies elsewhere, and decode with them."""
-    blob = folder.with_suffix(".graphs")
-    captured = json.loads(blob.with_suffix(".answers").read_text())
+    blob = graphs_of(folder)
+    captured = json.loads(_answers(blob).read_text())
     began = time.monotonic()
     found = _run("restore", 0x5900_0000_0000, {"bundle": str(blob), "pieces": True})
     restored = [kind for kind in found["kinds"].values() if kind != "CUDAGraph"]
     same = found["answers"] == captured["answers"] and found["piecewise"] == captured["piecewise"]
     return {"seconds": time.monotonic() - began, "restored_on_fake": len(restored), "same": same}
+
+
+def _answers(blob: Path) -> Path:
+    return Path(f"{blob}.answers")
 
 
 def _run(phase: str, base: int, options: dict[str, Any]) -> dict[str, Any]:

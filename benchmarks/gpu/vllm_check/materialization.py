@@ -1,4 +1,4 @@
-"""Makes a state bundle as ``medusa materialize --engine vllm`` does, and keeps what its graphs were made from."""
+"""Makes a state bundle as ``medusa materialize --engine vllm`` does, and keeps a copy of its graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _kept: list[Path] = []
 
 
 def materialized(settings: Settings, folder: Path) -> dict[str, Any]:
-    """Write a bundle into ``folder``, and beside it the graphs alone (``.graphs``) and the second process's dump.
+    """Write a bundle into ``folder``, and its graphs alone beside it.
 
     An eager model (``--compile never``) needs no compiled code, so only its graphs are made.
     """
@@ -40,16 +40,21 @@ def materialized(settings: Settings, folder: Path) -> dict[str, Any]:
     }
     if not _kept:
         raise RuntimeError(f"no graphs were materialized: {found['artifacts']}")
-    blob = folder.with_suffix(".graphs")
+    blob = graphs_of(folder)
     shutil.move(_kept[0], blob)
     return found | {"bytes": blob.stat().st_size} | counts(blob.read_bytes())
+
+
+def graphs_of(folder: Path) -> Path:
+    """Return the file beside a bundle's folder that has its graphs alone, which a run's tar takes along."""
+    return Path(f"{folder}.graphs")  # a shape's name has dots, so that no suffix may be replaced
 
 
 def capture(model: str, settings: Settings, folder: Path) -> Path | None:
     """Capture as the engine's own function does. The files in ``folder`` do not outlive this call; copies do."""
     made = graph_capture.capture(model, settings, folder)
     if made is not None:
-        copy = Path(model).with_suffix(".kept")
+        copy = Path(f"{model}.kept")
         shutil.copy(made, copy)
         _kept.append(copy)
     return made

@@ -74,7 +74,12 @@ def imports(settings: Settings, options: Any) -> dict[str, Any]:
         "for_gpus": is_for_gpus(),
         "tested": is_tested(),
         "triton": bool(HAS_TRITON),
-        "compiled_needs": [name for name in _FOR_COMPILED if importlib.util.find_spec(name) is None],
+        "compiled_needs": [
+            *(name for name in _FOR_COMPILED if importlib.util.find_spec(name) is None),
+            *(
+                name for name in replaced() if name.endswith("_C_stable_libtorch")
+            ),  # its compiler looks for many kernels
+        ],
     }
 
 

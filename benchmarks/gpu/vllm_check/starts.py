@@ -227,6 +227,7 @@ def stock_start(settings: Settings) -> Iterator[StockStart]:
 
     arguments: dict[str, Any] = {
         "model": settings.model,
+        "dtype": settings.dtype,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "max_num_seqs": settings.max_concurrency,

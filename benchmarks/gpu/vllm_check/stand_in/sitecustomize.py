@@ -3,7 +3,7 @@
 A borrowed machine may have vLLM's Python files alone, or extensions that its torch cannot load. vLLM imports two of
 them on any GPU: its kernels, and FlashAttention's. If its kernels are missing, the few that an unquantized Llama or
 Qwen2 needs are computed by torch, beside vLLM's own Triton kernels. Others fail when they are called. If FlashAttention
-is missing, vLLM has to be told to use another one (see ``starts.py``).
+is missing, vLLM has to be told to use another one (see ``starts.py``). The packages for grammars need not be there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # every process with this folder on its path reads this file
 KERNELS = "vllm._C_stable_libtorch"
 ATTENTION = "vllm.vllm_flash_attn._vllm_fa2_C"  # one of its two versions is enough, and the newer one is tried after it
 OTHER_ATTENTION = "vllm.vllm_flash_attn._vllm_fa3_C"
+GRAMMARS = ("llguidance", "xgrammar")  # vLLM names their classes when it is imported, and uses them for grammars alone
 
 
 class StandIn(MetaPathFinder, Loader):
@@ -35,7 +36,11 @@ class StandIn(MetaPathFinder, Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in (KERNELS, ATTENTION) or self._searching:
+        if self._searching:
+            return None
+        if (package := name.partition(".")[0]) in GRAMMARS:
+            return None if self._is_there(package) else ModuleSpec(name, self, is_package=name == package)
+        if name not in (KERNELS, ATTENTION):
             return None
         if (reason := self._obstacle(name)) is None:
             return None
@@ -47,6 +52,16 @@ class StandIn(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ == KERNELS:
             self._kept.append(register_functions())
+        elif module.__name__ != ATTENTION:
+            module.__getattr__ = empty_class  # type: ignore[method-assign]
+
+    def _is_there(self, package: str) -> bool:
+        self._searching = True
+        try:
+            found = importlib.util.find_spec(package)
+            return found is not None and found.loader is not self
+        finally:
+            self._searching = False
 
     def _obstacle(self, name: str) -> str | None:
         """Return why an extension cannot be loaded; None if it was loaded."""
@@ -61,6 +76,13 @@ class StandIn(MetaPathFinder, Loader):
         finally:
             self._searching = False
         return None
+
+
+def empty_class(name: str) -> type:
+    """Return a class for any name but Python's own, such as ``__file__``."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
 
 
 def register_functions() -> Any:
