@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import time
 
 from medusa_runtime.checkpoint.index import WeightIndex
@@ -14,6 +15,8 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
 from .gateways import Gateways
+
+logger = logging.getLogger(__name__)
 
 INFO = "cluster-engine.json"  # the name of the engine's description in the region
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
@@ -54,11 +57,11 @@ def _describe(gateways: Gateways, settings: Settings) -> dict[str, dict[str, str
         except (EngineError, UnreachableError) as error:
             if time.monotonic() + pause_s > deadline:
                 raise
-            last = error
+            if pause_s < _LONGEST_PAUSE_S <= 2 * pause_s:  # once, after some seconds
+                logger.warning("%s; it is tried for %g s", error, settings.hold_s)
         else:
             if isinstance(answer, dict):
                 return answer
             raise EngineError("expected a description of the model from the cluster, found something else")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        del last

@@ -185,6 +185,14 @@ def test_an_unknown_model_ends_the_start(start_function: Start) -> None:
     assert "the model 'unheard-of' does not exist in this cluster" in function.output()
 
 
+def test_a_gateway_that_cannot_be_reached_is_named_while_it_is_tried() -> None:
+    with Function("http://127.0.0.1:9", "--hold-s", "60") as function:
+        said = "no gateway of the cluster can be reached (http://127.0.0.1:9: "
+        until(lambda: said in function.output())
+        assert "it is tried for 60 s" in function.output()
+        assert function.alive()
+
+
 def test_a_client_that_leaves_ends_the_work_at_the_instance(
     start_function: Start, served: tuple[Instance, ...], gateway: GatewayProcess
 ) -> None:
