@@ -52,7 +52,7 @@ def write_safetensors(region: Region, path: Path, order: Sequence[str] | None = 
     text += b" " * (-(PREFIX_BYTES + len(text) + sum(sizes[name] for name in odd)) % ALLOCATED_BYTES)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("wb") as file:
+        with beside.open("xb") as file:
             file.write(len(text).to_bytes(PREFIX_BYTES, "little") + text)
             for name in names:
                 file.write(_bytes(region, views, name))

@@ -192,13 +192,19 @@ class Materialization:
 
 
 def bundle_folder(model: str) -> Path:
-    """Return the folder of a checkpoint's bundle. Raises ConfigError if the checkpoint is not on this machine."""
+    """Return the folder of a checkpoint's bundle.
+
+    Raises ConfigError if the checkpoint is not on this machine, or its author chose another folder by a link.
+    """
     if scheme_of(model) not in ("", "file"):
         raise ConfigError(
             f"--model={redacted(model)!r} is not on this machine: expected --out DIR for the bundle. Upload that "
             f"folder as {FOLDER}/ beside the weights, or name where it lies with --state"
         )
-    return LocalStore(split_url(model)[0]).local_path(FOLDER)
+    folder = LocalStore(split_url(model)[0]).local_path(FOLDER)
+    if folder.is_symlink():
+        raise ConfigError(f"{folder}: expected a folder, found a link; name the folder that it leads to with --out")
+    return folder
 
 
 __all__ = ["ArtifactResult", "Materialization", "bundle_folder"]

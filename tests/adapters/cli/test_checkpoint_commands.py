@@ -179,6 +179,28 @@ def test_fetch_copies_every_byte(model: Path, origin: str, tmp_path: Path, where
     assert "fetched 10.9 MB in " in result.stdout
 
 
+@pytest.mark.parametrize("name", ["config.json", "model-1.safetensors"])
+@pytest.mark.parametrize("kind", ["symbolic link", "hard link", "pipe"])
+def test_a_fetch_writes_to_no_file_of_others(model: Path, tmp_path: Path, kind: str, name: str) -> None:
+    (target := tmp_path / "copy").mkdir()
+    (secret := tmp_path / "secret").write_bytes(b"kept")
+    part = target / f"{name}.part"
+    {
+        "symbolic link": lambda: part.symlink_to(secret),
+        "hard link": lambda: part.hardlink_to(secret),
+        "pipe": lambda: os.mkfifo(part),
+    }[kind]()
+    refused = medusa("fetch", model, "--to", target)
+    assert (refused.returncode, "cannot be written" in refused.stderr) == (2, True), refused.stderr
+    assert secret.read_bytes() == b"kept"
+    part.unlink(missing_ok=True)
+    part.write_bytes(b"left by a killed download" * 1000)
+    (target / name).symlink_to(secret)
+    assert medusa("fetch", model, "--to", target).returncode == 0
+    assert secret.read_bytes() == b"kept"
+    assert (target / name).read_bytes() == (model / name).read_bytes()
+
+
 def test_a_failed_fetch_leaves_no_part_of_a_shard(model: Path, tmp_path: Path) -> None:
     """The server has every header and small file, and loses one shard when its data is asked for."""
 

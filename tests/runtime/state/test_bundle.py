@@ -17,6 +17,7 @@ from medusa_runtime.errors import ConfigError, StateError
 from medusa_runtime.state.bundle.manifest import SCHEMA, Artifact, Manifest
 from medusa_runtime.state.bundle.reader import Bundle
 from medusa_runtime.state.bundle.writer import BundleWriter
+from medusa_runtime.state.materialize import bundle_folder
 from medusa_runtime.storage.local import LocalStore
 
 SMALL, LARGE = b"a small blob", os.urandom(20 << 20)
@@ -197,6 +198,32 @@ def test_a_folder_in_the_manifests_place_is_one_clear_error(tmp_path: Path) -> N
         pass
 
 
+def test_links_of_a_checkpoints_author_are_not_followed(tmp_path: Path) -> None:
+    """`medusa materialize` once removed whatever was in a folder to which ``blobs`` was a link."""
+    (others := tmp_path / "others").mkdir()
+    kept = {others / "letter": b"1", others / ("0" * 64): b"2", others / "manifest": b"3"}
+    for path, data in kept.items():
+        path.write_bytes(data)
+    (state := tmp_path / "state").mkdir()
+    (state / "blobs").symlink_to(others)
+    with pytest.raises(ConfigError, match="blobs is a link"), BundleWriter(state):
+        pass
+    (state / "blobs").unlink()
+    (state / "blobs").mkdir()
+    for name in ("blobs/probe.part", f"blobs/{os.getpid()}.part", "manifest.json.part"):
+        (state / name).symlink_to(others / "manifest")
+    (state / "blobs" / "photos").mkdir()
+    (state / "blobs" / "photos" / "1").write_bytes(b"4")
+    with BundleWriter(state) as writer:
+        writer.commit(Manifest((writer.add("small", {}, SMALL),)))
+    assert {path: path.read_bytes() for path in others.iterdir()} == kept
+    assert (state / "blobs" / "photos" / "1").exists()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / ".medusa").symlink_to(others)
+    with pytest.raises(ConfigError, match="found a link"):
+        bundle_folder(str(tmp_path / "model"))
+
+
 def test_two_writers_do_not_meet(folder: Path) -> None:
     with BundleWriter(folder), pytest.raises(StateError, match="another medusa materialize"), BundleWriter(folder):
         pass
@@ -206,14 +233,14 @@ def test_two_writers_do_not_meet(folder: Path) -> None:
 
 # Adds a blob, says so, and waits to be killed: before the manifest, or while it is being replaced.
 _KILLED = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from medusa_runtime.state.bundle.writer import BundleWriter
 from medusa_runtime.state.bundle.manifest import Manifest
 with BundleWriter(Path(sys.argv[1])) as writer:
     made = writer.add("small", {"isa": "y"}, b"a newer blob")
     if sys.argv[2] == "manifest":
-        Path.replace = lambda *_: (print("ready", flush=True), time.sleep(600))
+        os.replace = lambda *_, **__: (print("ready", flush=True), time.sleep(600))
         writer.commit(Manifest((made,), None))
     print("ready", flush=True)
     time.sleep(600)

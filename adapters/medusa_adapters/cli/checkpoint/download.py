@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +64,8 @@ class Download:
             for name, data in files.items():
                 part = self._part(name)
                 part.parent.mkdir(parents=True, exist_ok=True)
-                part.write_bytes(data)
+                with open(_create(part), "wb") as file:
+                    file.write(data)
             for name in names:
                 self._part(name).replace(self._folder / name)
         finally:
@@ -75,7 +78,7 @@ class Download:
     def _open(self, stack: ExitStack, shard: Shard) -> list[_Piece]:
         part = self._part(shard.name)
         part.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        fd = _create(part)
         stack.callback(os.close, fd)
         starts = range(0, shard.size_bytes, _PIECE_BYTES)
         return [
@@ -118,3 +121,18 @@ class Download:
                 f"--to={str(self._folder)!r}: expected room for {self.total_bytes:,} bytes, "
                 f"found {room.f_bavail * room.f_frsize:,}; choose another folder"
             )
+
+
+def _create(path: Path) -> int:
+    """Make an empty file, also from what a killed download left, and return its descriptor.
+
+    Raises OSError for a link or a pipe, which another user may have put there who may write to the folder.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o644)
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        os.close(fd)
+        raise OSError(errno.EEXIST, f"{path.name} is a link, or no file")
+    os.ftruncate(fd, 0)
+    return fd

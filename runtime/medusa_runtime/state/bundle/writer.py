@@ -6,7 +6,7 @@ import errno
 import fcntl
 import hashlib
 import os
-import shutil
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # Inline blobs stay small, so that all together take a store less time to send than a round trip.
 _MOST_INLINE_BYTES = 96 << 10
 _PART = ".part"
+_BLOB = re.compile(r"[0-9a-f]{64}|\w+\.part")
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class BundleWriter:
@@ -34,7 +36,7 @@ class BundleWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._lock = -1
+        self._folder_fd = self._blobs_fd = -1  # the first one holds the lock
         self._made_folder = False
 
     def __enter__(self) -> Self:
@@ -42,22 +44,24 @@ class BundleWriter:
         self._made_folder = not self._folder.exists()
         try:
             (self._folder / BLOBS).mkdir(parents=True, exist_ok=True)
-            probe = self._folder / BLOBS / f"probe{_PART}"
-            probe.write_bytes(b"")
-            probe.unlink()
+            self._folder_fd = os.open(self._folder, _FOLDER_FLAGS)
+            self._blobs_fd = os.open(BLOBS, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=self._folder_fd)
+            fcntl.flock(self._folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(self._create(f"probe{_PART}", self._blobs_fd))
+            os.unlink(f"probe{_PART}", dir_fd=self._blobs_fd)
             if (self._folder / MANIFEST).is_dir():  # anything else is replaced
                 raise IsADirectoryError(errno.EISDIR, f"{MANIFEST} is a folder")
-            self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except BlockingIOError:
+            self._close()
+            raise StateError(f"{self._folder}: another medusa materialize is writing there; wait for it") from None
         except OSError as error:
+            self._close()
+            linked = (self._folder / BLOBS).is_symlink()
             raise ConfigError(
-                f"{self._folder}: the bundle cannot be written there ({error.strerror}); expected a writable folder, "
+                f"{self._folder}: the bundle cannot be written there "
+                f"({f'{BLOBS} is a link' if linked else error.strerror}); expected a writable folder, "
                 "choose another with --out"
             ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise StateError(f"{self._folder}: another medusa materialize is writing there; wait for it") from None
         return self
 
     def __exit__(
@@ -65,12 +69,19 @@ class BundleWriter:
     ) -> None:
         if kind is not None:
             self.discard()
-        os.close(self._lock)  # this releases the lock
+        self._close()
+
+    def _close(self) -> None:
+        for descriptor in (self._folder_fd, self._blobs_fd):
+            if descriptor >= 0:
+                os.close(descriptor)  # this releases the lock
+        self._folder_fd = self._blobs_fd = -1
 
     def discard(self) -> None:
         """Remove all files that the committed manifest does not name, and the folder if this writer made it."""
         self._keep_only(self.existing())
-        (self._folder / f"{MANIFEST}{_PART}").unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(f"{MANIFEST}{_PART}", dir_fd=self._folder_fd)
         if self._made_folder:
             with suppress(OSError):  # it is not empty
                 (self._folder / BLOBS).rmdir()
@@ -86,40 +97,53 @@ class BundleWriter:
 
     def add(self, kind: str, key: dict[str, str], data: bytes | Path) -> Artifact:
         """Write a blob. It belongs to the bundle once a committed manifest names it."""
-        part = self._folder / BLOBS / f"{os.getpid()}{_PART}"
+        part = f"{os.getpid()}{_PART}"
         digest = hashlib.sha256()
         size = 0
-        with open(part, "wb") as target:
+        inline: bytes | None = b""
+        with open(self._create(part, self._blobs_fd), "wb") as target:
             for piece in _pieces(data):
                 digest.update(piece)
                 target.write(piece)
                 size += len(piece)
+                inline = None if inline is None or size > _MOST_INLINE_BYTES else inline + piece
             target.flush()
             os.fsync(target.fileno())
-        inline = part.read_bytes() if size <= _MOST_INLINE_BYTES else None
-        part.replace(self._folder / BLOBS / digest.hexdigest())
+        os.replace(part, digest.hexdigest(), src_dir_fd=self._blobs_fd, dst_dir_fd=self._blobs_fd)
         return Artifact(kind, key, digest.hexdigest(), size, inline)
 
     def commit(self, manifest: Manifest, signer: Signer | None = None) -> None:
-        """Make this the bundle's content, in one step. Files that it no longer names are removed afterwards."""
-        _sync(self._folder / BLOBS)
-        part = self._folder / f"{MANIFEST}{_PART}"
-        with open(part, "wb") as target:
+        """Make this the bundle's content, in one step. Blobs that it no longer names are removed afterwards."""
+        os.fsync(self._blobs_fd)  # so that the renames in it are durable
+        part = f"{MANIFEST}{_PART}"
+        with open(self._create(part, self._folder_fd), "wb") as target:
             target.write(manifest.to_json(signer))
             target.flush()
             # A start runs code only from a manifest that no other user can write, so ignore the umask.
             os.fchmod(target.fileno(), os.fstat(target.fileno()).st_mode & ~0o022)
             os.fsync(target.fileno())
-        part.replace(self._folder / MANIFEST)
-        _sync(self._folder)
+        os.replace(part, MANIFEST, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
+        os.fsync(self._folder_fd)
         self._keep_only(manifest)
 
+    @staticmethod
+    def _create(name: str, folder_fd: int) -> int:
+        """Make a new file, and return its descriptor.
+
+        What has this name goes: a killed writer left it, or it is a link of someone who may write to the folder.
+        """
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder_fd)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o666, dir_fd=folder_fd)
+
     def _keep_only(self, manifest: Manifest) -> None:
+        """Remove the blobs that a manifest does not name, and parts of blobs. Nothing else is a bundle's."""
         named = {artifact.sha256 for artifact in manifest.artifacts}
-        for blob in (self._folder / BLOBS).iterdir():
-            if blob.name not in named:
+        for name in os.listdir(self._blobs_fd):
+            if name not in named and _BLOB.fullmatch(name):
                 with suppress(OSError):
-                    shutil.rmtree(blob) if blob.is_dir() else blob.unlink()
+                    os.unlink(name, dir_fd=self._blobs_fd)
 
 
 def _pieces(data: bytes | Path) -> Iterable[bytes]:
@@ -129,15 +153,6 @@ def _pieces(data: bytes | Path) -> Iterable[bytes]:
     with open(data, "rb") as source:
         while piece := source.read(8 << 20):
             yield piece
-
-
-def _sync(folder: Path) -> None:
-    """Sync a folder, so that a rename in it is durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 __all__ = ["BundleWriter"]
