@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import run
+from benchmarks.gpu.probe import environ
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -40,3 +43,33 @@ def test_a_dry_run_goes_through_all_parts_of_run_5(tmp_path: Path) -> None:
     assert "----  tiny-qwen3: vLLM: restoring against its own capture: not measured" in summary
     with tarfile.open(out / "run-5.tar.gz") as tar:
         assert {"results.json", "summary.txt", "tiny-qwen3.vllm.graphs", "vllm.log"} <= set(tar.getnames())
+
+
+_BUNDLE = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from benchmarks.gpu.vllm_check import materialization, starts
+
+def capture(model, settings, folder):
+    (folder / "cuda-graphs").write_bytes(b"some graphs")
+    return folder / "cuda-graphs"
+
+materialization.graph_capture.capture = capture
+materialization.counts = lambda data: {"graphs": data}
+model, folder = sys.argv[1:]
+settings = starts.settings_for(model, "never", dry_run=True)
+print(materialization.materialized(settings, Path(folder))["artifacts"])
+with starts.our_start(replace(settings, graphs="restore", state=folder)) as one:
+    print(one._engine._region.code(".medusa/cuda-graphs"))
+"""
+
+
+def test_a_start_that_restores_gets_the_graphs_of_the_bundle(tmp_path: Path) -> None:
+    model = run.make_checkpoint(tmp_path, "tiny-qwen3", 100)
+    command = [sys.executable, "-c", _BUNDLE, str(model), str(tmp_path / "small-0.5b.vllm")]
+    done = subprocess.run(command, cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "b'some graphs'", done.stdout
+    assert "compile-cache" not in done.stdout, "an eager model needs no compiled code"
+    assert (tmp_path / "small-0.5b.vllm.graphs").read_bytes() == b"some graphs"

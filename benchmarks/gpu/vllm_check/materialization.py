@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import medusa_vllm  # noqa: F401  makes --engine vllm known
 from medusa_runtime import registry
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu import graph_capture

@@ -19,6 +19,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.reader import Region
+from medusa_runtime.state.restore import BundleRestorer
 from medusa_runtime.timeline import Timeline
 
 SETTINGS = Settings(
@@ -141,10 +142,11 @@ def our_start(settings: Settings) -> Iterator[OurStart]:
     from medusa_vllm.engine import VllmEngine
 
     began = time.monotonic()
+    fetching = timeline.named("prefetcher")
     fetch = threading.Thread(
         target=prefetch,
         args=(region, settings.model),
-        kwargs={"settings": settings, "timeline": timeline.named("prefetcher")},
+        kwargs={"settings": settings, "timeline": fetching, "bundle": BundleRestorer(settings, fetching)},
     )
     fetch.start()
     stop, broke = threading.Event(), []
