@@ -15,11 +15,13 @@ RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
 
 FROM base AS packages
 ARG VARIANT=slim
-COPY images/variants.toml images/install.py /build/
+# cuda only: the compute capabilities of the GPUs that the image is for, such as 9.0 or 8.0,9.0. Empty: all.
+ARG GPU
+COPY images/variants.toml images/install.py images/gpu_code.py /build/
 COPY images/locks /build/locks
 RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     --mount=type=secret,id=pip,target=/etc/pip.conf \
-    python3 /build/install.py packages "${VARIANT}"
+    python3 /build/install.py packages "${VARIANT}" "${GPU}"
 
 FROM packages AS runtime
 RUN --mount=type=secret,id=apt,target=/etc/apt/sources.list.d/build.sources \

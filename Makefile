@@ -158,8 +158,8 @@ IMPORT_PYTHONS ?= 3.11 3.12 3.13
 test-imports: ## Test the lean imports with Python 3.11, 3.12 and 3.13
 	@$(PYTHON) tests/run_imports.py $(IMPORT_PYTHONS)
 
-image: ## Build the base images with podman (VARIANTS="slim cpu"; slim is medusa-runtime)
-	$(PYTHON) images/build.py $(VARIANTS)
+image: ## Build the base images with podman (VARIANTS="slim cpu"; slim is medusa-runtime; GPU=9.0 for one GPU)
+	$(PYTHON) images/build.py $(VARIANTS) $(if $(GPU),--gpu $(GPU))
 	@for variant in $(VARIANTS); do $(PYTHON) images/layers.py localhost/medusa-runtime:$$variant || exit 1; done
 
 audit: image ## List what the images hold (out/sbom-*.json) and look for known vulnerabilities in it

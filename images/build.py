@@ -38,6 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Build the base images of functions.")
     parser.add_argument("variants", nargs="*", default=["slim"], metavar="VARIANT", help=f"of {', '.join(variants)}")
     parser.add_argument("--base", help=f"base image; default {PUBLIC_BASE}, or one made with debootstrap")
+    parser.add_argument("--gpu", help="leave out the code for other GPUs in cuda: 9.0, or 8.0,9.0; default all GPUs")
     arguments = parser.parse_args()
     for name in arguments.variants:
         if name not in variants:
@@ -50,7 +51,7 @@ def main() -> int:
         os.environ.update(podman.environment(Path(scratch)))
         base = arguments.base or find_base(Path(scratch))
         for name in arguments.variants:
-            build(name, base, Path(scratch))
+            build(name, base, Path(scratch), arguments.gpu)
     return 0
 
 
@@ -89,9 +90,10 @@ def make_base(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def build(variant: str, base: str, scratch: Path) -> None:
+def build(variant: str, base: str, scratch: Path, gpus: str | None = None) -> None:
     """Build one variant, with one call of podman per stage. At its end, each frees its extra space (docs/images.md)."""
     flags = ["--network", "host", "--layers", "--build-arg", f"VARIANT={variant}", "--build-arg", f"BASE_IMAGE={base}"]
+    flags += ["--build-arg", f"GPU={gpus}"] if gpus else []
     flags += host.build_flags(scratch)
     for stage in STAGES:
         podman_build(scratch, "--target", stage, *flags)

@@ -35,7 +35,7 @@ ASKED: dict[str, dict[str, object]] = {
     "/v1/completions": {"prompt": "This function returns"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "This function returns"}]},
 }
-ALWAYS = ("pyvenv.cfg", "bin/python", "bin/python3", "bin/medusa")
+ALWAYS = ("pyvenv.cfg", "bin/python", "bin/python3", "bin/medusa", "medusa-gpus.txt")
 
 
 def main() -> None:

@@ -1,7 +1,11 @@
-"""Fill /opt/medusa in the build: ``packages VARIANT`` installs what the runtime needs, ``runtime`` the runtime."""
+"""Fill /opt/medusa in the build: ``packages VARIANT GPUS`` installs what the runtime needs, ``runtime`` the runtime.
+
+GPUS are compute capabilities, such as 9.0 or 8.0,9.0: the machine code for other GPUs is left out. Empty keeps all.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -10,6 +14,8 @@ import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
+
+import gpu_code
 
 BUILD = Path(__file__).parent
 HOME = Path("/opt/medusa")
@@ -22,10 +28,19 @@ def main() -> None:
     if sys.argv[1] == "runtime":
         install_runtime()
         return
-    name, variants = sys.argv[2], tomllib.loads((BUILD / "variants.toml").read_text())
+    name, asked = sys.argv[2:]
+    variants = tomllib.loads((BUILD / "variants.toml").read_text())
     if name not in variants or name == "common":
         sys.exit(f"VARIANT={name!r}: expected {', '.join(sorted(set(variants) - {'common'}))}")
+    try:
+        gpus = gpu_code.parse_gpus(asked) if asked else []
+    except argparse.ArgumentTypeError as error:
+        sys.exit(f"GPU: {error}")
+    if gpus and "gpu_code" not in variants[name]:
+        sys.exit(f"GPU={asked!r}: expected a variant with code for GPUs, found {name}")
     install_packages(name, variants[name], variants["common"])
+    if gpus:
+        keep_gpus(variants[name]["gpu_code"], gpus)
 
 
 def install_packages(name: str, variant: dict[str, Any], common: dict[str, Any]) -> None:
@@ -91,6 +106,13 @@ def compile_all(*paths: Path) -> None:
     mode = ("--invalidation-mode", "unchecked-hash", "-j", str(len(os.sched_getaffinity(0))))
     # Packages ship files that no Python compiles (templates, other versions' syntax).
     subprocess.run([PYTHON, "-m", "compileall", "-q", *mode, *map(str, paths)], check=False, stdout=subprocess.DEVNULL)
+
+
+def keep_gpus(patterns: list[str], gpus: list[int]) -> None:
+    """Leave the code for other GPUs out of the libraries, and record which GPUs are left (device/built_for.py)."""
+    paths = [path for pattern in patterns for path in sorted(site_packages().glob(pattern)) if not path.is_symlink()]
+    gpu_code.slim_all([(str(path.relative_to(site_packages())), path) for path in paths], gpus)
+    (HOME / "medusa-gpus.txt").write_text("".join(f"{gpu_code.name_of(gpu)}\n" for gpu in gpus))
 
 
 def site_packages() -> Path:

@@ -34,11 +34,11 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
     for name in ("host", "podman"):
         monkeypatch.delitem(sys.modules, name)
 
-    def run(**ends: object) -> None:
+    def run(variant: str = "slim", gpus: str | None = None, **ends: object) -> None:
         podman = tmp_path / "podman"
         podman.write_text(PODMAN.format(folder=tmp_path, **({"build": BUILT, "status": 0, "tagged": "new"} | ends)))
         podman.chmod(0o755)
-        module["build"]("slim", "base", tmp_path)
+        module["build"](variant, "base", tmp_path, gpus)
 
     return run
 
@@ -49,7 +49,15 @@ def test_each_stage_is_a_call_and_the_last_one_is_tagged(build: Build, tmp_path:
     assert "--target packages" in packages
     assert "--target runtime" in runtime
     assert "--target" not in image
+    assert "GPU=" not in (tmp_path / "calls").read_text()
     assert "--tag localhost/medusa-runtime:slim --tag localhost/medusa-runtime:latest" in image
+
+
+def test_the_gpus_are_passed_to_each_stage(build: Build, tmp_path: Path) -> None:
+    build("cuda", "8.0,9.0")
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert ["--build-arg GPU=8.0,9.0" in call for call in calls] == [True] * 3
+    assert "ARG GPU\n" in (IMAGES.parent / "Dockerfile").read_text()
 
 
 @pytest.mark.parametrize(("ends", "status"), [({"build": ":"}, 0), ({"build": ":", "status": 125}, 125)])

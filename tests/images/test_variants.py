@@ -16,7 +16,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 
 
 def test_every_variant_is_complete() -> None:
-    known = {"torch", "torch_index", "packages", "apt", "remove", "prune", "extras", "hot"}
+    known = {"torch", "torch_index", "packages", "apt", "remove", "prune", "extras", "hot", "gpu_code"}
     for name, variant in VARIANTS.items():
         assert set(variant) <= known, name
         if name != "common":

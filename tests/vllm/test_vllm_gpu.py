@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from medusa_runtime.config import Settings
+from medusa_runtime.errors import DeviceError
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -151,6 +152,26 @@ def test_the_pool_is_there_before_vllm_makes_anything_that_captures(
     assert steps == ["device", "device", "pool", "shift"]
 
 
+def test_a_gpu_that_the_image_was_not_built_for_is_one_error(
+    worker: Any, parts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from vllm.platforms.interface import DeviceCapability
+
+    steps: list[str] = []
+    monkeypatch.setattr(parts.worker.Worker, "init_device", lambda self: steps.append("device"))
+    platform = SimpleNamespace(get_device_name=lambda rank: f"GPU {rank}", get_device_capability=None)
+    monkeypatch.setattr(parts.worker, "current_platform", platform)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    platform.get_device_capability = lambda rank: DeviceCapability(8, 9)
+    worker.init_device()
+    (tmp_path / "medusa-gpus.txt").write_text("9.0\n")
+    with pytest.raises(DeviceError, match=r"capability 9\.0, for which this image was built, found GPU 0 of 8\.9"):
+        worker.init_device()
+    platform.get_device_capability = lambda rank: DeviceCapability(9, 0)
+    worker.init_device()
+    assert steps == ["device", "device"]
+
+
 def test_wrappers_of_compiled_functions_are_what_these_hooks_were_written_for(parts: Any) -> None:
     from vllm.compilation.backends import VllmBackend, wrap_with_cudagraph_if_needed
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
@@ -228,6 +249,7 @@ def test_keys_differ_where_graphs_do(parts: Any) -> None:
 def worker(parts: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = parts.worker.GpuWorker.__new__(parts.worker.GpuWorker)
     made.device = parts.torch.device("cpu")
+    made.local_rank = 0
     made.load_config = SimpleNamespace(model_loader_extra_config={})
     made.cache_config = SimpleNamespace(kv_cache_memory_bytes=4 << 30)
     monkeypatch.setattr(parts.worker, "free_bytes", lambda device: 8 << 30)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from medusa_runtime.config import OPTIONS, Settings, from_env
 from medusa_runtime.errors import MedusaError
@@ -202,6 +202,7 @@ def _torch() -> Iterator[Finding]:
         yield Finding("warn", "torch", f"{torch.__version__}, {built}, no GPU here", advice)
     else:
         yield Finding("ok", "torch", f"{torch.__version__}, {built}")
+    yield from _built_for(torch.cuda)
     from medusa_runtime import kernels
     from medusa_runtime.imports.lazy_torch import why_not_lean
     from medusa_runtime.kernels.build import LIBRARY_NAME, SOURCE_DIR
@@ -215,6 +216,22 @@ def _torch() -> Iterator[Finding]:
         yield Finding("warn", "kernels", "not compiled", advice)
     for dtype, way in kernels.describe().items():
         yield Finding("ok", "kernels", f"{dtype}: {way}")
+
+
+def _built_for(cuda: Any) -> Iterator[Finding]:
+    """Report the GPUs that this image was built for, and whether this is one. ``cuda`` is ``torch.cuda``."""
+    from medusa_runtime.device.built_for import built_for, check_gpu
+
+    gpus = built_for()
+    if gpus is None:
+        return
+    try:
+        if cuda.is_available():
+            check_gpu(cuda.get_device_name(), ".".join(map(str, cuda.get_device_capability())))
+    except MedusaError as error:
+        yield Finding("fail", "gpu code", str(error))
+    else:
+        yield Finding("ok", "gpu code", f"only for compute capability {' or '.join(gpus)}")
 
 
 def _storage(settings: Settings) -> Iterator[Finding]:

@@ -12,7 +12,10 @@ from typing import NamedTuple, Self
 
 from ..errors import DeviceError
 from ..timeline import Timeline
+from .built_for import check_gpu
 from .driver import LIBRARY, Driver
+
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 
 
 class DeviceInfo(NamedTuple):
@@ -82,14 +85,22 @@ class DeviceContext:
                 f"expected a GPU number {self._ordinal}, found {count.value} of them; see CUDA_VISIBLE_DEVICES"
             )
         driver.call("cuDeviceGet", ctypes.byref(self._device), self._ordinal)
+        name = self._name(driver)
+        check_gpu(name, self._capability(driver))
         context = ctypes.c_void_p()
         driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device)
-        return DeviceInfo(self._name(driver), self._total_bytes(driver), context.value or 0)
+        return DeviceInfo(name, self._total_bytes(driver), context.value or 0)
 
     def _name(self, driver: Driver) -> str:
         name = ctypes.create_string_buffer(256)
         driver.call("cuDeviceGetName", name, len(name), self._device)
         return name.value.decode()
+
+    def _capability(self, driver: Driver) -> str:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        driver.call("cuDeviceGetAttribute", ctypes.byref(major), _CAPABILITY_MAJOR, self._device)
+        driver.call("cuDeviceGetAttribute", ctypes.byref(minor), _CAPABILITY_MINOR, self._device)
+        return f"{major.value}.{minor.value}"
 
     def _total_bytes(self, driver: Driver) -> int:
         total = ctypes.c_size_t()

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from medusa_runtime.config import Settings
+from medusa_runtime.device.built_for import check_gpu
 from medusa_runtime.engine.gpu.device import BundledGraphs, bundled_graphs
 from medusa_runtime.errors import ConfigError, DeviceError, MedusaError
 from medusa_runtime.state.graphs import Blueprints, CudaDriver
 from medusa_runtime.timeline import Timeline
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
 from ..weights.attached import AttachedRegion
@@ -41,6 +43,9 @@ class GpuWorker(Worker):  # type: ignore[misc]
     _graph_state: VllmGraphState | None = None
 
     def init_device(self) -> None:
+        capability = current_platform.get_device_capability(self.local_rank)
+        if capability is not None:
+            check_gpu(current_platform.get_device_name(self.local_rank), capability.as_version_str())
         with self._timeline.stage("device"):
             super().init_device()
         if self.recording is not None:

@@ -100,6 +100,29 @@ def test_a_build_of_torch_for_gpus_without_one_comes_with_the_command_for_the_ot
     assert f"{sys.executable} -m pip install torch --index-url https://download.pytorch.org/whl/cpu" in finding.advice
 
 
+@pytest.mark.parametrize(
+    ("here", "level", "found"),
+    [
+        ((9, 0), "ok", "only for compute capability 8.0 or 9.0"),
+        (None, "ok", "only for compute capability 8.0 or 9.0"),
+        ((8, 9), "fail", "expected a GPU of compute capability 8.0 or 9.0, for which this image was built, found X of"),
+    ],
+)
+def test_an_image_for_some_gpus_says_for_which(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, here: tuple[int, int] | None, level: str, found: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: here is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: here)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert "gpu code" not in {finding.name for finding in doctor._torch()}
+    (tmp_path / "medusa-gpus.txt").write_text("8.0\n9.0\n")
+    (finding,) = [finding for finding in doctor._torch() if finding.name == "gpu code"]
+    assert finding.level == level
+    assert finding.found.startswith(found)
+
+
 def test_a_torch_that_makes_starts_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     """An untested version is imported plainly, which a start's log says once, and nobody looks there."""
     monkeypatch.setattr("medusa_runtime.imports.lazy_torch.TESTED", ("1.0.", "1.1."))

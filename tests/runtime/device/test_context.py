@@ -57,6 +57,23 @@ def test_a_device_that_is_not_there(fake_cuda: str) -> None:
         DeviceContext(1, library=fake_cuda).wait()
 
 
+def test_a_gpu_that_the_image_was_not_built_for_is_one_error(
+    fake_cuda: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fake GPU is 9.0. The error comes before a context is made."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    record = tmp_path / "medusa-gpus.txt"
+    record.write_text("8.0\n8.9\n")
+    wanted = r"compute capability 8\.0 or 8\.9, for which .* found Fake 40 of 9\.0; .* GPU=9\.0, or without"
+    before = ctypes.CDLL(fake_cuda).fake_retained()
+    with pytest.raises(DeviceError, match=wanted):
+        DeviceContext(library=fake_cuda).wait()
+    assert ctypes.CDLL(fake_cuda).fake_retained() == before
+    record.write_text("8.0\n9.0\n")
+    with DeviceContext(library=fake_cuda) as context:
+        assert context.wait().name == "Fake 40"
+
+
 def test_no_driver() -> None:
     with pytest.raises(DeviceError, match=r"cannot be loaded.*--device cpu"):
         DeviceContext(library="libcuda-that-is-nowhere.so").wait()
