@@ -18,7 +18,7 @@ from ..storage.base import scheme_of
 from .callers.impersonation import Folder, Identity, received_folder
 from .callers.peer import Caller, shares_mount_namespace
 from .child import as_node_error
-from .engines.handover import check_descriptors
+from .engines.handover import check_descriptors, check_engine, check_rights
 from .messages import VERSION, Message, close_without_linger, flag_field, send, text_field
 from .regions.model_key import model_key
 from .regions.region_entry import RegionEntry
@@ -184,6 +184,10 @@ class Session:
         settings = message.body.get("settings")
         if not isinstance(settings, dict):
             raise NodeError(f"settings: expected an object, found {str(settings)[:40]!r}")
+        kind = text_field(message.body, "kind")
+        check_engine(kind, settings)
+        if not self.caller.trusted:
+            check_rights(settings)
         check_descriptors(message.descriptors)
         if entry.folder is not None and entry.folder.identity is not None and not entry.files:
             raise NodeRefusedError(f"{entry.key}: expected fewer shards for an engine process of the node agent's")
@@ -193,7 +197,7 @@ class Session:
         bundle_model = entry.key if any(trust) else None
         try:
             pid = self._services.engines.take(
-                text_field(message.body, "kind"),
+                kind,
                 settings,
                 [*mine, *message.descriptors, *entry.files],
                 bundle_model=bundle_model,
@@ -216,8 +220,6 @@ class Session:
         If the function names no size for the KV cache, the settings get one that the caller may have.
         """
         accounts, caller = self._services.accounts, self.caller
-        if settings.get("group") is not None and not caller.trusted:
-            raise NodeRefusedError("expected no group: this process opens no path, and no port, for another user")
         kv_mb = settings.get("kv_cache_mb")
         if kv_mb is not None and (not isinstance(kv_mb, int) or isinstance(kv_mb, bool) or kv_mb < 1):
             raise NodeError(f"kv_cache_mb: expected a whole number above 0, found {str(kv_mb)[:40]!r}")

@@ -46,6 +46,43 @@ def test_an_engine_process_is_given_nothing_to_write_to_that_its_function_may_no
     assert "expected a timeline in shared memory" in said
 
 
+def test_an_engine_process_does_for_others_nothing_but_compute(start_node: Start, put_model: Put, origin: Any) -> None:
+    """Flags of vLLM can name a file of code, which once ran with the agent's rights."""
+    url = put_model("m")
+    node = start_node("--allow", origin.url, "--prewarm", "torch=1")
+    node.wait_warm()
+    settings: tuple[dict[str, Any], ...] = (
+        {"vllm_args": "--trust-remote-code"},
+        {"vllm_mode": "compatible"},
+        {"tensor_parallel": 2},
+        {"group": "/tmp/group.json"},
+        {"engine": "cluster"},
+        {"engine": "cluster", "cluster": "http://127.0.0.1:1", "cluster_token_file": "/etc/hostname"},
+        {"cluster_token_file": "/etc/hostname"},
+        {"api_key_file": "/etc/hostname"},
+    )
+
+    def attack() -> str:
+        timeline, reports, listener = Timeline.create("t"), ReportPipe(), socket.socket(socket.AF_UNIX)
+        client, ends = NodeClient(node.socket), socket.socketpair()
+        client.region(url).close()
+        given = [listener.fileno(), timeline.fd, reports.write_fd, ends[0].fileno()]
+        found = []
+        for each in settings:
+            try:
+                client.engine("torch", {"model": url, "state": "none", **each}, given)
+                found.append("taken")
+            except NodeError as error:
+                found.append(str(error))
+        return json.dumps(found)
+
+    refused = json.loads(as_user(MALLORY, attack))
+    for each, message in zip(settings, refused, strict=True):
+        expected = "which was asked for" if "engine" in each else "has its user's rights"
+        assert expected in message, each
+    assert node.status()["engines"]["torch"]["taken"] == 0
+
+
 def test_the_last_warm_engine_is_left_to_others_by_one_that_has_just_taken_one(
     start_node: Start, put_model: Put, origin: Any
 ) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import stat
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
 from ...config import Settings
-from ...errors import NodeError
+from ...errors import NodeError, NodeRefusedError
 from ...region.seals import seals_of
 from ..callers.file_status import file_status
 
 # Settings that do not concern an engine, secrets, and whose code is run, which the agent decides.
 _PRIVATE = {"token", "handler", "host", "port", "platform", "node_socket", "trust_state", "trust_key"}
+
+# Settings by which an engine process runs code, starts processes, opens paths or connects to hosts.
+_WITH_AGENTS_RIGHTS = (
+    "vllm_args", "vllm_mode", "tensor_parallel", "group", "cluster", "cluster_token_file", "api_key_file",
+)  # fmt: skip
 
 # The descriptors of a "take" message, in this order.
 TAKE_DESCRIPTORS = ("region", "demand", "listener", "timeline", "reports", "lease")
@@ -30,6 +36,28 @@ def settings_from_body(body: Any) -> Settings:
         unknown = sorted(set(body) - known) if isinstance(body, dict) else body
         raise NodeError(f"the function's settings cannot be used: found {unknown!r}; expected the same version here")
     return Settings(**body)
+
+
+def check_engine(kind: str, settings: Mapping[str, Any]) -> None:
+    """Raise NodeError if the settings are for another engine than the one that was asked for.
+
+    An engine process becomes what its settings say, which may be none that the agent keeps.
+    """
+    if (found := settings.get("engine", kind)) != kind:
+        raise NodeError(f"engine: expected {kind[:40]!r}, which was asked for, found {str(found)[:40]!r}")
+
+
+def check_rights(settings: Mapping[str, Any]) -> None:
+    """Raise NodeRefusedError if another user's settings have an engine process do more than compute.
+
+    It has the agent's rights: a flag of vLLM, for example, may name a file of code.
+    """
+    for name in _WITH_AGENTS_RIGHTS:
+        if settings.get(name, default := getattr(Settings(), name)) != default:
+            raise NodeRefusedError(
+                f"--{name.replace('_', '-')}: an engine process of the node agent's has its user's rights, and takes "
+                "this from that user alone; the function has to start an engine of its own"
+            )
 
 
 def check_descriptors(descriptors: list[int]) -> None:
