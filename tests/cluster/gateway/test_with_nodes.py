@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 Nodes = tuple[ClusterNode, ClusterNode]
 
-LONG = 1000  # tokens
+LONG = 2500  # tokens
 ASKED = {"prompt": "This function returns", "seed": 7, "temperature": 1.0, "ignore_eos": True}
 
 
@@ -136,7 +136,8 @@ def test_a_stream_goes_on_while_its_node_drains(
     """It moves to the other node when its time is up, or ends where it began; not a token is lost or doubled."""
     head, _ = nodes
     head.call("deploy", name=NAME, url=str(long_model), min=1, max=2)
-    asked = ASKED | {"max_tokens": LONG, "n": 4, "logprobs": 5}
+    # With so much to say of each token, the whole answer does not fit into the buffers of its way.
+    asked = ASKED | {"max_tokens": LONG, "n": 4, "logprobs": 20}
     status, whole = gateway.post("/v1/completions", {"model": NAME, **asked})
     assert status == 200, whole
     instance = until_slowly(lambda: head.ready_instance(NAME), head.output)
@@ -145,7 +146,7 @@ def test_a_stream_goes_on_while_its_node_drains(
     stream.take(3)
     with ThreadPoolExecutor(1) as pool:
         drained = pool.submit(head.medusa, "drain", on, "--drain-s", drain_s)
-        # A slow reader, which holds the instance up: its answer does not fit between the two.
+        # A slow reader, which holds the instance up: of its answer's 9 MB, each of the two connections takes 4 at most.
         while (head.ready_instance(NAME) or instance)["node"] == on or (drain_s == "0" and not drained.done()):
             stream.take(1)
             time.sleep(0.01)
