@@ -53,6 +53,7 @@ from benchmarks.gpu.vllm_check import materialization, starts
 
 def capture(model, settings, folder):
     (folder / "cuda-graphs").write_bytes(b"some graphs")
+    (folder / "second.dump").write_bytes(b"a dump")
     return folder / "cuda-graphs"
 
 materialization.graph_capture.capture = capture
@@ -73,3 +74,4 @@ def test_a_start_that_restores_gets_the_graphs_of_the_bundle(tmp_path: Path) -> 
     assert done.stdout.splitlines()[-1] == "b'some graphs'", done.stdout
     assert "compile-cache" not in done.stdout, "an eager model needs no compiled code"
     assert (tmp_path / "small-0.5b.vllm.graphs").read_bytes() == b"some graphs"
+    assert (tmp_path / "small-0.5b.vllm.second.dump.graphs").read_bytes() == b"a dump"

@@ -51,7 +51,7 @@ def batches(start: Start, machine: Machine) -> dict[str, Any]:
     steps: dict[str, float] = {}
     vocabulary = start.runner.model_config.get_vocab_size()
     graphs = {batch.num_tokens: graph for batch, graph in full_graphs(start.runner).items()}
-    with recorded_logits(start) as logits:
+    with recorded_logits(start, max(sizes(start))) as logits:
         start.decode(prompts(1, vocabulary), TOKENS)  # what a process does once
         for size in sizes(start):
             logits.clear()
@@ -71,8 +71,8 @@ def prompts(size: int, vocabulary: int) -> list[list[int]]:
 
 
 @contextmanager
-def recorded_logits(start: Start) -> Iterator[list[str]]:
-    """The digests of all logits that the model computes in this context."""
+def recorded_logits(start: Start, rows: int) -> Iterator[list[str]]:
+    """The digests of all logits that the model computes in this context, of up to ``rows`` rows."""
     model, weights, found = start.runner.model, None, []
     compute = model.compute_logits
 
@@ -80,8 +80,8 @@ def recorded_logits(start: Start) -> Iterator[list[str]]:
         nonlocal weights
         logits: Tensor | None = compute(*arguments, **options)
         if logits is not None:
-            if weights is None or len(weights) < logits.numel():
-                weights = digest_weights(logits.numel(), logits.device)
+            if weights is None:
+                weights = digest_weights(rows * logits.shape[-1], logits.device)
             found.append(digest(logits, weights))
         return logits
 

@@ -16,11 +16,12 @@ from medusa_runtime.engine.gpu import graph_capture
 from medusa_runtime.state.kinds import CUDA_GRAPHS
 from medusa_runtime.state.materialize import ArtifactResult, Materialization
 
-_kept: list[Path] = []
+_EVIDENCE = ("second.dump", "unchecked")  # of graph_capture: what its processes have passed on
+_folder: list[Path] = []  # the bundle's, for ``capture``, which is called with another one
 
 
 def materialized(settings: Settings, folder: Path) -> dict[str, Any]:
-    """Write a bundle into ``folder``, and its graphs alone beside it.
+    """Write a bundle into ``folder``, and beside it its graphs alone, and what they were made from.
 
     An eager model (``--compile never``) needs no compiled code, so only its graphs are made.
     """
@@ -29,6 +30,7 @@ def materialized(settings: Settings, folder: Path) -> dict[str, Any]:
     if settings.compile != "never":
         captures = {**kind.captures, **captures}
     registry.register(kind._replace(captures=captures))
+    _folder[:] = [folder]
     results: list[ArtifactResult] = []
     began = time.monotonic()
     with Materialization(replace(settings, state=None), folder, results.append) as made:
@@ -39,10 +41,9 @@ def materialized(settings: Settings, folder: Path) -> dict[str, Any]:
         "seconds": seconds,
         "artifacts": {one.kind: one.left_out or [one.size_bytes, one.took_s] for one in results},
     }
-    if not _kept:
-        raise RuntimeError(f"no graphs were materialized: {found['artifacts']}")
     blob = graphs_of(folder)
-    shutil.move(_kept[0], blob)
+    if not blob.exists():
+        raise RuntimeError(f"no graphs were materialized: {found['artifacts']}")
     return found | {"bytes": blob.stat().st_size} | counts(blob.read_bytes())
 
 
@@ -53,11 +54,15 @@ def graphs_of(folder: Path) -> Path:
 
 def capture(model: str, settings: Settings, folder: Path) -> Path | None:
     """Capture as the engine's own function does. The files in ``folder`` do not outlive this call; copies do."""
-    made = graph_capture.capture(model, settings, folder)
+    (bundle,) = _folder
+    try:
+        made = graph_capture.capture(model, settings, folder)
+    finally:
+        for name in _EVIDENCE:
+            if (folder / name).exists():
+                shutil.copy(folder / name, graphs_of(bundle.with_name(f"{bundle.name}.{name}")))
     if made is not None:
-        copy = Path(f"{model}.kept")
-        shutil.copy(made, copy)
-        _kept.append(copy)
+        shutil.copy(made, graphs_of(bundle))
     return made
 
 
