@@ -152,13 +152,13 @@ def second_testbed(slo: float = 1.0, memory: float = 1.0) -> tuple[Fleet, list[s
 
 @dataclass(frozen=True)
 class Assumed:
-    """Assumptions about the end-to-end runs that the paper does not describe; ``docs/simulate.md`` gives the reasons.
+    """Assumptions about the end-to-end runs that the paper does not describe.
 
-    ``popularity`` is the exponent of Zipf's law for the models' popularity, and ``unequal``, if it is not 0, the sigma
-    of log-normal rates to use instead. ``spread`` says how much the lengths of starts vary. With ``sampled``, the
-    requests are a small sample of many, in which no bursts are left. ``shares`` are the applications' shares of the
-    requests; without them, popular models may belong to any application. ``memory`` is a factor for the memory for
-    weights.
+    ``docs/internals/simulation.md`` gives the reasons. ``popularity`` is the exponent of Zipf's law for the models'
+    popularity, and ``unequal``, if it is not 0, the sigma of log-normal rates to use instead. ``spread`` says how much
+    the lengths of starts vary. With ``sampled``, the requests are a small sample of many, in which no bursts are left.
+    ``shares`` are the applications' shares of the requests; without them, popular models may belong to any application.
+    ``memory`` is a factor for the memory for weights.
     """
 
     popularity: float = 1.0

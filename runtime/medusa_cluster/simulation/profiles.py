@@ -1,7 +1,8 @@
 """The times of models on the papers' devices.
 
 Stage constants are fitted to the plotted cold starts of ParaServe's Figure 8 (within 15 %), warm times are its Table 1.
-BlitzScale's prefill rates are those of its code. ``docs/simulate.md`` has the fit beside the published numbers.
+BlitzScale's prefill rates are those of its code. ``docs/internals/simulation.md`` has the fit beside the published
+numbers.
 """
 
 from __future__ import annotations
