@@ -126,7 +126,16 @@ def check_folder(folder: Path) -> Path:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"--dir: {folder} cannot be used: {error.strerror}") from None
+    check_own(folder)
+    return folder
+
+
+def check_own(folder: Path) -> None:
+    """Raise ConfigError unless a folder is this user's. Any user may have made the default one, which is in /tmp."""
+    try:
+        found = os.stat(folder, follow_symlinks=folder != default_folder())
     except OSError as error:
         raise ConfigError(f"--dir: {folder} cannot be used: {error.strerror}") from None
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
@@ -134,7 +143,6 @@ def check_folder(folder: Path) -> Path:
             f"--dir: expected a folder of our own that nobody else can write, found {folder} of user {found.st_uid} "
             f"with mode {stat.S_IMODE(found.st_mode):o}"
         )
-    return folder
 
 
 def default_folder() -> Path:

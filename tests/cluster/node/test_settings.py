@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cluster_nodes import MEDUSA, environment
+from medusa_adapters.cli.cluster.connection import ask
 from medusa_cluster.node.ray.processes import ray_command, ray_environment
 from medusa_cluster.node.settings import NodeServerSettings, check_folder, check_name, make_token
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.storage.peer_access import read_token
+from strangers import MALLORY, as_user
 
 
 def test_a_folder_is_ours_alone(tmp_path: Path) -> None:
@@ -30,6 +38,46 @@ def test_a_folder_is_ours_alone(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError):
         check_folder(Path("/proc/nothing"))
+
+
+@pytest.mark.root
+@pytest.mark.forked
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
+@pytest.mark.parametrize("by", ["folder", "link"])
+def test_a_command_asks_no_socket_in_a_folder_that_another_user_has_made(tmp_path: Path, by: str) -> None:
+    user = 54321
+    folder = Path(f"/tmp/medusa-cluster-{user}")
+    (mine := Path(tempfile.mkdtemp(dir="/tmp"))).chmod(0o755)
+    asked: list[bytes] = []
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(mine / "control.sock"))
+        (mine / "control.sock").chmod(0o777)
+        server.listen()
+
+        def answer() -> None:
+            with suppress(OSError):
+                connection, _ = server.accept()
+                asked.append(connection.recv(1 << 16))
+                connection.sendall(b'{"ok": {}}\n')
+                connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        os.chown(mine, MALLORY, MALLORY)
+        try:
+            if by == "folder":
+                mine.rename(folder)
+            else:
+                folder.symlink_to(mine)
+                os.chown(folder, MALLORY, MALLORY, follow_symlinks=False)
+            arguments = argparse.Namespace(address=None, dir=None)
+            said = as_user(user, lambda: ask(arguments, "deploy", {"secret": "of this user"}))
+        finally:
+            folder.unlink() if folder.is_symlink() else None
+            for path in (folder, mine):
+                shutil.rmtree(path, ignore_errors=True)
+            server.shutdown(socket.SHUT_RDWR)
+    assert "expected a folder of our own" in said
+    assert not asked
 
 
 @pytest.mark.parametrize("name", ["", "a b", "-a", "a/b", "x" * 64])

@@ -58,9 +58,14 @@ def access(arguments: argparse.Namespace) -> PeerAccess:
 
 
 def _folder(arguments: argparse.Namespace) -> Path:
-    from medusa_cluster.node.settings import default_folder
+    from medusa_cluster.node.settings import check_own, default_folder
 
-    return Path(arguments.dir or default_folder()).absolute()
+    if arguments.dir is not None:
+        return Path(arguments.dir).absolute()
+    folder = default_folder()
+    if os.path.lexists(folder):
+        check_own(folder)
+    return folder
 
 
 def _ask_socket(path: Path, operation: str, given: dict[str, Any]) -> Any:
