@@ -111,12 +111,14 @@ def plan_kv_cache(
     activation_bytes: int,
     graph_bytes: int = 0,
     recorded: KvPlan | None = None,
+    remedy: str = "give the container more memory",
 ) -> KvPlan:
     """Plan a cache for ``max_concurrency`` sequences of full length, or for as many tokens as there is room for.
 
     ``free_bytes`` can be allocated once the weights are there. ``activation_bytes`` is the computed need of a forward,
     and ``graph_bytes`` that of CUDA graphs. A recorded plan for this geometry is used if it fits into free memory. If
-    not, its measured sizes are still used. Raises ConfigError if not even one sequence of the requested length fits.
+    not, its measured sizes are still used. Raises ConfigError if not even one sequence of the requested length fits;
+    the ``remedy`` for too little memory is in its message.
     """
     wanted_len = settings.max_model_len or geometry.max_positions
     if wanted_len > geometry.max_positions:
@@ -140,7 +142,7 @@ def plan_kv_cache(
         graph_bytes if recorded is None else max(graph_bytes, recorded.graph_bytes),
     )
     if settings.kv_cache_mb is not None:
-        return _checked(_within(planned, settings.kv_cache_mb << 20), settings)
+        return _checked(_within(planned, settings.kv_cache_mb << 20), settings, remedy)
     source = "computed"
     if recorded is not None and (recorded.blocks, recorded.max_model_len) == (wanted, wanted_len):
         if recorded.needed_bytes <= free_bytes:
@@ -159,7 +161,7 @@ def plan_kv_cache(
             graph_bytes=min(graph_bytes, planned.graph_bytes),
         )
         fitting = _within(planned, _room(planned, free_bytes))
-    return _checked(replace(fitting, source=source), settings)
+    return _checked(replace(fitting, source=source), settings, remedy)
 
 
 def plan_to_record(geometry: Geometry, settings: Settings, *, activation_bytes: int, graph_bytes: int = 0) -> KvPlan:
@@ -206,15 +208,14 @@ def _least(planned: KvPlan, settings: Settings) -> int:
     return planned.max_model_len if settings.max_model_len else min(planned.max_model_len, planned.block_tokens)
 
 
-def _checked(planned: KvPlan, settings: Settings) -> KvPlan:
+def _checked(planned: KvPlan, settings: Settings, remedy: str) -> KvPlan:
     """Return the plan with a max_model_len that the cache allows. Raises ConfigError if that is too little."""
     least = _least(planned, settings)
     if planned.tokens < least:
         needed = -(-least // planned.block_tokens) * planned.block_bytes
         raise ConfigError(
             f"the KV cache has room for {planned.tokens} tokens ({planned.cache_bytes >> 20} MiB), but one sequence "
-            f"needs {least} ({-(-needed >> 20)} MiB); lower --max-model-len, raise --kv-cache-mb, or give the "
-            "container more memory"
+            f"needs {least} ({-(-needed >> 20)} MiB); lower --max-model-len, raise --kv-cache-mb, or {remedy}"
         )
     if planned.tokens < planned.max_model_len:
         logger.warning(

@@ -212,7 +212,6 @@ class VllmGraphState:
         }
         wanted = [memory_range for memory_range in recorded.values() if memory_range.kind in _PLACED]
         placement = place(self._driver, wanted, placed=placed)
-        self._kept.append(placement)
         self._addresses = {name: memory_range.address for name, memory_range in here.items()} | placement.addresses
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
@@ -241,9 +240,13 @@ class VllmGraphState:
         self.reasons |= restored.reasons
         for memory_range, contents in before:
             self._driver.write(memory_range.address, contents)
-        self._kept.append(restored)
+        if not restored.graphs:  # vLLM captures, which needs as much memory
+            restored.close()
+            placement.close()
+            return None
+        self._kept += [placement, restored]
         self._restored = blueprints, placement, stream
-        return RestoredDecodeGraphs(restored.graphs, hidden) if restored.graphs else None
+        return RestoredDecodeGraphs(restored.graphs, hidden)
 
     def restore_pieces(self, create_forward: Callable[..., Any]) -> list[BatchExecutionDescriptor]:
         """Restore piecewise graphs, and return the batches whose graphs are all there.

@@ -1,4 +1,4 @@
-"""The threads that stage copies to a device, over a driver whose copies a test holds back."""
+"""The threads that stage copies to a device, and their link, over a driver whose copies a test holds back."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from built_once import built_once
 from medusa_runtime.device.driver import Driver
 from medusa_runtime.errors import DeviceError
 from medusa_runtime.kernels import build as kernels
-from medusa_runtime.load.upload import staging
+from medusa_runtime.load.upload import cuda_link, staging
+from medusa_runtime.load.upload.cuda_link import CudaLink
 from medusa_runtime.load.upload.staging import StagingThreads, StagingUnavailableError, Transfer
 
 SOURCE = Path(__file__).with_name("fake_copies.c")
@@ -254,3 +257,54 @@ def test_as_many_threads_as_can_be_started(fake: Fake, monkeypatch: pytest.Monke
         transfer = begin(threads, target, source)
         until(transfer.done)
     assert target.get() == source.get()
+
+
+HOST = torch.device("cpu")
+
+
+class Stream:
+    def synchronize(self) -> None: ...
+
+
+class Event:
+    def record(self, stream: Stream) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def link(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(cuda_link, "Driver", lambda: fake.driver)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    made = CudaLink(HOST)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("refused", [(), (0,), (1,), (0, 1, 2)])
+def test_a_dtype_is_converted_even_if_the_device_is_full(
+    link: CudaLink, fake: Fake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: Any
+) -> None:
+    """There, if it has room for the bytes, and else by the processor. Each of three allocations is refused in turn."""
+    numbers, empty, asked = torch.linspace(-3, 3, 4096), torch.empty, []
+
+    def on_device(*arguments: Any, **options: Any) -> torch.Tensor:
+        asked.append(arguments)
+        if len(asked) - 1 in refused:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 KiB.")
+        return empty(*arguments, **options)
+
+    monkeypatch.setattr(torch, "empty", on_device)
+    targets = [torch.zeros(4096, dtype=torch.bfloat16) for _ in range(3)]
+    copies = [link.copy(target, numbers + number, urgent=False) for number, target in enumerate(targets)]
+    for copy in copies:
+        until(copy.done)
+    assert len(asked) == 3
+    for number, target in enumerate(targets):
+        assert torch.equal(target, (numbers + number).to(torch.bfloat16))
+    assert caplog.text.count("the GPU has no 1 MiB free to convert a weight's dtype") == bool(refused)
+    link.close()
+    assert ctypes.CDLL(fake.driver.file).fake_pinned() == 0

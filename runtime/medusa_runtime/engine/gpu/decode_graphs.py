@@ -63,6 +63,9 @@ class Restorer(Protocol):
         The weights must be loaded.
         """
 
+    def close(self) -> None:
+        """Free what restoring has taken. No graph of it may be in use."""
+
 
 def sizes_for(max_concurrency: int) -> tuple[int, ...]:
     """Return the batch sizes to capture for up to ``max_concurrency`` sequences; the last size fits them all.

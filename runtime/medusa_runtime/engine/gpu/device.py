@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...config import Settings
-from ...errors import StateError
+from ...errors import DeviceError, StateError
 from ...region.reader import Region
 from ...state.kinds import CUDA_GRAPHS, file_name
 from ...timeline import Timeline
@@ -100,18 +100,26 @@ class Gpu:
         """Open the device. This takes milliseconds, because its context exists already.
 
         ``base``: the address from which memory is placed. ``graph_base``: the address of the pool in which graphs are
-        captured, for a process that materializes them.
+        captured, for a process that materializes them. Raises DeviceError if the GPU cannot be opened, such as when it
+        has no memory left.
         """
         from ...load.upload.cuda_link import CudaLink
         from ...state.graphs.driver import CudaDriver
         from .placed_memory import BASE, PlacedMemory
 
         self.device = torch.device("cuda", ordinal)
-        torch.cuda.set_device(self.device)
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.empty(1, device=self.device)  # makes the context this thread's current one
-        self.placed = PlacedMemory(CudaDriver(), self.device, BASE if base is None else base)
-        self.link: Link = CudaLink(self.device, self.memory)
+        try:
+            torch.cuda.set_device(self.device)
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            torch.empty(1, device=self.device)  # makes the context this thread's current one
+            self.placed = PlacedMemory(CudaDriver(), self.device, BASE if base is None else base)
+            self.link: Link = CudaLink(self.device, self.memory)
+        except RuntimeError as error:  # torch's, as when memory runs out
+            first = str(error).partition("\n")[0]
+            raise DeviceError(
+                f"the GPU cannot be opened: {first}; expected some hundred MiB free for the context and torch, and "
+                "`nvidia-smi` shows what else uses the GPU"
+            ) from error
         self._graph_base = graph_base
 
     def memory(self, name: str, size_bytes: int) -> Tensor:
@@ -120,6 +128,10 @@ class Gpu:
         Raises DeviceError if the GPU has too little memory.
         """
         return self.placed(name, size_bytes)
+
+    def free(self, name: str) -> None:
+        """Unmap memory, if it is mapped. No tensor of it may be used any more."""
+        self.placed.free(name)
 
     def limit_blocks(self, planned: int) -> int:
         """Return how many of the ``planned`` blocks the KV cache gets. Subclasses may return fewer."""

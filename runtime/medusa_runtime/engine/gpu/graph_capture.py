@@ -224,6 +224,7 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
         from .graph_pool import OTHER_POOL_BASE, POOL_BASE
         from .graph_state import GraphState, summary
         from .placed_memory import BASE, OTHER_BASE
+        from .static_inputs import INPUTS, OUTPUTS
 
         class OtherGpu(Gpu):
             def limit_blocks(self, planned: int) -> int:
@@ -246,7 +247,7 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
             while graphs.pending:
                 graphs.capture_next()
             logger.info("captured")
-            inputs = sum(gpu.placed.ranges[name].size for name in ("graph inputs", "graph outputs"))
+            inputs = sum(gpu.placed.ranges[name].size for name in (INPUTS, OUTPUTS))
             taken = free - memory.free() + inputs
             state = GraphState(runner.model, graphs, gpu.placed)
             images = ImageStore(recorder.images, recorder.handles)

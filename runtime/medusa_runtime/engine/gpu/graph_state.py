@@ -26,6 +26,7 @@ from .capture import CudaCapturer, CudaGraph
 from .decode_graphs import DecodeGraphs
 from .graph_memory import unnamed_ranges
 from .placed_memory import PlacedMemory
+from .static_inputs import INPUTS, OUTPUTS
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +84,9 @@ class GraphState:
         except GraphMismatch as mismatch:
             logger.warning("CUDA graphs are captured, not restored: %s", mismatch)
             return ()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._placement = placement  # the graphs' memory must live as long as they do
+        self._stream = stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
-        # The graphs' memory must live as long as they do.
-        self._placement, self._stream = placement, stream
         self._restorer = GraphRestorer(
             self._driver,
             blueprints,
@@ -119,6 +119,16 @@ class GraphState:
         restored = self._restorer.restored
         log_reasons(restored, keys)
         return {size: restored.graphs[key] for key, size in keys.items() if key in restored.graphs}
+
+    def close(self) -> None:
+        """Free the restored graphs with their kernels and memory, which must not be in use any more."""
+        restored, self.restored, self._restorer = self.restored, None, None
+        if restored is not None:
+            restored.close()
+        self._triggered.clear()
+        placement, self._placement = self._placement, None
+        if placement is not None:
+            placement.close()
 
     def check(self, unchecked: Blueprints, attempts: Attempts) -> Blueprints:
         """Restore and replay every graph of a bundle, and return the bundle with those alone whose outputs are right.
@@ -203,8 +213,8 @@ class GraphState:
         numbers = {memory_range.name: number for number, memory_range in enumerate(dump.ranges)}
         captured = self._captured()
         stream = capturer.stream.cuda_stream
-        inputs = {key_of(size): self._inputs(size, numbers["graph inputs"]) for size in captured}
-        outputs = {key_of(size): self._outputs(size, numbers["graph outputs"]) for size in captured}
+        inputs = {key_of(size): self._inputs(size, numbers[INPUTS]) for size in captured}
+        outputs = {key_of(size): self._outputs(size, numbers[OUTPUTS]) for size in captured}
         launches = {key_of(size): _launch(capturer, graph) for size, graph in captured.items()}
         capture = Capture(
             launches,

@@ -26,7 +26,7 @@ _GAP = 64 << 20  # so that a pointer past the end of a range does not point into
 
 
 class PlacedMemory:
-    """A ``Memory`` that maps each range at a chosen address. Its tensors stay mapped as long as it lives."""
+    """A ``Memory`` that maps each range at a chosen address, until ``free`` or the end of the process."""
 
     def __init__(self, driver: CudaDriver, device: torch.device, base: int = BASE) -> None:
         """Place memory from the address ``base`` on. The calling thread's current context must be the device's.
@@ -41,7 +41,7 @@ class PlacedMemory:
         if self._reserved.start != base:
             logger.info("%#x is taken: memory is placed from %#x on instead", base, self._reserved.start)
         self._next = self._reserved.start
-        self._placements: list[Placement] = []
+        self._placements: dict[str, Placement] = {}
 
     def __call__(self, name: str, size_bytes: int) -> Tensor:
         """Map a new range under this name, and return it as uint8 [size_bytes], uninitialized.
@@ -58,11 +58,17 @@ class PlacedMemory:
             raise DeviceError(
                 f"the {name} cannot be placed: {mismatch}; use a larger GPU, or end what else runs on this one"
             ) from mismatch
-        self._placements.append(placement)
+        self._placements[name] = placement
         address = placement.addresses[name]
         self.ranges[name] = memory_range._replace(address=address)
         self._next += -(-memory_range.size // _GRANULE) * _GRANULE + _GAP
         return tensor_at(address, memory_range.size, self.device)
+
+    def free(self, name: str) -> None:
+        """Unmap the range of this name, if there is one. Its addresses are not used again."""
+        if self.ranges.pop(name, None) is not None:
+            self.make_current()
+            self._placements.pop(name).close()
 
     def make_current(self) -> None:
         """Make the device's context current in this thread, which may not have used the device yet."""

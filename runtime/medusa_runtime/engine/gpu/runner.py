@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from ...errors import StateError
+from ...errors import DeviceError, StateError
 from ...load.loader import Loader
 from ...models import DecoderModel
 from ...timeline import Timeline
@@ -19,6 +19,7 @@ from ..torch.sampler import sample
 from .attention import GpuAttention
 from .decode_graphs import DecodeGraphs, Restorer, capture_obstacle, sizes_for
 from .device import BundledGraphs, Gpu
+from .static_inputs import INPUTS, OUTPUTS
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class GpuRunner:
         self._restored: BundledGraphs | None = None  # the bundle's graphs, once they may be in use
         self._restorer: Restorer | None = None
         self._to_restore: list[int] = []  # sizes that the bundle has and that have not been restored yet
+        self._adopted = False  # whether a graph of the bundle is in use
         self._to_build: list[int] = []  # those of them to build while the weights are loading
         self.graphs: DecodeGraphs | None = None
         capturer = gpu.capturer()
@@ -61,15 +63,20 @@ class GpuRunner:
         if capturer is None or reason is not None:
             logger.warning("decode steps run without a CUDA graph: %s", reason)
             return
-        self.graphs = DecodeGraphs(
-            model,
-            cache,
-            capturer,
-            sizes=sizes_for(max_concurrency),
-            max_model_len=max_model_len,
-            memory=gpu.memory,
-            timeline=timeline,
-        )
+        try:
+            self.graphs = DecodeGraphs(
+                model,
+                cache,
+                capturer,
+                sizes=sizes_for(max_concurrency),
+                max_model_len=max_model_len,
+                memory=gpu.memory,
+                timeline=timeline,
+            )
+        except (DeviceError, RuntimeError) as error:  # too little of the GPU's memory, or of pinned memory
+            for name in (INPUTS, OUTPUTS):
+                gpu.free(name)
+            logger.warning("decode steps run without a CUDA graph: %s", error)
 
     def step(self, spans: list[Span]) -> tuple[Tensor | None, list[Sequence]]:
         """Run one step, like ``run_step``. Graphs do not wait at gates, so they need all weights to be loaded."""
@@ -140,6 +147,7 @@ class GpuRunner:
                 self._to_restore = list(self._restorer.begin(data))
                 self._to_build = self._first_pending(graphs)
             detail["graphs"] = len(self._to_restore)
+        self._release_unused()
         return True
 
     def _build_next(self) -> bool:
@@ -150,6 +158,7 @@ class GpuRunner:
         with self._timeline.stage("build_graph") as detail, self._tolerate_errors():
             self._restorer.build([size])
             detail["batch"] = size
+        self._release_unused()
         return True
 
     def _restore(self, graphs: DecodeGraphs) -> None:
@@ -161,8 +170,17 @@ class GpuRunner:
             return
         self._to_restore = [size for size in self._to_restore if size not in sizes]
         with self._timeline.stage("restore_graphs") as detail, self._tolerate_errors():
-            graphs.adopt(self._restorer.restore_sizes(sizes))
+            restored = self._restorer.restore_sizes(sizes)
+            graphs.adopt(restored)
+            self._adopted |= bool(restored)
             detail["graphs"] = len(graphs.graphs)
+        self._release_unused()
+
+    def _release_unused(self) -> None:
+        """If no graph of the bundle is in use, and none is left, free their memory: captured ones need as much."""
+        if self._restorer is not None and not self._to_restore and not self._adopted:
+            self._restorer.close()
+            self._restorer = None
 
     def _first_pending(self, graphs: DecodeGraphs) -> list[int]:
         return [size for size in graphs.first_sizes if size in self._to_restore]

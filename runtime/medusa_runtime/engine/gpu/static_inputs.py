@@ -10,6 +10,8 @@ from torch import Tensor
 from ..serving.sequence import Span
 from ..torch.kv_cache import BLOCK_TOKENS, SPARE_BLOCKS, Memory
 
+INPUTS, OUTPUTS = "graph inputs", "graph outputs"  # the names of their memory
+
 
 class StaticInputs:
     """Token ids, positions, slots, contexts and block tables of up to ``rows`` sequences, and their logits.
@@ -33,10 +35,10 @@ class StaticInputs:
         self.rows = rows
         self._spare = spare
         numbers, tables = rows * 4 * 8, rows * blocks * 4
-        inputs = memory("graph inputs", numbers + tables)
+        inputs = memory(INPUTS, numbers + tables)
         self.numbers = inputs[:numbers].view(torch.long).view(4, rows)
         self.tables = inputs[numbers : numbers + tables].view(torch.int32).view(rows, blocks)
-        self.logits = memory("graph outputs", rows * vocab * dtype.itemsize)[: rows * vocab * dtype.itemsize]
+        self.logits = memory(OUTPUTS, rows * vocab * dtype.itemsize)[: rows * vocab * dtype.itemsize]
         self.logits = self.logits.view(dtype).view(rows, vocab)
         pinned = device.type == "cuda"
         self._host_numbers = torch.zeros((4, rows), dtype=torch.long, pin_memory=pinned)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...config import Settings
-from ...errors import EngineError, MedusaError, ModelError, RequestError
+from ...errors import DeviceError, EngineError, MedusaError, ModelError, RequestError
 from ...limits import cpu_count
 from ...load.applier import Applier
 from ...load.loader import Loader
@@ -296,10 +296,14 @@ class TorchEngine:
             raise
         except Exception as error:
             self._failed_steps += 1
+            is_full = isinstance(error, torch.OutOfMemoryError)  # a GPU's; there is nothing to look for in a traceback
+            failure = _full(error) if is_full else EngineError(f"the engine failed: {type(error).__name__}: {error}")
             if self._failed_steps >= _MOST_FAILED_STEPS:
+                if is_full:
+                    raise failure from error
                 raise
-            logger.exception("a step failed; its %d requests end", len(spans))
-            failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            log = logger.error if is_full else logger.exception
+            log("a step failed; its %d requests end: %s", len(spans), failure)
             for span in spans:
                 self._requests.end(span.sequence, "error", failure)
             return
@@ -340,3 +344,12 @@ class TorchEngine:
         for sequence, sampled_token in zip(sequences, sampled, strict=True):
             if not sequence.cancelled:
                 self._requests.add_token(sequence, sampled_token)
+
+
+def _full(error: Exception) -> DeviceError:
+    """Return the error for a step that the GPU has too little memory for, with what torch says was missing."""
+    missing = str(error).partition("CUDA out of memory. ")[2].partition(" is free")[0]
+    return DeviceError(
+        f"the GPU's memory is full{f' ({missing} is free)' if missing else ''}; expected room for a step beside the "
+        "weights and the KV cache: lower --max-batched-tokens or --kv-cache-mb, or end what else runs on this GPU"
+    )

@@ -96,6 +96,9 @@ def kv_plan(
             item_bytes=dtype.itemsize,
         ),
         recorded=recorded_plan(region),
+        remedy="give the container more memory"
+        if device_free_bytes is None
+        else "use a larger GPU, or end what else runs on this one",
     )
 
 

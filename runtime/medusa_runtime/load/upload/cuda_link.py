@@ -57,6 +57,7 @@ class CudaLink:
         self.device = device
         self._memory = memory
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._is_full = False
         self._staging: StagingThreads | None = None
         try:
             self._staging = StagingThreads(Driver(), min(_MOST_THREADS, cpu_count()))
@@ -80,9 +81,12 @@ class CudaLink:
         if not source.is_contiguous():
             source = source.contiguous()
         raw = target
-        if target.dtype is not source.dtype or not target.is_contiguous():
-            with torch.cuda.stream(self._stream):  # memory that another stream has freed may still be in use there
-                raw = torch.empty(source.shape, dtype=source.dtype, device=self.device)
+        if target.dtype is not source.dtype:
+            room = self._room_for(source)
+            if room is None:
+                source = source.to(target.dtype)
+            else:
+                raw = room
         if self._staging is None:
             with torch.cuda.stream(self._stream):
                 raw.copy_(source)
@@ -91,6 +95,21 @@ class CudaLink:
             raw.data_ptr(), source.data_ptr(), source.nbytes, urgent=urgent, keep=(source, raw)
         )
         return CudaCopy(target, raw, transfer, self._stream)
+
+    def _room_for(self, source: Tensor) -> Tensor | None:
+        """Allocate room on the device for a tensor whose dtype is to be converted there; None if the device is full."""
+        try:
+            with torch.cuda.stream(self._stream):  # memory that another stream has freed may still be in use there
+                return torch.empty(source.shape, dtype=source.dtype, device=self.device)
+        except torch.OutOfMemoryError:
+            if not self._is_full:
+                logger.warning(
+                    "the GPU has no %d MiB free to convert a weight's dtype, so the processor does it, which takes "
+                    "longer; use a larger GPU, a lower --kv-cache-mb, or a checkpoint with the dtype that is used",
+                    -(-source.nbytes >> 20),
+                )
+            self._is_full = True
+            return None
 
     def close(self) -> None:
         if self._staging is not None:

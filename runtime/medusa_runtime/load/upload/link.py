@@ -29,7 +29,7 @@ class Link(Protocol):
         """
 
     def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> Copy:
-        """Begin to copy ``source`` (host, any strides, any dtype) into ``target`` (device, same shape).
+        """Begin to copy ``source`` (host, any strides, any dtype) into ``target`` (device, contiguous, same shape).
 
         The link holds the source, which must not change until the copy is done. ``urgent`` means that a forward waits
         for it: it goes before copies that have not begun.

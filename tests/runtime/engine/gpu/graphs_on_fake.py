@@ -7,6 +7,7 @@ from medusa_runtime.imports.lazy_torch import import_torch
 
 import_torch()  # as engines do: each of these processes is seconds shorter
 
+import ctypes
 import hashlib
 import json
 import logging
@@ -53,16 +54,16 @@ class Model:
     kernels get as a parameter. ``stale``: an address that the stack still has in structures passed by value.
     """
 
-    def __init__(self, cuda: FakeCuda, weights: Tensor, odd: bool = False, slots: int = 0, stale: int = 0) -> None:
+    def __init__(self, cuda: FakeCuda, weights: Tensor, odd: bool = False, stale: int = 0) -> None:
         self.config = SimpleNamespace(vocab_size=VOCAB)
         self._cuda, self._at, self._odd = cuda, weights.data_ptr(), odd
-        self._slots, self._stale = slots, stale or cuda.at["given back"] + 64
+        self.slots, self._stale = 0, stale or cuda.at["given back"] + 64
         self.layers_run: list[int] = []
 
     def _gemv(self, weight: int, x: int, y: int, rows: int) -> None:
         cuda = self._cuda
         cuda.driver.call("cuMemsetD32Async", y, 0, rows, cuda.current.cuda_stream)
-        garbage = (self._stale, self._slots, 0, 0)
+        garbage = (self._stale, self.slots, 0, 0)
         cuda.kernels.launch("gemv", [struct.pack("<QQQii4Q", weight, x, y, rows, WIDTH, *garbage)])
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -121,9 +122,52 @@ def _other(outputs: tuple[Piece, ...]) -> tuple[Piece, ...]:
     return tuple(piece._replace(data=bytes(len(piece.data))) for piece in outputs)
 
 
+def full(cuda: FakeCuda, bundle: Path) -> list[dict[str, Any]]:
+    """Start with the first allocation refused, with the second, and so on. Return how each start ended.
+
+    ``left`` says how many allocations, images and graphs it has left behind.
+    """
+    library, found = ctypes.CDLL(cuda.driver.file), list[dict[str, Any]]()
+    while not found or found[-1]["refused"]:
+        alive, state, end = library.fake_alive(), None, dict[str, Any]()
+        library.fake_full(len(found) + 1)
+        memory: PlacedMemory | None = None
+        try:
+            memory = PlacedMemory(cuda.driver, HOST, BASE)
+            model = model_in(cuda, memory)
+            cache = KvCache(KvShape(LAYERS, 1, WIDTH, torch.float32), 5, memory)
+            graphs = DecodeGraphs(model, cache, CudaCapturer(HOST), sizes=SIZES, max_model_len=64, memory=memory)  # type: ignore[arg-type]
+            state = GraphState(model, graphs, memory)  # type: ignore[arg-type]
+            restored = state.restore(Blueprints.load(bundle.read_bytes()), validate="all")
+            graphs.adopt(restored)
+            reasons = state.restored.reasons.values() if state.restored is not None else ()
+            end = {"answers": answers(cuda, graphs), "reasons": sorted({str(mismatch) for mismatch in reasons})}
+            graphs.graphs.clear()
+        except DeviceError as error:
+            end = {"error": str(error)}
+        if state is not None:
+            state.close()
+        for name in list(memory.ranges if memory is not None else ()):
+            memory.free(name)  # type: ignore[union-attr]
+        found.append({**end, "refused": not library.fake_left(), "left": library.fake_alive() - alive})
+    library.fake_full(0)
+    return found
+
+
+def model_in(cuda: FakeCuda, memory: PlacedMemory, **options: Any) -> Model:
+    """Return a model whose weights are in this memory, the same each time."""
+    numbers = random.Random(3)
+    count = (2 * VOCAB + LAYERS * WIDTH) * WIDTH
+    weights = memory("weights", count * 4)
+    weights.view(torch.float32)[:] = torch.tensor([numbers.uniform(-1, 1) for _ in range(count)])
+    return Model(cuda, weights, **options)
+
+
 def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
     cuda = FakeCuda()
     cuda.install()
+    if phase == "full":
+        return {"starts": full(cuda, Path(options["bundle"]))}
     memory = PlacedMemory(cuda.driver, HOST, OTHER_BASE if phase == "dump" else options.get("base", BASE))
     recording = phase in ("dump", "materialize")
     pool = open_pool(cuda.driver, OTHER_POOL_BASE if phase == "dump" else POOL_BASE) if recording else None
@@ -132,13 +176,10 @@ def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
     stale = 0
     if pool is not None and "stale" in options:
         stale = pool.memory_range.address + options["stale"]
-    numbers = random.Random(3)
-    count = (2 * VOCAB + LAYERS * WIDTH) * WIDTH
-    weights = memory("weights", count * 4)
-    weights.view(torch.float32)[:] = torch.tensor([numbers.uniform(-1, 1) for _ in range(count)])
+    model = model_in(cuda, memory, odd=options.get("odd", False), stale=stale)
     cache = KvCache(KvShape(LAYERS, 1, WIDTH, torch.float32), options.get("blocks", 5), memory)
-    slots = len(cache.slots[0][0]) if "told" in options else 0
-    model = Model(cuda, weights, odd=options.get("odd", False), slots=slots, stale=stale)
+    if "told" in options:
+        model.slots = len(cache.slots[0][0])
     capturer = CudaCapturer(HOST, memory=pool, keep_graph=recording)
     graphs = DecodeGraphs(model, cache, capturer, sizes=SIZES, max_model_len=64, memory=memory)  # type: ignore[arg-type]
     state = GraphState(model, graphs, memory)  # type: ignore[arg-type]

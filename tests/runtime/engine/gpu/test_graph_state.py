@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -249,6 +250,28 @@ def test_of_pinned_graphs_whose_words_break_the_context_only_these_stay_pinned(
     assert "another process goes on without decode 2, which ended this one: " in caplog.text
     assert checked.refused == {}
     assert {graph.key for graph in checked.graphs if graph.pinned} == {"decode 2"}
+
+
+@pytest.mark.timeout(600)
+def test_a_full_device_ends_a_start_with_one_line_or_leaves_graphs_out(run: Run, bundle: dict[str, Any]) -> None:
+    """Each allocation of a start is refused in turn, those in threads as well. Nothing stays allocated."""
+    found = run("full", 0x580000000000, bundle=bundle["path"])
+    starts = found["starts"]
+    assert len(starts) > 20
+    for start in starts[:-1]:
+        assert start["left"] == 0, start
+        if "error" in start:
+            assert re.match(
+                r"(the [a-zA-Z ]+ cannot be placed: memory: )?cu\w+ failed: .*OUT_OF_MEMORY", start["error"]
+            )
+            assert "\n" not in start["error"]
+        else:
+            assert start["answers"].items() <= bundle["answers"].items(), "of the graphs that are left"
+            assert len(start["answers"]) == 3 or start["reasons"] or " not restored: memory: " in found["log"], start
+    errors = [start["error"].partition(" cannot be placed")[0] for start in starts if "error" in start]
+    assert {"the weights", "the KV cache", "the graph inputs", "the graph outputs"} <= set(errors)
+    assert {len(start["answers"]) for start in starts if "answers" in start} >= {0, 3}
+    assert starts[-1] == {"answers": bundle["answers"], "reasons": [], "refused": False, "left": 0}
 
 
 @pytest.mark.timeout(600)

@@ -128,6 +128,7 @@ typedef struct Graph {
 void *handle_new(int kind, void *object);
 void *handle_get(int kind, void *handle); // the object, or NULL
 void handle_free(void *handle);
+int is_full(void); // whether the device refuses this allocation, as `fake_full` has asked for
 
 // memory.c
 int device_range(CUdeviceptr address, size_t size); // mapped and accessible

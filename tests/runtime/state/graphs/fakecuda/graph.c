@@ -234,6 +234,7 @@ CUresult cuGraphInstantiateWithParams(void **handle, void *graph, InstantiatePar
   Graph *home = handle_get(GRAPH, graph);
   if (!home) return CUDA_ERROR_INVALID_HANDLE;
   if (broken) return broken;
+  if (is_full()) return CUDA_ERROR_OUT_OF_MEMORY;
   if (getenv("FAKE_CUDA_DESCRIBE")) describe(home);
   Exec *exec = calloc(1, sizeof *exec);
   exec->nodes = calloc(home->node_count + 1, sizeof(Node));

@@ -1,4 +1,5 @@
 #include "fakecuda.h"
+#include <stdatomic.h>
 #include <stdlib.h>
 
 // Handles are numbers that are no addresses, above a base that differs from process to process, and never used again.
@@ -33,4 +34,18 @@ void *handle_get(int kind, void *handle) {
 void handle_free(void *handle) {
   Slot *found = slot(handle);
   if (found) found->kind = 0;
+}
+
+// For tests: the n-th allocation from now on is refused, in whatever thread.
+static atomic_int left;
+void fake_full(int n) { atomic_store(&left, n); }
+int fake_left(void) { return atomic_load(&left); }
+int is_full(void) { return atomic_load(&left) > 0 && atomic_fetch_sub(&left, 1) == 1; }
+
+// How many allocations, images and graphs there are.
+int fake_alive(void) {
+  int alive = 0;
+  for (size_t i = 0; i < used; i++)
+    alive += slots[i].kind == MEMORY || slots[i].kind == LIBRARY || slots[i].kind == GRAPH || slots[i].kind == EXEC;
+  return alive;
 }

@@ -68,7 +68,7 @@ CUresult device_alloc(CUdeviceptr *address, size_t size) {
   size_t whole = (size + PAGE - 1) / PAGE * PAGE;
   if (!size) return CUDA_ERROR_INVALID_VALUE;
   if (capture_forbids()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-  if (taken + whole > total()) return CUDA_ERROR_OUT_OF_MEMORY;
+  if (is_full() || taken + whole > total()) return CUDA_ERROR_OUT_OF_MEMORY;
   for (int i = count - 1; i >= 0; i--) // what was freed last is given out first, as allocators like to do
     if (!ranges[i].reserved && !ranges[i].usable && ranges[i].size == whole) {
       mprotect((void *)ranges[i].start, whole, PROT_READ | PROT_WRITE);
@@ -95,6 +95,7 @@ CUresult cuMemGetAllocationGranularity(size_t *size, const void *prop, int optio
 enum { SMALL = 1 << 30, ROUNDED = 32 << 20 };
 CUresult cuMemAddressReserve(CUdeviceptr *address, size_t size, size_t alignment, CUdeviceptr wanted, uint64_t flags) {
   if (!size || size % GRANULE || wanted % GRANULE) return CUDA_ERROR_INVALID_VALUE;
+  if (is_full()) return CUDA_ERROR_OUT_OF_MEMORY;
   if (wanted && getenv("FAKE_CUDA_NO_HINTS")) return CUDA_ERROR_INVALID_VALUE;
   wanted = size < SMALL ? 0 : (wanted + ROUNDED - 1) / ROUNDED * ROUNDED;
   if (!(*address = map(wanted, size, PROT_NONE))) return CUDA_ERROR_OUT_OF_MEMORY;
@@ -113,7 +114,7 @@ CUresult cuMemCreate(uint64_t *handle, size_t size, const void *prop, uint64_t f
   if (broken) return broken;
   if (capture_forbids()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   if (!size || size % GRANULE) return CUDA_ERROR_INVALID_VALUE;
-  if (taken + size > total()) return CUDA_ERROR_OUT_OF_MEMORY;
+  if (is_full() || taken + size > total()) return CUDA_ERROR_OUT_OF_MEMORY;
   Physical *made = malloc(sizeof *made);
   *made = (Physical){memfd_create("device", MFD_CLOEXEC), size};
   if (made->descriptor < 0 || ftruncate(made->descriptor, size)) return CUDA_ERROR_OUT_OF_MEMORY;
@@ -136,6 +137,7 @@ CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, uint64_t hand
 }
 CUresult cuMemSetAccess(CUdeviceptr address, size_t size, const void *description, size_t n) {
   Range *range = find(address, size, 0);
+  if (is_full()) return CUDA_ERROR_OUT_OF_MEMORY;
   if (!range || mprotect((void *)address, size, PROT_READ | PROT_WRITE)) return CUDA_ERROR_INVALID_VALUE;
   range->usable = 1;
   return CUDA_SUCCESS;

@@ -121,7 +121,8 @@ static int read_symbols(Image *image) {
       if (sscanf(name, "variant_%d", &image->variant) == 1) continue;
       int at = image->global_count++;
       image->global_names[at] = name, image->global_sizes[at] = table[i].st_size;
-      if (device_alloc(&image->globals[at], table[i].st_size)) return CUDA_ERROR_OUT_OF_MEMORY;
+      if (device_alloc(&image->globals[at], table[i].st_size))
+        return handle_free(image->library), handle_free(image->module), CUDA_ERROR_OUT_OF_MEMORY;
       if (!strcmp(home_name, ".nv.constant3") && !image->constants) image->constants = image->globals[at];
       Elf64_Shdr *home = &all[home_number];
       if (home->sh_type != SHT_NOBITS)
@@ -199,7 +200,7 @@ static CUresult global(Image *image, const char *name, CUdeviceptr *address, siz
 
 CUresult cuLibraryLoadData(void **library, const void *code, void *a, void *b, unsigned c, void *d, void *e, unsigned f) {
   Image *image;
-  CUresult result = load(code, &image);
+  CUresult result = is_full() ? CUDA_ERROR_OUT_OF_MEMORY : load(code, &image);
   return told(LOAD_LIBRARY, library, code, result ? result : (*library = image->library, CUDA_SUCCESS));
 }
 CUresult cuModuleLoadData(void **module, const void *code) {

@@ -63,6 +63,7 @@ CUresult cuGetErrorName(CUresult code, const char **name) {
 }
 
 CUresult cuStreamCreate(void **stream, unsigned flags) {
+  if (is_full()) return CUDA_ERROR_OUT_OF_MEMORY;
   return *stream = handle_new(STREAM, calloc(1, sizeof(Stream))), CUDA_SUCCESS;
 }
 CUresult cuStreamDestroy_v2(void *stream) { return handle_free(stream), CUDA_SUCCESS; }

@@ -1,0 +1,204 @@
+"""A GPU of host memory, for tests of the engine: its graphs are recorded callables."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.gpu.decode_graphs import DecodeGraphs
+from medusa_runtime.engine.gpu.device import Gpu
+from medusa_runtime.engine.gpu.runner import GpuRunner
+from medusa_runtime.errors import DeviceError, StateError
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.kernels import cuda
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+from torch import Tensor
+
+PROMPTS = [[5, 9, 33, 7], [8] * 40, [11, 12], list(range(3, 30)), [77]]
+
+
+class Recorded:
+    """A graph that is a callable."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work = work
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.work()
+
+
+class Recorder:
+    def __init__(self, failing_at: int | None = None) -> None:
+        self.captured: list[Recorded] = []
+        self.warm_ups = 0
+        self.failing_at = failing_at
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        self.warm_ups += 1
+        work()
+
+    def capture(self, work: Callable[[], None]) -> Recorded:
+        if self.failing_at == len(self.captured):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.captured.append(Recorded(work))
+        return self.captured[-1]
+
+
+class Arrived:
+    def done(self) -> bool:
+        return True
+
+
+class HostLink:
+    """Copies at once when ``open``, and returns memory that is full of NaN."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.ranges: dict[str, Tensor] = {}
+
+    def allocate(self, name: str, size_bytes: int) -> Tensor:
+        self.ranges[name] = torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
+        return self.ranges[name]
+
+    def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> Arrived:
+        assert self.open.wait(60)
+        target.copy_(source)
+        return Arrived()
+
+    def close(self) -> None: ...
+
+
+class Bundled:
+    """A bundle's graphs, and why they were quarantined."""
+
+    def __init__(self, data: bytes | None, *, reason: str | None = None, writable: bool = True) -> None:
+        self.data, self.reason, self.writable = data, reason, writable
+        self.noted: list[str] = []
+        self.arrived = threading.Event()
+        self.arrived.set()
+
+    def has_arrived(self) -> bool:
+        return self.arrived.is_set()
+
+    def read(self) -> bytes | None:
+        assert self.arrived.wait(60)
+        if self.reason is not None:
+            raise StateError(f"they broke the device's context before ({self.reason})")
+        return self.data
+
+    def quarantine(self, reason: str) -> bool:
+        self.noted.append(reason)
+        return self.writable
+
+
+class HostRestorer:
+    """Restores graphs that are callables. The bundle ``7`` has three sizes, of which one does not fit."""
+
+    def __init__(self, gpu: HostGpu, graphs: DecodeGraphs) -> None:
+        self.gpu, self.graphs = gpu, graphs
+
+    def begin(self, data: bytes) -> tuple[int, ...]:
+        if data == b"damaged":
+            raise StateError("expected blueprints, found something else")
+        self.data = data
+        return self.graphs.sizes if b"breaks" in data else tuple(map(int, data.split()))
+
+    def build(self, sizes: Sequence[int]) -> None:
+        self.gpu.built.append(tuple(sizes))
+
+    def restore_sizes(self, sizes: Sequence[int], *, validate: str = "all") -> dict[int, Recorded]:
+        if self.data == b"breaks":
+            raise DeviceError("a restored CUDA graph broke the context")
+        if self.data == b"breaks later":
+            return {size: Recorded(self.gpu.fault) for size in sizes}
+        self.gpu.restores.append(tuple(sizes))
+        return {size: Recorded(partial(self.graphs.run_eagerly, size)) for size in sizes if size != 1}
+
+    def close(self) -> None:
+        self.gpu.closed += 1
+
+
+class HostGpu(Gpu):
+    def __init__(self, recorder: Recorder | None) -> None:
+        self.device = torch.device("cpu")
+        self.link: HostLink = HostLink()
+        self.recorder = recorder
+        self.built: list[tuple[int, ...]] = []
+        self.restores: list[tuple[int, ...]] = []
+        self.closed = 0
+        self.abandoned = threading.Event()
+
+    def memory(self, name: str, size_bytes: int) -> Tensor:
+        return self.link.allocate(name, size_bytes)
+
+    def context_is_lost(self, error: Exception) -> bool:
+        return isinstance(error, DeviceError)
+
+    def abort_process(self) -> None:
+        self.abandoned.set()
+        raise SystemExit  # of the engine's thread
+
+    def restorer(self, model: Any, graphs: DecodeGraphs) -> HostRestorer:
+        return HostRestorer(self, graphs)
+
+    def fault(self) -> None:
+        raise DeviceError("an illegal address")
+
+    def free_bytes_beside_weights(self, loader: Any) -> int:
+        loader.wait_placed()
+        return 1 << 30
+
+    def capturer(self) -> Recorder | None:
+        return self.recorder
+
+    def as_default_device(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+@pytest.fixture(autouse=True)
+def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton may be installed, and compiles nothing without a GPU."""
+    monkeypatch.setattr(cuda, "triton_obstacle", lambda: "host memory in place of a GPU")
+
+
+@pytest.fixture
+def region(checkpoint: Path) -> Iterator[Region]:
+    region = Region.create()
+    prefetch(region, str(checkpoint), settings=Settings(), timeline=Timeline.create("prefetcher"))
+    yield region
+    region.close()
+
+
+@pytest.fixture
+def start(region: Region, serve_region: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(serve_region, region)
+
+
+def runner_of(served: Any) -> GpuRunner:
+    runner = served.engine.runner
+    assert isinstance(runner, GpuRunner)
+    return runner
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+def answers(served: Any) -> list[list[int]]:
+    asked = [served.ask(prompt, max_tokens=20) for prompt in PROMPTS]
+    return [answer.tokens for answer in asked]
