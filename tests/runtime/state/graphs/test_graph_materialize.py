@@ -53,15 +53,38 @@ def test_memory_that_nobody_named(toy: Any, second: Path, tmp_path: Path) -> Non
     assert len(made["refused"]) == 3
 
 
-def test_addresses_of_pinned_memory_are_stale_where_no_kernel_reads_it(toy: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reads_host", [True, False])
+def test_stale_addresses_of_pinned_memory_are_replaced(toy: Any, tmp_path: Path, reads_host: bool) -> None:
     """A copy before a launch leaves such an address on the stack, for example of torch's pinned buffers."""
     other, bundle = str(tmp_path / "second"), str(tmp_path / "bundle")
     toy("dump", {"dump": other, "pinned": 1, "order": 1}, base=OTHER_BASE, FAKE_CUDA_HANDLES="0x540000000000")
-    made = toy("materialize", {"out": bundle, "second": other, "pinned": 1})
-    assert {reason.partition(":")[0] for reason in made["refused"].values()} == {"foreign-pointer"}
-    made = toy("materialize", {"out": bundle, "second": other, "pinned": 1, "reads_host": False})
+    made = toy("materialize", {"out": bundle, "second": other, "pinned": 1, "reads_host": reads_host})
     assert made["refused"] == {}
-    assert toy("restore", {"bundle": bundle}, base=OTHER_BASE)["answers"] == made["answers"]
+    replaced = b"\0\0\0\0\0\0\xad\xde"  # of the toy's address 4096 bytes into its buffer
+    gemvs = {"decode-1": 3, "decode-2": 6, "decode-4": 12}
+    graphs = Blueprints.load(Path(bundle).read_bytes()).graphs
+    assert {graph.key: graph.blob.count(replaced) for graph in graphs} == gemvs
+    assert f"{sum(gemvs.values())} words with addresses of pinned memory of the host are replaced" in made["log"]
+    assert toy("restore", {"bundle": bundle, "validate": "all"}, base=OTHER_BASE)["answers"] == made["answers"]
+
+
+@pytest.mark.parametrize(
+    ("reader", "reads_host", "is_refused"), [("gemv", True, False), ("embed", True, True), ("embed", False, False)]
+)
+def test_a_kernel_that_reads_pinned_memory_is_never_restored(
+    toy: Any, tmp_path: Path, reader: str, reads_host: bool, is_refused: bool
+) -> None:
+    """One has the address inside a structure, the other as a parameter of its own, which can hardly be stale."""
+    other, bundle = str(tmp_path / "second"), str(tmp_path / "bundle")
+    options = {"on_host": reader, "reads_host": reads_host}
+    toy("dump", {"dump": other, "order": 1, **options}, base=OTHER_BASE, FAKE_CUDA_HANDLES="0x540000000000")
+    made = toy("materialize", {"out": bundle, "second": other, **options})
+    if is_refused:
+        assert {reason.partition(":")[0] for reason in made["refused"].values()} == {"foreign-pointer"}
+        return
+    assert made["refused"] == {}
+    restored = toy("restore", {"bundle": bundle, "validate": "all"}, base=OTHER_BASE)
+    assert "broke the context (cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS" in restored["lost"]
 
 
 def test_one_capture_only_holds_at_its_addresses(toy: Any, materialized: dict[str, Any], tmp_path: Path) -> None:

@@ -229,13 +229,14 @@ class Toy:
         p, i, f = (lambda value: struct.pack("<Q", value)), (lambda value: struct.pack("<i", value)), (
             lambda value: struct.pack("<f", value))  # fmt: skip
         weights, x = self.at["weights"], self.malloc(ROW)
-        self.launch("embed", [p(weights), p(self.at["graph inputs"] + 4 * row), p(x), i(WIDTH)])
+        on_host = self.options.get("on_host", {})  # where a copy of the weights is
+        self.launch("embed", [p(on_host.get("embed", weights)), p(self.at["graph inputs"] + 4 * row), p(x), i(WIDTH)])
         for layer in range(LAYERS):
             matrix = weights + (VOCAB + layer * (WIDTH + 1)) * ROW
             normed = self.malloc(ROW)
             self.launch(RMS_NORM, [p(x), p(matrix + WIDTH * ROW), p(normed), i(WIDTH), f(1e-5)])
             hidden = self.malloc(ROW)
-            self.gemv(matrix, normed, hidden, WIDTH)
+            self.gemv(on_host.get("gemv", weights) + matrix - weights, normed, hidden, WIDTH)
             self.free(normed)
             again = self.malloc(ROW)  # at the address of what was freed: the paper's figure 6
             self.driver.call("cuMemcpyDtoDAsync_v2", again, hidden, ROW, self.stream)
@@ -340,6 +341,10 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
         toy.more_modules(filled=True)
     recorder.close()
     toy.write_weights()
+    if reader := options.get("on_host"):
+        copy, size = driver.handle("cuMemAllocHost_v2", 1 << 20), SIZES["weights"][1]
+        ctypes.memmove(copy, driver.read(at["weights"], size), size)
+        options["on_host"] = {reader: copy}
     driver.write(at["workspace"] + 512, MAGIC)
     graphs = {f"decode-{batch}": toy.capture(batch) for batch in options.get("batches", [1, 2, 4])}
     ranges = [

@@ -20,6 +20,9 @@ from .relocate import find_relocations
 
 logger = logging.getLogger(__name__)
 
+_NOWHERE = 0xDEAD << 48  # beyond all addresses of a GPU and of a process
+_PAGE = 4096  # the offset in it stays, on which alignment may depend
+
 
 @dataclass(frozen=True)
 class Capture:
@@ -31,8 +34,8 @@ class Capture:
     stream: the stream of the launches.
     images: the cubins that were loaded while capturing.
     fingerprint: what the graphs are valid for.
-    reads_host: whether kernels may read pinned memory of the host. If not, an address of it is stale: it was left by
-        copies before a launch.
+    reads_host: whether kernels may be given addresses of pinned memory of the host as parameters. If not, such a
+        parameter is stale, as a word inside a structure may be in any case.
     finds_contents: whether to look, by overwriting memory, for contents that graphs need and do not write. If not, all
         of it counts as scratch memory.
     """
@@ -62,7 +65,7 @@ def materialize_graphs(
         logger.warning(
             "%d graphs only fit where they were captured: %s has a word that two captures do not explain", count, kernel
         )
-    blueprints = result.blueprints.without(_foreign_pointers(driver, result.blueprints, capture.reads_host))
+    blueprints = _without_foreign_pointers(driver, result.blueprints, capture.reads_host)
     captured = [memory_range.address for memory_range in blueprints.ranges]
     replayer = Replayer(driver, lambda piece: captured[piece.memory_range] + piece.offset, capture.stream)
     blueprints = _with_references(blueprints, capture, replayer)
@@ -91,12 +94,19 @@ def _with_images(blueprints: Blueprints, images: ImageStore) -> Blueprints:
     return replace(blueprints, kernels=tuple(kernels))
 
 
-def _foreign_pointers(driver: CudaDriver, blueprints: Blueprints, reads_host: bool) -> dict[str, str]:
-    """Return, by key, the reason for each graph with a device address in no known range, such as a library's own."""
-    known: dict[int, bool] = {}
+def _without_foreign_pointers(driver: CudaDriver, blueprints: Blueprints, reads_host: bool) -> Blueprints:
+    """Refuse each graph with a device address in no known range, such as a library's own.
+
+    Addresses of pinned memory of the host are replaced by ones that nothing can be at, unless they are parameters of
+    their own and ``reads_host``. Most are stale: copies before a launch have left them on the stack. If a kernel reads
+    there nevertheless, it breaks the context, which leaves its graph out when that is checked. It never reads what
+    another process has at that address.
+    """
+    known: dict[int, bool | None] = {}  # by word: whether it is the host's address; None for no foreign address
     free, used = RangeMap(blueprints.ranges, free=True), RangeMap(blueprints.ranges)
-    found = {}
+    graphs, refused, replaced = [], {}, 0
     for graph in blueprints.graphs:
+        blob = bytearray(graph.blob)
         relocated = {relocation.position for relocation in graph.relocations}
         for relocation in graph.relocations:
             if relocation.map:
@@ -110,12 +120,18 @@ def _foreign_pointers(driver: CudaDriver, blueprints: Blueprints, reads_host: bo
                     if any(place.memory_range in graph.pinned for place in used.places(word)):
                         continue  # a pinned range will be at this address
                     if word not in known:
-                        found_range = None if free.places(word) else driver.range_of(word)
-                        known[word] = found_range is not None and (reads_host or not driver.on_host(word))
-                    if known[word]:
+                        is_foreign = not free.places(word) and driver.range_of(word) is not None
+                        known[word] = driver.on_host(word) if is_foreign else None
+                    if known[word] and (stop - start > 8 or not reads_host):
+                        blob[position : position + 8] = (_NOWHERE | word % _PAGE).to_bytes(8, "little")
+                        replaced += 1
+                    elif known[word] is not None:
                         detail = f"node {number} points to {word:#x}, which is memory without a name"
-                        found[graph.key] = f"{Reason.FOREIGN_POINTER}: {detail}"
-    return found
+                        refused[graph.key] = f"{Reason.FOREIGN_POINTER}: {detail}"
+        graphs.append(replace(graph, blob=bytes(blob)))
+    if replaced:
+        logger.info("%d words with addresses of pinned memory of the host are replaced", replaced)
+    return replace(blueprints, graphs=tuple(graphs)).without(refused)
 
 
 def _with_references(blueprints: Blueprints, capture: Capture, replayer: Replayer) -> Blueprints:
