@@ -280,6 +280,39 @@ def test_no_room_for_a_cache_is_told(worker: Any, parts: Any, monkeypatch: pytes
         worker.determine_available_memory()
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "what"),
+    [
+        ("init_device", (), "the buffers of vLLM"),
+        ("load_model", (), "the weights"),
+        ("determine_available_memory", (), "the largest step, which measures what is left for the KV cache"),
+        ("initialize_from_config", (None,), "the KV cache"),
+        ("compile_or_warm_up_model", (), "the warm-up and the CUDA graphs"),
+    ],
+)
+def test_a_full_gpu_is_told_in_one_line(
+    worker: Any, parts: Any, monkeypatch: pytest.MonkeyPatch, name: str, arguments: tuple[Any, ...], what: str
+) -> None:
+    """Whatever vLLM allocates there."""
+    from medusa_runtime.errors import DeviceError
+
+    def full(*_: Any, **__: Any) -> None:
+        raise parts.torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.25 GiB "
+            "is free. Process 7 has 77.85 GiB memory in use."
+        )
+
+    worker.cache_config.kv_cache_memory_bytes = None
+    monkeypatch.setattr(parts.worker.Worker, name, full)
+    with pytest.raises(DeviceError) as raised:
+        getattr(worker, name)(*arguments)
+    assert str(raised.value) == (
+        f"the GPU's memory has no room for {what} (Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB "
+        "of which 1.25 GiB is free); use a larger GPU, lower --max-batched-tokens, --max-concurrency or --kv-cache-mb, "
+        "or end what else runs on this one"
+    )
+
+
 def test_the_runners_manager_is_replaced_once_the_cache_is_there(
     worker: Any, parts: Any, manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

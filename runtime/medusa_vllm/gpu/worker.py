@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.device.built_for import check_gpu
-from medusa_runtime.engine.gpu.device import BundledGraphs, bundled_graphs
+from medusa_runtime.engine.gpu.device import BundledGraphs, bundled_graphs, missing_memory
 from medusa_runtime.errors import ConfigError, DeviceError, MedusaError
 from medusa_runtime.state.graphs import Blueprints, CudaDriver
 from medusa_runtime.timeline import Timeline
@@ -46,14 +46,14 @@ class GpuWorker(Worker):  # type: ignore[misc]
         capability = current_platform.get_device_capability(self.local_rank)
         if capability is not None:
             check_gpu(current_platform.get_device_name(self.local_rank), capability.as_version_str())
-        with self._timeline.stage("device"):
+        with self._timeline.stage("device"), _needs_memory("buffers of vLLM"):
             super().init_device()
         if self.recording is not None:
             self.recording.open_pool(CudaDriver())
         self._shift()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        with self._timeline.stage("load"):
+        with self._timeline.stage("load"), _needs_memory("weights"):
             super().load_model(load_dummy_weights=load_dummy_weights)
         self._shift()
 
@@ -73,7 +73,8 @@ class GpuWorker(Worker):  # type: ignore[misc]
                     free >> 20,
                 )
                 self.cache_config.kv_cache_memory_bytes = None
-            found = int(super().determine_available_memory())
+            with _needs_memory("largest step, which measures what is left for the KV cache"):
+                found = int(super().determine_available_memory())
             if found <= 0:
                 raise ConfigError(
                     "the GPU has no memory left for a KV cache beside the weights; use a larger one, or end what else "
@@ -83,7 +84,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
             return found
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        with self._timeline.stage("kv_cache"):
+        with self._timeline.stage("kv_cache"), _needs_memory("KV cache"):
             super().initialize_from_config(kv_cache_config)
         runner = self.model_runner
         manager = getattr(runner, "cudagraph_manager", None)
@@ -100,7 +101,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
             )
 
     def compile_or_warm_up_model(self) -> Any:
-        with self._timeline.stage("warm_up"):
+        with self._timeline.stage("warm_up"), _needs_memory("warm-up and the CUDA graphs"):
             return super().compile_or_warm_up_model()
 
     def restore_graphs(self, manager: GraphManager) -> RestoredDecodeGraphs | None:
@@ -181,6 +182,18 @@ class GpuWorker(Worker):  # type: ignore[misc]
         except ConfigError:  # vLLM was started with this worker, but not by us
             return NoTimeline()
         return timeline
+
+
+@contextmanager
+def _needs_memory(what: str) -> Iterator[None]:
+    """Raise DeviceError in place of torch's error if the GPU has too little memory for ``what``."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"the GPU's memory has no room for the {what}{missing_memory(error)}; use a larger GPU, lower "
+            "--max-batched-tokens, --max-concurrency or --kv-cache-mb, or end what else runs on this one"
+        ) from error
 
 
 def free_bytes(device: torch.device) -> int:

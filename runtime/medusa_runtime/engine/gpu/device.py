@@ -35,6 +35,12 @@ def open_gpu(settings: Settings, timeline: Timeline) -> Gpu | None:
         return Gpu()
 
 
+def missing_memory(error: Exception) -> str:
+    """Return what torch says was missing, in brackets, from its error of a GPU's full memory; else an empty text."""
+    found = str(error).partition("CUDA out of memory. ")[2].partition(" is free")[0]
+    return f" ({found} is free)" if found else ""
+
+
 def bundled_graphs(region: Region, settings: Settings) -> BundledGraphs | None:
     """Return the state bundle's graphs; None if there are none, or the settings do not use them.
 

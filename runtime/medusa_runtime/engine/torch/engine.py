@@ -27,7 +27,7 @@ from ...region.reader import Region
 from ...timeline import Timeline
 from ..base import EngineInfo, GenerateRequest
 from ..checkpoint_files import read_config, read_eos_token_ids
-from ..gpu.device import Gpu, bundled_graphs, open_gpu
+from ..gpu.device import Gpu, bundled_graphs, missing_memory, open_gpu
 from ..serving.inbox import Inbox
 from ..serving.requests import Requests, Sink
 from ..serving.sequence import SampledToken, Sequence, Span
@@ -347,9 +347,8 @@ class TorchEngine:
 
 
 def _full(error: Exception) -> DeviceError:
-    """Return the error for a step that the GPU has too little memory for, with what torch says was missing."""
-    missing = str(error).partition("CUDA out of memory. ")[2].partition(" is free")[0]
+    """Return the error for a step that the GPU has too little memory for, in place of torch's."""
     return DeviceError(
-        f"the GPU's memory is full{f' ({missing} is free)' if missing else ''}; expected room for a step beside the "
-        "weights and the KV cache: lower --max-batched-tokens or --kv-cache-mb, or end what else runs on this GPU"
+        f"the GPU's memory is full{missing_memory(error)}; expected room for a step beside the weights and the KV "
+        "cache: lower --max-batched-tokens or --kv-cache-mb, or end what else runs on this GPU"
     )

@@ -45,12 +45,10 @@ def fingerprint(driver: CudaDriver, extra: Mapping[str, str] | None = None) -> d
 
 def mapped_libraries() -> dict[str, Path]:
     """Return the paths of the shared libraries in this process, by file name."""
-    found = {}
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line[line.find("/") :] if "/" in line else ""
-        if ".so" in path.rpartition("/")[2]:
-            found[Path(path).name] = Path(path)
-    return found
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    files = {line[line.find("/") :] for line in lines if "/" in line}  # a library has several mappings
+    paths = [Path(file) for file in files if ".so" in file.rpartition("/")[2]]
+    return {path.name: path for path in paths}
 
 
 def check_fingerprint(recorded: Mapping[str, str], here: Mapping[str, str]) -> None:
