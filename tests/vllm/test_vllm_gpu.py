@@ -302,7 +302,7 @@ def test_a_full_gpu_is_told_in_one_line(
             "is free. Process 7 has 77.85 GiB memory in use."
         )
 
-    worker.cache_config.kv_cache_memory_bytes = None
+    worker.cache_config.kv_cache_memory_bytes, worker.local_rank = None, 0
     monkeypatch.setattr(parts.worker.Worker, name, full)
     with pytest.raises(DeviceError) as raised:
         getattr(worker, name)(*arguments)
