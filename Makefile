@@ -110,6 +110,7 @@ check: setup-dev ## Lint, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks/gpu tests/runtime/gpu  # nothing here runs what is only run on a GPU
+	$(BIN)/mypy benchmarks/simulation
 	$(BIN)/lint-imports
 
 newest: $(VENV)/.cluster $(VENV)/.docs ## Install the newest packages, and write their versions to constraints.txt; then test

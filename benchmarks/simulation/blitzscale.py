@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from medusa_cluster.policy.scaling import Bounds
 from medusa_cluster.simulation.fleet import GBIT, Fleet, Machine, Model
-from medusa_cluster.simulation.profiles import GB, PROFILES
+from medusa_cluster.simulation.profiles import GB, PROFILES, LinearSpeed
 from medusa_cluster.simulation.result import Outcome, mean
 from medusa_cluster.simulation.simulator import Simulation
 from medusa_cluster.simulation.strategy import strategy_named, with_bounds
@@ -240,6 +240,7 @@ def figure_18(seconds: float) -> Figure:
         found += parts(system, repeated(system, trace, seconds))
     profile = PROFILES[CASES[trace].profile]
     tokens = sum(request.prompt_tokens for request in requests(trace, seconds))
+    assert isinstance(profile.speed, LinearSpeed)
     found.append(Line("prefill alone, always busy", tokens * profile.speed.prefill_s_per_token, None, "s"))
     return Figure(
         "blitzscale-18",
@@ -295,7 +296,8 @@ def figure_19(seconds: float) -> Figure:
 
 
 def figure_20(seconds: float) -> Figure:
-    found, orders, series = [], [], {}
+    found, orders = [], []
+    series: dict[str, list[tuple[float, float]]] = {}
     steps = ("s-llm", "s-llm+network", "s-llm+multicast", "blitzscale")
     for trace in CASES:
         means = {}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from medusa_cluster.policy.scaling import Bounds
 from medusa_cluster.simulation.fleet import GBIT, Fleet, Machine, Model
-from medusa_cluster.simulation.profiles import GB, PROFILES, Profile, Stages
+from medusa_cluster.simulation.profiles import GB, PROFILES, LinearSpeed, Profile, Stages
 from medusa_cluster.simulation.result import Outcome, mean, percentile
 from medusa_cluster.simulation.simulator import Simulation
 from medusa_cluster.simulation.strategy import strategy_named, with_bounds
@@ -44,6 +44,7 @@ def run(model: str, system: str, rate: float, seconds: float, seed: int = 1, don
     """Simulate a trace. The warm pool's workers have done ``done_s`` of the loading phase."""
     profile: Profile = PROFILES[model]
     step_s, more_s = _DECODING[model][system == "w/o CUDA graph"]
+    assert isinstance(profile.speed, LinearSpeed)
     speed = replace(profile.speed, decode_s=step_s - more_s, decode_s_per_sequence=more_s)
     loading = _LOADING[model][SYSTEMS.index(system)] - done_s
     profile = replace(profile, speed=speed, stages=Stages(loading, 0.0, 0.0, 1e15, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
@@ -54,7 +55,8 @@ def run(model: str, system: str, rate: float, seconds: float, seed: int = 1, don
 
 
 def figure_10(seconds: float) -> Figure:
-    found, orders, series = [], [], {}
+    found, orders = [], []
+    series: dict[str, list[tuple[float, float]]] = {}
     for model in _LOADING:
         best = 0.0
         for rate in (2.0, 10.0):
@@ -80,7 +82,8 @@ def figure_10(seconds: float) -> Figure:
 
 
 def figure_11(seconds: float) -> Figure:
-    found, series = [], {}
+    found = []
+    series: dict[str, list[tuple[float, float]]] = {}
     for system in SYSTEMS:
         for rate in (1.0, 2.0, 4.5, 8.0):
             runs = [run("llama2-7b@a100", system, rate, seconds, seed) for seed in _TRACES]

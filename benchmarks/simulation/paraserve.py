@@ -252,7 +252,8 @@ def means(hours: Sequence[Hour]) -> list[float]:
 
 
 def figure_10(seconds: float) -> Figure:
-    found, orders, series = [], [], {}
+    found, orders = [], []
+    series: dict[str, list[tuple[float, float]]] = {}
     systems = (*SYSTEMS, "medusa")
     hours = [Hour(system, rate, cv, seconds) for cv, rate in ATTAINED for system in systems]
     steps = [Hour(system, 0.6, 8, seconds, assumed=assumed) for assumed in _STEPS.values() for system in SYSTEMS]
@@ -348,7 +349,8 @@ def figure_12(seconds: float) -> Figure:
             ratio = ours["paraserve", name] / max(ours["vllm", name], 1e-9)
             found.append(Line(f"{name}, ParaServe over vLLM{setting}", ratio, best, "×"))
         for number, name in enumerate(APPLICATIONS):
-            published_order = sorted(SYSTEMS, key=lambda system, number=number: BY_APPLICATION[system][number])
+            of_system = {system: BY_APPLICATION[system][number] for system in SYSTEMS}
+            published_order = sorted(SYSTEMS, key=of_system.__getitem__)
             orders.append(Order(f"{name}{setting}, order", {system: ours[system, name] for system in published_order}))
     for what, percent in zip(others, runs, strict=True):
         for name in APPLICATIONS:
