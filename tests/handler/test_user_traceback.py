@@ -9,7 +9,8 @@ from typing import Any
 import medusa_runtime
 import pytest
 from medusa_handler.user_code.loader import load_target
-from medusa_handler.user_code.user_traceback import user_traceback
+from medusa_handler.user_code.model import Model
+from medusa_handler.user_code.user_traceback import MODEL_METHODS, user_traceback
 from medusa_runtime.errors import HandlerLoadError
 
 _CODE = """
@@ -45,6 +46,14 @@ def test_our_frames_are_left_out_wherever_they_are(tmp_path: Path) -> None:
         assert "in inner\n" in text
         assert text.endswith("ValueError: the user's")
         assert "some.py" not in text
+
+
+def test_a_handler_without_its_model_is_told_of_the_flag() -> None:
+    assert all(callable(getattr(Model, name)) for name in MODEL_METHODS)
+    model: Any = None
+    assert user_traceback(_error(lambda: model.generate("x"))).endswith("without a model: expected --model URL")
+    for other in (lambda: model.upper(), lambda: "text".generate()):  # type: ignore[attr-defined]
+        assert user_traceback(_error(other)).splitlines()[-1].startswith("AttributeError: ")
 
 
 def test_a_path_that_begins_with_the_name_of_one_of_ours_is_the_users(tmp_path: Path) -> None:

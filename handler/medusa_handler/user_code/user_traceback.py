@@ -18,6 +18,10 @@ _OUR_FOLDERS = (Path(__file__).parents[1], Path(medusa_runtime.__file__).parent)
 _OURS = (*(f"{folder}{os.sep}" for folder in _OUR_FOLDERS), "<frozen importlib.", importlib.__file__)
 
 
+# Those of ``context.model``, whose import would take long.
+MODEL_METHODS = ("generate", "stream", "chat", "stream_chat", "embed", "tokenize", "detokenize")
+
+
 def is_ours(filename: str) -> bool:
     """Return whether a traceback's file is one of ours, or of Python's import system."""
     return filename.startswith(_OURS)
@@ -31,7 +35,10 @@ def user_traceback(error: BaseException, folder: Path | None = None) -> str:
     """
     found = traceback.TracebackException(type(error), error, _first_in(folder, error.__traceback__))
     found.stack[:] = [frame for frame in found.stack if not is_ours(frame.filename)]
-    return "".join(found.format()).rstrip()
+    text = "".join(found.format()).rstrip()
+    if isinstance(error, AttributeError) and error.obj is None and error.name in MODEL_METHODS:
+        text += "\ncontext.model is None without a model: expected --model URL"
+    return text
 
 
 def log_cause(error: MedusaError, folder: Path | None) -> None:

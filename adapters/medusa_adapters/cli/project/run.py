@@ -17,7 +17,6 @@ from ..flags import request_body
 if TYPE_CHECKING:
     from ...bench.served_instance import ServedInstance
 
-_NO_MODEL = "'NoneType' object has no attribute"
 _ANSWER_S = 3600.0  # a first start may fetch a large model
 _UNAVAILABLE = 503
 _LAST_WORDS_S = 5.0
@@ -67,10 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
     except MedusaError as error:
         if error.__cause__ is not None:
             _show_frames(user_traceback(error.__cause__, code.folder))
-        raise _hinted(error, str(error)) from error
+        raise
     except Exception as error:
         _show_frames(user_traceback(error, code.folder))
-        raise _hinted(error, f"{settings.handler}: answering raised {type(error).__name__}: {error}") from error
+        raise HandlerError(f"{settings.handler}: answering raised {type(error).__name__}: {error}") from error
     return int(status >= 400)
 
 
@@ -119,12 +118,6 @@ def _show_frames(text: str) -> None:
     """Print a traceback unless no frame is left in it: the command's last line repeats the error itself."""
     if "\n" in text:
         sys.stderr.write(text + "\n")
-
-
-def _hinted(error: Exception, message: str) -> MedusaError:
-    if _NO_MODEL in str(error):
-        message += "; a handler that uses a model needs one here: --model URL"
-    return type(error)(message) if isinstance(error, MedusaError) else HandlerError(message)
 
 
 def _show(result: Any) -> int:
