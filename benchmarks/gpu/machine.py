@@ -162,6 +162,8 @@ class _HostRestorer:
     def restore_sizes(self, sizes: Sequence[int], *, validate: str = "all") -> Mapping[int, Any]:
         return {size: _Recorded(partial(self._graphs.run_eagerly, size)) for size in sizes}
 
+    def close(self) -> None: ...
+
 
 class HostGpu(Gpu):
     def __init__(self) -> None:
