@@ -182,13 +182,14 @@ def test_layers_of_a_worker_come_first(start_node: Start, put_model: Put, origin
 @pytest.mark.parametrize("waits", [False, True])
 def test_what_nobody_waits_for_gives_way(start_node: Start, put_model: Put, origin: Any, waits: bool) -> None:
     first, second = put_model("first", 24 * MB), put_model("second", 24 * MB)
-    origin.bytes_per_s = 4e6  # a connection
+    origin.bytes_per_s = 5e5  # a connection, so that the first does not end before the second has begun
     node = start_node("--connections", "4")
     ours, functions, another = node.client(), node.client(), node.client()
     early = ours.region(first, background=True)
     late = functions.region(second)
     if waits:
         another.region(first).close()
+    origin.bytes_per_s = 4e6
     while "fetching" == early.progress().state == late.progress().state:
         time.sleep(0.01)
     assert (early.progress().fetched_bytes >= 16 * MB) == waits, "what gives way has what was under way, 12 MB"
