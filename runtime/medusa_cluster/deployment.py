@@ -28,8 +28,9 @@ class Deployment:
 
     ``url`` is the checkpoint's, or an absolute path. ``min`` and ``max`` bound the number of instances. ``ttft_slo_s``
     and ``tpot_slo_s`` are the wanted seconds to the first token and per output token; None means no wish. With
-    ``live_scaling``, an instance that is added under load helps another one while its own layers arrive. ``settings``
-    are options of ``medusa serve`` as text, by field name.
+    ``live_scaling``, an instance that is added under load helps another one while its own layers arrive. Instances
+    start on nodes of ``device_kind``, or of any kind if it is empty. ``settings`` are options of ``medusa serve`` as
+    text, by field name.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Deployment:
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     live_scaling: bool = False
+    device_kind: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -81,6 +83,8 @@ class Deployment:
             if seconds is not None and not number:
                 raise ConfigError(f"{name}: expected seconds above 0, found {seconds!r}")
         self.environment(settings_name)
+        if not isinstance(self.device_kind, str) or not (self.device_kind == "" or _NAME.fullmatch(self.device_kind)):
+            raise ConfigError(f"device_kind: expected up to 64 letters, digits and . _ -, found {self.device_kind!r}")
         if not isinstance(self.live_scaling, bool):
             raise ConfigError(f"live_scaling: expected true or false, found {self.live_scaling!r}")
         if self.live_scaling and not (self.engine == "torch" and self.may_be_shared()):

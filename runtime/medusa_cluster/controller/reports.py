@@ -82,7 +82,7 @@ _GROUP = _object(
 )
 _START = _by_name(lambda value: value is None or _number(value) or _text(value))
 _STATUS: dict[str, Check] = {
-    **dict.fromkeys(("name", "address", "url", "leaf", "state"), _text),
+    **dict.fromkeys(("name", "address", "url", "leaf", "state", "device_kind"), _text),
     **dict.fromkeys(
         ("egress_bytes_per_s", "ingress_bytes_per_s", "memory_bytes", "memory_used_bytes", "devices", "at"), _number
     ),

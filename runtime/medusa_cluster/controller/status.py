@@ -45,6 +45,7 @@ def _node(state: State, node: KnownNode) -> dict[str, Any]:
     return {
         "name": node.name,
         "address": node.status.get("address", ""),
+        "device_kind": node.status.get("device_kind", ""),
         "state": state.node_state(node),
         **found,
         "models": node.models() if node.lost_at is None else [],

@@ -66,6 +66,7 @@ def _policy_node(
         memory_bytes=int(status.get("memory_bytes", 0)),
         memory_used_bytes=int(status.get("memory_used_bytes", 0)),
         devices=int(status.get("devices", 0)),
+        device_kind=str(status.get("device_kind", "")),
         stays=bool(status.get("head")),
         spare=node.spare,
         serves_out=any(item.running for item in instances) and any(item.role == "prefill" for item in instances),
@@ -129,4 +130,5 @@ def _policy_deployment(item: Deployment, state: State, models: Models) -> policy
         times=models.times(item.url),
         hop_s=models.hop_s(item.url),
         concurrency=int(item.settings.get("max_concurrency", 8)),
+        device_kind=item.device_kind,
     )

@@ -95,6 +95,7 @@ class Operations:
             "memory_bytes": agent.get("budget_bytes", 0),
             "memory_used_bytes": agent.get("used_bytes", 0),
             "devices": settings.devices,
+            "device_kind": settings.device_kind,
             "pace_bytes_per_s": self._pacer.bytes_per_s,
             "agent": {
                 "away": agent.get("away", False),

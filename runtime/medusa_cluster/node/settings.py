@@ -38,7 +38,8 @@ class NodeServerSettings:
 
     ``head_url`` is the head's node server, or None on the head itself. ``ray_port`` is the first of ``RAY_PORTS`` ports
     for Ray's processes; on the head it is the one that other nodes connect to. ``prewarm`` and ``memory_budget`` are
-    options of ``medusa node``. ``leaf`` is the switch that the node hangs on, and ``devices`` its number of GPUs.
+    options of ``medusa node``. ``leaf`` is the switch that the node hangs on, ``devices`` its number of GPUs, and
+    ``device_kind`` the operator's word for what it computes on.
     """
 
     name: str
@@ -55,6 +56,7 @@ class NodeServerSettings:
     least_nodes: int | None = None  # how many nodes an autoscaler has to leave; None: there is no autoscaler
     leaf: str = ""
     devices: int = 0
+    device_kind: str = ""
     tls: TlsFiles | None = None
     log_level: str = "info"
 
@@ -116,6 +118,13 @@ def check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ConfigError(f"--name: expected 1 to 63 letters, digits and . _ -, found {name!r}")
     return name
+
+
+def check_device_kind(kind: str) -> str:
+    """Return a node's kind of device. Raises ConfigError if it is longer or stranger than a name."""
+    if kind and not _NAME.fullmatch(kind):
+        raise ConfigError(f"--device-kind: expected 1 to 63 letters, digits and . _ -, found {kind!r}")
+    return kind
 
 
 def check_folder(folder: Path) -> Path:

@@ -34,6 +34,7 @@ class StandInNode:
         self.resumed = asyncio.Event()
         self.refuses: str | None = None  # why no instance starts
         self.state = "alive"
+        self.device_kind = ""
         self.store_is_away = False
         self.failed_fetches: dict[str, str] = {}
         self.version = "v1"  # of what it fetches
@@ -55,6 +56,7 @@ class StandInNode:
             "address": f"{self.name}:8114",
             "url": f"http://{self.name}:8114",
             "state": self.state,
+            "device_kind": self.device_kind,
             "link_bytes_per_s": 1e8,
             "memory_bytes": 10**9,
             "memory_used_bytes": 0,

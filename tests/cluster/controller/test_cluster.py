@@ -62,6 +62,20 @@ def test_a_request_starts_an_instance_within_its_own_report(run: Run) -> None:
     run(scenario, "a")
 
 
+def test_a_model_starts_on_the_kind_of_device_that_it_needs(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        net.nodes["b"].device_kind = "h100"
+        await until(lambda: cluster.state.nodes["b"].status.get("device_kind") == "h100")
+        await deploy(cluster, min=1, max=3, device_kind="h100")
+        await until(lambda: len(ready(cluster)) == 1)
+        await ask(cluster, "report", gateway="g", url="http://g", loads={"m": {"waiting": 100}})
+        assert {item["node"] for item in instances(cluster)} == {"b"}
+        with pytest.raises(ConfigError, match="device_kind: expected up to 64 letters"):
+            await deploy(cluster, device_kind="a kind")
+
+    run(scenario, "a", "b", "c")
+
+
 def test_routes_wait_no_longer_than_they_were_told(run: Run) -> None:
     async def scenario(_: Net, cluster: Cluster) -> None:
         await deploy(cluster)

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max", type=int, default=1, metavar="N", help="instances at most")
     parser.add_argument("--ttft-slo", type=float, metavar="S", help="seconds to the first token that are wanted")
     parser.add_argument("--tpot-slo", type=float, metavar="S", help="seconds from token to token that are wanted")
+    parser.add_argument("--device-kind", default="", metavar="NAME", help="start only on nodes of this --device-kind")
     parser.add_argument(
         "--live-scaling",
         action="store_true",
@@ -57,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         "ttft_slo_s": arguments.ttft_slo,
         "tpot_slo_s": arguments.tpot_slo,
         "live_scaling": arguments.live_scaling,
+        "device_kind": arguments.device_kind,
         "settings": dict(map(_setting, arguments.set)),
     }
     deployment = Deployment.from_json(values, settings_name="--set")

@@ -48,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--leaf", default="", metavar="NAME", help="the switch this node hangs on, if there are several"
     )
+    parser.add_argument(
+        "--device-kind", default="", metavar="NAME", help="what this node computes on, such as h100, for deployments"
+    )
     parser.add_argument("--memory-budget", metavar="SIZE", help="memory for all models, e.g. 16GB; as for medusa node")
     parser.add_argument("--prewarm", metavar="LIST", help="idle engine processes to keep (default: torch=1)")
     for name, text in (("cert", "this node's certificate"), ("key", "its key"), ("ca", "who signed all nodes' own")):
@@ -97,6 +100,7 @@ def _settings(arguments: argparse.Namespace) -> NodeServerSettings:
         least_nodes=_least_nodes(arguments),
         leaf=arguments.leaf,
         devices=_devices(),
+        device_kind=node.check_device_kind(arguments.device_kind),
         memory_budget=arguments.memory_budget,
         prewarm=arguments.prewarm or "torch=1",
         tls=tls,
