@@ -66,7 +66,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ClusterNod
     other = None
     try:
         head.wait_ready()
-        other = ClusterNode("n1", 1, head, environ={"PYTHONPATH": str(folder)})
+        flags = ("--device-kind", "special")
+        other = ClusterNode("n1", 1, head, flags=flags, environ={"PYTHONPATH": str(folder)})
         other.wait_ready()
         until(lambda: head.status_of("n1").get("state") == "alive", head.output)
         yield head, other
@@ -121,6 +122,21 @@ def test_a_model_is_deployed_asked_scaled_and_removed_by_commands(
     assert head.medusa("remove", NAME).returncode == 0
     until(lambda: not any(head.status_of(node.name)["instances"] for node in nodes), head.output)
     assert json.loads(head.medusa("status", "--json").stdout)["models"] == []
+
+
+def test_a_model_starts_on_the_kind_of_device_that_it_needs(
+    nodes: tuple[ClusterNode, ClusterNode], origin: Origin
+) -> None:
+    head, _ = nodes
+    url = origin.url + "/model"
+    done = head.medusa("deploy", NAME, "--model", url, "--min", "1", "--max", "2", "--device-kind", "special")
+    assert done.returncode == 0, done.stderr
+    instance = until(lambda: head.ready_instance(NAME), head.output)
+    assert instance["node"] == "n1", "where there is room on the head, too"
+    began = head.call("report", gateway="g", url=None, loads={NAME: {"waiting": 100}})
+    assert len(began["models"][NAME]["instances"]) == 1
+    head.call("remove", name=NAME)
+    until(lambda: not any(head.status_of(node.name).get("instances") for node in nodes), head.output)
 
 
 def test_weights_come_from_the_other_node(deployed: tuple[ClusterNode, ClusterNode], origin: Origin) -> None:
