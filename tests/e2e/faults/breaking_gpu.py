@@ -30,6 +30,8 @@ class Context:
 class Bundle:
     """A region's files, among them graphs."""
 
+    from_agent = False
+
     def code(self, name: str, timeout_s: float | None = None) -> bytes:
         from medusa_runtime.state.graphs import Blueprints
         from medusa_runtime.state.graphs.blob_format import encode

@@ -7,11 +7,13 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import NodeError, NodeRefusedError
+from medusa_runtime.node.engines import handover
 from medusa_runtime.node.engines.handover import settings_from_body, settings_to_body
 from medusa_runtime.node.messages import LARGEST_BYTES, channel_pair
 from medusa_runtime.process import ReportPipe
@@ -22,6 +24,16 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.forked]
 
 Start = Callable[..., Any]
 Put = Callable[..., str]
+
+# What an engine process does not read, or by which it only computes in another way.
+HARMLESS = {
+    "model", "engine", "state", "served_model_name", "tool_call_parser", "lora_modules", "max_loras", "max_lora_rank",
+    "max_lora_mb", "allow_lora", "device", "dtype", "max_model_len", "max_concurrency", "max_waiting",
+    "max_batched_tokens", "kv_cache_mb", "compile", "kernels", "layers", "threads", "connections", "load_priority",
+    "torch_import", "node_user", "engine_start", "host_weights", "graphs", "memory_limit_mb", "heartbeat_s", "hold_s",
+    "drain_s", "timeout_s", "read_timeout_s", "write_timeout_s", "max_body_mb", "server_timing", "body_memory_mb",
+    "cors_origins", "access_log", "traces", "log_level",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -109,3 +121,8 @@ def test_settings_too_long_to_pass_on_cost_no_engine(start_node: Start, put_mode
         client.engine("torch", {"model": "m" * (LARGEST_BYTES - around)}, given[0])
     assert node.status()["engines"]["torch"]["pids"] == idle
     assert client.engine("torch", {"unheard_of": 1}, given[0]) == idle[0]
+
+
+def test_of_each_setting_somebody_has_decided_whether_other_users_may_set_it() -> None:
+    assert not HARMLESS & (handover.PRIVATE | handover.WITH_AGENTS_RIGHTS)
+    assert {field.name for field in fields(Settings)} == HARMLESS | handover.PRIVATE | handover.WITH_AGENTS_RIGHTS

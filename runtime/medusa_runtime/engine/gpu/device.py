@@ -65,7 +65,9 @@ class BundledGraphs:
         from ...state.graphs.restoration.quarantine import Quarantine
 
         self._region = region
-        self._quarantine = Quarantine(settings, os.environ)
+        # With a region of the node agent's, this may be the agent's process with another user's settings. It opens no
+        # path that they name.
+        self._quarantine = Quarantine(Settings() if region.from_agent else settings, os.environ)
         self._arrived: bytes | None = None  # copied out of the region once: it may have 40 MB
         self._digest = ""
 

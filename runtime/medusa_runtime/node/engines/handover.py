@@ -13,12 +13,12 @@ from ...region.seals import seals_of
 from ..callers.file_status import file_status
 
 # Settings that do not concern an engine, secrets, and whose code is run, which the agent decides.
-_PRIVATE = {"token", "handler", "host", "port", "platform", "node_socket", "trust_state", "trust_key"}
+PRIVATE = {"token", "handler", "host", "port", "platform", "node_socket", "trust_state", "trust_key"}
 
 # Settings by which an engine process runs code, starts processes, opens paths or connects to hosts.
-_WITH_AGENTS_RIGHTS = (
+WITH_AGENTS_RIGHTS = {
     "vllm_args", "vllm_mode", "tensor_parallel", "group", "cluster", "cluster_token_file", "api_key_file",
-)  # fmt: skip
+}  # fmt: skip
 
 # The descriptors of a "take" message, in this order.
 TAKE_DESCRIPTORS = ("region", "demand", "listener", "timeline", "reports", "lease")
@@ -26,12 +26,12 @@ TAKE_DESCRIPTORS = ("region", "demand", "listener", "timeline", "reports", "leas
 
 def settings_to_body(settings: Settings) -> dict[str, Any]:
     """Return the part of a function's settings that its engine needs."""
-    return {name: value for name, value in asdict(settings).items() if name not in _PRIVATE}
+    return {name: value for name, value in asdict(settings).items() if name not in PRIVATE}
 
 
 def settings_from_body(body: Any) -> Settings:
     """Read what ``settings_to_body`` wrote. Raises NodeError for anything else, such as another version's settings."""
-    known = {field.name for field in fields(Settings)} - _PRIVATE
+    known = {field.name for field in fields(Settings)} - PRIVATE
     if not isinstance(body, dict) or not known.issuperset(body):
         unknown = sorted(set(body) - known) if isinstance(body, dict) else body
         raise NodeError(f"the function's settings cannot be used: found {unknown!r}; expected the same version here")
@@ -52,7 +52,7 @@ def check_rights(settings: Mapping[str, Any]) -> None:
 
     It has the agent's rights: a flag of vLLM, for example, may name a file of code.
     """
-    for name in _WITH_AGENTS_RIGHTS:
+    for name in sorted(WITH_AGENTS_RIGHTS):
         if settings.get(name, default := getattr(Settings(), name)) != default:
             raise NodeRefusedError(
                 f"--{name.replace('_', '-')}: an engine process of the node agent's has its user's rights, and takes "

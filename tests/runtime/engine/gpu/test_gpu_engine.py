@@ -17,8 +17,11 @@ from medusa_runtime.engine.gpu.footprint import measure_kv_plan
 from medusa_runtime.engine.torch import engine as torch_engine
 from medusa_runtime.engine.torch.kv_cache import SPARE_BLOCKS
 from medusa_runtime.errors import DeviceError, StateError
+from medusa_runtime.region.reader import Region
 from medusa_runtime.state.graphs import Blueprints
 from medusa_runtime.state.graphs.blob_format import encode
+from medusa_runtime.state.graphs.restoration.quarantine import FILE
+from medusa_runtime.state.kinds import CUDA_GRAPHS, file_name
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -254,6 +257,8 @@ def test_a_bundles_graphs_are_used_by_the_engine_that_was_seen_to_on_a_gpu(caplo
     """Nobody has seen vLLM's restored graphs run on one yet."""
 
     class WithGraphs:
+        from_agent = False
+
         def has_code(self, name: str) -> bool:
             return name == ".medusa/cuda-graphs"
 
@@ -269,6 +274,8 @@ def test_a_bundles_graphs_are_used_by_the_engine_that_was_seen_to_on_a_gpu(caplo
 
 class WithGraphs:
     """A region with a bundle's graphs."""
+
+    from_agent = False
 
     def __init__(self, data: bytes) -> None:
         self.data, self.copies = data, 0
@@ -305,6 +312,25 @@ def test_graphs_that_broke_a_context_are_known_by_their_digest(tmp_path: Path, m
     assert of(bundles[1]).read() == bundles[1]
     with pytest.raises(StateError, match="expected materialized CUDA graphs, found b'graphs'; materialize again"):
         of(b"graphs").read()
+
+
+@pytest.mark.parametrize("from_agent", [False, True])
+def test_a_process_of_the_agents_writes_no_mark_where_a_function_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_agent: bool
+) -> None:
+    """It has the agent's rights, and the function may be another user's."""
+    cache, named = tmp_path / "cache", tmp_path / "named"
+    named.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    region = Region.create()
+    region.from_agent = from_agent
+    region.attach_file(file_name(CUDA_GRAPHS.name), encode(Blueprints()))
+    graphs = BundledGraphs(region, Settings(state=str(named), graphs="restore"))
+    assert graphs.read()
+    assert graphs.quarantine("an illegal address")
+    region.close()
+    assert [path.name for path in named.iterdir()] == ([] if from_agent else [FILE])
+    assert (cache / "medusa" / FILE).exists() == from_agent
 
 
 def test_dynamic_rope_is_not_captured() -> None:
