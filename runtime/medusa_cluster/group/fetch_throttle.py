@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from medusa_runtime.checkpoint.order import layers_first
+from medusa_runtime.models.layer_range import LayerRange
 from medusa_runtime.region.reader import Region
 
 BUSY_SHARE = 0.85  # the share of the link for weights beside hidden states
@@ -27,10 +29,17 @@ class FetchThrottle:
     ``loaded`` returns whether this worker has its own layers. Without ``full``, it never needs the other layers. Its
     user sets ``group_loaded`` when every worker has its layers. If that takes more than twice as long as this worker
     took, the throttle stops waiting for it, since the group may never form.
+
+    ``layers`` are this worker's own, for an engine that does not ask the prefetcher for what it waits for. Usually they
+    come first anyway. But the node may have begun to fetch the model before it had a part in the group. Then they would
+    be held back, too.
     """
 
-    def __init__(self, region: Region, loaded: Callable[[], bool], *, full: bool) -> None:
+    def __init__(
+        self, region: Region, loaded: Callable[[], bool], *, full: bool, layers: LayerRange | None = None
+    ) -> None:
         self.group_loaded = False
+        self._layers = layers
         self._full = full
         self._region, self._loaded = region, loaded
         self._released = threading.Event()
@@ -64,9 +73,14 @@ class FetchThrottle:
 
     def _run(self) -> None:
         while not self._released.is_set():
+            if self._layers is not None and not self._loaded():
+                self._ask_for(self._layers)
             self._region.pace(self.share(time.monotonic()), _LEASE_S)
             self._released.wait(_RENEW_S)
         self._region.pace(1.0, _LEASE_S)
+
+    def _ask_for(self, layers: LayerRange) -> None:
+        self._region.hint(layers_first(self._region.wait_index().order, layers.start, layers.stop)[0])
 
 
 __all__ = ["BUSY_SHARE", "PROMPT_SHARE", "FetchThrottle"]

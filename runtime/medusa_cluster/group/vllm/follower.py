@@ -38,7 +38,7 @@ class VllmFollower(VllmEngine):
         self._rank: Rank | None = None
         self._instance = threading.Event()
         super().__init__(region, settings, timeline)
-        self._throttle = FetchThrottle(region, self._loaded_own, full=plan.full)
+        self._throttle = FetchThrottle(region, self._loaded_own, full=plan.full, layers=self._layers)
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
         if not self._instance.is_set():

@@ -57,7 +57,7 @@ class VllmLeader(VllmEngine):
         self._core_thread: threading.Thread | None = None
         self._second_core: Any = None  # the second core, or the error that making it ended with
         super().__init__(region, settings, timeline)
-        self._throttle = FetchThrottle(region, self._rank_zero_loaded, full=True)
+        self._throttle = FetchThrottle(region, self._rank_zero_loaded, full=True, layers=self._layers)
 
     def stats(self) -> dict[str, Any]:
         return super().stats() | {"workers": 1 if self._calls is None else self.plan.size}
