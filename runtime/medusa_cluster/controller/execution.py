@@ -71,6 +71,9 @@ class Execution:
                 self._fetches.pop((node, url), None)
                 self.start_task(("drop", node, url), self._call(node, {"op": "drop", "url": url}))
             case Pin(node, url, pinned):
+                fetch = self._fetches.get((node, url))
+                if pinned and fetch is not None and fetch.layers is not None:
+                    return  # it would begin the fetch, and without these layers first; it is decided again afterwards
                 request = (
                     {"op": "fetch", "url": url, "sources": None, "pin": True, "version": ""}
                     if pinned

@@ -12,7 +12,7 @@ import pytest
 from medusa_cluster.controller import members
 from medusa_cluster.controller.cluster import Cluster
 from medusa_cluster.policy.decide import Options
-from medusa_cluster.policy.state import Pin
+from medusa_cluster.policy.state import Fetch, Pin
 from medusa_runtime.errors import ConfigError, NoControllerError, UnknownNameError
 
 from .conftest import Net, until
@@ -369,6 +369,20 @@ def test_a_copy_that_a_node_has_just_lost_is_not_taken_for_a_fetch_that_has_ende
         cluster._tick()  # with the status of before
         assert await ask(cluster, "sources", node="b", url=MODEL) == []  # or each would wait for the other
         assert [fetch.sources for fetch in cluster.execution.fetches(0.0)] == [("b",), ()]
+
+    run(scenario, "a", "b")
+
+
+def test_a_pin_does_not_begin_the_fetch_of_a_worker_whose_layers_come_first(run: Run) -> None:
+    """Its group orders the fetch a moment later. One without layers would hold the worker's own back."""
+
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        cluster.execution.begin(Fetch("a", MODEL, (), layers=(0, 2)))
+        cluster.execution.begin(Pin("a", MODEL))
+        cluster.execution.begin(Fetch("b", MODEL, ()))
+        cluster.execution.begin(Pin("b", MODEL))
+        await until(lambda: any(call.get("pin") for call in net.nodes["b"].calls))
+        assert not net.nodes["a"].calls
 
     run(scenario, "a", "b")
 
