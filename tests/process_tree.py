@@ -51,7 +51,10 @@ class Unloaded:
 
 
 def open_files(pid: int) -> dict[int, str]:
-    """What a process has open, by descriptor, without files of /proc and /sys, which it opens for a moment."""
+    """The paths of a process's open files, by descriptor.
+
+    Files of /proc and /sys are left out, because a process opens these only for a moment.
+    """
     found = {}
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile

@@ -5,11 +5,7 @@ python -m benchmarks.gpu.part NAME OUT [options]
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import json
-import logging
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from medusa_runtime.device.context import DeviceContext
 from medusa_runtime.timeline import Timeline
 
-from benchmarks.gpu.kernels import build_kernels
+from benchmarks.gpu.part_process import part_parser, prepare
 
 if TYPE_CHECKING:  # torch is imported in main, beside the context
     from benchmarks.gpu.machine import Machine
@@ -28,19 +24,13 @@ if TYPE_CHECKING:  # torch is imported in main, beside the context
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=sorted(PARTS))
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--model", default="", help="a checkpoint's folder")
+    parser = part_parser(__doc__, PARTS)
     parser.add_argument("--bundle", type=Path, help="the graphs' blueprints: written by materialize, read by others")
     parser.add_argument("--strategy", default="", help="of the part phase")
     parser.add_argument("--bytes", type=int, default=4 << 30, help="of the part transfer")
     parser.add_argument("--dry-run", action="store_true", help="host memory in place of a GPU")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # sent to a part that takes too long
-    build_kernels()
+    prepare()
     began = time.monotonic_ns()
     timeline = Timeline.create("engine")
     context = None if options.dry_run else DeviceContext(timeline=timeline)  # during the imports, as in the engine

@@ -96,6 +96,10 @@ class Settings:
     traces: str = "off"
     log_level: str = "info"
 
+    @property
+    def max_body_bytes(self) -> int:
+        return self.max_body_mb * 1_000_000
+
 
 class Option(NamedTuple):
     """A flag and environment variable of one setting.

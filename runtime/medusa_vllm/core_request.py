@@ -15,13 +15,19 @@ CLIENT = 1  # the client of our requests, in vLLM's core; its own front end is c
 
 def core_request(sequence: Sequence, *, vocab_size: int) -> Any:
     """Return an EngineCoreRequest. It has no stop strings: we make the text, and vLLM sees only tokens."""
+    prompt = sequence.tokens[: sequence.prompt_length]
+    return request_of(sequence.id, prompt, _sampling(sequence.params, sequence, vocab_size))
+
+
+def request_of(request_id: str, prompt_token_ids: list[int], sampling_params: Any) -> Any:
+    """Return an EngineCoreRequest with vLLM's own SamplingParams."""
     from vllm.v1.engine import EngineCoreRequest
 
     return EngineCoreRequest(
-        request_id=sequence.id,
-        prompt_token_ids=sequence.tokens[: sequence.prompt_length],
+        request_id=request_id,
+        prompt_token_ids=prompt_token_ids,
         mm_features=None,
-        sampling_params=_sampling(sequence.params, sequence, vocab_size),
+        sampling_params=sampling_params,
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None,
@@ -59,4 +65,4 @@ def _sampling(params: SamplingParams, sequence: Sequence, vocab_size: int) -> An
     return sampling
 
 
-__all__ = ["CLIENT", "core_request"]
+__all__ = ["CLIENT", "core_request", "request_of"]

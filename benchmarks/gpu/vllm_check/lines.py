@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from benchmarks.gpu.targets import FASTER, RESTORE_S, SHORTER, judged, judged_steps
 
 INSTALL = "it is not installed here: pip install 'vllm==0.32.0', and start run 5 again"
 PROMISED = ("qwen2.5-0.5b", "llama-3-8b")
@@ -23,8 +24,8 @@ _PARTS = ("captured", "bundle", "restored", "stock")
 Results = Mapping[str, Any]
 
 
-def vllm_lines(results: Results, *, shorter: float, faster: float, restore_s: float, slower: float) -> list[str]:
-    """Return the lines of run 5. The targets are those of the torch engine's graphs (see ``summary.py``)."""
+def vllm_lines(results: Results) -> list[str]:
+    """Return the lines of run 5. The targets are those of the torch engine's graphs."""
     here = results.get("vllm", {})
     if "absent" in here:
         return [f"----  vLLM: not measured: {here['absent']}"]
@@ -35,11 +36,11 @@ def vllm_lines(results: Results, *, shorter: float, faster: float, restore_s: fl
             parts = {part: results.get(f"{shape} {key} {part}", {}) for part in _PARTS}
             said = f"{shape}: {name}"
             found += _kept(said, parts["bundle"])
-            found += _restored(said, parts["captured"], parts["restored"], faster=faster, restore_s=restore_s)
+            found += _restored(said, parts["captured"], parts["restored"])
             found += _same(said, "restored graphs", parts["captured"], parts["restored"])
             found += _same(said, "vLLM's own worker", parts["stock"], parts["captured"])
-            found += _steps(said, parts["captured"], parts["restored"], slower=slower)
-            found += _loading(said, parts["stock"], parts["restored"], shorter=shorter)
+            found += _steps(said, parts["captured"], parts["restored"])
+            found += _loading(said, parts["stock"], parts["restored"])
     if not found:
         return ["----  vLLM: not measured"]
     dry = bool(here) and not here.get("device")
@@ -65,10 +66,10 @@ def _kept(said: str, made: Results) -> Iterator[str]:
     kept = " and ".join(f"{count} {kind}" for kind, count in sorted(made["kept"].items())) or "none"
     why = ", ".join(f"{count} {reason}" for reason, count in sorted(refused.items())) or "none"
     text = f"{said}: graphs kept: {kept}; refused: {why}; {made['pinned']} pinned; {made['bytes'] / 1e6:.1f} MB"
-    yield _judged(f"{text} in {made['seconds']:.0f} s", not refused and bool(made["kept"]))
+    yield judged(f"{text} in {made['seconds']:.0f} s", not refused and bool(made["kept"]))
 
 
-def _restored(said: str, captured: Results, restored: Results, *, faster: float, restore_s: float) -> Iterator[str]:
+def _restored(said: str, captured: Results, restored: Results) -> Iterator[str]:
     seconds = restored.get("stages", {}).get("restore_graphs")
     own = captured.get("stages", {}).get("capture")
     if seconds is None:
@@ -77,12 +78,12 @@ def _restored(said: str, captured: Results, restored: Results, *, faster: float,
         return
     graphs = restored["graphs"]
     count = graphs["full"] + graphs["piecewise"] - graphs["captured"]
-    yield _judged(
-        f"{said}: {count} graphs restored in {seconds:.2f} s, {graphs['captured']} captured", seconds <= restore_s
+    yield judged(
+        f"{said}: {count} graphs restored in {seconds:.2f} s, {graphs['captured']} captured", seconds <= RESTORE_S
     )
     if own:
         text = f"{said}: graphs captured by vLLM in {own:.2f} s, {own / seconds:.1f} times"
-        yield _judged(text, own / seconds >= faster)
+        yield judged(text, own / seconds >= FASTER)
 
 
 def _same(said: str, whose: str, one: Results, other: Results) -> Iterator[str]:
@@ -91,23 +92,17 @@ def _same(said: str, whose: str, one: Results, other: Results) -> Iterator[str]:
     sizes = [size for size in one["batches"] if size in other["batches"]]
     wrong = [size for size in sizes if one["batches"][size] != other["batches"][size]]
     text = f"{said}: {len(sizes)} sizes, {whose}: sizes that differ: {', '.join(wrong) or 'none'}"
-    yield _judged(text, bool(sizes) and not wrong)
+    yield judged(text, bool(sizes) and not wrong)
 
 
-def _steps(said: str, captured: Results, restored: Results, *, slower: float) -> Iterator[str]:
+def _steps(said: str, captured: Results, restored: Results) -> Iterator[str]:
     theirs = restored.get("steps", {})
     ratios = [theirs[size] / step for size, step in captured.get("steps", {}).items() if size in theirs]
-    if ratios:
-        ratio = statistics.median(ratios)
-        yield _judged(f"{said}: restored steps take {ratio:.3f} of captured ones", ratio <= 1 + slower)
+    yield from judged_steps(said, ratios)
 
 
-def _loading(said: str, stock: Results, restored: Results, *, shorter: float) -> Iterator[str]:
+def _loading(said: str, stock: Results, restored: Results) -> Iterator[str]:
     ours, theirs = restored.get("loading_s"), stock.get("loading_s")
     if ours and theirs:
         text = f"{said}: loading phase {ours:.2f} s against vLLM's own {theirs:.2f} s, {1 - ours / theirs:.1%} shorter"
-        yield _judged(text, 1 - ours / theirs >= shorter)
-
-
-def _judged(text: str, reached: bool) -> str:
-    return f"{'ok  ' if reached else 'MISS'}  {text}"
+        yield judged(text, 1 - ours / theirs >= SHORTER)

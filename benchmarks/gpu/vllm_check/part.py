@@ -5,12 +5,8 @@ python -m benchmarks.gpu.vllm_check.part NAME OUT [options]
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import importlib.util
 import json
-import logging
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +17,7 @@ from typing import Any
 from medusa_runtime.config import Settings
 from medusa_runtime.region.reader import Region
 
-from benchmarks.gpu.kernels import build_kernels
+from benchmarks.gpu.part_process import part_parser, prepare
 from benchmarks.gpu.vllm_check.starts import Start, import_vllm, our_start, replaced, settings_for, stock_start
 
 # An eager start imports vLLM without these (see medusa_vllm.lean_imports), one that compiles does not.
@@ -29,18 +25,12 @@ _FOR_COMPILED = ("openai", "openai_harmony", "fastapi", "partial_json_parser")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=sorted(PARTS))
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--model", default="", help="a checkpoint's folder")
+    parser = part_parser(__doc__, PARTS)
     parser.add_argument("--bundle", type=Path, help="the folder of a state bundle: written by materialize")
     parser.add_argument("--compile", default="never", choices=("never", "always"), help="as medusa serve's")
     parser.add_argument("--dry-run", action="store_true", help="vLLM on the CPU, and graphs on the tests' fake driver")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d ms  %(message)s")
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # sent to a part that takes too long
-    build_kernels()
+    prepare("%(relativeCreated)6d ms  %(message)s")
     began = time.monotonic()
     import_vllm(Settings(engine="vllm", compile=options.compile), Region.create())
     imported_s = time.monotonic() - began

@@ -182,9 +182,8 @@ class StockStart:
         return runner_of(self._core)
 
     def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-        from medusa_vllm.core_request import CLIENT
+        from medusa_vllm.core_request import request_of
         from vllm.sampling_params import RequestOutputKind, SamplingParams
-        from vllm.v1.engine import EngineCoreRequest
 
         params = SamplingParams(
             max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
@@ -194,18 +193,7 @@ class StockStart:
             self._number += 1
             names.append(f"r{self._number}")
             self._tokens[names[-1]] = []
-            request = EngineCoreRequest(
-                request_id=names[-1],
-                prompt_token_ids=list(prompt),
-                mm_features=None,
-                sampling_params=params,
-                pooling_params=None,
-                arrival_time=time.time(),
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-                client_index=CLIENT,
-            )
+            request = request_of(names[-1], list(prompt), params)
             self._core.add_request(self._core.preprocess_add_request(request)[0])
         while self._core.has_work():
             self._core.run_step()

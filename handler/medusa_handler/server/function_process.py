@@ -46,7 +46,7 @@ def serve(
         probes,
         read_timeout_s=settings.read_timeout_s,
         tick=partial(_watch, watchdog, instance.heartbeats),
-        max_body_bytes=settings.max_body_mb * 1_000_000,
+        max_body_bytes=settings.max_body_bytes,
         cors_origins=settings.cors_origins,
     )
     acceptor.open()

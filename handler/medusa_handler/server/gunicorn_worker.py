@@ -128,7 +128,7 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
         self.serving = threading.local()  # each thread's request
         self.slow_clients = SlowClients(settings.read_timeout_s)
         self.write_timeout_s = settings.write_timeout_s
-        self.max_body_bytes = settings.max_body_mb * 1_000_000
+        self.max_body_bytes = settings.max_body_bytes
         # Bodies that are being read take at most a third of the threads; with those that wait, half of them.
         self.body_budget = BodyBudget(
             body_memory_mb(settings) * 1_000_000, readers=threads(settings) // 3, on_full=probes.set_bodies_full

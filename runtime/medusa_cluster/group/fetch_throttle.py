@@ -72,15 +72,18 @@ class FetchThrottle:
         return BUSY_SHARE if now - max(self._used_at, self._loaded_at) < _BUSY_S else 1.0
 
     def _run(self) -> None:
+        own = self._own_tensors()
         while not self._released.is_set():
-            if self._layers is not None and not self._loaded():
-                self._ask_for(self._layers)
+            if own and not self._loaded():
+                self._region.hint(own)
             self._region.pace(self.share(time.monotonic()), _LEASE_S)
             self._released.wait(_RENEW_S)
         self._region.pace(1.0, _LEASE_S)
 
-    def _ask_for(self, layers: LayerRange) -> None:
-        self._region.hint(layers_first(self._region.wait_index().order, layers.start, layers.stop)[0])
+    def _own_tensors(self) -> list[str]:
+        if self._layers is None:
+            return []
+        return layers_first(self._region.wait_index().order, self._layers.start, self._layers.stop)[0]
 
 
 __all__ = ["BUSY_SHARE", "PROMPT_SHARE", "FetchThrottle"]

@@ -210,9 +210,10 @@ def test_a_child_keeps_its_scratch_memory_though_it_was_forked_during_a_product(
 
 
 def test_linear_in_a_forked_child(library: Path) -> None:
-    """As in the zygote, but worse: the parent has multiplied before, so the child inherits a pool without threads.
+    """The parent has multiplied before it forks, so the child inherits a pool whose threads are gone.
 
-    One process for all instruction sets, as its import of torch takes most of the time.
+    A zygote forks before anything is multiplied, which is easier. All instruction sets are tried in one process,
+    because its import of torch takes most of the time.
     """
     known = {"avx2": 256, "avx512f": 512, "asimd": 128}
     instruction_sets = [bits for feature, bits in known.items() if feature in cpu.features()]

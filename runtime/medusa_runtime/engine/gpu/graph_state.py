@@ -161,7 +161,8 @@ class GraphState:
         moved = {n for n, one in enumerate(checked.ranges) if there.get(one.name, one.address) != one.address}
         tried = [graph for graph in checked.graphs if graph.pinned and moved.issuperset(graph.pinned)]
         tried = [graph for graph in tried if len(others.get(graph.key, b"")) == len(graph.blob)]
-        tried = [graph for graph in tried if graph.key not in attempts.ended(UNPIN)]
+        ended = attempts.ended(UNPIN)
+        tried = [graph for graph in tried if graph.key not in ended]
         if not tried or self._placement is None:
             return checked
         variants = tuple(replace(graph, blob=others[graph.key], pinned=()) for graph in tried)

@@ -52,8 +52,9 @@ def check_rights(settings: Mapping[str, Any]) -> None:
 
     It has the agent's rights: a flag of vLLM, for example, may name a file of code.
     """
+    defaults = Settings()
     for name in sorted(WITH_AGENTS_RIGHTS):
-        if settings.get(name, default := getattr(Settings(), name)) != default:
+        if settings.get(name, default := getattr(defaults, name)) != default:
             raise NodeRefusedError(
                 f"--{name.replace('_', '-')}: an engine process of the node agent's has its user's rights, and takes "
                 "this from that user alone; the function has to start an engine of its own"
