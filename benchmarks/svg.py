@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 
 from medusa_adapters.bench.result import Row
-from medusa_adapters.report.gantt import MS, Track, gaps, moment, tracks, window
-from medusa_runtime.timeline import Stage
+from medusa_adapters.report.gantt import MS, Track, gaps, tracks
+from medusa_runtime.timeline import Stage, moment, window
 
 _WIDTH = 920
 _LABELS = 170

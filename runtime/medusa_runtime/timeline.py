@@ -10,10 +10,11 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+_IDLE_NS = 200_000_000
 _MOST_BYTES = 1 << 20  # thousands of stages; a start has fewer than a thousand
 
 
@@ -79,3 +80,35 @@ def process_start_ns() -> int:
         ticks = int(stat.read().rpartition(b")")[2].split()[19])
     booted = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()
     return ticks * (10**9 // os.sysconf("SC_CLK_TCK")) - booted
+
+
+def moment(stages: Sequence[Stage], name: str) -> int | None:
+    """Return when the first stage of this name ended; None if it has not."""
+    return min((stage.end_ns for stage in stages if stage.name == name), default=None)
+
+
+def ready_at(stages: Sequence[Stage]) -> int | None:
+    """Return when the instance was ready: its model was, and its handler had been loaded. None if it is not."""
+    ready, loaded = moment(stages, "ready"), moment(stages, "handler")
+    return ready if ready is None or loaded is None else max(ready, loaded)
+
+
+def window(stages: Sequence[Stage]) -> tuple[int, int]:
+    """Return start and end of the cold start, from its first stage to the later of first token and ready.
+
+    If the first request came to an idle, ready instance, its token is not part of the start.
+    """
+    start = min(stage.start_ns for stage in stages)
+    ready, token = ready_at(stages), moment(stages, "first_token")
+    if ready is None or token is None:
+        known = ready if token is None else token
+        return start, max(stage.end_ns for stage in stages) if known is None else known
+    if token > ready and _idle_after(stages, ready, token):
+        return start, ready
+    return start, max(ready, token)
+
+
+def _idle_after(stages: Sequence[Stage], ready: int, token: int) -> bool:
+    """Return whether the instance, once ready, had nothing to do for a while: no stage ran across or soon after."""
+    following = [stage.start_ns for stage in stages if stage.end_ns > max(ready, stage.start_ns)]
+    return token > ready + _IDLE_NS and min(following, default=token) > ready + _IDLE_NS

@@ -36,6 +36,35 @@ def test_a_request_sent_at_once_is_held_and_the_timeline_accounts_for_the_start(
     assert serving.stop() == 0
 
 
+def test_a_start_lasts_until_the_handler_is_loaded_and_not_until_a_later_request(
+    start: Start, example: Path, tmp_path: Path
+) -> None:
+    def until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            assert serving.process.poll() is None, log.read_text()
+            time.sleep(0.02)
+
+    go = tmp_path / "go"
+    (tmp_path / "handler.py").write_text(
+        "import os, time\n\n\nclass Handler:\n    def load(self, context):\n        self.model = context.model\n"
+        f"        while not os.path.exists({str(go)!r}):\n            time.sleep(0.01)\n\n"
+        "    def predict(self, request):\n        return self.model.generate('a', max_tokens=1)\n"
+    )
+    serving = start("--model", example, "--handler", tmp_path / "handler.py")
+    log = serving.folder / "serve.log"
+    until(lambda: serving.request("GET", "/readyz")[1].get("engine") == "ready")
+    time.sleep(0.5)  # the terminal follows the start ten times a second
+    assert "ready on" not in log.read_text()
+    go.touch()
+    until(lambda: "ready on" in log.read_text())
+    time.sleep(0.5)  # idle
+    timing = serving.request("POST", "/", {})[2]["server-timing"]
+    stages = serving.request("GET", "/timeline")[1]["stages"]
+    ended = {stage["name"]: stage["start_ms"] + stage["duration_ms"] for stage in reversed(stages)}
+    assert float(timing.partition("dur=")[2]) == pytest.approx(max(ended["ready"], ended["handler"]), abs=0.1)
+    assert serving.stop() == 0
+
+
 def test_the_openai_client_works_plain_and_streaming(start: Start, example: Path) -> None:
     serving = start("--model", example)
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{serving.port}/v1", api_key="none", max_retries=0)

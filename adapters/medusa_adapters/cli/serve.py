@@ -160,11 +160,13 @@ class Console:
         self._write(f"ready on {self._url}\n")
 
     def first_token(self, stages: list[Stage]) -> None:
-        from ..report.gantt import MS, moment, window
+        from medusa_runtime.timeline import moment, ready_at, window
+
+        from ..report.gantt import MS
 
         self._progress.end()
         token, (start, end) = moment(stages, "first_token"), window(stages)
-        if token is not None and token <= end and moment(stages, "ready") is not None:
+        if token is not None and token <= end and ready_at(stages) is not None:
             self._write(f"first token {(token - start) / MS:.0f} ms after the start\n")
 
     def _chart(self, stages: list[Stage]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from medusa_runtime.timeline import Stage
+from medusa_runtime.timeline import Stage, moment, window
 
 from ..bench.result import Row
-from .gantt import MS, Track, gaps, moment, tracks, window
+from .gantt import MS, Track, gaps, tracks
 from .labels import Labels
 
 

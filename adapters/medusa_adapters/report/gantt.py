@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from medusa_runtime.timeline import Stage
+from medusa_runtime.timeline import Stage, moment, ready_at, window
 
 MS = 1_000_000
 _ORDER = ("supervisor", "prefetcher", "zygote", "engine", "function")
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _NARROWEST_BAR = 16
-_IDLE_NS = 200 * MS
 
 
 class Track(NamedTuple):
@@ -34,26 +33,6 @@ class Track(NamedTuple):
     @property
     def busy_ns(self) -> int:
         return sum(end - start for start, end in self.spans)
-
-
-def moment(stages: Sequence[Stage], name: str) -> int | None:
-    """Return when the first stage of this name ended; None if it has not."""
-    return min((stage.end_ns for stage in stages if stage.name == name), default=None)
-
-
-def window(stages: Sequence[Stage]) -> tuple[int, int]:
-    """Return start and end of the cold start, from its first stage to the later of first token and ready.
-
-    If the first request came to an idle, ready instance, its token is not part of the start.
-    """
-    start = min(stage.start_ns for stage in stages)
-    ready, token = moment(stages, "ready"), moment(stages, "first_token")
-    if ready is None or token is None:
-        known = ready if token is None else token
-        return start, max(stage.end_ns for stage in stages) if known is None else known
-    if token > ready and _idle_after(stages, ready, token):
-        return start, ready
-    return start, max(ready, token)
 
 
 def tracks(stages: Sequence[Stage]) -> list[Track]:
@@ -114,12 +93,6 @@ def render_text(stages: Sequence[Stage], width: int = 100) -> str:
     return "\n".join([*lines, _sums(stages)])
 
 
-def _idle_after(stages: Sequence[Stage], ready: int, token: int) -> bool:
-    """Return whether the instance, once ready, had nothing to do for a while: no stage ran across or soon after."""
-    following = [stage.start_ns for stage in stages if stage.end_ns > max(ready, stage.start_ns)]
-    return token > ready + _IDLE_NS and min(following, default=token) > ready + _IDLE_NS
-
-
 def _merge(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     merged: list[tuple[int, int]] = []
     for start, end in sorted(spans):
@@ -176,8 +149,7 @@ def _bar(row: Track, start: int, end: int, width: int) -> str:
 def _sums(stages: Sequence[Stage]) -> str:
     start = min(stage.start_ns for stage in stages)
     parts = []
-    for name, text in (("first_token", "first token"), ("ready", "ready")):
-        at = moment(stages, name)
+    for at, text in ((moment(stages, "first_token"), "first token"), (ready_at(stages), "ready")):
         if at is not None and at <= window(stages)[1]:
             parts.append(f"{text} after {(at - start) / MS:.0f} ms")
     missing = [gap for gap in gaps(stages) if gap[1] <= window(stages)[1]]

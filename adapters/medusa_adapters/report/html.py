@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from medusa_runtime.timeline import Stage
+from medusa_runtime.timeline import Stage, moment, window
 
 from ..bench.coldstart.metrics import METRICS, Metric
 from ..bench.result import Result, Row
 from .charts import bars, timeline
-from .gantt import MS, gaps, moment, tracks, window
+from .gantt import MS, gaps, tracks
 from .labels import OURS, Label, Labels
 
 _CHARTED = ("ttft_s", "tokens_per_s_b1", "tokens_per_s_b8")

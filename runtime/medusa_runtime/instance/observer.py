@@ -19,7 +19,7 @@ class Observer(Protocol):
         """Called with the progress of the fetch."""
 
     def ready(self, stages: list[Stage]) -> None:
-        """Called when the model is loaded or, without one, when the function answers."""
+        """Called when the model and the handler, those that there are, are loaded."""
 
     def first_token(self, stages: list[Stage]) -> None:
         """Called when the first token has been generated. No call follows."""
@@ -28,9 +28,10 @@ class Observer(Protocol):
 class StartReport:
     """Reads the timeline and the region for an observer, and calls it once for each event."""
 
-    def __init__(self, observer: Observer | None, timeline: Timeline) -> None:
+    def __init__(self, observer: Observer | None, timeline: Timeline, *, has_handler: bool) -> None:
         self._observer = observer
         self._timeline = timeline
+        self._has_handler = has_handler
         self._seen: set[str] = set()
         self._timeline_bytes = 0
 
@@ -53,6 +54,8 @@ class StartReport:
             stages = self._timeline.stages()
             names = {stage.name for stage in stages}
             for name, report in (("ready", self._observer.ready), ("first_token", self._observer.first_token)):
+                if name == "ready" and self._has_handler and "handler" not in names:
+                    continue
                 if name in names and name not in self._seen:
                     self._seen.add(name)
                     report(stages)

@@ -72,7 +72,7 @@ class Instance:
         self._resources = InstanceResources(settings, timeline, listener)
         self._children = Children(timeline, self._resources.reports)
         self._signals = StopSignals(lambda: self._children.stop("function"))
-        self._report = StartReport(observer, timeline)
+        self._report = StartReport(observer, timeline, has_handler=settings.handler is not None)
         self._watchdog = Watchdog(self._resources.heartbeats)
         self._node: Attachment | None = None
         self._engine_started = False

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from medusa_adapters.report.gantt import gaps, largest_gap_ms, render_text, tracks, window
-from medusa_runtime.timeline import Stage
+from medusa_adapters.report.gantt import gaps, largest_gap_ms, render_text, tracks
+from medusa_runtime.timeline import Stage, window
 
 MS = 1_000_000
 
@@ -96,3 +96,10 @@ def test_a_chart_with_nothing_missing_says_so() -> None:
 
 def test_a_start_of_no_length_can_be_drawn() -> None:
     assert "exec" in render_text([stage("exec", "supervisor", 0)])
+
+
+def test_an_instance_is_ready_when_its_handler_is_loaded_too() -> None:
+    stages = [*START[:-1], stage("handler", "function", 100, 5000)]
+    assert relative([window(stages)]) == [(0, 5000)]
+    assert "ready after 5000 ms" in render_text(stages)
+    assert relative([window([*stages, stage("handler", "function", 6000, 7000)])]) == [(0, 5000)]  # a new worker's

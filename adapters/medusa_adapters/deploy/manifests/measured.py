@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.storage.base import redacted
-from medusa_runtime.timeline import Stage
-
-from ...report.gantt import moment, window
+from medusa_runtime.timeline import Stage, moment, ready_at, window
 
 _TIMEOUT_S = 10
 _MOST_BYTES = 16_000_000
@@ -37,7 +35,7 @@ def read_measured_start(source: str) -> MeasuredStart:
     Raises ConfigError if it cannot be read, is not a timeline, or ends before the instance was ready.
     """
     stages = _stages(_read(source), source)
-    ready, token = moment(stages, "ready"), moment(stages, "first_token")
+    ready, token = ready_at(stages), moment(stages, "first_token")
     if ready is None:
         raise ConfigError(
             f"--timeline={redacted(source)!r}: expected the timeline of an instance that became ready, found "
