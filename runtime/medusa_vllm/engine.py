@@ -102,12 +102,14 @@ class VllmEngine:
                 f"{self.info.architecture} continues no text in vLLM; expected a request to a route for what it does: "
                 "/v1/embeddings, /pooling, /classify, /score or /rerank"
             )
-        if request.params.structured_outputs is not None:
-            self._loaded.wait()  # in a thread of this request's own
-            if self._load_error is not None:
-                raise self._load_error
-            self._structured.prepare(self._core, request.params.structured_outputs)
         sequence = self._requests.open(request, sink)
+        form = request.params.structured_outputs
+        if form is not None:
+            with self._requests.withdrawing(sequence):
+                self._loaded.wait()  # in a thread of this request's own
+                if self._load_error is not None:
+                    raise self._load_error
+                self._structured.prepare(self._core, form, lambda: not sequence.cancelled)
         self._inbox.post(lambda: self._begin(sequence))
 
     def cancel(self, request_id: str) -> None:

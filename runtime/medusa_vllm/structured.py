@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ class StructuredOutputManagers:
 
         backend_guidance.validate_guidance_grammar = self._validate
 
-    def _validate(self, params: Any, tokenizer: Any = None) -> None:
+    def _validate(self, params: Any, tokenizer: Any = None, wanted: Callable[[], bool] = lambda: True) -> None:
         """Replace vLLM's function of this name. Raises ValueError, as vLLM does, and EngineError."""
         from vllm.v1.structured_output import backend_guidance
         from vllm.v1.structured_output.backend_guidance import get_structured_output_key, serialize_guidance_grammar
@@ -110,7 +111,7 @@ class StructuredOutputManagers:
         except RecursionError:
             raise refusal("Invalid grammar specification: it is nested too deeply") from None
         try:
-            fault = self._trials.check(StructuredOutputs(COMPILED, str(grammar)))
+            fault = self._trials.check(StructuredOutputs(COMPILED, str(grammar)), wanted)
         except RequestError as error:
             raise refusal(str(error)) from error
         if fault:
@@ -127,13 +128,16 @@ class StructuredOutputManagers:
                     self._install(core)
                 self._installed = True
 
-    def prepare(self, core: Any, form: StructuredOutputs) -> None:
-        """Give a core its manager, and check a form. Raises RequestError for a form that cannot be enforced."""
+    def prepare(self, core: Any, form: StructuredOutputs, wanted: Callable[[], bool]) -> None:
+        """Give a core its manager, and check a form. Raises RequestError for a form that cannot be enforced.
+
+        ``wanted`` says whether the request still needs it: others may come first.
+        """
         self.install(core)
         from vllm.sampling_params import SamplingParams
 
         try:
-            self._validate(SamplingParams(structured_outputs=vllm_params(form)))
+            self._validate(SamplingParams(structured_outputs=vllm_params(form)), wanted=wanted)
         except MedusaError:
             raise
         except Exception as error:  # the types of vLLM's errors differ between versions

@@ -215,16 +215,17 @@ def test_ids_that_the_model_has_not_end_nothing(serve: Any, make_checkpoint: Any
 
 def test_a_request_that_ends_before_its_turn_holds_nothing(serve: Any) -> None:
     served = serve(max_concurrency=1)
-    admit = served.engine._requests.admit
+    admit = served.engine._requests.open
 
-    def cancelled_at_once(sequence: Any) -> None:
+    def cancelled_at_once(request: Any, sink: Any) -> Any:
         """As another thread may, between the two halves of ``add``."""
-        admit(sequence)
+        sequence = admit(request, sink)
         served.engine.cancel(sequence.id)
         until(lambda: not len(served.engine._requests))
+        return sequence
 
-    served.engine._requests.admit = cancelled_at_once
+    served.engine._requests.open = cancelled_at_once
     assert served.ask("A").last.finish_reason == "cancelled"
-    served.engine._requests.admit = admit
+    served.engine._requests.open = admit
     assert len(served.ask("A").tokens) == 12
     until(lambda: served.engine.stats()["kv_tokens_used"] == 0)

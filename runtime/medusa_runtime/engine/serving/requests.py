@@ -68,22 +68,13 @@ class Requests:
 
         Raises RequestError for a request that cannot be served, and OverloadedError if too many wait already.
         """
-        sequence = self.prepare(request, sink)
-        self.admit(sequence)
-        return sequence
-
-    def prepare(self, request: GenerateRequest, sink: Sink) -> Sequence:
-        """Check a request, and return its sequence for ``admit``. Raises what ``open`` does."""
         self._check_room()
         if isinstance(request.prompt, str):
             self._tokenizer.check_length(request.prompt, self._info.max_model_len)
             prompt = self._tokenizer.encode(request.prompt, request.add_special_tokens)
         else:
             prompt = list(request.prompt)
-        return self._sequence(request, prompt, sink)
-
-    def admit(self, sequence: Sequence) -> None:
-        """Admit a prepared sequence. Raises OverloadedError, and RequestError for an id that is in use."""
+        sequence = self._sequence(request, prompt, sink)
         with self._lock:
             self._check_room()
             if sequence.id in self._sequences:
@@ -92,6 +83,18 @@ class Requests:
                 self._throughput.start()
             self._sequences[sequence.id] = sequence
             self._prompt_tokens += sequence.prompt_length
+        return sequence
+
+    @contextlib.contextmanager
+    def withdrawing(self, sequence: Sequence) -> Iterator[None]:
+        """Forget a sequence that was just opened, without a delta, if this block raises."""
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                if self.get(sequence.id) is sequence:
+                    del self._sequences[sequence.id]
+            raise
 
     def add_token(self, sequence: Sequence, sampled: SampledToken) -> Delta:
         """Append a token to its sequence, and deliver the delta that results from it. Returns that delta."""

@@ -65,14 +65,15 @@ class Constraints:
         self._pending: _PendingMasks | None = None
         self._bytes: Tensor | None = None
 
-    def open(self, form: StructuredOutputs) -> Constraint:
+    def open(self, form: StructuredOutputs, wanted: Callable[[], bool]) -> Constraint:
         """Open a grammar for a new sequence. The first call waits until the vocabulary has been read.
 
-        Call it in any thread except the engine's. Raises RequestError if the grammar is not valid or the library is not
+        ``wanted`` says whether the request still needs it: others may come first. Call it in any thread except the
+        engine's. Raises RequestError if the grammar is not valid or the library is not
         installed, and EngineError.
         """
         process = self._started()
-        return Constraint(process, process.open(form))
+        return Constraint(process, process.open(form, wanted))
 
     def add_tokens(
         self, sequences: Sequence[Generated], sampled: Sequence[SampledToken], *, request_next: bool
@@ -89,12 +90,12 @@ class Constraints:
         if request_next:
             self._send(going)
 
-    def check(self, form: StructuredOutputs) -> str:
+    def check(self, form: StructuredOutputs, wanted: Callable[[], bool] = lambda: True) -> str:
         """Return what is wrong with a grammar, or "". This is for engines that make their masks themselves.
 
         Raises RequestError and EngineError like ``open``.
         """
-        return self._started().check(form)
+        return self._started().check(form, wanted)
 
     def request_masks(self, spans: Sequence[Span]) -> None:
         """Request the masks that a step will need, unless they have been requested. They are made while it runs."""

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack
+from itertools import count
+from typing import TYPE_CHECKING
 
 from ...errors import EngineError, MedusaError, RequestError
 from ...process import hang_up
@@ -20,12 +22,24 @@ from ..frames import Frame, FrameReader, pack
 from .constraints import PARAM
 from .worker import Task
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _START_S = 60.0  # for imports and the vocabulary, which take a second or two on an idle machine
 _OPEN_S = 30.0
 _STEP_S = 30.0
 _END_S = 5.0
 _ONE = (1).to_bytes(8, sys.byteorder)  # what is written to an eventfd to add 1
 _NOT_KEPT = 0  # the number of grammars that are only checked; each replaces the one before
+
+
+class _Lane:
+    """A socket on which one grammar at a time is opened."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.reader = FrameReader(connection)
+        self.lock = threading.Lock()
 
 
 class GrammarProcess:
@@ -50,11 +64,11 @@ class GrammarProcess:
                 reason = as_limit_error(error) or error
                 raise EngineError(f"no process for structured outputs could be started: {reason}") from error
             started.pop_all()
-        self._read_opened, self._read_masks = FrameReader(self._openings), FrameReader(self._steps)
-        self._opening = threading.Lock()
+        self._quick, self._slow = _Lane(self._openings), _Lane(self._slow_openings)
+        self._read_masks = FrameReader(self._steps)
         self._hello_received = False
         self._fault = ""
-        self._numbers = 0
+        self._numbers = count(1)
 
     def _start(
         self, started: ExitStack, tokenizer: bytes, rows: int, vocab_size: int, eos_token_ids: tuple[int, ...]
@@ -64,6 +78,8 @@ class GrammarProcess:
         with ExitStack() as passed:  # what only the other process keeps
             self._openings, theirs = map(started.enter_context, socket.socketpair())
             passed.enter_context(theirs)
+            self._slow_openings, slow_theirs = map(started.enter_context, socket.socketpair())
+            passed.enter_context(slow_theirs)
             self._steps, their_steps = map(started.enter_context, socket.socketpair())
             passed.enter_context(their_steps)
             masks = os.memfd_create("medusa-masks", os.MFD_CLOEXEC)
@@ -75,7 +91,8 @@ class GrammarProcess:
                 file.write(tokenizer)
             os.lseek(vocabulary, 0, os.SEEK_SET)
             self.masks = started.enter_context(mmap.mmap(masks, 0))
-            inherited = (theirs.fileno(), their_steps.fileno(), self._step_event.fileno(), vocabulary, masks)
+            sockets = (theirs.fileno(), slow_theirs.fileno(), their_steps.fileno())
+            inherited = (*sockets, self._step_event.fileno(), vocabulary, masks)
             task = Task(*inherited, self.row_bytes, vocab_size, list(eos_token_ids))
             command = [sys.executable, "-P", "-m", "medusa_runtime.engine.structured.worker"]
             self._process = subprocess.Popen(
@@ -86,33 +103,44 @@ class GrammarProcess:
                 process_group=0,  # Ctrl-C in a terminal is for the supervisor
             )
 
-    def open(self, form: StructuredOutputs) -> int:
-        """Open a new grammar, and return its number. Raises RequestError if it is not valid, and EngineError."""
-        number, answer = self._open(form, keep=True)
+    def open(self, form: StructuredOutputs, wanted: Callable[[], bool]) -> int:
+        """Open a new grammar, and return its number. Raises RequestError if it is not valid, and EngineError.
+
+        ``wanted`` says, once it is this grammar's turn, whether the request still needs it.
+        """
+        number = next(self._numbers)
+        answer = self._open(form, number, wanted)
         fault = answer["error"] or "; ".join(answer["warnings"])
         if fault:
             raise RequestError(f"{PARAM}: this {form.kind} cannot be used: {' '.join(fault.split())}", PARAM)
         return number
 
-    def check(self, form: StructuredOutputs) -> str:
+    def check(self, form: StructuredOutputs, wanted: Callable[[], bool]) -> str:
         """Return what is wrong with a grammar, or "". The grammar is not kept for steps."""
-        return str(self._open(form, keep=False)[1]["error"])
+        return str(self._open(form, _NOT_KEPT, wanted)["error"])
 
-    def _open(self, form: StructuredOutputs, *, keep: bool) -> tuple[int, Frame]:
-        with self._opening:
+    def _open(self, form: StructuredOutputs, number: int, wanted: Callable[[], bool]) -> Frame:
+        frame = {"type": "open", "number": number, "kind": form.kind, "text": form.text}
+        with self._quick.lock:
             if not self._hello_received:
                 self._openings.settimeout(_START_S)
-                self._fault = self._ask(self._openings, self._read_opened, None)["error"]
+                self._fault = self._ask(self._openings, self._quick.reader, None)["error"]
                 self._hello_received = True
             if self._fault:
                 raise RequestError(
                     f"{PARAM}: expected a tokenizer whose tokens have a text each, found another: {self._fault}", PARAM
                 )
-            self._numbers += keep
-            number = self._numbers if keep else _NOT_KEPT
-            self._openings.settimeout(_OPEN_S)
-            frame = {"type": "open", "number": number, "kind": form.kind, "text": form.text}
-            return number, self._ask(self._openings, self._read_opened, frame)
+            answer = self._open_in(self._quick, frame, wanted)
+        if answer["type"] == "slow":
+            with self._slow.lock:
+                answer = self._open_in(self._slow, frame, wanted)
+        return answer
+
+    def _open_in(self, lane: _Lane, frame: Frame, wanted: Callable[[], bool]) -> Frame:
+        if not wanted():
+            raise EngineError("the request has been cancelled")
+        lane.connection.settimeout(_OPEN_S)
+        return self._ask(lane.connection, lane.reader, frame)
 
     def send(self, rows: list[tuple[int, list[int], list[int]]]) -> None:
         """Request masks for the rows of a step. ``receive`` returns once they are made.
@@ -134,7 +162,7 @@ class GrammarProcess:
 
     def close(self) -> None:
         self.failed = True
-        for connection in (self._openings, self._steps):
+        for connection in (self._openings, self._slow_openings, self._steps):
             hang_up(connection)
             connection.close()
         self._step_event.close()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ...process import die_with_parent, wait_readable
 
-CPU_S = 3
+CPU_S = 3.0
 MEMORY_BYTES = 256 << 20
 _WAIT_S = 20.0  # limit for a process that gets no CPU time; shorter than the engine's own wait
 _MOST_CHARACTERS = 2000
@@ -28,15 +28,17 @@ _PAGE_BYTES = resource.getpagesize()
 class Trial(NamedTuple):
     """The result of a trial: what is wrong with the grammar, or "", and how much memory it takes.
 
-    ``final`` is False if another trial may end otherwise, because this one was given no CPU time.
+    ``final`` is False if another trial may end otherwise, because this one was given no CPU time. ``slow`` is True if
+    it took more CPU time than it had.
     """
 
     fault: str
     size_bytes: int
     final: bool = True
+    slow: bool = False
 
 
-def try_grammar(make: Callable[[], Any]) -> Trial:
+def try_grammar(make: Callable[[], Any], cpu_s: float = CPU_S) -> Trial:
     """Make a matcher, with ``make``, and its first mask in a forked process with limits on CPU time and memory."""
     reading, writing = os.pipe()
     parent = os.getpid()
@@ -44,7 +46,7 @@ def try_grammar(make: Callable[[], Any]) -> Trial:
     if not pid:
         try:
             die_with_parent(parent)
-            os.write(writing, json.dumps(_try_grammar(make)).encode())
+            os.write(writing, json.dumps(_try_grammar(make, cpu_s)).encode())
         finally:
             os._exit(0)
     os.close(writing)
@@ -53,16 +55,17 @@ def try_grammar(make: Callable[[], Any]) -> Trial:
         os.kill(pid, signal.SIGKILL)
     with open(reading, "rb") as pipe:
         output = pipe.read()
-    os.waitpid(pid, 0)
+    status = os.waitpid(pid, 0)[1]
     if not output:
-        text = f"it takes more than {CPU_S} s of CPU time or {MEMORY_BYTES >> 20} MB to prepare; expected a simpler one"
-        return Trial(text, 0, in_time)
+        limits = f"{cpu_s:g} s of CPU time or {MEMORY_BYTES >> 20} MB"
+        text = f"it takes more than {limits} to prepare; expected a simpler one"
+        return Trial(text, 0, in_time, os.WTERMSIG(status) == signal.SIGPROF)
     return Trial(*json.loads(output))
 
 
-def _try_grammar(make: Callable[[], Any]) -> Trial:
+def _try_grammar(make: Callable[[], Any], cpu_s: float) -> Trial:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends this process; RLIMIT_CPU counts whole seconds
     virtual, resident = _memory()
     resource.setrlimit(resource.RLIMIT_AS, (virtual + MEMORY_BYTES, virtual + MEMORY_BYTES))
     try:

@@ -5,10 +5,11 @@ second, during which the engine could make no tokens. Also, grammars come from c
 time and memory.
 
     hello {error}                                  sent once the vocabulary is read
-    open {number, kind, text}                      → opened {error, warnings}
+    open {number, kind, text}                      → opened {error, warnings}, or slow {}
     step {rows: [[number, tokens, end_token_ids]], closed: […]} → masks {states: [[stopped, error]]}
 
-There are two sockets, one for steps and one for the rest. The masks are written to a shared file, one for each row of
+There are three sockets: one for steps, one on which grammars are opened, and one for those that took too long there,
+so that they hold up only each other. The masks are written to a shared file, one for each row of
 the step. ``end_token_ids`` are the tokens that end the row's sequence; they are sent once, and allowed whenever the
 grammar is satisfied.
 """
@@ -31,11 +32,12 @@ from ...process import end_first
 from ..base import StructuredOutputs
 from ..frames import Frame, FrameReader, pack
 from .grammar import compile_grammar
-from .trial import try_grammar
+from .trial import CPU_S, try_grammar
 
 _MOST_COPIES = 64  # compiled grammars that are kept for later requests
 _MOST_COPIES_BYTES = 256 << 20
 _MOST_REFUSALS = 1024  # refused grammars that are remembered; each takes 2 KB at most
+_QUICK_CPU_S = 0.1  # what a trial may take while all others wait; usual schemas take one to two milliseconds
 _REFUSED_S = 600.0  # how long: what took too long on a busy machine may be tried again after this time
 _STEP_CPU_S = 1.0  # limit for one grammar in a step, since the next tokens of all sequences wait for it
 _MOST_ITEMS = 10_000  # limit of the parser's items in a step: a fifth of the library's default
@@ -51,6 +53,7 @@ class Task:
     """
 
     openings: int
+    slow_openings: int
     steps: int
     step_event: int
     tokenizer: int
@@ -58,6 +61,10 @@ class Task:
     row_bytes: int
     vocab_size: int
     eos_token_ids: list[int]
+
+
+class _SlowGrammar(Exception):
+    """A trial took more CPU time than it had, and may be given more."""
 
 
 class Grammars:
@@ -71,10 +78,14 @@ class Grammars:
         # bytes, and refusals, with the time of each. Refusals have a limit of their own, so that they evict no matcher.
         self._fresh: dict[bytes, tuple[Any, int]] = {}
         self._refused: dict[bytes, tuple[str, float]] = {}
+        self._lock = threading.Lock()
 
-    def open(self, number: int, form: StructuredOutputs) -> Frame:
+    def open(self, number: int, form: StructuredOutputs, cpu_s: float = CPU_S) -> Frame:
+        """Open a grammar. The answer is a ``slow`` frame if that takes more than ``cpu_s``, and less than the limit."""
         try:
-            matcher = self._matcher(form)
+            matcher = self._matcher(form, cpu_s)
+        except _SlowGrammar:
+            return {"type": "slow"}
         except ValueError as error:
             return {"type": "opened", "error": str(error) or "it cannot be read", "warnings": []}
         fault = matcher.get_error()
@@ -83,27 +94,39 @@ class Grammars:
             self._matchers[number] = matcher
         return {"type": "opened", "error": fault, "warnings": warnings}
 
-    def _matcher(self, form: StructuredOutputs) -> Any:
+    def _matcher(self, form: StructuredOutputs, cpu_s: float) -> Any:
         """Return a fresh matcher for a grammar. Raises ValueError if it is not valid, or too slow or large."""
         digest = hashlib.sha256(json.dumps(form).encode()).digest()
-        found = self._fresh.pop(digest, None)
+        with self._lock:
+            found = self._fresh.pop(digest, None)
+            if found is None:
+                self._raise_if_refused(digest)
         if found is None:
-            self._raise_if_refused(digest)
-            trial = try_grammar(lambda: self._compile(form))
+            trial = try_grammar(lambda: self._compile(form), cpu_s)
+            if trial.slow and cpu_s < CPU_S:
+                raise _SlowGrammar
             if trial.fault:
                 if trial.final:
-                    self._refused[digest] = trial.fault, time.monotonic()
-                    if len(self._refused) > _MOST_REFUSALS:
-                        del self._refused[next(iter(self._refused))]
+                    self._refuse(digest, trial.fault)
                 raise ValueError(trial.fault)
             found = self._compile(form), trial.size_bytes
         if not found[0].is_error():
+            self._keep(digest, found)
+        return found[0].deep_copy()
+
+    def _keep(self, digest: bytes, found: tuple[Any, int]) -> None:
+        with self._lock:
             self._fresh[digest] = found
             while len(self._fresh) > 1 and (
                 len(self._fresh) > _MOST_COPIES or sum(size for _, size in self._fresh.values()) > _MOST_COPIES_BYTES
             ):
                 del self._fresh[next(iter(self._fresh))]
-        return found[0].deep_copy()
+
+    def _refuse(self, digest: bytes, fault: str) -> None:
+        with self._lock:
+            self._refused[digest] = fault, time.monotonic()
+            if len(self._refused) > _MOST_REFUSALS:
+                del self._refused[next(iter(self._refused))]
 
     def _raise_if_refused(self, digest: bytes) -> None:
         """Raise ValueError if a grammar has been refused before: a trial takes up to three seconds of others' time."""
@@ -157,7 +180,8 @@ class Grammars:
 def main() -> None:
     end_first()
     task = Task(**json.loads(sys.argv[1]))
-    openings, steps = socket.socket(fileno=task.openings), socket.socket(fileno=task.steps)
+    numbers = (task.openings, task.slow_openings, task.steps)
+    openings, slow_openings, steps = (socket.socket(fileno=number) for number in numbers)
     with open(task.tokenizer, "rb") as file:
         text = file.read().decode()
     try:
@@ -171,7 +195,8 @@ def main() -> None:
     threading.stack_size(_STACK_BYTES)
     masks = memoryview(mmap.mmap(task.masks, 0))
     stepping = threading.Thread(target=_step, args=(steps, task.step_event, grammars, masks, task.row_bytes))
-    threading.Thread(target=_open, args=(openings, grammars), daemon=True).start()
+    for lane in ((openings, grammars, _QUICK_CPU_S), (slow_openings, grammars, CPU_S)):
+        threading.Thread(target=_open, args=lane, daemon=True).start()
     stepping.start()
     stepping.join()
     os._exit(0)  # the engine is gone, so a grammar that is being opened is not needed
@@ -196,11 +221,11 @@ def _vocabulary(text: str, task: Task) -> Any:
         return LLTokenizer(text, eos_token=eos or None)
 
 
-def _open(connection: socket.socket, grammars: Grammars) -> None:
+def _open(connection: socket.socket, grammars: Grammars, cpu_s: float) -> None:
     reader = FrameReader(connection)
     while (frame := reader.read()) is not None:
         form = StructuredOutputs(frame["kind"], frame["text"])
-        connection.sendall(pack(grammars.open(frame["number"], form)))
+        connection.sendall(pack(grammars.open(frame["number"], form, cpu_s)))
 
 
 def _step(connection: socket.socket, step_event: int, grammars: Grammars, masks: memoryview, row_bytes: int) -> None:

@@ -163,15 +163,11 @@ class TorchEngine:
     def add(self, request: GenerateRequest, sink: Sink) -> None:
         adapter = None if request.adapter is None else self._adapters.find(request.adapter)
         form = request.params.structured_outputs
-        sequence = self._requests.prepare(request, sink)
+        sequence = self._requests.open(request, sink)
         sequence.adapter = adapter
-        sequence.constraint = None if form is None else self._constraints.open(form)
-        try:
-            self._requests.admit(sequence)
-        except MedusaError:
-            if sequence.constraint is not None:
-                self._inbox.post(sequence.constraint.close)
-            raise
+        if form is not None:
+            with self._requests.withdrawing(sequence):
+                sequence.constraint = self._constraints.open(form, lambda: not sequence.cancelled)
         self._inbox.post(lambda: self._begin(sequence))
 
     def add_adapter(self, name: str, region: Region) -> None:
@@ -281,7 +277,10 @@ class TorchEngine:
             sequence.constraint.close()
 
     def _begin(self, sequence: Sequence) -> None:
-        if not sequence.cancelled and not self._adapters.defer(sequence):
+        if sequence.cancelled:
+            if sequence.constraint is not None:  # it was opened after the sequence had ended
+                sequence.constraint.close()
+        elif not self._adapters.defer(sequence):
             self._scheduler.add(sequence)
 
     def _step(self, spans: list[Span]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +29,8 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     """The trials that there were."""
     found: list[Trial] = []
 
-    def noted(make: Callable[[], Any]) -> Trial:
-        found.append(try_grammar(make))
+    def noted(make: Callable[[], Any], cpu_s: float) -> Trial:
+        found.append(try_grammar(make, cpu_s))
         return found[-1]
 
     monkeypatch.setattr(worker, "try_grammar", noted)
@@ -45,6 +46,13 @@ def test_a_refused_grammar_is_not_tried_again(trials: list[Trial]) -> None:
     assert said != {""}
     assert not grammars.open(4, good)["error"]
     assert len(trials) == 2
+
+
+def test_a_grammar_that_takes_longer_than_others_wait_is_not_refused_yet() -> None:
+    grammars = Grammars(llguidance.LLTokenizer("byte"))
+    slow = StructuredOutputs("choice", json.dumps([f"choice {number}" for number in range(20_000)]))
+    assert grammars.open(1, slow, 0.02) == {"type": "slow"}
+    assert not grammars.open(1, slow)["error"]
 
 
 def test_refusals_are_limited_and_evict_no_grammar(trials: list[Trial], monkeypatch: pytest.MonkeyPatch) -> None:

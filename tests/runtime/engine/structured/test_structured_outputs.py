@@ -9,6 +9,8 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +211,44 @@ def test_a_grammar_that_is_too_large_is_the_requests_fault(serve: Any) -> None:
     assert message.startswith("structured_outputs: this grammar could not be followed any further: ")
 
 
+def test_a_slow_grammar_lets_others_pass(serve: Any) -> None:
+    served = serve()
+    ask(served, DIGITS).wait()
+    slow = schema({"properties": {f"p{i}": {"properties": {"a": {"pattern": "[a-z]{3,9}"}}} for i in range(700)}})
+    waiting = threading.Thread(target=lambda: served.engine._constraints.open(slow, lambda: True))
+    waiting.start()
+    while not served.engine._constraints._process._slow.lock.locked():
+        assert waiting.is_alive(), "it was not slow"
+        time.sleep(0.002)
+    assert ask(served, StructuredOutputs("regex", "[0-9]{5}"))
+    assert waiting.is_alive()
+    waiting.join(60)
+
+
+def test_a_cancelled_request_needs_no_grammar(serve: Any) -> None:
+    served = serve()
+    ask(served, DIGITS).wait()
+    process = served.engine._constraints._process
+    caught: list[EngineError] = []
+
+    def open_another() -> None:
+        try:
+            ask(served, StructuredOutputs("regex", "[0-9]{6}"))
+        except EngineError as error:
+            caught.append(error)
+
+    with process._quick.lock:
+        waiting = threading.Thread(target=open_another)
+        waiting.start()
+        while not len(served.engine._requests):
+            assert waiting.is_alive()
+            time.sleep(0.002)
+        served.engine.cancel(f"r{served.count}")
+    waiting.join(60)
+    assert "cancelled" in str(caught[0])
+    assert len(served.engine._requests) == 0
+
+
 def test_the_process_ends_with_its_engine(serve: Any) -> None:
     served = serve()
     ask(served, DIGITS).wait()
@@ -216,7 +256,7 @@ def test_the_process_ends_with_its_engine(serve: Any) -> None:
     served.close()
     assert process.returncode is not None
     with pytest.raises(EngineError):
-        served.engine._constraints.open(DIGITS)
+        served.engine._constraints.open(DIGITS, lambda: True)
 
 
 def test_a_model_may_end_with_a_token_that_its_tokenizer_has_not() -> None:
@@ -225,7 +265,7 @@ def test_a_model_may_end_with_a_token_that_its_tokenizer_has_not() -> None:
     tokenizer = (Path(__file__).parents[4] / "examples/pydoc-lm/tokenizer.json").read_bytes()
     process = GrammarProcess(tokenizer, vocab_size=2060, eos_token_ids=(0, 2055), rows=1)
     try:
-        assert process.open(DIGITS)
+        assert process.open(DIGITS, lambda: True)
     finally:
         process.close()
 
