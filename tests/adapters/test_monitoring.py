@@ -26,11 +26,16 @@ def expressions() -> list[str]:
     return [target["expr"] for panel in panels for target in panel["targets"]] + [rule["expr"] for rule in rules]
 
 
-def test_they_ask_for_metrics_that_a_running_function_has(launch: Callable[..., Any]) -> None:
-    instance = launch("--model", str(EXAMPLE), MEDUSA_PLATFORM="local")
+def test_they_ask_for_metrics_that_a_running_function_has(launch: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    slow = ("--state", str(tmp_path), "--node-socket", str(tmp_path / "none"))
+    instance = launch("--model", str(EXAMPLE), *slow, MEDUSA_PLATFORM="local")
     body = {"prompt": "a", "max_tokens": 2}
     assert instance.request("POST", "/v1/completions", body).status == 200
     page = instance.request("GET", "/metrics").body.decode()
+    assert 'medusa_state_artifact_used{artifact="the state bundle",model="pydoc-lm"} 0\n' in page
+    assert 'medusa_node_agent_used{model="pydoc-lm"} 0\n' in page
+    assert 'medusa_fetch_retries_total{model="pydoc-lm"} 0\n' in page
     there = {line.split("{")[0] for line in page.splitlines() if line and not line.startswith("#")}
     labels = {name: set(re.findall(r'(\w+)="', line)) for line in page.splitlines() for name in [line.split("{")[0]]}
     asked = {name for expression in expressions() for name in _METRIC.findall(expression)}

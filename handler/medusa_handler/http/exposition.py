@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.liveness import ROLES
 from medusa_runtime.prometheus import escape, gauge
+from medusa_runtime.timeline import ready_at, window
 
 if TYPE_CHECKING:
+    from medusa_runtime.timeline import Stage
+
     from ..service import Service
 
 _ENGINE_TEXTS = {
@@ -76,10 +79,24 @@ def _lines(service: Service) -> Iterator[str]:
             ((), progress.fetched_bytes),
         )
         yield from gauge("medusa_weights_bytes", "Size of the model's weights in bytes.", ((), progress.total_bytes))
+        yield from gauge(
+            "medusa_fetch_retries_total", "Requests to the store that were tried again.", ((), progress.retries)
+        )
     yield from _processes(service)
     yield from _engine(service)
+    yield from _start(service.timeline.stages())
+
+
+def _start(stages: list[Stage]) -> Iterator[str]:
+    if ready_at(stages) is not None:
+        began_ns, ended_ns = window(stages)
+        yield from gauge(
+            "medusa_cold_start_seconds",
+            "Seconds from the start until the instance was ready, or to the first token of a request that waited.",
+            ((), (ended_ns - began_ns) / 1e9),
+        )
     seconds: dict[tuple[str, str], float] = {}
-    for stage in service.timeline.stages():
+    for stage in stages:
         key = (stage.name, stage.process)
         seconds[key] = seconds.get(key, 0.0) + (stage.end_ns - stage.start_ns) / 1e9
     samples = [((("stage", name), ("process", process)), value) for (name, process), value in seconds.items()]
@@ -88,6 +105,19 @@ def _lines(service: Service) -> Iterator[str]:
         "Seconds that each stage of this cold start took, by stage and process.",
         *samples,
     )
+    restored = {str(s.detail["artifact"]): "left_out" not in s.detail for s in stages if s.name == "restore"}
+    yield from gauge(
+        "medusa_state_artifact_used",
+        "1 if this start used this part of the state bundle, 0 if it left it out; the log says why.",
+        *[((("artifact", name),), int(used)) for name, used in restored.items()],
+    )
+    names = {stage.name for stage in stages}
+    if "node" in names:
+        yield from gauge(
+            "medusa_node_agent_used",
+            "1 if the node agent gave this start what it asked for, 0 if the function fell back; the log says why.",
+            ((), int("node-fallback" not in names)),
+        )
 
 
 def _processes(service: Service) -> Iterator[str]:

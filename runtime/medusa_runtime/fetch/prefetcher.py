@@ -19,6 +19,7 @@ from ..region.layout import State
 from ..region.plan import RegionPlan
 from ..resource_limits import check_files
 from ..storage.framing import PEER_CHUNK_BYTES
+from ..storage.retry import RETRIES
 from .load_priority import LoadPriority
 from .schedule import Schedule
 from .streams import Streams, as_medusa_error
@@ -115,6 +116,7 @@ def prefetch(
         if writer.state == State.DONE:
             writer.seal()
             return
+        RETRIES.on_retry = writer.count_retry
         with timeline.stage("index") as detail:
             peer_checkpoint = None
             if sources is not None:
@@ -148,6 +150,7 @@ def prefetch(
         writer.fail(as_medusa_error(error))
         raise
     finally:
+        RETRIES.on_retry = None
         writer.close()
 
 

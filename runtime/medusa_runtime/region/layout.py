@@ -59,6 +59,7 @@ class Word(IntEnum):
     INDEX_CHECKSUM = 19  # the checksum of the index and the checkpoint's files; see checksummed.py
     FIRST_NS = 20  # when the first chunk of this generation's writer was published
     RECEIVED_BYTES = 21  # like FETCHED_BYTES, but with unfinished chunks, which take long on a slow link
+    RETRIES = 22  # requests to the store that failed and were tried again
 
 
 RING_OFFSET, RING_WORDS = 512, 64  # requests of readers; see demand.py

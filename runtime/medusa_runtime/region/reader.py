@@ -37,7 +37,8 @@ class Progress(NamedTuple):
     """The progress of a fetch.
 
     ``state`` is "empty", "fetching", "done" or "failed". ``mb_per_s`` and ``eta_s``, the seconds that are left, are
-    None before anything has come. ``error`` is the code and message of a failed fetch.
+    None before anything has come. ``error`` is the code and message of a failed fetch, and ``retries`` is how many
+    requests to the store were tried again.
     """
 
     state: str
@@ -46,6 +47,7 @@ class Progress(NamedTuple):
     mb_per_s: float | None
     eta_s: float | None
     error: str | None
+    retries: int = 0
 
 
 class Region:
@@ -388,7 +390,8 @@ class Region:
         if state == State.FAILED:
             failure = self._failure()
             error = f"{failure.code}: {failure}"
-        return Progress(("empty", "fetching", "done", "failed")[state], fetched, total, rate, eta, error)
+        name = ("empty", "fetching", "done", "failed")[state]
+        return Progress(name, fetched, total, rate, eta, error, words[Word.RETRIES])
 
     def close(self) -> None:
         """Close the descriptors, and every mapping that is no longer in use. May be called twice."""

@@ -237,6 +237,10 @@ class RegionWriter:
         """Count bytes that have come, also for unfinished chunks. Only one thread at a time may call this."""
         self._memory.words[Word.RECEIVED_BYTES] += count
 
+    def count_retry(self) -> None:
+        """Count a request to the store that is tried again. Only one thread at a time may call this."""
+        self._memory.words[Word.RETRIES] += 1
+
     def raise_watermark(self) -> None:
         """Raise the watermark over chunks that compiled code has published."""
         with self._publishing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +11,10 @@ from typing import TypeVar
 
 from ..errors import StorageError, UnreachableError
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+_LOG_EVERY_S = 10.0
 _MOST_DOUBLINGS = 100  # 2.0 to the power of a large count would overflow
 
 
@@ -79,6 +83,33 @@ def call_within(timeout_s: float, operation: Callable[[], T]) -> T:
         raise NoAnswerError from None
 
 
+class RetryLog:
+    """Counts the requests of this process that are tried again, and logs some of them: one in ten seconds.
+
+    ``on_retry`` is called for each of them, by one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self.on_retry: Callable[[], None] | None = None
+        self._count = 0
+        self._logged_at = float("-inf")
+        self._lock = threading.Lock()
+
+    def add(self, error: StorageError) -> None:
+        with self._lock:
+            self._count += 1
+            if (report := self.on_retry) is not None:
+                report()
+            if time.monotonic() < self._logged_at + _LOG_EVERY_S:
+                return
+            self._logged_at = time.monotonic()
+            before = "" if self._count == 1 else f" (retry {self._count} of this fetch)"
+            logger.warning("%s; trying again%s", error, before)
+
+
+RETRIES = RetryLog()
+
+
 def with_retries(policy: RetryPolicy, attempt: Callable[[], T]) -> T:
     """Call ``attempt`` until it raises no TransientError, and return its result.
 
@@ -139,4 +170,5 @@ class RetryState:
             tries = "once" if self._failed == 1 else f"{self._failed} times"
             asked = "" if cause.retry_after_s is None else f"; the server asks to wait {cause.retry_after_s:,.0f} s"
             raise type(cause.error)(f"{cause.error} (tried {tries}{asked})") from None
+        RETRIES.add(cause.error)
         self._sleep(pause)

@@ -23,7 +23,7 @@ from medusa_runtime.errors import (
 )
 from medusa_runtime.storage.http import wire
 from medusa_runtime.storage.http.store import HttpStore
-from medusa_runtime.storage.retry import RetryPolicy
+from medusa_runtime.storage.retry import RetryLog, RetryPolicy
 from scripted_server import ScriptedServer
 
 QUICK = RetryPolicy(attempts=4, patience_s=10.0, stall_s=1.0, first_pause_s=0.01)
@@ -77,6 +77,18 @@ def test_faults_are_retried_from_the_failed_byte(store: HttpStore, origin: Any, 
     if faults[0] == "cut:1000000":
         assert origin.asked("/m/w") == [(0, len(BODY)), (1_000_000, len(BODY))]
     assert all(headers["if-match"] == version for _, _, _, headers in origin.requests)
+
+
+def test_retries_are_counted_and_one_in_ten_seconds_is_logged(
+    store: HttpStore, origin: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, counted = RetryLog(), []
+    log.on_retry = lambda: counted.append(1)
+    monkeypatch.setattr("medusa_runtime.storage.retry.RETRIES", log)
+    origin.faults["/m/w"] = ["500", "503", "429"]
+    fetched(store)
+    assert len(counted) == 3
+    assert [record.message for record in caplog.records] == [f"{store.url}/w: the server answers 500; trying again"]
 
 
 def test_progress_is_told_as_it_arrives(store: HttpStore, origin: Any) -> None:
