@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flask import g, request
 from gunicorn.http.errors import ParseException
+from medusa_runtime.bounded_json import VALUE_BYTES, count_values
 from medusa_runtime.errors import json_kind
 from werkzeug.exceptions import ClientDisconnected
 
@@ -15,7 +17,12 @@ from ..contract import Headers, Request, describe_json_error, load_json
 from ..faults import ApiError
 from .environ import FORCE_CLOSE, GRANT, ON_REQUEST_READ, SMALL_BODY_BYTES
 
+if TYPE_CHECKING:
+    from .body_budget import Grant
+
 _STEP_BYTES = 1 << 20
+_JSON = re.compile(rb"[\s\0\xef\xbb\xbf\xfe\xff]*[\[{]")  # also in UTF-16 and with a byte order mark
+_WIDE = re.compile(rb"[\xf0-\xff]|\\u")
 
 
 def read_body() -> bytes:
@@ -37,8 +44,16 @@ def read_body() -> bytes:
                 raise
             finally:
                 grant.end()
+            _reserve_parsed(grant, g.body)
     body: bytes = g.body
     return body
+
+
+def _reserve_parsed(grant: Grant, body: bytes) -> None:
+    """Wait for the memory of what will be parsed from a body, if it is JSON. Raises ApiError 413 and 503."""
+    if _JSON.match(body):
+        width = 4 if _WIDE.search(body) else 1  # one such character makes each of its text four bytes wide
+        grant.begin_parsing(VALUE_BYTES * count_values(body), (width - 1) * len(body))
 
 
 def _has_arrived() -> bool:

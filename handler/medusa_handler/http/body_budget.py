@@ -90,6 +90,17 @@ class BodyBudget:
                     raise self._refusal(f"none became free within {_WAIT_TIMEOUT_S:g} s")
             time.sleep(_POLL_S)
 
+    def grow_by_values(self, grant: Grant, values_bytes: int, text_bytes: int) -> None:
+        """Grant memory for what is parsed from a body. Raises ApiError 413 and 503."""
+        left_bytes = self._total_bytes - grant.granted_bytes
+        if values_bytes > left_bytes:
+            message = (
+                f"the body's JSON has too many values for the memory for request bodies "
+                f"({self._total_bytes // 1_000_000} MB, --body-memory-mb)"
+            )
+            raise ApiError(413, message, code="body_too_large")
+        self.grow(grant, min(values_bytes + text_bytes, left_bytes))
+
     def has_read(self, grant: Grant) -> None:
         """Note that a body has been read, and free the memory that was held beside it."""
         with self._lock:
@@ -159,6 +170,13 @@ class Grant:
             step = self._room_bytes  # doubled each time, so that a large body asks for memory only a few times
             self._budget.grow(self, step)
             self._room_bytes += step
+
+    def begin_parsing(self, values_bytes: int, text_bytes: int) -> None:
+        """Wait for room for what is parsed from the body: values, and text that takes more memory than its bytes.
+
+        Raises ApiError 503 if there is none in time, and 413 if there will never be enough for the values.
+        """
+        self._budget.grow_by_values(self, values_bytes, text_bytes)
 
     def end(self) -> None:
         """Free the memory that was held beside the body. Call when the body has been read, or will not be."""

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from medusa_runtime.bounded_json import count_values, parse_json
 from medusa_runtime.errors import json_kind
 
 from ..faults import ApiError
@@ -19,6 +20,7 @@ from ..faults import ApiError
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
+_MOST_VALUES = 200_000  # in the arguments of all calls together; others stay text
 ReadFile = Callable[[str], bytes | None]
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -53,7 +55,7 @@ class ChatTemplate:
                 "use /v1/completions, or put a chat_template.jinja beside its weights",
                 code="no_chat_template",
             )
-        values = {**self._special, **arguments, "messages": [_with_parsed_calls(message) for message in messages]}
+        values = {**self._special, **arguments, "messages": _with_parsed_calls(messages)}
         continuing = values.pop("continue_final_message", False)
         try:
             text = self._template(name).render(values)
@@ -125,23 +127,29 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _with_parsed_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with the arguments of its calls as objects, which templates expect.
+def _with_parsed_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with the arguments of their calls as objects, which templates expect.
 
     OpenAI sends them as JSON in a string.
     """
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_parsed(call) for call in calls]}
+    left = _MOST_VALUES
 
+    def parsed(call: Any) -> Any:
+        nonlocal left
+        try:
+            function = call["function"]
+            arguments = parse_json(function["arguments"], left)
+            left -= min(count_values(function["arguments"].encode("utf-8", "surrogatepass")), left)
+        except (AttributeError, TypeError, KeyError, ValueError, RecursionError):
+            return call
+        return {**call, "function": {**function, "arguments": arguments}}
 
-def _parsed(call: Any) -> Any:
-    try:
-        function = call["function"]
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except (TypeError, KeyError, ValueError, RecursionError):
-        return call
+    return [
+        {**message, "tool_calls": [parsed(call) for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
 
 
 def _cut_behind(text: str, content: str) -> str:

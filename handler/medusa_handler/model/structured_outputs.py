@@ -6,11 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from medusa_runtime.bounded_json import parse_json
 from medusa_runtime.engine.base import StructuredOutputs
 
 from ..faults import invalid
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
+_MOST_VALUES = 200_000  # in a schema that comes as text
 _OBJECT = '{"type": "object"}'
 
 
@@ -37,7 +39,7 @@ def json_schema(schema: Any, name: str) -> StructuredOutputs:
     """Return the constraint of a JSON schema: an object, a boolean, or either as text. Raises ApiError 400."""
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
+            schema = parse_json(schema, _MOST_VALUES)
         except (ValueError, RecursionError):
             raise invalid(name, "a JSON schema", schema) from None
     if not isinstance(schema, Mapping | bool):

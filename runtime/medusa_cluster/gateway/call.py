@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from medusa_runtime.bounded_json import TooManyValuesError, parse_json
+
 from .faults import Fault
 
 _SEED_BITS = 48  # so that every JSON parser reads the seed exactly
+_MOST_VALUES = 1_000_000  # in a body; no other request is served while it is parsed
 _PROMPT_BYTES, _MOST_FOR_PROMPT = 8192, 4.0  # each 8 KiB of a body cost as much as a sequence, up to four sequences
 
 # The routes of an instance. Those in SAMPLING_ROUTES take a seed, with which a second run draws the same tokens.
@@ -115,7 +118,9 @@ def _sequences(body: dict[str, Any]) -> float:
 
 def _object(raw: bytes) -> dict[str, Any]:
     try:
-        body = json.loads(raw)
+        body = parse_json(raw, _MOST_VALUES)
+    except TooManyValuesError as error:
+        raise Fault(413, f"the body is too large: {error}", code="body_too_large") from None
     except RecursionError:
         raise Fault(400, "expected a JSON body: it is nested too deeply", code="invalid_json") from None
     except ValueError as error:

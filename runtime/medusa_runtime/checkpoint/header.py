@@ -13,6 +13,7 @@ import math
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from ..bounded_json import TooManyValuesError, parse_json
 from ..errors import CorruptError, short_repr
 from ..imports.gc_paused import gc_paused
 
@@ -113,13 +114,12 @@ def _objects(name: str, text: bytes) -> dict[str, Any]:
         return found
 
     try:
-        header = json.loads(text.decode(), object_pairs_hook=unique)
+        header = parse_json(text.decode(), object_pairs_hook=unique)
         if b"\\u" in text:
             "".join(header).encode()  # fails for a name with half of a surrogate pair, which cannot be encoded again
     except (ValueError, RecursionError) as error:
-        what = (
-            str(error)[:100] if isinstance(error, json.JSONDecodeError) else "not UTF-8, too deep or too long a number"
-        )
+        known = isinstance(error, json.JSONDecodeError | TooManyValuesError)
+        what = str(error)[:100] if known else "not UTF-8, too deep or too long a number"
         raise CorruptError(f"{name}: the header is no JSON ({what}); this is not a safetensors file") from None
     if not isinstance(header, dict):
         raise CorruptError(f"{name}: expected a JSON object as header, found {type(header).__name__}")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+from ..bounded_json import parse_json
 from ..errors import CorruptError
 from ..imports.gc_paused import gc_paused
 from .header import DTYPE_BITS, MOST_DIMENSIONS, MOST_TENSORS, HeaderEntry, too_many_tensors
@@ -136,7 +137,7 @@ class WeightIndex:
     def from_json(cls, text: bytes | str) -> WeightIndex:
         """Read what ``to_json`` wrote. Raises CorruptError for anything else, and for bytes out of bounds."""
         try:
-            document: dict[str, Any] = json.loads(text)
+            document: dict[str, Any] = parse_json(text)
             if document["format"] != _FORMAT:
                 raise CorruptError(f"expected a weight index of format {_FORMAT}, found {document['format']}")
             shards = [Shard(*raw) for raw in document["shards"]]

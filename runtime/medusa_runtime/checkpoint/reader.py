@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 from typing import Protocol
 from urllib.parse import urlsplit, urlunsplit
 
+from ..bounded_json import count_values
 from ..errors import ConfigError, CorruptError, ForbiddenError, ObjectNotFoundError, short_repr
 from ..storage.base import BucketNotFoundError, ObjectInfo, Store, open_store, redacted, scheme_of
 from ..storage.local import LocalStore
@@ -51,6 +52,7 @@ _FIRST_FILES = SMALL_FILES[:5]
 _SHARD = re.compile(r"-\d{5}-of-\d{5}(\.\w+)$")
 _GUESS_BYTES = 256 << 10  # enough for the header of most checkpoints
 _MOST_SMALL_BYTES = 64 << 20
+_MOST_SMALL_VALUES = 1_000_000
 _MOST_SHARDS, _MOST_MODULES = 10_000, 64
 _MOST_DIRECTORY_BYTES = 16 << 20  # the largest directory of a PyTorch file that is read to check a record
 _THREADS = 8
@@ -320,6 +322,11 @@ def read_whole(read: Callable[[str, int, int, str | None], tuple[bytes, ObjectIn
         if not more:
             raise CorruptError(f"{name}: truncated: expected {info.size} bytes, found {len(data)}")
         data += more
+    # Its parsers may take it as a whole. The text of a tokenizer has more values, and no parser in Python.
+    if name.endswith(".json") and not name.endswith("tokenizer.json") and len(data) > _MOST_SMALL_VALUES:
+        found = count_values(data, exact_above=_MOST_SMALL_VALUES)
+        if found > _MOST_SMALL_VALUES:
+            raise CorruptError(f"{name}: expected at most {_MOST_SMALL_VALUES:,} values in JSON, found {found:,}")
     return data
 
 

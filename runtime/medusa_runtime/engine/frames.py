@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from ..bounded_json import MOST_VALUES, count_values, parse_json
 from ..errors import EngineError, OverloadedError, RequestError, from_code
 from ..process import receive_descriptors
 from .base import Delta, EngineInfo, GenerateRequest, SamplingParams, StructuredOutputs, TokenLogprob
@@ -41,13 +42,15 @@ def pack(frame: Frame) -> bytes:
         raise RequestError(
             f"expected a text whose request and answer take at most {_LARGEST_BYTES} bytes each, found {len(body)}"
         )
+    if len(body) > MOST_VALUES and count_values(body, exact_above=MOST_VALUES) > MOST_VALUES:
+        raise RequestError(f"expected at most {MOST_VALUES:,} values in a request, found more")
     return _LENGTH.pack(len(body)) + body
 
 
 def unpack(body: bytes) -> Frame:
     """Decode a frame from ``body``, the bytes after the length. Raises EngineError if they are not a frame."""
     try:
-        frame = json.loads(body.decode("utf-8", "surrogatepass"))
+        frame = parse_json(body.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
         raise EngineError(f"expected a JSON object over the engine socket, found something else: {error}") from None
     if not isinstance(frame, dict) or not isinstance(frame.get("type"), str):

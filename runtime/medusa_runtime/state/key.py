@@ -229,11 +229,18 @@ def choose_artifact(manifest: Manifest, kind: Kind, candidates: Sequence[Facts])
         for artifact in manifest.of_kind(kind.name) if _uses(facts.subject.settings.engine, kind) else ():
             difference = facts.difference(artifact.key, kind.facts)
             if difference is None:
+                check_size(artifact, kind)
                 return artifact
             reason = reason or (difference if facts.is_for_engine(artifact.key) else None)
     if reason is not None:
         raise StateError(reason)
     return None
+
+
+def check_size(artifact: Artifact, kind: Kind) -> None:
+    """Raise StateError if an artifact is larger than one of its kind can be: reading it might take all memory."""
+    if artifact.size > kind.most_bytes:
+        raise StateError(f"it is said to have {artifact.size:,} bytes, expected at most {kind.most_bytes:,}")
 
 
 _CHECKPOINT_FACTS = ("layout", "shape")
@@ -255,4 +262,14 @@ def _difference(name: str, there: str, here: str) -> str:
     return f"it was made for another {name}: only there {there_only[:200]}, only here {here_only[:200]}"
 
 
-__all__ = ["FACTS", "Facts", "Key", "Subject", "choose_artifact", "driver_version", "isa", "package_version"]
+__all__ = [
+    "FACTS",
+    "Facts",
+    "Key",
+    "Subject",
+    "check_size",
+    "choose_artifact",
+    "driver_version",
+    "isa",
+    "package_version",
+]

@@ -9,19 +9,21 @@ class Kind(NamedTuple):
     """One kind of artifact.
 
     ``facts`` are the names of the facts in its key (see ``key.FACTS``). If anything else changes, it stays valid.
-    ``code`` says whether it contains code that is run. ``registry.EngineKind`` says which engines make and use it.
+    ``code`` says whether it contains code that is run. One of more than ``most_bytes`` is not read.
+    ``registry.EngineKind`` says which engines make and use it.
     """
 
     name: str
     facts: tuple[str, ...]
     code: bool = False
+    most_bytes: int = 64 << 30
 
 
 COMPUTED_FACTS = ("shape", "engine", "torch", "isa", "gpu", "dtype", "max_model_len")
 
-WEIGHT_INDEX = Kind("weight-index", ("layout",))
-KV_PLAN = Kind("kv-plan", (*COMPUTED_FACTS, "max_batched_tokens"))
-STAGE_TIMES = Kind("stage-times", ("shape", "engine", "torch", "isa", "gpu", "dtype"))
+WEIGHT_INDEX = Kind("weight-index", ("layout",), most_bytes=64 << 20)
+KV_PLAN = Kind("kv-plan", (*COMPUTED_FACTS, "max_batched_tokens"), most_bytes=1 << 20)
+STAGE_TIMES = Kind("stage-times", ("shape", "engine", "torch", "isa", "gpu", "dtype"), most_bytes=1 << 20)
 CUDA_GRAPHS = Kind("cuda-graphs", (*COMPUTED_FACTS, "driver"), code=True)
 
 KINDS = {kind.name: kind for kind in (WEIGHT_INDEX, KV_PLAN, STAGE_TIMES, CUDA_GRAPHS)}

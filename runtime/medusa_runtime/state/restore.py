@@ -124,10 +124,12 @@ class BundleRestorer:
         """Return a recorded index. It may come from any artifact, because the reader verifies it."""
         manifest = self._wait()
         for artifact in manifest.of_kind(WEIGHT_INDEX.name) if manifest and self._bundle else ():
+            from .key import check_size
             from .weight_index import RecordedIndex
 
             assert self._bundle is not None
             try:
+                check_size(artifact, WEIGHT_INDEX)
                 known = RecordedIndex.from_bytes(self._bundle.read(artifact)).archive(name)
             except Exception:  # noqa: BLE001
                 continue  # ``restore`` reports the error

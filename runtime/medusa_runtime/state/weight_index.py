@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..bounded_json import parse_json
 from ..checkpoint.archive import directory_start
 from ..checkpoint.checksums import ALGORITHMS, Checksums, checksum_function
 from ..checkpoint.index import Shard, WeightIndex
@@ -79,7 +80,7 @@ class RecordedIndex:
     def from_bytes(cls, data: bytes) -> RecordedIndex:
         """Parse an index. Raises StateError for any other content, and for tensors that cannot be where it says."""
         try:
-            document = json.loads(_decompressed(data))
+            document = parse_json(_decompressed(data))
             checksums = {}
             for name, text in document["checksums"].items():
                 checksums[name] = array("Q", base64.b64decode(text))

@@ -17,6 +17,11 @@ def resident_mb(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6
 
 
+def peak_mb(pid: int) -> float:
+    found = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(found.split()[1]) / 1e3
+
+
 def send(gateway: GatewayProcess, head: bytes) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", gateway.port), timeout=30)
     connection.sendall(head)
@@ -50,6 +55,14 @@ def test_lengths_that_are_only_announced_take_no_room_from_others(start_gateway:
         for _ in range(40):
             stack.enter_context(send(gateway, head))
         assert gateway.exchange("POST", "/v1/completions", {"model": "none", "prompt": "a" * 20_000_000})[0] == 404
+
+
+def test_a_body_of_too_many_values_is_not_parsed(start_gateway: Start) -> None:
+    gateway = start_gateway()
+    body = b'{"model":"none","prompt":[' + b"[]," * 4_000_000 + b"[]]}"
+    status, answer = gateway.exchange("POST", "/v1/completions", body)[:2]
+    assert status == 413, answer
+    assert peak_mb(gateway.process.pid) < 300
 
 
 def test_tokens_of_any_bytes_are_refused_without_a_word_in_the_log(start_gateway: Start, tmp_path: Path) -> None:

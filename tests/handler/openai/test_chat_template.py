@@ -111,9 +111,17 @@ def test_a_last_message_is_continued() -> None:
 def test_arguments_of_a_call_that_cannot_be_parsed_stay_text() -> None:
     text = "{% for m in messages %}{{ m.tool_calls[0].function.arguments }}{% endfor %}"
     template = ChatTemplate(lambda name: text.encode() if name == "chat_template.jinja" else None)
-    for arguments in ("no JSON", "[" * 100_000):
+    for arguments in ("no JSON", "[" * 100_000, "[" + "[]," * 200_000 + "[]]"):
         calls = [{"function": {"name": "a", "arguments": arguments}}]
         assert template.render([{"role": "assistant", "content": "", "tool_calls": calls}], {}) == arguments
+
+
+def test_arguments_of_many_calls_are_not_all_parsed() -> None:
+    text = "{% for c in messages[0].tool_calls %}{{ c.function.arguments is string }} {% endfor %}"
+    template = ChatTemplate(lambda name: text.encode() if name == "chat_template.jinja" else None)
+    calls = [{"function": {"name": "a", "arguments": "[" + "[]," * 40_000 + "[]]"}} for _ in range(4)]
+    found = template.render([{"role": "assistant", "content": "", "tool_calls": calls}], {})
+    assert found.split() == ["False", "False", "True", "True"]
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,20 @@ def takes(served: Any, body: bytes) -> bool:
     return False
 
 
+def test_what_is_parsed_from_a_body_counts_as_its_memory(serve: Serve) -> None:
+    served = serve(handler="function/handler.py:anything", body_memory_mb=24, max_body_mb=20)
+    served.wait_ready()
+    text = json.dumps({"text": "[], " * 500_000}).encode()
+    for body, status in ((b"[" + b"[]," * 300_000 + b"[]]", 413), (text, 200), (b"not " + b"[]," * 300_000, 200)):
+        found, answer, _ = served.request("POST", "/", body)
+        assert found == status, answer
+    worker = worker_of(served)
+    before = resident_mb(worker)
+    status, answer, _ = served.request("POST", "/", b"\n[" + b"[]," * 6_000_000 + b"[]]")
+    assert (status, resident_mb(worker) - before < 150) == (413, True)
+    assert "--body-memory-mb" in str(answer)
+
+
 def test_bodies_that_wait_get_their_turn_or_a_clear_refusal(serve: Serve) -> None:
     served = serve(handler="function/handler.py:anything", body_memory_mb=24, max_body_mb=20)
     served.wait_ready()

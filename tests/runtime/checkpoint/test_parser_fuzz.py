@@ -198,6 +198,7 @@ def test_pickles_that_attack(data: bytes) -> None:
         (b'{"a\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', "the header is no JSON"),
         ('{"a":0}'.encode("utf-16"), "the header is no JSON"),
         (b'{"a":' + b"9" * 5000 + b"}", "the header is no JSON"),
+        (b'{"__metadata__":[' + b"[]," * 2_600_000 + b"[]]}", "expected at most 5,000,000 values"),
         (b'{"a":{"dtype":"' + b"x" * 100_000 + b'","shape":[],"data_offsets":[0,0]}}', "unknown dtype"),
     ],
 )

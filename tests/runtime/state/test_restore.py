@@ -232,6 +232,12 @@ def test_small_and_large_artifacts_reach_the_engine(published: Published, region
     assert (used(stages), left_out(stages)) == ({"compile-cache", "kv-plan"}, {})
 
 
+def test_a_plan_that_would_take_all_memory_is_not_read(published: Published, region: Region) -> None:
+    published.publish((KV_PLAN, bytes(2 * MIB)))
+    assert "expected at most 1,048,576" in left_out(fill(region, published.url))[KV_PLAN.name]
+    check(region)
+
+
 def test_what_is_for_another_engine_is_passed_over_in_silence(published: Published, region: Region) -> None:
     published.publish((KV_PLAN, b"small"), engine="torch 1.0")
     stages = fill(region, published.url)
