@@ -167,6 +167,7 @@ class Progress(NamedTuple):
     total_bytes: int = 1000
     mb_per_s: float = 12.5
     eta_s: float = 3.0
+    retries: int = 0
     error: str | None = None
 
 
