@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 
+from medusa_runtime.process import hang_up
 from medusa_runtime.prometheus import Histogram, gauge
 
 logger = logging.getLogger(__name__)
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_MOST_CONNECTIONS = 16  # each has a thread; one more ends the oldest
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
@@ -65,10 +69,33 @@ def serve(page: Callable[[], str], host: str, port: int) -> None:
 
         def log_message(self, *_: object) -> None: ...
 
+    class Server(ThreadingHTTPServer):
+        """A server for everyone who reaches the port, so that nobody can hold more than a few threads."""
+
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+            self._open: dict[socket.socket, None] = {}  # the oldest first
+            super().__init__((host, port), Handler)
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            with self._lock:
+                if len(self._open) >= _MOST_CONNECTIONS:
+                    hang_up(oldest := next(iter(self._open)))
+                    del self._open[oldest]
+                self._open[request] = None
+            super().process_request(request, client_address)
+
+        def shutdown_request(self, request: Any) -> None:
+            with self._lock:
+                self._open.pop(request, None)
+            super().shutdown_request(request)
+
+        def handle_error(self, *_: object) -> None: ...  # of a client that left, whose traceback could fill the log
+
     if not port:
         return
     try:
-        server = ThreadingHTTPServer((host, port), Handler)
+        server = Server()
     except OSError as error:
         logger.warning("no metrics on port %d: %s", port, error.strerror)
         return

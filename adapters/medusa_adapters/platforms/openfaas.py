@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -91,7 +92,8 @@ def _touch(lock: Path) -> None:
     with contextlib.suppress(FileExistsError):
         lock.parent.mkdir(parents=True, exist_ok=True)
     try:
-        lock.write_bytes(b"")
+        # Any user may have put a link or a pipe there.
+        os.close(os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644))
     except OSError as error:
         logger.warning("cannot write %s (%s); suppress_lock=true spares it", lock, error.strerror)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from medusa_adapters.platforms import duration, openfaas
 from medusa_runtime.errors import ConfigError
+from process_tree import descendants
 
 Launch = Callable[..., Any]
 LOCK = Path("/tmp/.lock")
@@ -162,6 +164,31 @@ def test_the_functions_own_ready_path(launch: Launch) -> None:
     assert own.request("GET", "/_/ready").status == 503
     (own.folder / "go").touch()
     assert own.request("GET", "/_/ready").status == 200
+
+
+def test_connections_to_the_metrics_port_hold_few_threads(launch: Launch) -> None:
+    port = free_port()
+    function = launch(handler="openfaas/handler.py", OPENFAAS_NAME="f", metrics_port=str(port), suppress_lock="1")
+    function.request("POST", "/", b"x")  # the port is there with the first call
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)).sendall(b"GET ")
+        page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read()
+        assert b"http_requests_total" in page
+        threads = [len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in descendants(function.process.pid)]
+        assert max(threads) < 60
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_others_put_in_place_of_the_lock_is_left_alone(tmp_path: Path, kind: str) -> None:
+    lock, other = tmp_path / ".lock", tmp_path / "other"
+    other.write_text("mine")
+    if kind == "link":
+        lock.symlink_to(other)
+    else:
+        os.mkfifo(lock)
+    openfaas._touch(lock)
+    assert other.read_text() == "mine"
 
 
 def test_a_metrics_port_that_is_taken_costs_only_the_metrics(launch: Launch) -> None:
