@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -53,6 +54,17 @@ def test_tokens_of_a_file_are_rotated_without_a_restart(serve: Serve, tmp_path: 
     time.sleep(1.2)
     assert status("new") == 200
     assert "new" not in served.output().replace("newer", "")
+
+
+def test_strangers_without_a_token_leave_no_word_in_the_log(serve: Serve) -> None:
+    served = serve(token="secret")
+    served.wait_ready()
+    before = served.output()
+    for method in ("GET", "HEAD", "POST", "OPTIONS"):
+        with contextlib.closing(served.connect()) as connection:
+            connection.request(method, "/v1/models")
+            assert connection.getresponse().status == 401
+    assert served.output() == before
 
 
 @pytest.mark.parametrize("text", [None, "", "# none\n", "two words\n", "naïve\n"])

@@ -75,18 +75,18 @@ class WsgiGateway:
         probe = self._service.probes.answer(environ["PATH_INFO"])
         if probe is not None and environ["REQUEST_METHOD"] in ("GET", "HEAD"):
             if isinstance(probe, ProbeResponse):
-                answer = _json(start_response, "200 OK" if probe.good else "503 Service Unavailable", probe.status)
-                return [] if environ["REQUEST_METHOD"] == "HEAD" else answer
+                status = "200 OK" if probe.good else "503 Service Unavailable"
+                return _json(environ, start_response, status, probe.status)
             environ["PATH_INFO"] = probe  # the platform asks the function itself
         elif self._tokens.required and not self._tokens.accept(environ.get("HTTP_AUTHORIZATION", "")):
-            return _json(start_response, "401 Unauthorized", _TOKEN_REQUIRED, ("WWW-Authenticate", "Bearer"))
+            return _json(environ, start_response, "401 Unauthorized", _TOKEN_REQUIRED, ("WWW-Authenticate", "Bearer"))
         elif probe is not None:
-            return _json(start_response, "405 Method Not Allowed", _PROBE_IS_READ_ONLY, ("Allow", "GET, HEAD"))
+            return _json(environ, start_response, "405 Method Not Allowed", _PROBE_IS_READ_ONLY, ("Allow", "GET, HEAD"))
         environ[ARRIVAL] = next(self._arrivals)
         if self._app is None and environ["PATH_INFO"] not in _REPORTS:
             # Each of these holds a thread until the app is there. Above the cap, they would take the probes' threads.
             if not self._room.acquire(blocking=False):
-                return self._refuse(start_response)
+                return self._refuse(environ, start_response)
             try:
                 self.app()
             finally:
@@ -100,20 +100,22 @@ class WsgiGateway:
                 self._app = self._build()
             return self._app
 
-    def _refuse(self, start_response: StartResponse) -> Iterable[bytes]:
+    def _refuse(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         service = self._service
         service.admission.refused += 1
         why = f"it is still starting, and {self._cap} requests wait for it already, as many as may"
         error = not_ready(why, service.model.eta_s())
         body = error.body() if service.settings.handler is None else {"error": error.message}
-        return _json(start_response, "503 Service Unavailable", body, *error.headers.items())
+        return _json(environ, start_response, "503 Service Unavailable", body, *error.headers.items())
 
 
 def _is_chunked(environ: WSGIEnvironment) -> bool:
     return bool(environ.get("HTTP_TRANSFER_ENCODING"))
 
 
-def _json(start_response: StartResponse, status: str, value: Any, *headers: tuple[str, str]) -> Iterable[bytes]:
+def _json(
+    environ: WSGIEnvironment, start_response: StartResponse, status: str, value: Any, *headers: tuple[str, str]
+) -> Iterable[bytes]:
     body = json.dumps(value).encode() + b"\n"
     start_response(
         status,
@@ -124,4 +126,4 @@ def _json(start_response: StartResponse, status: str, value: Any, *headers: tupl
             *headers,
         ],
     )
-    return [body]
+    return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]  # gunicorn would drop it, and log a warning
