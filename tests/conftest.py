@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import fake_nvml as fake_nvml_library
 import medusa_cluster  # noqa: F401  makes --engine cluster known
 import medusa_vllm  # noqa: F401  makes --engine vllm known
 import pytest
@@ -211,3 +212,9 @@ def start_node_module(request: pytest.FixtureRequest) -> Iterator[Callable[..., 
     """Start nodes that all tests of a file share."""
     with nodes(request) as start:
         yield start
+
+
+@pytest.fixture(scope="session")
+def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Path of a fake libnvidia-ml.so.1."""
+    return fake_nvml_library.build(tmp_path_factory.mktemp("nvml"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from medusa_runtime.config import OPTIONS, Settings, parse_option
 from medusa_runtime.errors import ConfigError
@@ -13,12 +13,17 @@ from medusa_runtime.registry import engine_kind, imported
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MOST_INSTANCES = 10_000
+_LEAST_TOKENS = 2048  # of keys and values that an instance should have room for, if no length is asked for
+
+Device = Literal["auto", "cpu", "cuda"]
+DEVICES: tuple[Device, ...] = ("auto", "cpu", "cuda")
 # Settings of `medusa serve` that the node server chooses, so a deployment cannot.
 _OURS = ("model", "engine", "host", "port", "node_socket", "node_user", "served_model_name", "token", "platform")
 
 
 # The engine of a deployment → the engine of its workers, when a group of them shares the model.
 GROUP_ENGINES = {"torch": "group", "vllm": "vllm-group"}
+GPU_GROUP_ENGINES = ("torch",)  # whose workers can compute on GPUs
 _OF_WHOLE_MODELS = ("lora_modules", "allow_lora")  # settings that only an instance with the whole model supports
 
 
@@ -90,6 +95,23 @@ class Deployment:
         if self.live_scaling and not (self.engine == "torch" and self.may_be_shared()):
             found = f"the engine {self.engine}" + (" and adapters" if self.adapters() else "")
             raise ConfigError(f"live_scaling: expected the engine torch without adapters, found {found}")
+
+    @property
+    def device(self) -> Device:
+        """What the instances compute on."""
+        given = self.settings.get("device")
+        return "cpu" if given == "cpu" else "cuda" if given == "cuda" else "auto"
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs an instance shares its layers among, where it uses any."""
+        return int(self.settings.get("tensor_parallel", 1)) if self.engine == "vllm" else 1
+
+    def kv_bytes(self, token_bytes: int) -> int:
+        """Return the least keys and values that an instance should have room for, by those of a token."""
+        if "kv_cache_mb" in self.settings:
+            return int(self.settings["kv_cache_mb"]) << 20
+        return int(self.settings.get("max_model_len", _LEAST_TOKENS)) * token_bytes
 
     def adapters(self) -> dict[str, str]:
         """Return the URLs of the deployment's LoRA adapters, by the names under which requests ask for them."""

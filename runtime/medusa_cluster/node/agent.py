@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from medusa_runtime.errors import MedusaError, NodeError
 from medusa_runtime.node.client import NodeClient
 
+from .gpus import gpu_environment
 from .processes.child import Child, RestartingChild
 from .settings import NodeServerSettings
 
@@ -67,7 +68,8 @@ class Agent:
         if settings.prewarm:
             command += ["--prewarm", settings.prewarm]
         environment = {name: value for name, value in os.environ.items() if name != "MEDUSA_NODE_SOCKET"}
-        return Child(command, environment | {"PYTHONUNBUFFERED": "1"}, settings.log_folder / "agent.log")
+        environment |= gpu_environment(settings.gpus) | {"PYTHONUNBUFFERED": "1"}
+        return Child(command, environment, settings.log_folder / "agent.log")
 
     async def _on_end(self, child: Child) -> None:
         last = child.last_lines[-1] if child.last_lines else "it said nothing"

@@ -1,8 +1,10 @@
-"""The description of a model before it is fetched: its bytes by layer, and recorded stage times."""
+"""The description of a model before it is fetched: its bytes by layer and token, and recorded stage times."""
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from medusa_runtime.checkpoint.reader import open_checkpoint
@@ -21,8 +23,9 @@ logger = logging.getLogger(__name__)
 def describe(url: str) -> dict[str, Any]:
     """Describe a model by its checkpoint's index and state bundle. Blocks. Raises the store's errors.
 
-    Returns ``total_bytes``; the bytes of ``entry``, of each of ``layers``, and of ``exit`` (see ``ModelBytes``); and
-    ``times``, the stage times as JSON. ``layers`` is empty if the model cannot be split, and ``times`` is None if none
+    Returns ``total_bytes``; the bytes of ``entry``, of each of ``layers``, and of ``exit`` (see ``ModelBytes``);
+    ``kv_bytes_per_token``, of keys and values in 16 bits; and ``times``, the stage times as JSON. ``layers`` is empty
+    if the model cannot be split, ``kv_bytes_per_token`` 0 if config.json does not say it, and ``times`` None if none
     were recorded.
     """
     checkpoint = open_checkpoint(url)
@@ -37,10 +40,24 @@ def describe(url: str) -> dict[str, Any]:
             "entry": parts.entry,
             "layers": list(parts.layers),
             "exit": parts.exit,
+            "kv_bytes_per_token": kv_bytes_per_token(checkpoint.files.get("config.json", b"")),
             "times": None if times is None else times.to_bytes().decode(),
         }
     finally:
         checkpoint.store.close()
+
+
+def kv_bytes_per_token(config: bytes) -> int:
+    """Return the bytes of one token's keys and values in 16 bits, by a config.json; 0 if it does not say them."""
+    try:
+        raw = json.loads(config)
+        found: Mapping[str, Any] = raw.get("text_config", raw)
+        heads = int(found["num_attention_heads"])
+        kv_heads = int(found.get("num_key_value_heads") or heads)
+        head_dim = int(found.get("head_dim") or int(found["hidden_size"]) // heads)
+        return max(int(found["num_hidden_layers"]) * 2 * kv_heads * head_dim * 2, 0)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
+        return 0
 
 
 def _times(store: Store) -> StageTimes | None:

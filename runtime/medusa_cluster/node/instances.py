@@ -18,6 +18,7 @@ from typing import Any
 from medusa_runtime.errors import ConfigError, InstanceError
 
 from ..deployment import GROUP_ENGINES, Deployment
+from .gpus import GpuLoan, Gpus, gpu_environment
 from .group_worker import GroupWorker
 from .processes.child import Child
 from .settings import NodeServerSettings
@@ -54,6 +55,7 @@ class RunningInstance:
     version: str = ""  # the model's: the one that the agent had at the start, or else the first that it got later
     failure: str | None = None
     worker: GroupWorker | None = None
+    gpus: GpuLoan | None = None
     start: dict[str, float] | None = None  # how long the start took; see timeline_reader.py
     group_state: str = "serving"  # a leader's becomes consolidated or alone, a helper's released
 
@@ -71,6 +73,7 @@ class Instances:
 
     def __init__(self, settings: NodeServerSettings) -> None:
         self._settings = settings
+        self.gpus = Gpus(settings.gpus, settings.gpu_bytes_per_s)
         self._instances: dict[str, RunningInstance] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed_logs: deque[Path] = deque()  # of instances that ended by themselves, the oldest first
@@ -123,13 +126,14 @@ class Instances:
                     instance.set_state("ready")
 
         try:
+            instance.gpus = self.gpus.lend(instance_id, deployment)
             instance.child = Child(
                 self._command(deployment, worker),
                 self._environment(instance),
                 self._log(instance),
                 on_line,
             )
-        except (OSError, ValueError, ConfigError) as error:
+        except (OSError, ValueError, ConfigError, InstanceError) as error:
             self._failed(instance, f"{instance_id} could not start on the node {self._settings.name}: {error}")
         else:
             task = asyncio.create_task(self._follow(instance, instance.child))
@@ -156,6 +160,8 @@ class Instances:
                 "MEDUSA_TOKEN": instance.secret,
                 "PYTHONUNBUFFERED": "1",
             }
+            | gpu_environment(self._settings.gpus)
+            | (instance.gpus.environment if instance.gpus is not None else {})
             | ({} if instance.worker is None else instance.worker.environment(self._group_file(instance)))
         )
 
@@ -185,6 +191,7 @@ class Instances:
 
     async def _follow(self, instance: RunningInstance, child: Child) -> None:
         await child.wait()
+        self.gpus.take_back(instance.gpus)
         self._group_file(instance).unlink(missing_ok=True)
         if instance.state == "draining":
             self._instances.pop(instance.id, None)
@@ -198,6 +205,7 @@ class Instances:
 
     def _failed(self, instance: RunningInstance, failure: str) -> None:
         logger.error("%s", failure)
+        self.gpus.take_back(instance.gpus)
         instance.failure = failure
         instance.set_state("failed")
         self._keep_log(self._log(instance))
@@ -228,6 +236,7 @@ class Instances:
                     return False
             instance.ending = True
             await instance.child.end(0.0 if instance.running else _KILLED_AFTER_S)
+            self.gpus.take_back(instance.gpus)
         else:
             while instance.child.status is None:
                 await asyncio.sleep(_POLL_S)

@@ -94,8 +94,8 @@ class Operations:
             "ingress_bytes_per_s": sum(model["bytes_per_s"] for model in models),
             "memory_bytes": agent.get("budget_bytes", 0),
             "memory_used_bytes": agent.get("used_bytes", 0),
-            "devices": settings.devices,
             "device_kind": settings.device_kind,
+            **self._instances.gpus.status(),
             "pace_bytes_per_s": self._pacer.bytes_per_s,
             "agent": {
                 "away": agent.get("away", False),

@@ -122,6 +122,7 @@ class NodeServer:
         if settings.head_url is not None:
             joined = await self._controller.ask_head(settings.head_url, "join", {"name": settings.name})
             self._ray_address = str(joined["ray"])
+        self._instances.gpus.begin()
         await self._http_server.start()
         await self._control.start()
         self._agent.begin()
@@ -220,6 +221,7 @@ class NodeServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         drain = asyncio.create_task(self._instances.end(_DRAIN_S), name="drain")
         await asyncio.gather(drain, return_exceptions=True)
+        self._instances.gpus.close()
         await self._http_server.close()
         self._regions.close()
         await self._control.close()

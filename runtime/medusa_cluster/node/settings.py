@@ -38,8 +38,9 @@ class NodeServerSettings:
 
     ``head_url`` is the head's node server, or None on the head itself. ``ray_port`` is the first of ``RAY_PORTS`` ports
     for Ray's processes; on the head it is the one that other nodes connect to. ``prewarm`` and ``memory_budget`` are
-    options of ``medusa node``. ``leaf`` is the switch that the node hangs on, ``devices`` its number of GPUs, and
-    ``device_kind`` the operator's word for what it computes on.
+    options of ``medusa node``. ``leaf`` is the switch that the node hangs on, ``gpus`` the names of its GPUs, with
+    ``gpu_bytes_per_s`` from the host's memory to each (None: as the driver says), and ``device_kind`` the operator's
+    word for what it computes on.
     """
 
     name: str
@@ -55,7 +56,8 @@ class NodeServerSettings:
     autoscaling_config: Path | None = None  # the file of Ray's autoscaler, if the head is to run it
     least_nodes: int | None = None  # how many nodes an autoscaler has to leave; None: there is no autoscaler
     leaf: str = ""
-    devices: int = 0
+    gpus: tuple[str, ...] = ()
+    gpu_bytes_per_s: float | None = None
     device_kind: str = ""
     tls: TlsFiles | None = None
     log_level: str = "info"

@@ -81,7 +81,8 @@ class Attachment:
             return False
         try:
             descriptors = (listener.fileno(), timeline.fd, reports.write_fd, theirs.fileno())
-            pid = self._client.engine(self._settings.engine, settings_to_body(self._settings), descriptors)
+            settings, gpus = settings_to_body(self._settings), os.environ.get("CUDA_VISIBLE_DEVICES")
+            pid = self._client.engine(self._settings.engine, settings, descriptors, gpus)
         except (MedusaError, OSError) as error:
             mine.close()
             self._report(error)

@@ -117,9 +117,13 @@ class NodeClient:
             raise NodeError(f"the node agent answered {answer.kind!r}; expected a region")
         return Region(answer.descriptors[0], demand_fd=answer.descriptors[1], from_agent=True)
 
-    def engine(self, kind: str, settings: dict[str, Any], descriptors: Sequence[int]) -> int:
-        """Let an idle engine process serve this function, and return its pid. Raises NodeError if none is idle."""
-        return int(self._request("engine", {"kind": kind, "settings": settings}, descriptors).body["pid"])
+    def engine(self, kind: str, settings: dict[str, Any], descriptors: Sequence[int], gpus: str | None = None) -> int:
+        """Let an idle engine process serve this function, and return its pid. Raises NodeError if none is idle.
+
+        ``gpus``: the process gets this CUDA_VISIBLE_DEVICES; None: the agent's.
+        """
+        body = {"kind": kind, "settings": settings} | ({} if gpus is None else {"gpus": gpus})
+        return int(self._request("engine", body, descriptors).body["pid"])
 
     def return_region(self, url: str, region_fd: int) -> None:
         """Bring an agent a region that an earlier agent made. Raises NodeError if it does not accept it."""

@@ -186,8 +186,11 @@ class Session:
             raise NodeError(f"settings: expected an object, found {str(settings)[:40]!r}")
         kind = text_field(message.body, "kind")
         check_engine(kind, settings)
+        gpus = message.body.get("gpus")
+        if gpus is not None and (not isinstance(gpus, str) or "\0" in gpus):
+            raise NodeError(f"gpus: expected the text of CUDA_VISIBLE_DEVICES, found {str(gpus)[:40]!r}")
         if not self.caller.trusted:
-            check_rights(settings)
+            check_rights(settings, gpus)
         check_descriptors(message.descriptors)
         if entry.folder is not None and entry.folder.identity is not None and not entry.files:
             raise NodeRefusedError(f"{entry.key}: expected fewer shards for an engine process of the node agent's")
@@ -202,6 +205,7 @@ class Session:
                 [*mine, *message.descriptors, *entry.files],
                 bundle_model=bundle_model,
                 trust=trust,
+                gpus=gpus,
                 on_end=partial(self._engine_ended, charged_bytes),
                 account=self.caller.account,
                 pause_s=0.0 if self.caller.trusted else self._services.settings.per_caller.pause_s,

@@ -60,6 +60,7 @@ def test_an_engine_process_does_for_others_nothing_but_compute(start_node: Start
         {"engine": "cluster", "cluster": "http://127.0.0.1:1", "cluster_token_file": "/etc/hostname"},
         {"cluster_token_file": "/etc/hostname"},
         {"api_key_file": "/etc/hostname"},
+        {},  # on a GPU of its choice
     )
 
     def attack() -> str:
@@ -70,7 +71,7 @@ def test_an_engine_process_does_for_others_nothing_but_compute(start_node: Start
         found = []
         for each in settings:
             try:
-                client.engine("torch", {"model": url, "state": "none", **each}, given)
+                client.engine("torch", {"model": url, "state": "none", **each}, given, None if each else "1")
                 found.append("taken")
             except NodeError as error:
                 found.append(str(error))

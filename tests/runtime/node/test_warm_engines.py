@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from medusa_runtime.config import Settings
 from medusa_runtime.errors import NodeError, NodeRefusedError
 from medusa_runtime.node.engines import handover
 from medusa_runtime.node.engines.handover import settings_from_body, settings_to_body
+from medusa_runtime.node.engines.pool import EnginePool
+from medusa_runtime.node.event_loop import EventLoop
 from medusa_runtime.node.messages import LARGEST_BYTES, channel_pair
 from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline
@@ -121,6 +124,45 @@ def test_settings_too_long_to_pass_on_cost_no_engine(start_node: Start, put_mode
         client.engine("torch", {"model": "m" * (LARGEST_BYTES - around)}, given[0])
     assert node.status()["engines"]["torch"]["pids"] == idle
     assert client.engine("torch", {"unheard_of": 1}, given[0]) == idle[0]
+
+
+# Writes which GPUs a process sees when it chooses its device.
+WATCH = """
+import os
+from medusa_runtime.device import choice
+
+def choose(asked, environ):
+    with open(os.environ["SEEN"], "a") as file:
+        print(environ.get("CUDA_VISIBLE_DEVICES"), file=file)
+    return "cpu"
+
+choice.choose = choose
+"""
+
+
+def test_an_engine_computes_on_the_gpu_of_the_function_that_takes_it(
+    start_node: Start, put_model: Put, given: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WATCH)
+    seen = tmp_path / "seen"
+    node = start_node("--prewarm", "torch=1", wrapper=("env", f"PYTHONPATH={tmp_path}", f"SEEN={seen}"))
+    node.wait_warm()
+    client = node.client()
+    client.region(put_model("m")).close()
+    with pytest.raises(NodeError, match="gpus: expected the text of CUDA_VISIBLE_DEVICES, found '7'"):
+        client.engine("torch", {}, given[0], 7)  # type: ignore[arg-type]
+    client.engine("torch", {"state": "none"}, given[0], "GPU-7")
+    node.until(lambda: seen.read_text().split() == ["None", "GPU-7"])
+
+
+def test_an_engine_with_a_context_on_a_gpu_is_not_taken_for_another_gpu() -> None:
+    pool = EnginePool(
+        {"torch": 1}, gpu_context=True, timeline=Timeline.create("t"), reports=ReportPipe(), loop=EventLoop()
+    )
+    with pytest.raises(NodeRefusedError, match="perhaps not on 'GPU-7'"):
+        pool.take("torch", {}, [], gpus="GPU-7")
+    with pytest.raises(NodeError, match="no idle torch engine process is warm"):
+        pool.take("torch", {}, [])
 
 
 def test_of_each_setting_somebody_has_decided_whether_other_users_may_set_it() -> None:

@@ -51,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-kind", default="", metavar="NAME", help="what this node computes on, such as h100, for deployments"
     )
+    parser.add_argument(
+        "--device-link", metavar="RATE", help="from the host's memory to each GPU, such as 50GB; default: its driver's"
+    )
     parser.add_argument("--memory-budget", metavar="SIZE", help="memory for all models, e.g. 16GB; as for medusa node")
     parser.add_argument("--prewarm", metavar="LIST", help="idle engine processes to keep (default: torch=1)")
     for name, text in (("cert", "this node's certificate"), ("key", "its key"), ("ca", "who signed all nodes' own")):
@@ -81,7 +84,9 @@ def require_extra(packages: Sequence[str] = _NEEDED) -> None:
 
 
 def _settings(arguments: argparse.Namespace) -> NodeServerSettings:
+    from medusa_cluster.lab.link_speed import LinkSpeed
     from medusa_cluster.node import settings as node
+    from medusa_cluster.node.gpus import visible_gpus
 
     folder = node.check_folder((arguments.dir or node.default_folder()).absolute())
     head = None if arguments.head else head_address(arguments.address)
@@ -99,7 +104,8 @@ def _settings(arguments: argparse.Namespace) -> NodeServerSettings:
         autoscaling_config=_autoscaling_config(arguments),
         least_nodes=_least_nodes(arguments),
         leaf=arguments.leaf,
-        devices=_devices(),
+        gpus=visible_gpus(os.environ),
+        gpu_bytes_per_s=None if arguments.device_link is None else LinkSpeed.parse(arguments.device_link).bytes_per_s,
         device_kind=node.check_device_kind(arguments.device_kind),
         memory_budget=arguments.memory_budget,
         prewarm=arguments.prewarm or "torch=1",
@@ -201,11 +207,3 @@ def _device_rate(host: str) -> float | None:
             except (OSError, ValueError):
                 continue
     return None
-
-
-def _devices() -> int:
-    """Return how many NVIDIA GPUs the driver shows."""
-    try:
-        return len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
-    except OSError:
-        return 0

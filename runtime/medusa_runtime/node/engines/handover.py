@@ -47,18 +47,21 @@ def check_engine(kind: str, settings: Mapping[str, Any]) -> None:
         raise NodeError(f"engine: expected {kind[:40]!r}, which was asked for, found {str(found)[:40]!r}")
 
 
-def check_rights(settings: Mapping[str, Any]) -> None:
-    """Raise NodeRefusedError if another user's settings have an engine process do more than compute.
+def check_rights(settings: Mapping[str, Any], gpus: str | None) -> None:
+    """Raise NodeRefusedError if another user has an engine process do more than compute on the agent's GPUs.
 
     It has the agent's rights: a flag of vLLM, for example, may name a file of code.
     """
     defaults = Settings()
+    sources = [] if gpus is None else ["CUDA_VISIBLE_DEVICES"]
     for name in sorted(WITH_AGENTS_RIGHTS):
         if settings.get(name, default := getattr(defaults, name)) != default:
-            raise NodeRefusedError(
-                f"--{name.replace('_', '-')}: an engine process of the node agent's has its user's rights, and takes "
-                "this from that user alone; the function has to start an engine of its own"
-            )
+            sources.append(f"--{name.replace('_', '-')}")
+    if sources:
+        raise NodeRefusedError(
+            f"{sources[0]}: an engine process of the node agent's has its user's rights, and takes this from that user "
+            "alone; the function has to start an engine of its own"
+        )
 
 
 def check_descriptors(descriptors: list[int]) -> None:

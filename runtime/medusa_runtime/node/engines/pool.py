@@ -136,6 +136,7 @@ class EnginePool:
         *,
         bundle_model: str | None = None,
         trust: Sequence[str | None] = (None, None),
+        gpus: str | None = None,
         on_end: Callable[[], None] | None = None,
         account: str = "",
         pause_s: float = 0.0,
@@ -143,10 +144,16 @@ class EnginePool:
         """Give an idle process to a function and return its pid. Raises NodeError if none is idle.
 
         ``bundle_model`` is the model whose state bundle the process may use. ``trust`` says from which prefixes, and
-        signed with which keys, it may run code. ``on_end`` is called when the process has ended. If other accounts than
-        ``account`` have asked for processes of this kind, the last idle one is refused for ``pause_s`` after this
-        account has taken one, or it could take each as soon as it is warm.
+        signed with which keys, it may run code. ``gpus`` is its CUDA_VISIBLE_DEVICES; None: the agent's. ``on_end`` is
+        called when the process has ended. If other accounts than ``account`` have asked for processes of this kind, the
+        last idle one is refused for ``pause_s`` after this account has taken one, or it could take each as soon as it
+        is warm.
         """
+        if self._gpu_context and gpus is not None and gpus != os.environ.get("CUDA_VISIBLE_DEVICES"):
+            raise NodeRefusedError(
+                f"the idle engine processes have a context on a GPU already (--gpu-context yes), perhaps not on "
+                f"{gpus[:100]!r} of CUDA_VISIBLE_DEVICES; the function has to start an engine of its own"
+            )
         kind = self._kinds.get(name)
         if kind is None and name in engine_names():
             kind = self._kinds.get(engine_kind(name).warmed_as)
@@ -166,7 +173,7 @@ class EnginePool:
                 send(
                     idle.channel,
                     "take",
-                    {"settings": settings, "bundle_model": bundle_model, "trust": trust},
+                    {"settings": settings, "bundle_model": bundle_model, "trust": trust, "gpus": gpus},
                     descriptors,
                 )
             except ConnectionError:

@@ -95,6 +95,8 @@ def _serve(engine_class: EngineClass, kind: str, message: Message) -> int:
     lease = socket.socket(fileno=descriptors["lease"])
     threading.Thread(target=_end_with, args=(lease,), name="lease", daemon=True).start()
     settings = settings_from_body(message.body["settings"])
+    if (gpus := message.body["gpus"]) is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # in time, because CUDA has not been initialized here
     settings = replace(settings, device=choose(settings.device, os.environ))
     timeline = Timeline(descriptors["timeline"], "engine")
     timeline.mark("specialise", pid=os.getpid())

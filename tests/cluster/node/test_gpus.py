@@ -1,0 +1,135 @@
+"""A node's GPUs: which there are, what the driver says of them, and which instance has which."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from medusa_cluster.deployment import Deployment
+from medusa_cluster.node.gpus import Gpus, visible_gpus
+from medusa_cluster.node.instances import Instances
+from medusa_cluster.node.settings import NodeServerSettings
+from medusa_runtime.errors import InstanceError
+
+TORCH = Deployment("m", "http://127.0.0.1:1/m")
+TWO = "A10,GPU-aa,24000,9000,4,16\nA10,GPU-bb,24000,23000,4,16"
+
+Watched = Callable[..., Gpus]
+
+
+@pytest.fixture
+def watched(fake_nvml: str) -> Iterator[Watched]:
+    made: list[Gpus] = []
+
+    def watch(*names: str, link_bytes_per_s: float | None = None) -> Gpus:
+        gpus = Gpus(names, link_bytes_per_s, library=fake_nvml)
+        made.append(gpus)
+        gpus.begin()
+        deadline = time.monotonic() + 30
+        while "device_name" not in gpus.status():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return gpus
+
+    yield watch
+    for gpus in made:
+        gpus.close()
+
+
+def test_the_gpus_are_those_on_which_an_engine_would_compute(
+    tmp_path: Path, fake_nvml: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_GPUS", TWO)
+
+    def found(**environ: str) -> tuple[str, ...]:
+        return visible_gpus(environ, root=tmp_path, torch=tmp_path, library=fake_nvml)
+
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()
+    assert found() == (), "torch is not built for CUDA"
+    (tmp_path / "version.py").write_text("cuda = '13.0'\n")
+    assert found() == ("0", "1")
+    assert found(CUDA_VISIBLE_DEVICES="1") == ("1",)
+    assert found(CUDA_VISIBLE_DEVICES="GPU-aa, 1,-1,0") == ("GPU-aa", "1")
+    assert found(CUDA_VISIBLE_DEVICES="") == ()
+    monkeypatch.setenv("FAKE_NVML", "nvmlInit_v2")
+    assert found() == ("0",)
+    for number in range(3):
+        (tmp_path / f"proc/driver/nvidia/gpus/{number}").mkdir(parents=True)
+    assert found() == ("0", "1", "2")
+
+
+def test_a_node_says_what_its_gpus_have(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_GPUS", TWO)
+    gpus = watched("0", "1")
+    found = {"devices": 2, "device_name": "A10", "device_bytes": 24 * 10**9}
+    link = {"load_bytes_per_s": pytest.approx(27.7e9, rel=0.01)}
+    assert gpus.status() == {**found, **link, "device_free_bytes": 9 * 10**9}
+    first = gpus.lend("i", TORCH)
+    assert first.environment == {"CUDA_VISIBLE_DEVICES": "1"}  # which has the most free memory
+    assert gpus.status() == {**found, **link, "device_free_bytes": 9 * 10**9}
+    gpus.lend("j", TORCH)
+    assert gpus.status() == {**found, **link, "device_free_bytes": 0}
+    gpus.take_back(first)
+    assert gpus.status() == {**found, **link, "device_free_bytes": 23 * 10**9}
+    monkeypatch.setenv("FAKE_GPUS", "A10,GPU-aa,24000,1,4,16\nL4,GPU-bb,0,0,4,8")
+    mixed = watched("GPU-b", "GPU-a", link_bytes_per_s=5e9).status()
+    assert mixed == {"devices": 2, "device_name": "A10 and L4", "load_bytes_per_s": 5e9}
+
+
+def test_of_gpus_that_the_driver_does_not_describe_only_the_number_is_said(
+    fake_nvml: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpus = Gpus(("0",), library="/nowhere/libnvidia-ml.so.1")
+    gpus.begin()
+    deadline = time.monotonic() + 30
+    while "the node's GPUs are not seen" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    gpus.close()
+    assert gpus.status() == {"devices": 1}
+    assert gpus.lend("i", TORCH).environment == {}
+
+
+def test_a_gpu_is_lent_to_one_instance_at_a_time() -> None:
+    gpus = Gpus(("0", "1", "2"))
+    assert gpus.lend("c", Deployment("m", "u", settings={"device": "cpu"})).environment == {}
+    shared = gpus.lend("i", Deployment("m", "u", engine="vllm", settings={"tensor_parallel": "2"}))
+    assert shared.environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert gpus.lend("j", TORCH).environment == {"CUDA_VISIBLE_DEVICES": "2"}
+    with pytest.raises(InstanceError, match="expected 1 free GPU, found 0 of 3; the others are lent to i, j"):
+        gpus.lend("k", TORCH)
+    gpus.take_back(shared)
+    gpus.take_back(shared)
+    assert gpus.lend("k", TORCH).environment == {"CUDA_VISIBLE_DEVICES": "0"}
+    with pytest.raises(InstanceError, match="expected 2 free GPUs, found 1 of 3; the others are lent to j, k"):
+        gpus.lend("l", Deployment("m", "u", engine="vllm", settings={"tensor_parallel": "2"}))
+    with pytest.raises(InstanceError, match="expected 2 free GPUs, found 1 of 1"):
+        Gpus(("0",)).lend("l", Deployment("m", "u", engine="vllm", settings={"tensor_parallel": "2"}))
+
+
+def test_an_instance_has_its_gpu_until_its_process_has_ended(tmp_path: Path) -> None:
+    settings = NodeServerSettings("n", tmp_path, "127.0.0.1", tmp_path / "token", gpus=("0", "1"))
+    settings.log_folder.mkdir()
+
+    async def scenario() -> None:
+        instances = Instances(settings)
+        starts = [asyncio.create_task(instances.start(name, TORCH)) for name in "ab"]
+        await asyncio.sleep(0)
+        children = [instance.child for instance in instances.all()]
+        environments = [Path(f"/proc/{child.pid}/environ").read_text().split("\0") for child in children if child]
+        assert ["CUDA_VISIBLE_DEVICES=0" in environments[0], "CUDA_VISIBLE_DEVICES=1" in environments[1]] == [True] * 2
+        assert all("CUDA_DEVICE_ORDER=PCI_BUS_ID" in environment for environment in environments)
+        with pytest.raises(InstanceError, match="c could not start on the node n: expected 1 free GPU, found 0 of 2"):
+            await instances.start("c", TORCH)
+        await instances.stop("a", 0.0)
+        starts.append(asyncio.create_task(instances.start("d", TORCH)))
+        await asyncio.sleep(0)
+        assert instances.get("d").failure is None  # type: ignore[union-attr]
+        await instances.end(0.0)
+        await asyncio.gather(*starts, return_exceptions=True)
+
+    asyncio.run(scenario())

@@ -1,0 +1,51 @@
+/* NVIDIA's management library of a few calls, told by environment variables what to be:
+   FAKE_GPUS  a line for each GPU: name,UUID,MB in all,MB free,generation of PCIe,lanes; 0 MB: not supported
+   FAKE_NVML  the function that fails, with error 999 */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct gpu { char name[64], uuid[64]; unsigned long long total, free; unsigned generation, lanes; };
+static struct gpu found;
+
+static int failing(const char *name)
+{
+    const char *failing = getenv("FAKE_NVML");
+    return failing && !strcmp(failing, name) ? 999 : 0;
+}
+
+/* Read a line into `found`; returns the number of lines if there is no such line. */
+static int read_gpu(int number)
+{
+    const char *line = getenv("FAKE_GPUS");
+    int lines = 0;
+    for (; line && *line; lines++) {
+        if (lines == number &&
+            sscanf(line, "%63[^,],%63[^,],%llu,%llu,%u,%u", found.name, found.uuid, &found.total, &found.free,
+                   &found.generation, &found.lanes) == 6)
+            return -1;
+        line = strchr(line, '\n');
+        line = line ? line + 1 : 0;
+    }
+    return lines;
+}
+
+int nvmlInit_v2(void) { return failing("nvmlInit_v2"); }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = read_gpu(-1); return failing("nvmlDeviceGetCount_v2"); }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device)
+{
+    *device = (void *)(size_t)(index + 1);
+    return read_gpu(index) < 0 ? failing("nvmlDeviceGetHandleByIndex_v2") : 2;
+}
+static int copy(const char *from, char *text, unsigned size) { snprintf(text, size, "%s", from); return 0; }
+int nvmlDeviceGetName(void *device, char *text, unsigned size) { read_gpu((size_t)device - 1); return copy(found.name, text, size); }
+int nvmlDeviceGetUUID(void *device, char *text, unsigned size) { read_gpu((size_t)device - 1); return copy(found.uuid, text, size); }
+int nvmlDeviceGetMemoryInfo(void *device, unsigned long long sizes[3])
+{
+    read_gpu((size_t)device - 1);
+    sizes[0] = found.total * 1000000;
+    sizes[1] = found.free * 1000000;
+    return found.total ? failing("nvmlDeviceGetMemoryInfo") : 3;
+}
+int nvmlDeviceGetMaxPcieLinkGeneration(void *device, unsigned *value) { read_gpu((size_t)device - 1); *value = found.generation; return 0; }
+int nvmlDeviceGetMaxPcieLinkWidth(void *device, unsigned *value) { read_gpu((size_t)device - 1); *value = found.lanes; return 0; }
