@@ -22,12 +22,13 @@ from medusa_runtime.node.regions.model_key import absolute, model_key
 from ..deployment import Deployment
 from ..policy.decide import Memory, Options, decide
 from ..policy.sizing import LARGEST_GROUP
-from ..policy.state import Consolidate, Decision, StartInstance
+from ..policy.state import Consolidate, Decision, Load, StartInstance
 from .execution import Execution
 from .groups import Groups
 from .members import Members
 from .models import Models
 from .nodes import Gateway, KnownInstance, KnownNode, Nodes
+from .obstacles import obstacle
 from .plan_file import ClusterPlan, read_plan, write_plan
 from .reports import loads_of
 from .state import State
@@ -65,6 +66,7 @@ class Cluster:
         self._tick_took_s = 0.0
         self._save_at = math.inf  # when to write the plan after a change that no user made
         self._recovered = False
+        self._obstacles: dict[str, str | None] = {}  # model → why it starts on no node, as was recorded
 
     # Background work.
 
@@ -121,7 +123,7 @@ class Cluster:
         if instance.helps is not None:
             return  # it helped another instance first, so its times say nothing
         deployment = self.state.deployments.get(instance.model)
-        if deployment is not None and self.models.learn(node, instance, deployment.url, start):
+        if deployment is not None and self.models.learn(node, instance, deployment, start):
             predicted = f", {instance.predicted_s:.2f} s predicted" if instance.predicted_s else ""
             text = f"{instance.id}: the first token came {start['ttft_s']:.2f} s after the start{predicted}"
             self.state.record_event("cold-start", text, node=instance.node, model=instance.model)
@@ -169,6 +171,7 @@ class Cluster:
         self._groups.update()
         self.models.update(self.state.deployments.values(), self.state.nodes, now)
         loads = self.state.loads.summed(self.state.gateways.values(), now, self.state.deployments)
+        self._record_obstacles(loads)
         fetches = self.execution.fetches(now)
         view = policy_state(self.state, self.models, fetches, loads)
         decisions, self._memory = decide(view, now, self._memory, self._options)
@@ -178,6 +181,17 @@ class Cluster:
         self.state.publish()
         self.state.report_drained()
         self._tick_took_s = time.monotonic() - now
+
+    def _record_obstacles(self, loads: Mapping[str, Load]) -> None:
+        """Record once why a model that is asked for starts on no node."""
+        self._obstacles = {name: text for name, text in self._obstacles.items() if name in self.state.deployments}
+        for name, deployment in self.state.deployments.items():
+            if not deployment.min and (name not in loads or not loads[name].waiting):
+                continue
+            found = obstacle(deployment, self.state.nodes.values())
+            if found is not None and found != self._obstacles.get(name):
+                self.state.record_event("no-node", found, model=name)
+            self._obstacles[name] = found
 
     def _begin(self, decision: Decision) -> None:
         """Begin to carry out a decision, unless it is under way."""

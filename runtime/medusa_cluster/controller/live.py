@@ -43,14 +43,19 @@ class Live:
         return new.live.plan(0)
 
     def _source(self, new: KnownInstance, partner: str | None) -> KnownInstance | None:
-        """Return the instance to help: the policy's, or if that one cannot be helped, the most loaded one."""
+        """Return the instance to help: the policy's, or if that one cannot be helped, the most loaded one.
+
+        It computes on the same kind of processor as the new one.
+        """
         if partner is None:
             return None
-        instances = self._state.instances.values()
+        state, device = self._state, self._state.deployments[new.model].device
+        instances, nodes = state.instances.values(), state.nodes
         helped = {item.helps for item in instances if item.loading}
         able = [
             item
             for item in instances
             if item.model == new.model and item.live and item.state == "ready" and item.id not in helped
+            if item.node in nodes and nodes[item.node].processor(device) == nodes[new.node].processor(device)
         ]
         return max(able, key=lambda item: (item.id == partner, item.running), default=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -16,6 +16,7 @@ from medusa_runtime.storage.retry import doubling_pause_s
 
 from ..deployment import Deployment
 from ..group.ranges import ModelBytes
+from ..policy.state import Measured, Processor
 from .nodes import KnownInstance, KnownNode, Nodes
 
 logger = logging.getLogger(__name__)
@@ -27,43 +28,56 @@ _KEPT_STARTS = 8
 _AVOIDED_S = 60.0  # how long groups are avoided after one that could not be formed
 # The assumed stages of a start with a warm engine process, until the first starts have been seen.
 _BEGINS_S, _PREFILL_S, _DECODE_S = 0.5, 0.2, 0.05
+_CONTEXT_S = 0.35  # of these, on a GPU: an H200's context
 
 
 @dataclass
 class KnownModel:
-    """A model that a node has described. ``starts`` are the durations of its newest starts, as nodes reported them."""
+    """A model that a node has described.
+
+    ``starts`` are the durations of its newest starts on each processor, as nodes reported them. ``last`` is the
+    processor of the newest.
+    """
 
     bytes: ModelBytes
     total_bytes: int
     times: StageTimes
-    starts: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=_KEPT_STARTS))
+    kv_bytes_per_token: int = 0
+    starts: defaultdict[Processor, deque[dict[str, float]]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=_KEPT_STARTS))
+    )
+    last: Processor = field(default_factory=Processor)
     no_groups_until: float = 0.0
 
-    def corrected_times(self) -> StageTimes:
-        """Return the stage times, corrected by the newest starts."""
-        if not self.starts:
-            return self.times
-        begins = median(start["begins_s"] for start in self.starts)
-        prefill = median(start["prefill_s"] for start in self.starts)
-        decode = self._decode_s() or self.times.decode_s
-        return replace(self.times, container_s=begins, device_s=0.0, import_s=0.0, prefill_s=prefill, decode_s=decode)
+    def measured(self, processor: Processor) -> Measured:
+        """Return the stage times on a processor, corrected by the newest starts there, and t_n."""
+        starts = self.starts.get(processor)
+        if not starts:
+            assumed = processor.on_gpu and not self.times.starts
+            return Measured(replace(self.times, device_s=_CONTEXT_S) if assumed else self.times)
+        begins = median(start["begins_s"] for start in starts)
+        prefill = median(start["prefill_s"] for start in starts)
+        decode = _decode_s(starts) or self.times.decode_s
+        times = replace(self.times, container_s=begins, device_s=0.0, import_s=0.0, prefill_s=prefill, decode_s=decode)
+        return Measured(times, self._hop_s(starts))
 
-    def _decode_s(self) -> float | None:
-        """Return the seconds of a decode step on one instance (t_d), by the newest starts. None if there is none."""
-        alone = [start["decode_s"] for start in self.starts if start["workers"] == 1 and "decode_s" in start]
-        return median(alone) if alone else None
-
-    def hop_s(self) -> float | None:
+    def _hop_s(self, starts: Collection[Mapping[str, float]]) -> float | None:
         """Return the seconds from one worker of a group to the next (t_n), or None if there is no group's start.
 
         It is the time by which a group's step was longer than an instance's, per worker. Each worker computes at full
         speed, so the computation itself takes as long as on one instance.
         """
-        alone = self._decode_s() or (self.times.decode_s if self.times.starts else None)
-        groups = [start for start in self.starts if start["workers"] > 1 and "decode_s" in start]
+        alone = _decode_s(starts) or (self.times.decode_s if self.times.starts else None)
+        groups = [start for start in starts if start["workers"] > 1 and "decode_s" in start]
         if not groups or alone is None:
             return None
         return max(median((start["decode_s"] - alone) / start["workers"] for start in groups), 0.0)
+
+
+def _decode_s(starts: Collection[Mapping[str, float]]) -> float | None:
+    """Return the seconds of a decode step on one instance (t_d), by these starts. None if there is none."""
+    alone = [start["decode_s"] for start in starts if start["workers"] == 1 and "decode_s" in start]
+    return median(alone) if alone else None
 
 
 class Models:
@@ -82,11 +96,17 @@ class Models:
     def size_bytes(self, url: str) -> int:
         return self._known[url].total_bytes if url in self._known else 0
 
-    def times(self, url: str) -> StageTimes | None:
-        return self._known[url].corrected_times() if url in self._known else None
+    def kv_bytes_per_token(self, url: str) -> int:
+        return self._known[url].kv_bytes_per_token if url in self._known else 0
 
-    def hop_s(self, url: str) -> float | None:
-        return self._known[url].hop_s() if url in self._known else None
+    def times(self, url: str) -> StageTimes | None:
+        """Return the stage times of starts on the processor of the newest one."""
+        return self._known[url].measured(self._known[url].last).times if url in self._known else None
+
+    def measured(self, url: str, processors: Collection[Processor]) -> dict[Processor, Measured]:
+        """Return what is known of starts on each of these processors."""
+        model = self._known.get(url)
+        return {} if model is None else {processor: model.measured(processor) for processor in processors}
 
     def layers(self, deployment: Deployment, now: float) -> int:
         """Return how many layers a group may share. 0 if no group is possible, or the last one has just failed."""
@@ -131,18 +151,21 @@ class Models:
         try:
             found = await self._nodes.call(node, {"op": "describe", "url": url}, _DESCRIBE_S)
             parts = ModelBytes(int(found["entry"]), tuple(map(int, found["layers"])), int(found["exit"]))
-            total = int(found["total_bytes"])
+            total, token = int(found["total_bytes"]), int(found.get("kv_bytes_per_token", 0))
             times = None if found["times"] is None else StageTimes.from_bytes(found["times"].encode())
         except (MedusaError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             logger.warning("%s could not be described: %s", url, error)
             return
         if times is None:
             times = StageTimes(_BEGINS_S, 0.0, 0.0, _PREFILL_S, _DECODE_S, total, float("inf"), 0.0, 0)
-        self._known[url] = KnownModel(parts, total, replace(times, weights_bytes=total))
+        self._known[url] = KnownModel(parts, total, replace(times, weights_bytes=total), max(token, 0))
 
-    def learn(self, node: KnownNode, instance: KnownInstance, url: str, start: Mapping[str, float]) -> bool:
+    def learn(
+        self, node: KnownNode, instance: KnownInstance, deployment: Deployment, start: Mapping[str, float]
+    ) -> bool:
         """Note how long a start took, once. Return whether that is new and a request waited for it."""
-        if url not in self._known:
+        model = self._known.get(deployment.url)
+        if model is None:
             return False
         try:
             durations = {name: float(start[name]) for name in ("ttft_s", "begins_s", "prefill_s")}
@@ -155,22 +178,24 @@ class Models:
         durations |= later | {"predicted_s": instance.predicted_s, "workers": instance.workers}
         node.starts[instance.id] = durations
         if durations["ttft_s"] > 0:
-            self._known[url].starts.append(durations)
+            model.last = node.processor(deployment.device)
+            model.starts[model.last].append(durations)
         return durations["ttft_s"] > 0
 
     def starts(self, url: str) -> list[dict[str, Any]]:
         """Return the newest cold starts for the status, with predicted and actual times."""
-        found = self._known[url].starts if url in self._known else ()
+        found = self._known[url].starts.values() if url in self._known else ()
         shown = ("workers", "predicted_s", "ttft_s", "decode_s")
-        return [{name: start[name] for name in shown if name in start} for start in found]
+        return [{name: start[name] for name in shown if name in start} for starts in found for start in starts]
 
     def learned(self, url: str) -> dict[str, float]:
-        """Return the times in seconds by which the next start is predicted, under ParaServe's names.
+        """Return the times in seconds by which a start is predicted where the newest one was, under ParaServe's names.
 
         Empty for an unknown model.
         """
-        times, hop_s = self.times(url), self.hop_s(url)
-        if times is None:
+        if url not in self._known:
             return {}
+        measured = self._known[url].measured(self._known[url].last)
+        times, hop_s = measured.times, measured.hop_s
         found = {"t_c": times.container_s + times.device_s, "t_p": times.prefill_s, "t_d": times.decode_s}
         return found if hop_s is None else found | {"t_n": hop_s}

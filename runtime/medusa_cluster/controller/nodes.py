@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 from medusa_runtime.errors import ClusterError, json_excerpt
 
+from ..deployment import Device
+from ..policy.state import Processor
+
 _CALL_S = 10.0
 _FORM_S = 5.0  # how long a new instance tries to reach the one that it helps; after that it only loads
 
@@ -62,6 +65,15 @@ class KnownNode:
     @property
     def url(self) -> str:
         return str(self.status.get("url", ""))
+
+    def processor(self, device: Device) -> Processor:
+        """Return what an instance here computes on, if it was started with ``--device`` of this value."""
+        return Processor.of(
+            int(self.status.get("devices", 0)),
+            str(self.status.get("device_kind", "")),
+            str(self.status.get("device_name", "")),
+            device,
+        )
 
     def models(self) -> list[Mapping[str, Any]]:
         return list(self.status.get("models", ()))

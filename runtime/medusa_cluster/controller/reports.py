@@ -82,11 +82,12 @@ _GROUP = _object(
 )
 _START = _by_name(lambda value: value is None or _number(value) or _text(value))
 _STATUS: dict[str, Check] = {
-    **dict.fromkeys(("name", "address", "url", "leaf", "state", "device_kind"), _text),
+    **dict.fromkeys(("name", "address", "url", "leaf", "state", "device_kind", "device_name"), _text),
     **dict.fromkeys(
         ("egress_bytes_per_s", "ingress_bytes_per_s", "memory_bytes", "memory_used_bytes", "devices", "at"), _number
     ),
-    "link_bytes_per_s": _speed,
+    **dict.fromkeys(("device_bytes", "device_free_bytes"), _number),
+    **dict.fromkeys(("link_bytes_per_s", "load_bytes_per_s"), _speed),
     "failed_fetches": _by_name(_text),
     "head": lambda value: isinstance(value, bool),
     "models": _objects(

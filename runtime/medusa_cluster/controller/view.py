@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from ..deployment import Deployment
+from ..deployment import DEVICES, GPU_GROUP_ENGINES, Deployment
 from ..policy import state as policy
 from .models import Models
 from .nodes import KnownFetch, KnownInstance, KnownNode
@@ -24,10 +24,13 @@ def policy_state(
     for fetch in fetches:
         decided.setdefault(fetch.node, []).append(fetch)
     leaving, offset = state.leaving(), time.monotonic() - time.time()
+    alive = [node for node in state.nodes.values() if node.lost_at is None]
+    processors = {device: {node.processor(device) for node in alive} for device in DEVICES}
     return policy.ClusterState(
         nodes={
             name: _policy_node(
                 node,
+                state.deployments,
                 instances.get(name, []),
                 decided.get(name, []),
                 draining=name in leaving,
@@ -37,13 +40,17 @@ def policy_state(
             for name, node in state.nodes.items()
             if node.status
         },
-        deployments={name: _policy_deployment(item, state, models) for name, item in state.deployments.items()},
+        deployments={
+            name: _policy_deployment(item, state, models, alive, processors[item.device])
+            for name, item in state.deployments.items()
+        },
         loads=dict(loads),
     )
 
 
 def _policy_node(
     node: KnownNode,
+    deployments: Mapping[str, Deployment],
     instances: list[KnownInstance],
     fetches: list[KnownFetch],
     *,
@@ -67,6 +74,10 @@ def _policy_node(
         memory_used_bytes=int(status.get("memory_used_bytes", 0)),
         devices=int(status.get("devices", 0)),
         device_kind=str(status.get("device_kind", "")),
+        device_name=str(status.get("device_name", "")),
+        device_bytes=int(status.get("device_bytes", 0)),
+        device_free_bytes=int(status.get("device_free_bytes", 0)),
+        load_bytes_per_s=float(status.get("load_bytes_per_s", math.inf)),
         stays=bool(status.get("head")),
         spare=node.spare,
         serves_out=any(item.running for item in instances) and any(item.role == "prefill" for item in instances),
@@ -85,10 +96,18 @@ def _policy_node(
                 full=item.full,
                 running=item.running,
                 version=item.version,
+                slots=_slots(node, deployments.get(item.model)),
             )
             for item in instances
         ),
     )
+
+
+def _slots(node: KnownNode, deployment: Deployment | None) -> int:
+    """Return how many slots of its node an instance takes: the GPUs that it computes on, or one."""
+    if deployment is None or deployment.gpus == 1 or not node.processor(deployment.device).on_gpu:
+        return 1
+    return deployment.gpus
 
 
 def _copies(node: KnownNode, fetches: list[KnownFetch]) -> tuple[policy.Copy, ...]:
@@ -113,8 +132,13 @@ def _copies(node: KnownNode, fetches: list[KnownFetch]) -> tuple[policy.Copy, ..
     return tuple(found.values())
 
 
-def _policy_deployment(item: Deployment, state: State, models: Models) -> policy.Deployment:
-    alive = [node for node in state.nodes.values() if node.lost_at is None]
+def _policy_deployment(
+    item: Deployment,
+    state: State,
+    models: Models,
+    alive: Collection[KnownNode],
+    processors: Collection[policy.Processor],
+) -> policy.Deployment:
     sizes = [int(model["total_bytes"]) for node in alive for model in node.models() if model["url"] == item.url]
     return policy.Deployment(
         name=item.name,
@@ -128,7 +152,11 @@ def _policy_deployment(item: Deployment, state: State, models: Models) -> policy
         tpot_slo_s=item.tpot_slo_s or math.inf,
         layers=models.layers(item, time.monotonic()),
         times=models.times(item.url),
-        hop_s=models.hop_s(item.url),
+        measured=models.measured(item.url, processors),
         concurrency=int(item.settings.get("max_concurrency", 8)),
         device_kind=item.device_kind,
+        device=item.device,
+        devices=item.gpus,
+        kv_bytes=item.kv_bytes(models.kv_bytes_per_token(item.url)),
+        gpu_groups=item.engine in GPU_GROUP_ENGINES,
     )

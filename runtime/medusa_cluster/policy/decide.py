@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 from .chains import live_pairs
 from .counting import NO_LOAD, CountMemory, InstanceCounter, RoleCount
@@ -18,7 +17,8 @@ from .index import Index
 from .placement import Placement
 from .pool import restore
 from .scaling import Bounds, shares
-from .sizing import Goal, Scheme, choose, parts, predict
+from .schemes import Schemes
+from .sizing import Scheme, parts
 from .spare import IdleNodes, give_back, take_back
 from .state import (
     ChangeRole,
@@ -29,6 +29,7 @@ from .state import (
     Instance,
     Node,
     Pace,
+    Processor,
     RequestNodes,
     ResumeInstance,
     Role,
@@ -36,8 +37,6 @@ from .state import (
     StartInstance,
     StopInstance,
 )
-
-_CANDIDATES = 16  # servers that are looked at for a group: the best ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +106,15 @@ class _Tick:
             from_peers=options.from_peers,
             forwarding=options.forwarding,
         )
+        self._schemes = Schemes(
+            state,
+            memory.index,
+            self._placement,
+            self._fetches,
+            hop_s=options.hop_s,
+            follows_memory=options.follows_memory,
+            largest_group=options.largest_group,
+        )
         self._counting = InstanceCounter(
             state, memory.index, now_s, memory.counted, options.bounds, prescale=options.prescale
         )
@@ -126,7 +134,8 @@ class _Tick:
         for count in sorted(counts, key=lambda count: not count.deployment.device_kind):
             self._adjust(count)  # first the models that need one kind of device: the others find any
         stopped = {decision.id for decision in self._decisions if isinstance(decision, StopInstance)}
-        for instance in in_the_way(counts, self._index, state.nodes, state.deployments):
+        can_hold = self._placement.can_hold
+        for instance in in_the_way(counts, self._index, state.nodes, state.deployments, can_hold):
             if instance.id not in stopped:
                 self._stop(instance, "another model needs its kind of device")
         self._end_orphans()
@@ -287,8 +296,8 @@ class _Tick:
         cold = count.ready == 0 and count.role == "both" and self._options.largest_group > 1
         scheme = _repeated(count) if cold else None
         while number > 0:
-            if scheme is None or not all(self._placement.free_slots(node) > 0 for node in scheme.nodes):
-                scheme = self._scheme(deployment, number) if cold else None
+            if scheme is None or not all(self._placement.can_hold(node, deployment) for node in scheme.nodes):
+                scheme = self._schemes.choose(deployment, number) if cold else None
             # Else the next group stands on the same nodes: those fetch the same layers, once for all groups.
             if scheme is not None and scheme.size > 1:
                 self._start_group(count, scheme)
@@ -301,32 +310,9 @@ class _Tick:
             self._start_on(count, node, "the load needs more" if count.current else "a request waits", predicted_s)
             number -= 1
 
-    def _scheme(self, deployment: Deployment, number: int) -> Scheme | None:
-        """Choose a group for the start of a model without instances. None if the model's starts are unknown."""
-        if deployment.times is None or deployment.layers < 2:
-            return None
-        load = self._state.loads.get(deployment.name, NO_LOAD)
-        options = self._options
-        goal = Goal(
-            deployment.ttft_slo_s,
-            deployment.tpot_slo_s,
-            load.longest_wait_s,
-            options.hop_s if deployment.hop_s is None else deployment.hop_s,
-            options.follows_memory,
-            least_full=min(number, options.largest_group),
-            largest=options.largest_group,
-        )
-        servers = self._placement.holders(deployment, self._fetches.target(deployment.url))
-        if servers:
-            alone = predict(servers[:1], 1, deployment.times, goal)
-            if alone.meets:
-                return alone
-        servers += islice(self._placement.others(deployment), _CANDIDATES)
-        return choose(servers, deployment.times, goal, deployment.layers)
-
     def _start_on(self, count: RoleCount, node: str, reason: str, predicted_s: float) -> None:
         deployment = count.deployment
-        self._placement.take(node)
+        self._placement.take(node, deployment)
         if not is_target(self._index, deployment, node):
             self._fetch(deployment, node)
         start = StartInstance(self._id(deployment), deployment.name, node, count.role, reason=reason)
@@ -336,7 +322,7 @@ class _Tick:
         deployment = count.deployment
         group = f"{self._id(deployment)}g"
         for number, (node, layers) in enumerate(zip(scheme.nodes, parts(deployment.layers, scheme.size), strict=True)):
-            self._placement.take(node)
+            self._placement.take(node, deployment)
             arriving = self._index.holders.get(deployment.url, {}).get(node)
             if not is_target(self._index, deployment, node) and (arriving is None or arriving.layers != layers):
                 self._fetch(deployment, node, scheme.size, layers)
@@ -349,8 +335,9 @@ class _Tick:
         self, deployment: Deployment, node: str, workers: int = 1, layers: tuple[int, int] | None = None
     ) -> None:
         deadline = self._now_s + deployment.ttft_slo_s
-        if deployment.times is not None:
-            deadline -= deployment.times.prefill_s
+        measured = deployment.on(self._state.nodes[node].processor(deployment.device))
+        if measured is not None:
+            deadline -= measured.times.prefill_s
         self._deadlines[node, deployment.url] = deadline
         self._placement.add_fetch(node, deployment.url, deployment.size_bytes / workers, deadline)
         self._fetches.request(node, deployment.url, layers=layers, reason="an instance starts")
@@ -361,25 +348,31 @@ class _Tick:
     def _paired(self) -> list[StartInstance]:
         """Return the starts. With live scaling, those at the ends of chains relieve the most loaded instances.
 
-        Only prefills can be relieved, so a decode instance neither relieves another one nor is relieved.
+        Only prefills can be relieved, so a decode instance neither relieves another one nor is relieved. And the two
+        compute on the same kind of processor.
         """
         if not self._options.live:
             return self._starts
-        alike: dict[tuple[str, Role], set[str]] = {}
+        alike: dict[tuple[str, Role, Processor], set[str]] = {}
         for start in self._starts:
-            alike.setdefault((start.model, start.role), set()).add(start.node)
+            alike.setdefault(self._kind(start), set()).add(start.node)
         paired = []
         for start in self._starts:
             url = self._state.deployments[start.model].url
             instances = self._index.instances.get(start.model, {}).values()
             loaded = sorted(
-                (item for item in instances if item.state == "ready" and item.role == start.role != "decode"),
+                (item for item in instances if item.state == "ready" and self._kind(item) == self._kind(start)),
                 key=lambda item: (-item.running, item.id),
             )
-            nodes = alike[start.model, start.role]
-            pairs = live_pairs(self._fetches.chains.get(url, ()), [item.id for item in loaded], nodes)
+            able = [] if start.role == "decode" else [item.id for item in loaded]
+            pairs = live_pairs(self._fetches.chains.get(url, ()), able, alike[self._kind(start)])
             paired.append(replace(start, partner=pairs.get(start.node)))
         return paired
+
+    def _kind(self, one: StartInstance | Instance) -> tuple[str, Role, Processor]:
+        """Return what two instances have in common of which one can relieve the other."""
+        device = self._state.deployments[one.model].device
+        return one.model, one.role, self._state.nodes[one.node].processor(device)
 
     # Pool and groups.
 

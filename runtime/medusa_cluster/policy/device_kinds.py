@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from .counting import RoleCount
 from .index import Index
@@ -19,11 +19,16 @@ def by_kind(counts: Iterable[RoleCount]) -> dict[str, list[RoleCount]]:
 
 
 def in_the_way(
-    counts: Iterable[RoleCount], index: Index, nodes: Mapping[str, Node], deployments: Mapping[str, Deployment]
+    counts: Iterable[RoleCount],
+    index: Index,
+    nodes: Mapping[str, Node],
+    deployments: Mapping[str, Deployment],
+    can_hold: Callable[[str, Deployment], bool],
 ) -> Iterator[Instance]:
     """Yield instances that hold the devices which other models need, and can move to devices of another kind.
 
-    Only as many as are missing, and only if there are free devices for them.
+    Only as many as are missing, and only if there are free devices for them. ``can_hold`` returns whether a node has a
+    device with room for a deployment.
     """
     for kind, needing in by_kind(counts).items():
         missing = sum(max(count.wanted - count.current, 0) for count in needing)
@@ -46,8 +51,13 @@ def in_the_way(
             and not deployments[item.model].device_kind
         ]
         for instance in sorted(movable, key=lambda item: (item.running, -item.since_s, item.id)):
-            size = deployments[instance.model].size_bytes
-            fitting = (name for name in free if not nodes[name].memory_bytes or nodes[name].memory_bytes >= size)
+            moved = deployments[instance.model]
+            fitting = (
+                name
+                for name in free
+                if (not nodes[name].memory_bytes or nodes[name].memory_bytes >= moved.size_bytes)
+                and can_hold(name, moved)
+            )
             other = next(fitting, None)
             if missing <= 0 or other is None:
                 break

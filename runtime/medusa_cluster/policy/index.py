@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .state import Copy, Deployment, Instance, Node
+from .state import Copy, Deployment, Instance, Node, Processor
 
 
 class Catalog:
@@ -38,6 +38,7 @@ class Index:
         self.pinned_bytes: dict[str, int] = {}  # node → of the parameter pool
         self.slots = 0  # of nodes that are alive
         self.slots_by_kind: defaultdict[str, int] = defaultdict(int)  # the same by kind of device
+        self.processors: Counter[Processor] = Counter()  # of nodes that are alive
         self.memory_bytes = 0  # of nodes that are alive, for copies in host memory
         self.unlimited = 0  # nodes that are alive and keep all copies
         self.is_short = False  # the memory cannot hold all deployed models
@@ -60,11 +61,20 @@ class Index:
 
     @property
     def by_link(self) -> list[str]:
-        """The nodes' names, those with the fastest links first."""
+        """The nodes' names, those with accelerators first, and of them those with the fastest links."""
         if self._by_link is None:
             seen = self._seen
-            self._by_link = sorted(seen, key=lambda name: (-seen[name].link_bytes_per_s, name))
+            self._by_link = sorted(seen, key=lambda name: (not seen[name].devices, -seen[name].link_bytes_per_s, name))
         return self._by_link
+
+    def count_processors(self, deployment: Deployment) -> int:
+        """Return how many kinds of processors there are for the deployment's instances."""
+        kinds = {
+            Processor(False, kind) if deployment.device == "cpu" else Processor(on_gpu, kind, name)
+            for (on_gpu, kind, name), count in self.processors.items()
+            if count and deployment.device_kind in ("", kind) and (on_gpu or deployment.device != "cuda")
+        }
+        return len(kinds)
 
     def catalog(self, deployments: Mapping[str, Deployment]) -> Catalog:
         """Return the catalog of these deployments, which is made anew only if they have changed."""
@@ -104,7 +114,7 @@ class Index:
     def _replace(self, last: Node, node: Node) -> None:
         copies = last.copies is node.copies or last.copies == node.copies
         instances = last.instances is node.instances or last.instances == node.instances
-        alike = (last.state, last.devices, last.device_kind) == (node.state, node.devices, node.device_kind)
+        alike = _devices(last) == _devices(node)
         self.roomier |= node.free_bytes > last.free_bytes
         if copies and instances and alike and last.memory_bytes == node.memory_bytes:
             if last.link_bytes_per_s != node.link_bytes_per_s:
@@ -112,7 +122,7 @@ class Index:
             return
         if last.state != node.state:
             self.joined = True
-        if last.link_bytes_per_s != node.link_bytes_per_s:
+        if (last.link_bytes_per_s, last.devices) != (node.link_bytes_per_s, node.devices):
             self._by_link = None
         if self.touched is not None and not _same_for_the_pool(last, node, copies, instances):
             self._touch(last, node)
@@ -149,6 +159,7 @@ class Index:
             self.pinned_bytes[node.name] = pinned
             self.slots += node.slots
             self.slots_by_kind[node.device_kind] += node.slots
+            self.processors[node.processor("auto")] += 1
             self.memory_bytes += node.memory_bytes
             self.unlimited += not node.memory_bytes
         self._add_instances(node)
@@ -175,6 +186,7 @@ class Index:
             del self.pinned_bytes[node.name]
             self.slots -= node.slots
             self.slots_by_kind[node.device_kind] -= node.slots
+            self.processors[node.processor("auto")] -= 1
             self.memory_bytes -= node.memory_bytes
             self.unlimited -= not node.memory_bytes
         self._forget_instances(node)
@@ -187,6 +199,10 @@ class Index:
             if instance.group is not None:
                 _discard(self.groups, instance.group, instance.id)
         self.free.pop(node.name, None)
+
+
+def _devices(node: Node) -> tuple[object, ...]:
+    return node.state, node.devices, node.device_kind, node.device_name
 
 
 def _run_the_same(last: Node, node: Node) -> bool:

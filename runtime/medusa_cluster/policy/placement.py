@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from .contention import Fetching, newcomer_bytes_per_s
@@ -15,6 +15,7 @@ from .sizing import CandidateNode
 from .state import Deployment, Node
 
 _MOST_CANDIDATES = 16
+_DEVICE_OVERHEAD_BYTES = 2 << 30  # beside weights, keys and values: the context, a forward, graphs and what stays free
 
 
 @dataclass
@@ -38,12 +39,13 @@ class Placement:
     _offers: dict[str, CandidateNode] = field(
         default_factory=dict
     )  # node → the bandwidth and memory that it has for one more fetch
+    _too_large: dict[str, bool] = field(default_factory=dict)  # deployment → whether no accelerator has room for it
 
     def free_slots(self, name: str) -> int:
         return self.index.free.get(name, 0) - self._taken.get(name, 0)
 
-    def take(self, name: str) -> None:
-        self._taken[name] = self._taken.get(name, 0) + 1
+    def take(self, name: str, deployment: Deployment) -> None:
+        self._taken[name] = self._taken.get(name, 0) + self._slots(name, deployment)
 
     def add_fetch(self, name: str, url: str, size_bytes: float, deadline_s: float) -> None:
         self._added[name].append(Fetching(url, size_bytes, deadline_s))
@@ -72,7 +74,7 @@ class Placement:
         for missing, _, name in sorted(found):
             node = self.nodes[name]
             rate = self._arrival_rate(deployment, missing, node)
-            servers.append(CandidateNode(name, rate, node.load_bytes_per_s))
+            servers.append(self._on_device(CandidateNode(name, rate), deployment))
         return servers
 
     def others(self, deployment: Deployment) -> Iterator[CandidateNode]:
@@ -82,25 +84,60 @@ class Placement:
                 continue
             server = self._offers.get(name) or self._offer(name)
             if server.fetch_bytes_per_s > 0 and server.free_bytes > 0:
-                yield server
+                yield self._on_device(server, deployment)
 
     def _offer(self, name: str) -> CandidateNode:
         node = self.nodes[name]
         space = float(room(node, self.by_url)) if node.memory_bytes else math.inf
-        server = self._offers[name] = CandidateNode(name, self.bytes_per_s(name), node.load_bytes_per_s, space)
+        server = self._offers[name] = CandidateNode(name, self.bytes_per_s(name), free_bytes=space)
         return server
+
+    def _on_device(self, server: CandidateNode, deployment: Deployment) -> CandidateNode:
+        """Return the server with what its accelerator, if the deployment uses one, has for a worker."""
+        node = self.nodes[server.node]
+        known = node.device_bytes > 0 or node.load_bytes_per_s < math.inf
+        if not known or not node.processor(deployment.device).on_gpu:
+            return server
+        room_bytes = self._device_room(node, deployment, node.device_free_bytes)
+        return replace(server, load_bytes_per_s=node.load_bytes_per_s, device_bytes=room_bytes)
+
+    @staticmethod
+    def _device_room(node: Node, deployment: Deployment, each_bytes: int) -> float:
+        """Return the bytes for weights, keys and values on the accelerators of an instance, by those of each."""
+        if not node.device_bytes or not node.processor(deployment.device).on_gpu:
+            return math.inf
+        return max(each_bytes - _DEVICE_OVERHEAD_BYTES, 0) * deployment.devices
+
+    def can_hold(self, name: str, deployment: Deployment) -> bool:
+        """Return whether a node has a free slot for the deployment, and room for all of it on its accelerator.
+
+        If no accelerator of the cluster has that room, the engine of one of them has to say so.
+        """
+        if not self._can_run(name, deployment):
+            return False
+        needed, node = deployment.size_bytes + deployment.kv_bytes, self.nodes[name]
+        if self._device_room(node, deployment, node.device_free_bytes) >= needed:
+            return True
+        too_large = self._too_large.get(deployment.name)
+        if too_large is None:
+            too_large = self._too_large[deployment.name] = not any(
+                self._device_room(other, deployment, other.device_bytes) >= needed
+                for other in self.nodes.values()
+                if other.state == "alive" and self._is_for(other, deployment)
+            )
+        return too_large
 
     def choose(self, deployment: Deployment, planned: str | None = None) -> str | None:
         """Return the node for a whole instance, or None if no slot is free or the weights fit nowhere.
 
         If no node has the model, it is the best of the first servers on which nothing else is fetched.
         """
-        with_weights = self.holders(deployment, planned)
-        if with_weights:
-            return with_weights[0].node
+        for server in self.holders(deployment, planned):
+            if self.can_hold(server.node, deployment):
+                return server.node
         best: CandidateNode | None = None
         for seen, server in enumerate(self.others(deployment)):
-            if server.free_bytes < deployment.size_bytes:
+            if server.free_bytes < deployment.size_bytes or not self.can_hold(server.node, deployment):
                 continue
             if best is None or server.s_per_byte < best.s_per_byte:
                 best = server
@@ -113,7 +150,7 @@ class Placement:
         for name in self._candidates():
             node = self.nodes[name]
             space = room(node, self.by_url) if node.memory_bytes else math.inf
-            if space >= deployment.size_bytes and self._can_run(name, deployment):
+            if space >= deployment.size_bytes and self.can_hold(name, deployment):
                 return name
         return self._after_eviction(deployment)
 
@@ -121,7 +158,7 @@ class Placement:
         """Return a node that can drop copies of the pool to make room for the weights: those unused for the longest."""
         found: list[tuple[float, str]] = []
         for name in self._candidates():
-            if name in self._added or not self._can_run(name, deployment):
+            if name in self._added or not self.can_hold(name, deployment):
                 continue
             node = self.nodes[name]
             drops = evict(node, deployment.size_bytes, self.by_url, pinned=True)
@@ -134,9 +171,19 @@ class Placement:
         return min(found)[1] if found else None
 
     def _can_run(self, name: str, deployment: Deployment) -> bool:
-        if self.free_slots(name) <= 0:
+        free = self.free_slots(name)
+        return free > 0 and free >= self._slots(name, deployment) and self._is_for(self.nodes[name], deployment)
+
+    def _slots(self, name: str, deployment: Deployment) -> int:
+        """Return how many of a node's slots an instance takes."""
+        shares = deployment.devices > 1 and self.nodes[name].processor(deployment.device).on_gpu
+        return deployment.devices if shares else 1
+
+    @staticmethod
+    def _is_for(node: Node, deployment: Deployment) -> bool:
+        if deployment.device == "cuda" and not node.devices:
             return False
-        return not deployment.device_kind or deployment.device_kind == self.nodes[name].device_kind
+        return not deployment.device_kind or deployment.device_kind == node.device_kind
 
     def _candidates(self) -> Iterator[str]:
         """Yield nodes with a free slot, the fastest links first, but those that fetch something last."""

@@ -19,17 +19,24 @@ LARGEST_GROUP = 4  # larger ones gain little (ParaServe §4.1.2)
 
 @dataclass(frozen=True, slots=True)
 class CandidateNode:
-    """A place for a worker, with the bandwidth that a new fetch gets there."""
+    """A place for a worker, with the bandwidth that a new fetch gets there.
+
+    ``free_bytes`` of host memory are free for weights, and ``device_bytes`` of a device's for weights, keys and values.
+    """
 
     node: str
     fetch_bytes_per_s: float
     load_bytes_per_s: float = math.inf
     free_bytes: float = math.inf
+    device_bytes: float = math.inf
 
     @property
     def s_per_byte(self) -> float:
         """The seconds to fetch and then load a byte: 1/b + 1/p."""
         return 1 / self.fetch_bytes_per_s + 1 / self.load_bytes_per_s
+
+    def fits(self, weights_bytes: float, kv_bytes: float) -> bool:
+        return self.free_bytes >= weights_bytes and self.device_bytes >= weights_bytes + kv_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,7 @@ class Goal:
     waiting_s: float = 0.0  # t_w
     hop_s: float = 0.0  # t_n
     follows_memory: bool = False
+    kv_bytes: int = 0  # keys and values of all layers
     least_full: int = 1  # at least one worker must have room for the whole model when the group is consolidated
     largest: int = LARGEST_GROUP
 
@@ -76,10 +84,11 @@ def choose(servers: Iterable[CandidateNode], times: StageTimes, goal: Goal, laye
     """
     usable = [server for server in servers if server.fetch_bytes_per_s > 0]
     largest = min(goal.largest, layers) if layers else goal.largest
-    fitting = [server for server in usable if server.free_bytes >= times.weights_bytes]
+    weights, kv = times.weights_bytes, goal.kv_bytes
+    fitting = [server for server in usable if server.fits(weights, kv)]
     fallback: Scheme | None = None
     for size in range(1, largest + 1):
-        partly = [server for server in usable if server.free_bytes >= times.weights_bytes / size]
+        partly = [server for server in usable if server.fits(weights / size, kv / size)]
         best = heapq.nsmallest(2 * size, partly, key=_rank)
         full = heapq.nsmallest(size, fitting, key=_rank)
         for count in range(1 if size == 1 else min(goal.least_full, size), size + 1):

@@ -9,14 +9,33 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from medusa_runtime.state.stage_times import StageTimes
+
+from ..deployment import Device
 
 NodeState = Literal["alive", "draining", "lost"]
 InstanceState = Literal["starting", "ready", "draining"]
 Role = Literal["both", "prefill", "decode"]
 Layers = tuple[int, int]  # from the first up to, and without, the second
+
+
+class Processor(NamedTuple):
+    """What an instance computes on: ``kind`` is the operator's word for it, ``name`` the GPU's own.
+
+    Different ones may give different answers. So the workers of a group compute on the same, and so do live pairs.
+    """
+
+    on_gpu: bool = False
+    kind: str = ""
+    name: str = ""
+
+    @classmethod
+    def of(cls, gpus: int, kind: str, name: str, device: Device) -> Processor:
+        """Return what an instance with this ``--device`` computes on, by the GPUs of its node."""
+        on_gpu = gpus > 0 and device != "cpu"
+        return cls(on_gpu, kind, name if on_gpu else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +73,15 @@ class Instance:
     full: bool = True  # has memory for the whole model, also while it holds some of its layers
     running: int = 0  # requests
     version: str = ""  # of the model that it has loaded; "": not known
+    slots: int = 1  # of its node, which it takes
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine. ``serves_out`` and ``serves_in``: its link carries activations, keys or values in that direction."""
+    """A machine. ``serves_out`` and ``serves_in``: its link carries activations, keys or values in that direction.
+
+    Each of its ``devices`` is given to one instance at a time, with all of its memory.
+    """
 
     name: str
     address: str = ""
@@ -74,6 +97,9 @@ class Node:
     memory_used_bytes: int = 0
     devices: int = 0  # accelerators; a node without one runs one instance on its processor
     device_kind: str = ""  # as in Deployment.device_kind
+    device_name: str = ""  # of its accelerators; "": not known
+    device_bytes: int = 0  # the memory of each of them; 0: not known
+    device_free_bytes: int = 0  # of that, what each of those has that no instance was given
     serves_out: bool = False
     serves_in: bool = False
     stays: bool = False  # no autoscaler may end it: the head
@@ -88,7 +114,11 @@ class Node:
 
     @property
     def free_slots(self) -> int:
-        return self.slots - len(self.instances) if self.state == "alive" else 0
+        return self.slots - sum(instance.slots for instance in self.instances) if self.state == "alive" else 0
+
+    def processor(self, device: Device) -> Processor:
+        """Return what an instance here computes on, if it was started with ``--device`` of this value."""
+        return Processor.of(self.devices, self.device_kind, self.device_name, device)
 
     @property
     def free_bytes(self) -> int:
@@ -96,6 +126,14 @@ class Node:
 
     def copy(self, url: str) -> Copy | None:
         return next((copy for copy in self.copies if copy.url == url), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What is known of a model's starts on one kind of processor."""
+
+    times: StageTimes
+    hop_s: float | None = None  # t_n, as its groups' steps were seen to take; None: the policy's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +150,22 @@ class Deployment:
     max: int = 1
     ttft_slo_s: float = math.inf
     tpot_slo_s: float = math.inf
-    times: StageTimes | None = None  # recorded stage times of its starts
-    hop_s: float | None = None  # t_n, as its groups' steps were seen to take; None: the policy's own
+    times: StageTimes | None = None  # stage times of its starts where ``measured`` has none
+    measured: Mapping[Processor, Measured] = field(default_factory=dict)
     tokens_per_s: float = 0.0  # prompt tokens that one instance was seen to take at most; 0: not known yet
     concurrency: int = 8  # requests that one instance runs at the same time
     weight: float = 1.0  # of its share when the cluster is full
     device_kind: str = ""  # instances start on nodes of this kind; "": on any
+    device: Device = "auto"  # what instances compute on; auto: accelerators where there are any
+    devices: int = 1  # accelerators that one instance shares its layers among
+    kv_bytes: int = 0  # keys and values, for which an instance needs room on its accelerators
+    gpu_groups: bool = True  # its groups' workers can compute on accelerators
     disaggregated: bool = False  # prefill and decode on instances of their own
+
+    def on(self, processor: Processor) -> Measured | None:
+        """Return what is known of starts on this processor; None if nothing is known of any start."""
+        found = self.measured.get(processor)
+        return found or (None if self.times is None else Measured(self.times))
 
 
 @dataclass(frozen=True, slots=True)

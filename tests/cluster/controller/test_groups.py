@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from medusa_cluster.controller.cluster import Cluster
+from medusa_cluster.policy.state import Processor
 
 Run = Callable[..., None]
 MODEL = {"name": "m", "url": "http://store/m", "max": 1, "ttft_slo_s": 2.0}  # 4e8 bytes over links of 1e8 a second
@@ -155,7 +156,9 @@ def test_a_start_is_compared_with_its_prediction(run: Run) -> None:
         assert "t_n" not in cluster.models.learned(MODEL["url"]), "no instance alone has been seen to decode"
         model = cluster.models.get(MODEL["url"])
         assert model is not None
-        model.starts.append({"begins_s": 0.25, "prefill_s": 0.125, "ttft_s": 2.0, "workers": 1, "decode_s": 0.05})
+        model.starts[Processor()].append(
+            {"begins_s": 0.25, "prefill_s": 0.125, "ttft_s": 2.0, "workers": 1, "decode_s": 0.05}
+        )
         learned = cluster.models.learned(MODEL["url"])
         assert learned["t_d"] == 0.05
         assert learned["t_n"] == pytest.approx(0.04 / leader.workers)

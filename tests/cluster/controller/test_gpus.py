@@ -1,0 +1,112 @@
+"""Nodes with GPUs: what they say of them reaches the policy, and what needs them starts there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from medusa_cluster.controller.cluster import Cluster
+from medusa_cluster.controller.models import KnownModel
+from medusa_cluster.controller.view import policy_state
+from medusa_cluster.group.ranges import ModelBytes
+from medusa_cluster.policy.state import Processor
+from medusa_runtime.state.stage_times import StageTimes
+
+from .conftest import Net, until
+
+Run = Callable[..., None]
+MODEL = {"name": "m", "url": "http://store/m", "max": 1, "ttft_slo_s": 2.0}  # 4e8 bytes over links of 1e8 a second
+A10 = {"devices": 1, "device_name": "A10", "device_bytes": 24 * 10**9, "device_free_bytes": 23 * 10**9}
+
+
+def has(net: Net, name: str, **status: Any) -> None:
+    """Let a node say more in its status."""
+    node = net.nodes[name]
+    plain = node.status
+
+    async def said(request: dict[str, Any]) -> dict[str, Any]:
+        return await plain(request) | status
+
+    node.status = said  # type: ignore[method-assign]
+
+
+async def asked_for(net: Net, cluster: Cluster, **changes: Any) -> None:
+    """Deploy the model, and have a request wait for it once a node has described it and said what it has."""
+    for node in net.nodes.values():
+        node.arrives = True
+    await cluster.answer({"op": "deploy", "arguments": MODEL | changes})
+    await until(lambda: cluster.models.get(MODEL["url"]))  # type: ignore[arg-type]
+    await until(lambda: all("device_name" in cluster.state.nodes[n].status or n[0] != "g" for n in net.nodes))
+    cluster._report({"gateway": "g", "url": None, "loads": {"m": {"waiting": 1}}})
+
+
+def events(cluster: Cluster, kind: str) -> list[str]:
+    return [event["text"] for event in cluster.state.events if event["kind"] == kind]
+
+
+def test_what_nodes_say_of_their_gpus_reaches_the_policy(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        has(net, "g1", **A10 | {"devices": 4, "load_bytes_per_s": 2e10})
+        settings = {"tensor_parallel": "2", "max_model_len": "1000", "device": "cuda"}
+        await cluster.answer({"op": "deploy", "arguments": MODEL | {"engine": "vllm", "settings": settings}})
+        await until(lambda: cluster.models.get(MODEL["url"]))  # type: ignore[arg-type]
+        await until(lambda: "device_name" in cluster.state.nodes["g1"].status)
+        cluster.models.get(MODEL["url"]).kv_bytes_per_token = 10  # type: ignore[arg-type, union-attr]
+        cluster._report({"gateway": "g", "url": None, "loads": {"m": {"waiting": 1}}})
+        await until(lambda: cluster.state.instances)
+        state = policy_state(cluster.state, cluster.models, (), {})
+        node, deployment = state.nodes["g1"], state.deployments["m"]
+        assert (node.device_bytes, node.device_free_bytes, node.load_bytes_per_s) == (24 * 10**9, 23 * 10**9, 2e10)
+        assert node.processor("auto") == Processor(True, "", "A10")
+        assert [instance.slots for instance in node.instances] == [2]
+        assert node.free_slots == 2
+        assert (deployment.device, deployment.devices, deployment.kv_bytes) == ("cuda", 2, 10_000)
+        assert not deployment.gpu_groups
+        shown = next(one for one in (await cluster.answer({"op": "status"}))["nodes"] if one["name"] == "g1")
+        assert (shown["device_name"], shown["device_free_bytes"]) == ("A10", 23 * 10**9)
+
+    run(scenario, "g1", "c1")
+
+
+def test_a_start_is_predicted_by_those_on_the_same_processor() -> None:
+    times = StageTimes(0.5, 0.0, 0.0, 0.2, 0.05, 10, float("inf"), 0.0, 0)
+    known = KnownModel(ModelBytes(0, (1,), 0), 10, times)
+    gpu = Processor(True, "", "A10")
+    assert known.measured(Processor()).times.device_s == 0.0
+    assert known.measured(gpu).times.device_s > 0.2  # its CUDA context
+    known.starts[gpu].append({"begins_s": 0.9, "prefill_s": 0.1, "workers": 1, "decode_s": 0.01})
+    known.starts[gpu].append({"begins_s": 0.9, "prefill_s": 0.1, "workers": 2, "decode_s": 0.03})
+    found = known.measured(gpu)
+    assert (found.times.container_s, found.times.device_s, found.times.decode_s) == (0.9, 0.0, 0.01)
+    assert found.hop_s == pytest.approx(0.01)
+    assert known.measured(Processor()).times.container_s == 0.5
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"device_kind": "h100"}, "expected one with --device-kind h100, found none"),
+        ({"settings": {"device": "cuda"}}, "expected one with a GPU for --device cuda, found none"),
+    ],
+)
+def test_a_model_that_no_node_can_run_says_so_once(run: Run, asked: dict[str, Any], why: str) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await asked_for(net, cluster, **asked)
+        await until(lambda: events(cluster, "no-node"))
+        cluster._report({"gateway": "g", "url": None, "loads": {"m": {"waiting": 2}}})
+        assert events(cluster, "no-node") == [f"m starts on no node: {why}"]
+        assert not cluster.state.instances
+
+    run(scenario, "c1")
+
+
+def test_a_model_for_more_gpus_than_any_node_has_says_so(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        has(net, "g1", **A10)
+        await asked_for(net, cluster, engine="vllm", settings={"tensor_parallel": "2"})
+        why = "expected one with 2 GPUs for --tensor-parallel 2, found 1 at most"
+        await until(lambda: events(cluster, "no-node") == [f"m starts on no node: {why}"])
+        assert not cluster.state.instances
+
+    run(scenario, "g1")
