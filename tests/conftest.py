@@ -84,7 +84,10 @@ class NodeProcess:
 
     def until(self, condition: Callable[[], Any]) -> None:
         deadline = time.monotonic() + PATIENCE_S
+        ran = self.process.poll() is None
         while not condition():
+            if ran and self.process.poll() is not None and not condition():  # it may have ended just before
+                pytest.fail(f"the agent has ended with {self.process.poll()}:\n{self.output()}")
             if time.monotonic() > deadline:
                 pytest.fail(f"it did not come to pass within {PATIENCE_S:g} s:\n{self.output()}")
             time.sleep(0.02)

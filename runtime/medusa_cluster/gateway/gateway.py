@@ -49,6 +49,10 @@ class GatewayOptions:
     write_timeout_s: float = 60.0
     name: str = ""
 
+    @property
+    def max_body_bytes(self) -> int:
+        return self.max_body_mb * 10**6
+
 
 class Gateway:
     """A gateway's parts. Use it in one event loop only. ``url`` is the gateway's own, for its reports."""

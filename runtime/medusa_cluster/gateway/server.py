@@ -47,8 +47,8 @@ class GatewayServer:
         self._idle.set()
 
     def application(self) -> web.Application:
-        limit = self._options.max_body_mb * 10**6
-        app = web.Application(middlewares=[track_request, self._guard], client_max_size=limit)
+        most = self._options.max_body_bytes
+        app = web.Application(middlewares=[track_request, self._guard], client_max_size=most)
         app.on_response_prepare.append(self._finish_head)
         for route in sorted(ROUTES):
             app.router.add_post(route, self._answer, expect_handler=self._continue)
@@ -145,7 +145,7 @@ class GatewayServer:
 
     def _is_too_large(self, request: web.Request) -> bool:
         """Return whether a request announces a body that is too large."""
-        return (request.content_length or 0) > self._options.max_body_mb * 10**6
+        return (request.content_length or 0) > self._options.max_body_bytes
 
     @asynccontextmanager
     async def _read(self, request: web.Request) -> AsyncIterator[bytes]:
@@ -176,7 +176,7 @@ class GatewayServer:
 
         Only bytes that have arrived count: an announced length takes no memory, and a chunked body announces none.
         """
-        if size > self._options.max_body_mb * 10**6:
+        if size > self._options.max_body_bytes:
             raise _too_large(self._options.max_body_mb)
         if self._body_bytes > self._options.body_memory_mb * 10**6:
             text = "the bodies of other requests take the memory there is; try again later"

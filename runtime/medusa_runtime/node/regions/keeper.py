@@ -294,10 +294,11 @@ class RegionKeeper:
     def _on_fetch_end(self, entry: RegionEntry, error: MedusaError | None = None) -> None:
         """Handle the end of a prefetcher, whether it succeeded or not. With ``error``, end it for that reason."""
         assert entry.fetch is not None
-        status = None if error else exit_status(entry.fetch)
-        self._end_fetch(entry)
         progress = entry.region.progress()
-        if progress.state == "done" and error is None:
+        is_complete = progress.state == "done" and error is None
+        status = None if error or is_complete else exit_status(entry.fetch)
+        self._end_fetch(entry)
+        if is_complete:
             self._record()
             logger.info("%s is complete", redacted(entry.key))
             return
