@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.gpu.graph_capture import ATTEMPTS, closed_after, read_task
+from medusa_runtime.engine.gpu.graph_capture import ATTEMPTS, closed_after, errors_in_one_line, read_task
 from medusa_runtime.errors import EngineError, MedusaError
 
 from ..offline import fetch_and_import, load
@@ -36,16 +36,17 @@ def main(arguments: list[str]) -> int:
     settings, out, other, check = read_task(arguments)
     if settings.compile == "auto":  # as in an instance: the bundle has the compiled code, too
         settings = replace(settings, compile="always")
-    try:
-        if check:
-            assert other is not None
-            _check(settings, out, other)
-        else:
-            _capture(settings, out, other)
-    except (MedusaError, *MISSING_PART_ERRORS) as error:
-        if (part := missing_part(error)) is None:
-            raise
-        sys.exit(f"vLLM {installed_version()}: {part}")
+    with errors_in_one_line():
+        try:
+            if check:
+                assert other is not None
+                _check(settings, out, other)
+            else:
+                _capture(settings, out, other)
+        except (MedusaError, *MISSING_PART_ERRORS) as error:
+            if (part := missing_part(error)) is None:
+                raise
+            sys.exit(f"vLLM {installed_version()}: {part}")
     return 0
 
 

@@ -51,6 +51,17 @@ def test_the_socket_of_a_killed_agent_is_taken_over(start_node: Start) -> None:
     assert node.stop() == 0
 
 
+def test_who_waits_for_an_agent_learns_that_it_has_ended(start_node: Start) -> None:
+    node = start_node()
+
+    def never() -> bool:
+        node.process.send_signal(signal.SIGTERM)
+        return False
+
+    with pytest.raises(pytest.fail.Exception, match=r"the agent has ended with 0:\n(.*\n)*.*node agent on"):
+        node.until(never)
+
+
 def test_a_file_that_is_no_socket_stays(start_node: Start) -> None:
     node = start_node()
     assert node.stop() == 0

@@ -179,6 +179,15 @@ def read_task(arguments: list[str]) -> Task:
     return Task(settings, Path(out), Path(others[0]) if others else None, others[1:] == ["check"])
 
 
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """End this process with a MedusaError's message, for ``run``, if one ends the context."""
+    try:
+        yield
+    except MedusaError as error:
+        sys.exit(str(error))
+
+
 class _Closable(Protocol):
     def close(self) -> None: ...
 
@@ -201,11 +210,12 @@ def closed_after(engine: Engine) -> Iterator[Engine]:
 def main(arguments: list[str]) -> int:
     """Run in a process that ``run`` started for the torch engine; see ``read_task`` for the arguments."""
     settings, out, other, check = read_task(arguments)
-    if check:
-        assert other is not None
-        _check(settings, out, other)
-    else:
-        _capture(settings, out, other)
+    with errors_in_one_line():
+        if check:
+            assert other is not None
+            _check(settings, out, other)
+        else:
+            _capture(settings, out, other)
     return 0
 
 

@@ -93,6 +93,14 @@ def test_one_that_hangs_says_where(
         graph_capture.run(replace(settings, engine=engine), tmp_path / "out")
 
 
+def test_an_error_is_one_line(settings: Settings, tmp_path: Path) -> None:
+    python(tmp_path, f'exec {sys.prefix}/bin/python "$@"')
+    with pytest.raises(EngineError) as failed:
+        graph_capture.run(replace(settings, engine="vllm", model=f"{tmp_path}/away"), tmp_path / "out")
+    assert "Traceback" not in str(failed.value)
+    assert str(failed.value).endswith(f"\n{tmp_path}/away: expected a folder with a checkpoint, found nothing")
+
+
 @pytest.mark.parametrize("engine", ["torch", "vllm"])
 def test_a_third_process_checks_what_two_have_made(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
