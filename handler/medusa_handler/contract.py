@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from medusa_runtime.bounded_json import parse_json
 from medusa_runtime.errors import json_kind
 
 
@@ -52,7 +53,7 @@ class _NotJsonError(ValueError):
 
 def load_json(data: bytes | str) -> Any:
     """Parse JSON. Raises ValueError, also for NaN and Infinity, and RecursionError."""
-    return json.loads(data, parse_constant=_refuse_constant)
+    return parse_json(data, len(data), parse_constant=_refuse_constant)  # what it may hold was checked before
 
 
 def _refuse_constant(name: str) -> None:

@@ -55,10 +55,10 @@ def test_who_waits_for_an_agent_learns_that_it_has_ended(start_node: Start) -> N
     node = start_node()
 
     def never() -> bool:
-        node.process.send_signal(signal.SIGTERM)
+        node.process.send_signal(signal.SIGKILL)
         return False
 
-    with pytest.raises(pytest.fail.Exception, match=r"the agent has ended with 0:\n(.*\n)*.*node agent on"):
+    with pytest.raises(pytest.fail.Exception, match=r"the agent has ended with -9:\n(.*\n)*.*node agent on"):
         node.until(never)
 
 
