@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 from engine_fixtures import SETTINGS, Served, fill_region
+from host_gpu import HostGpu, Recorder
 from medusa_cluster.group.engine import open_engine
+from medusa_runtime.engine.gpu.device import Gpu
 from medusa_runtime.timeline import Timeline
 
 FILES = ("ca_file", "cert_file", "key_file")  # of a plan with certificates
@@ -34,6 +36,11 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def host_gpu() -> HostGpu:
+    """A GPU of host memory, for one worker."""
+    return HostGpu(Recorder(), strict=True)
+
+
 class Group:
     """A running group. ``workers[0]`` is the leader's; they are closed with the stack."""
 
@@ -43,6 +50,7 @@ class Group:
             for key in ("then", "form_s", "silent_s", "full", "token", "link_bytes_per_s", "mode", "schedule", *FILES)
             if key in settings
         }
+        self.gpu: Callable[[], Gpu] | None = settings.pop("gpu", None)  # makes each worker's device
         self.stack = stack
         self.folder = folder
         self.checkpoint = checkpoint
@@ -67,13 +75,14 @@ class Group:
         plan |= {key: changes.pop(key) for key in tuple(changes) if key in plan or key in ("full", "mode", *FILES)}
         path = self.folder / f"{self.plan['group']}-{rank}.json"
         path.write_text(json.dumps(plan))
-        region = changes.pop("region", None)
+        region, gpu = changes.pop("region", None), changes.pop("gpu", self.gpu)
         if region is None:
             region = fill_region(self.checkpoint)
             self.stack.callback(region.close)
         chosen: dict[str, Any] = {"layers": self.layers[rank], "group": str(path), **self.settings, **changes}
         timeline = Timeline.create("engine")
-        engine = open_engine(region, replace(SETTINGS, device="cpu", **chosen), timeline)
+        gpu = gpu() if gpu is not None else None
+        engine = open_engine(region, replace(SETTINGS, device="cpu", **chosen), timeline, gpu)
         served = Served(engine, timeline)  # type: ignore[arg-type]
         self.stack.callback(served.close)
         self.workers.append(served)

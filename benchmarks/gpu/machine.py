@@ -170,6 +170,12 @@ class HostGpu(Gpu):
         self.device = torch.device("cpu")
         self.link = _HostLink()
 
+    def describe(self) -> str:
+        return "host memory"
+
+    def open_link(self, *, in_background: bool) -> Any:
+        return _HostLink()
+
     def memory(self, name: str, size_bytes: int) -> Tensor:
         return self.link.allocate(name, size_bytes)
 

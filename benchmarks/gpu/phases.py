@@ -32,7 +32,7 @@ def phase(machine: Machine, settings: Settings, strategy: str, bundle: Path | No
     with started(machine, settings, wait=strategy == "capture") as one:
         if strategy == "medusa":
             assert bundle is not None
-            one.runner.loader.wait_placed()
+            one.engine._loader.wait_placed()
             with one.timeline.stage("prepare_graphs"):
                 restorer = one.gpu.restorer(one.runner.model, one.graphs)
                 restorer.begin(bundle.read_bytes())
@@ -42,7 +42,7 @@ def phase(machine: Machine, settings: Settings, strategy: str, bundle: Path | No
                 one.graphs.adopt(restorer.restore_sizes(one.graphs.sizes, validate="ends"))
                 machine.synchronize()
         else:
-            one.runner.loader.wait_placed()
+            one.engine._loader.wait_placed()
             with one.timeline.stage("profile"):
                 profile(one, settings)
                 machine.synchronize()

@@ -75,6 +75,5 @@ def loading(machine: Machine, settings: Settings) -> dict[str, Any]:
     with started(machine, settings) as one:
         applied = [stage for stage in one.timeline.stages() if stage.name == "apply"]
         seconds = (max(s.end_ns for s in applied) - min(s.start_ns for s in applied)) / 1e9
-        slab = one.runner.loader.slab
-        assert slab is not None
+        slab = one.engine._loader.wait_slab().memory
         return {"gb_s": slab.nbytes / seconds / 1e9, "seconds": seconds, "bytes": slab.nbytes}

@@ -171,7 +171,7 @@ class Workers:
             command += ["--group", str(path)]
         log = open(self.folder / f"{rank}.log", "w+b")  # noqa: SIM115 (closed with the stack)
         self._stack.callback(log.close)
-        environment = {**os.environ, "MEDUSA_THREADS": "1", "MEDUSA_KV_CACHE_MB": "512"}
+        environment = {**os.environ, "MEDUSA_DEVICE": "cpu", "MEDUSA_THREADS": "1", "MEDUSA_KV_CACHE_MB": "512"}
         environment["MEDUSA_MAX_BATCHED_TOKENS"] = str(
             self.site.options.batch_tokens
         )  # so that a queue is a queue, and not one step

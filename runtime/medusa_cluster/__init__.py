@@ -26,6 +26,7 @@ registry.register(
         preimport="medusa_cluster.group.preimport:preimport",
         distributions=("medusa_runtime",),
         artifacts=("kv-plan",),
+        owns_gpu_context=True,
         warmed_as="torch",
         in_groups=True,
     )

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import GenerateRequest
+from medusa_runtime.engine.gpu.device import Gpu
 from medusa_runtime.engine.serving.requests import Sink
-from medusa_runtime.engine.torch.paged_attention import PagedAttention
-from medusa_runtime.engine.torch.runner import positions_of, select_rows
-from medusa_runtime.engine.torch.sampler import sample
-from medusa_runtime.errors import EngineError, MedusaError, OverloadedError
+from medusa_runtime.engine.torch.engine import step_error
+from medusa_runtime.errors import DeviceError, EngineError, MedusaError, OverloadedError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
@@ -25,7 +24,7 @@ from .member import Member
 from .membership import GroupLostError, check_leader, outcome_of, serve_group
 from .plan import GroupPlan
 from .steps import StepReader, ending_spans, forbid, has_prompts, tokens_body
-from .wire.channel import Greeting, TcpChannel, error_of
+from .wire.channel import Greeting, TcpChannel, close_with, error_of
 from .wire.message import Kind, Message, hidden_states, json_message
 from .worker_engine import WorkerEngine
 
@@ -38,10 +37,12 @@ _GRACE_S = 1.0  # how long to wait for the leader's message when a neighbour, wh
 class Follower(WorkerEngine):
     """The engine of a rank above 0; see the module. ``run`` serves the group, and later requests as an instance."""
 
-    def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
+    def __init__(
+        self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan, gpu: Gpu | None = None
+    ) -> None:
         self.released: str | None = None  # "end" or "instance"
         self._instance = threading.Event()
-        super().__init__(region, settings, timeline, plan)
+        super().__init__(region, settings, timeline, plan, gpu)
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
         if not self._instance.is_set():
@@ -97,6 +98,18 @@ class _Session:
         except EngineError as error:
             raise GroupLostError(str(error)) from None
         threading.Thread(target=self._read_leader, args=(leader,), name="group-steps", daemon=True).start()
+        try:
+            return self._serve(leader)
+        except GroupLostError:
+            raise
+        except Exception as error:
+            failure = step_error(error)
+            close_with(leader, self._number, failure)
+            if isinstance(failure, DeviceError):  # such as a full GPU, of which the message says everything
+                raise failure from error
+            raise
+
+    def _serve(self, leader: TcpChannel) -> str:
         while True:
             message = self._take(self._steps, leader)
             if message is None:
@@ -130,24 +143,22 @@ class _Session:
         if incoming.step != message.step:
             raise EngineError(f"expected the hidden states of step {message.step}, found those of {incoming.step}")
         began = time.monotonic_ns()
-        attention = PagedAttention(follower._cache, spans)
         layers = follower.layers
-        hidden = follower._model.run_layers(
-            incoming.tensor(), positions_of(spans), attention, layers.start, layers.stop
-        )
+        forward = follower.runner.forward(spans, incoming.tensor())
+        forward.run_layers(layers.start, layers.stop)
         if not self._member.stages_sent:
             follower._timeline.record("first_forward", began, time.monotonic_ns())
         if not layers.is_last:
             if self._next is None:
                 raise EngineError("a step came before the group was formed")
-            self._next.send(hidden_states(self._number, message.step, self._plan.rank, hidden))
+            self._next.send(hidden_states(self._number, message.step, self._plan.rank, forward.hidden()))
         else:
             ends = ending_spans(values, spans)
             sampled = []
             if ends:
-                logits = follower._model.logits(select_rows(hidden, spans, ends))
+                logits = forward.logits(ends)
                 forbid(logits, values, ends)
-                sampled = sample(logits, [spans[place].sequence for place in ends])
+                sampled = follower.runner.sample(logits, [spans[place].sequence for place in ends])
             tokens = tokens_body(sampled)
             leader.send(json_message(Kind.TOKENS, self._number, tokens, step=message.step, rank=self._plan.rank))
         if not self._member.stages_sent:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from medusa_runtime import kernels
 from medusa_runtime.checkpoint.index import WeightIndex
+from medusa_runtime.engine.gpu.device import Gpu
 from medusa_runtime.errors import EngineError
 from medusa_runtime.models import ModelConfig
 from medusa_runtime.region.reader import Region
@@ -22,6 +23,8 @@ HEARTBEAT_S = 0.25
 _EQUAL = {
     "model": "one version of the model",
     "dtype": "one type to compute in (--dtype)",
+    "device": "one kind of device to compute on (--device)",
+    "gpu": "one type of GPU, and triton on all machines or on none",
     "kernels": "CPUs with the same instructions, whose products are equal to the last bit",
     "torch": "one version of torch",
     "vllm": "one version of vLLM",
@@ -31,12 +34,19 @@ _EQUAL = {
 }
 
 
-def identity_of(region: Region, config: ModelConfig, dtype: torch.dtype, *, size: int) -> dict[str, Any]:
-    """Return the identity that a worker sends in its greeting."""
+def identity_of(
+    region: Region, config: ModelConfig, dtype: torch.dtype, *, size: int, gpu: Gpu | None = None
+) -> dict[str, Any]:
+    """Return the identity that a worker sends in its greeting. ``gpu`` is None for a worker that computes on CPUs."""
+    if gpu is not None:
+        computes = {"device": "cuda", "gpu": gpu.describe()}
+    else:
+        products = ", ".join(f"{name}: {value}" for name, value in sorted(kernels.describe().items()))
+        computes = {"device": "cpu", "kernels": products}
     return {
+        **computes,
         "model": model_digest(region.wait_index()),
         "dtype": str(dtype).removeprefix("torch."),
-        "kernels": ", ".join(f"{name}: {value}" for name, value in sorted(kernels.describe().items())),
         "torch": torch.__version__,
         "total": config.num_layers,
         "size": size,

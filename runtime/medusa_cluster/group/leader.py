@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from medusa_runtime.config import Settings
+from medusa_runtime.engine.gpu.device import Gpu
 from medusa_runtime.engine.serving.sequence import Sequence, Span
+from medusa_runtime.engine.torch.engine import step_error
 from medusa_runtime.engine.torch.kv_cache import BLOCK_TOKENS
-from medusa_runtime.engine.torch.paged_attention import PagedAttention
-from medusa_runtime.engine.torch.runner import positions_of, tokens_of
-from medusa_runtime.errors import MedusaError
+from medusa_runtime.errors import DeviceError, MedusaError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
@@ -49,7 +49,9 @@ class InFlightStep(NamedTuple):
 class Leader(WorkerEngine):
     """The engine of rank 0; see the module. Unless said otherwise, methods run in the thread of ``run``."""
 
-    def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
+    def __init__(
+        self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan, gpu: Gpu | None = None
+    ) -> None:
         self._connections: WorkerConnections | None = None  # None: this engine is alone
         self._in_flight: dict[int, InFlightStep] = {}
         self._busy: set[Sequence] = set()
@@ -57,7 +59,7 @@ class Leader(WorkerEngine):
         self._writer = StepWriter()
         self._consolidation: Consolidation | None = None
         self._all_loaded = threading.Event()  # set once every layer is loaded in some worker
-        super().__init__(region, settings, timeline, plan)
+        super().__init__(region, settings, timeline, plan, gpu)
 
     def wait_ready(self) -> None:
         """Wait until every layer is loaded, in one of the workers."""
@@ -195,6 +197,10 @@ class Leader(WorkerEngine):
             self._begin_step(spans)
         return bool(spans)
 
+    def _use_idle_time(self) -> bool:
+        # Other workers wait for this one's next step, so that it does nothing else meanwhile.
+        return self._connections is None and super()._use_idle_time()
+
     def _allowed(self, spans: list[Span]) -> dict[Sequence, bytes]:
         """Return which tokens may come next, for sequences that follow a grammar.
 
@@ -232,19 +238,19 @@ class Leader(WorkerEngine):
         message = json_message(Kind.STEP, number, self._writer.describe(spans, allowed), step=step)
         try:
             connections.send(message)
-            attention = PagedAttention(self._cache, spans)
-            positions = positions_of(spans)
-            hidden = self._model.embed(tokens_of(spans), positions)
-            hidden = self._model.run_layers(hidden, positions, attention, self.layers.start, self.layers.stop)
+            forward = self.runner.forward(spans)
+            forward.run_layers(self.layers.start, self.layers.stop)
             for span in spans:
                 span.sequence.computed = span.stop
-            hidden_channel.send(hidden_states(number, step, 0, hidden))
+            hidden_channel.send(hidden_states(number, step, 0, forward.hidden()))
         except MedusaError as error:
             self._check_loaded()
             self._fall_back(f"step {step} could not be sent: {error}")
         except Exception as error:
-            logger.exception("a step of the group failed")
-            self._fall_back(f"step {step} failed: {type(error).__name__}: {error}")
+            failure = step_error(error)
+            if not isinstance(failure, DeviceError):  # of a full GPU, the message says everything
+                logger.exception("a step of the group failed")
+            self._fall_back(f"step {step} failed: {failure}")
 
     def _end_step(self, message: Message) -> None:
         """Take the tokens of a step from the last worker."""

@@ -165,7 +165,7 @@ def forbid(logits: Tensor, values: dict[str, Any], ends: list[int]) -> None:
         except (binascii.Error, TypeError, ValueError) as error:
             raise EngineError(f"the tokens that a grammar allows could not be read: {error}") from None
         allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).view(-1)[: logits.shape[1]].bool()
-        logits[row].masked_fill_(~allowed, float("-inf"))
+        logits[row].masked_fill_(~allowed.to(logits.device), float("-inf"))
 
 
 def tokens_body(sampled: list[SampledToken]) -> dict[str, Any]:

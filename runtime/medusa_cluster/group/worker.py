@@ -18,9 +18,12 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from medusa_runtime.config import Settings, from_env
+from medusa_runtime.device.choice import choose
+from medusa_runtime.device.context import DeviceContext
 from medusa_runtime.errors import EngineError, MedusaError, from_code
 from medusa_runtime.imports.gc_paused import gc_paused
 from medusa_runtime.limits import signal_name
@@ -52,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             model=options.model,
             layers=options.layers,
             group=options.group,
-            device="cpu",
         )
+        settings = replace(settings, device=choose(settings.device, os.environ))
         if options.warm:
             _wait_warm(settings)
         return run(settings, options.socket, options.timeline, warm=options.warm)
@@ -96,11 +99,15 @@ def run(settings: Settings, path: str, timeline_path: str | None = None, *, warm
         return 0
 
     def engine(timeline: Timeline) -> int:
+        on_gpu = settings.device == "cuda" and engine_kind(settings.engine).owns_gpu_context
+        context = DeviceContext(timeline=timeline) if on_gpu else None  # it is made beside the imports
         with timeline.stage("import"), gc_paused():
             from medusa_runtime.zygote import load_engine_class, run_engine
 
             make = load_engine_class(settings, region)
             gc.freeze()
+        if context is not None:
+            context.wait()
         return run_engine(lambda: make(region, settings, timeline), listener, timeline=timeline, reports=reports)
 
     fetching = fork("prefetcher", prefetcher, timeline=timeline, reports=reports)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.config import Settings
+from medusa_runtime.engine.gpu.device import Gpu
 from medusa_runtime.engine.torch.engine import TorchEngine
 from medusa_runtime.errors import ConfigError, EngineError, MedusaError
 from medusa_runtime.load.loader import Loader
@@ -17,6 +18,9 @@ from .fetch_throttle import FetchThrottle
 from .identity import identity_of
 from .plan import GroupPlan
 
+if TYPE_CHECKING:
+    from medusa_runtime.engine.gpu.runner import Weights
+
 logger = logging.getLogger(__name__)
 
 
@@ -26,7 +30,9 @@ class WorkerEngine(TorchEngine):
     The engine's thread calls ``on_full`` once all are loaded.
     """
 
-    def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
+    def __init__(
+        self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan, gpu: Gpu | None = None
+    ) -> None:
         if settings.layers is None:
             raise ConfigError("--engine group needs --layers (MEDUSA_LAYERS): the layers that this worker holds first")
         self.plan = plan
@@ -36,7 +42,7 @@ class WorkerEngine(TorchEngine):
         self._rest_lock = threading.Lock()
         self._closing = threading.Event()
         self.full = threading.Event()
-        super().__init__(region, settings, timeline)
+        super().__init__(region, settings, timeline, gpu)
         self._throttle = FetchThrottle(region, lambda: self.loaded, full=plan.full)
         if plan.full:
             threading.Thread(target=self._load_rest, name="group-rest", daemon=True).start()
@@ -49,7 +55,7 @@ class WorkerEngine(TorchEngine):
     def identity(self) -> dict[str, Any]:
         """Return what a worker's greeting says, and the leader checks before it takes the worker into the group."""
         return {
-            **identity_of(self._region, self._model.config, self._dtype, size=self.plan.size),
+            **identity_of(self._region, self._model.config, self._dtype, size=self.plan.size, gpu=self._gpu),
             "layers": [self.layers.start, self.layers.stop],
             "blocks": self._cache.blocks.blocks,
         }
@@ -62,11 +68,21 @@ class WorkerEngine(TorchEngine):
     def on_full(self) -> None:
         """Act on all layers being loaded. Called in the engine's thread."""
 
-    def load_rest_now(self) -> None:
-        """Begin to load the layers that are not this worker's own, if that has not begun."""
+    def load_rest_now(self, *, in_background: bool = False) -> None:
+        """Begin to load the layers that are not this worker's own, if that has not begun.
+
+        ``in_background``: they are not needed yet, and must not hold up this worker's steps.
+        """
         with self._rest_lock:
             if self._rest is None and not self._closing.is_set():
-                self._rest = Loader(self._region, self._applier(rest=True), timeline=self._timeline)
+                self._rest = Loader(
+                    self._region,
+                    self._applier(rest=True),
+                    timeline=self._timeline,
+                    link=None if self._gpu is None else self._gpu.open_link(in_background=in_background),
+                    release=self._releases,
+                    beside=self._loader,
+                )
 
     def close(self) -> None:
         self._closing.set()
@@ -77,8 +93,13 @@ class WorkerEngine(TorchEngine):
                 self._rest.close()
 
     def _cached_layers(self) -> range:
-        # The pool takes memory only where it is written. So a worker that will have all layers can reserve it at once.
+        # A worker that will have all layers reserves room for their keys and values at once. On a CPU the pool takes
+        # memory only where it is written.
         return range(self.layers.total) if self.plan.full else super()._cached_layers()
+
+    @property
+    def _weights(self) -> Weights:
+        return _AllWeights(self)
 
     def _check_loaded(self) -> None:
         if self._rest_error is not None and self._needs_rest:
@@ -89,7 +110,7 @@ class WorkerEngine(TorchEngine):
         """Load the other layers after this worker's own. Runs in a thread of its own."""
         try:
             self._loader.wait()
-            self.load_rest_now()
+            self.load_rest_now(in_background=True)
             rest = self._rest
             if rest is None:
                 return
@@ -104,6 +125,22 @@ class WorkerEngine(TorchEngine):
             self._throttle.release()
             self.full.set()
             self._inbox.post(self.on_full)
+
+
+class _AllWeights:
+    """A worker's own layers together with the others, for the CUDA graphs of an instance."""
+
+    def __init__(self, worker: WorkerEngine) -> None:
+        self._worker = worker
+
+    @property
+    def placed(self) -> bool:
+        rest = self._worker._rest
+        return rest is not None and rest.placed and self._worker._loader.placed
+
+    @property
+    def applied(self) -> bool:
+        return self._worker.full.is_set()
 
 
 __all__ = ["WorkerEngine"]

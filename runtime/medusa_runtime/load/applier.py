@@ -63,6 +63,10 @@ class Applier:
         self._places = places(self.module)
         return plan(index, self._places, lambda name: self.needed(name, self._places))
 
+    def room_for(self, index: WeightIndex, todo: Mapping[str, Place]) -> Mapping[str, Place]:
+        """Return the places, by the tensors' names, that a device has memory for: those of the plan, ``todo``."""
+        return todo
+
     def needed(self, name: str, whole: Mapping[str, Place]) -> str | None:
         """Return the name that a checkpoint's tensor has in the module, or None to leave the tensor out.
 

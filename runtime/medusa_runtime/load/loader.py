@@ -13,8 +13,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
-from torch import Tensor
-
 from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.errors import WeightsError
 from medusa_runtime.limits import peak_bytes
@@ -27,7 +25,7 @@ from medusa_runtime.timeline import Timeline
 if TYPE_CHECKING:
     from medusa_runtime.load.upload.device_load import DeviceLoad
     from medusa_runtime.load.upload.link import Link
-    from medusa_runtime.load.upload.slab import Layout
+    from medusa_runtime.load.upload.slab import Slab
 
 _CLOSING_CHECK_S = 0.01  # how often a load that waits for the index checks whether it was closed
 
@@ -38,9 +36,10 @@ class Loader:
     On a CPU parameters are views of the region: shared between processes and read-only, so **writing to one in place is
     a segmentation fault**; assign a new one. Parameters whose dtype is converted are copies, and so are all buffers.
 
-    With a ``link`` the tensors go to its device, all into one ``slab``. With ``release`` the region's bytes of each
-    copied tensor are dropped, so that no process can load them a second time. ``on_end`` is called at the end, in the
-    loader's thread, with the error if loading failed and nothing has called ``wait``, else with None.
+    With a ``link`` the tensors go to its device, all into one slab: that of another loader, ``beside``, whose
+    applier has made room for them, or else one of this loader's own. With ``release`` the region's bytes of each copied
+    tensor are dropped, so that no process can load them a second time. ``on_end`` is called at the end, in the loader's
+    thread, with the error if loading failed and nothing has called ``wait``, else with None.
     """
 
     def __init__(
@@ -51,6 +50,7 @@ class Loader:
         timeline: Timeline | None = None,
         link: Link | None = None,
         release: bool = False,
+        beside: Loader | None = None,
         on_end: Callable[[BaseException | None], None] = lambda _: None,
     ) -> None:
         self._region = region
@@ -66,7 +66,13 @@ class Loader:
             from medusa_runtime.load.upload.device_load import DeviceLoad
 
             self._upload = DeviceLoad(
-                tensors, applier, self._backlog, link, release=release, on_placed=self._placed.set
+                tensors,
+                applier,
+                self._backlog,
+                link,
+                release=release,
+                on_placed=self._placed.set,
+                wait_slab=None if beside is None else beside.wait_slab,
             )
         self._load = self._upload or HostLoad(tensors, applier, self._backlog, release=release)
         self._closing = self._waited = False
@@ -89,6 +95,13 @@ class Loader:
         if self._error is not None:
             raise self._error
 
+    def wait_slab(self) -> Slab:
+        """Wait like ``wait_placed``, and return the device memory that the weights lie in. Needs a ``link``."""
+        self.wait_placed()
+        assert self._upload is not None
+        assert self._upload.slab is not None
+        return self._upload.slab
+
     @property
     def placed(self) -> bool:
         """Whether ``wait_placed`` would return at once."""
@@ -105,16 +118,6 @@ class Loader:
         A unit without a gate counts as loaded.
         """
         return all(gate.is_open and gate.error is None for gate in self._gates if gate.name == unit)
-
-    @property
-    def slab(self) -> Tensor | None:
-        """The block of device memory that holds all weights, uint8, once ``placed``; None on a CPU."""
-        return None if self._upload is None else self._upload.slab
-
-    @property
-    def layout(self) -> Layout | None:
-        """The layout of the ``slab``: where each tensor lies. None on a CPU."""
-        return None if self._upload is None else self._upload.layout
 
     @property
     def index(self) -> WeightIndex:

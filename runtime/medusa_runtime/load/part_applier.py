@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +23,8 @@ class PartApplier(Applier):
 
     With ``rest`` it applies all the others instead. Units of the other part get no gate, and their parameters keep no
     memory. A tied parameter belongs to the needed part if any of its names does.
+
+    ``room_for_all``: on a device, allocate memory for all tensors of the module at once.
     """
 
     def __init__(
@@ -33,10 +35,12 @@ class PartApplier(Applier):
         dtype: torch.dtype | None,
         quantization: Quantization | None = None,
         rest: bool = False,
+        room_for_all: bool = False,
     ) -> None:
         super().__init__(module, dtype=dtype, quantization=quantization)
         self._needed = needed
         self._is_rest = rest
+        self._room_for_all = room_for_all
 
     def gates(self, timeline: Timeline | None) -> list[Gate]:
         return unit_gates(self.module, timeline, lambda name: self._needed(name) is not self._is_rest)
@@ -46,6 +50,12 @@ class PartApplier(Applier):
         needed = {place.name for name, place in whole.items() if self._needed(name)}
         self._places = {name: place for name, place in whole.items() if (place.name in needed) is not self._is_rest}
         return plan(index, self._places, lambda name: self._here(name, whole))
+
+    def room_for(self, index: WeightIndex, todo: Mapping[str, Place]) -> Mapping[str, Place]:
+        if not self._room_for_all:
+            return todo
+        whole = places(self.module)
+        return plan(index, whole, lambda name: self.needed(name, whole)).todo
 
     def hints(self, index: WeightIndex) -> bool:
         """Return True for the needed part, which a prefetcher with several readers would not fetch first otherwise."""

@@ -9,8 +9,9 @@ import pytest
 from certificates import make_certificates
 from engine_fixtures import checkpoint, make_checkpoint, serve, serve_region
 from group_fixtures import group
+from host_gpu import no_triton
 
-__all__ = ["checkpoint", "group", "make_checkpoint", "serve", "serve_region"]
+__all__ = ["checkpoint", "group", "make_checkpoint", "no_triton", "serve", "serve_region"]
 
 
 @pytest.fixture(scope="session")

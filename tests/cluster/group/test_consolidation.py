@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from group_fixtures import Group, until
+from group_fixtures import Group, host_gpu, until
 from medusa_runtime.errors import OverloadedError
 
 PROMPT = "Tokens flow from storage to memory, and from memory to layers. "
@@ -62,8 +62,9 @@ def test_the_switch_at_any_step_changes_no_token(
         full(made)
 
 
-def test_gathered_keys_and_values_are_used(group: Callable[..., Group], serve: Any) -> None:
-    made = group("0:1", "1:3", "3:4").start()
+@pytest.mark.parametrize("gpu", [None, host_gpu])
+def test_gathered_keys_and_values_are_used(gpu: Any, group: Callable[..., Group], serve: Any) -> None:
+    made = group("0:1", "1:3", "3:4", gpu=gpu).start()
     full(made)
     answer = made.leader.ask([7] * 200, max_tokens=40)
     for _ in range(10):
@@ -77,9 +78,10 @@ def test_gathered_keys_and_values_are_used(group: Callable[..., Group], serve: A
     assert gathered.detail["rounds"] >= 2
 
 
-def test_workers_become_instances(group: Callable[..., Group], serve: Any) -> None:
+@pytest.mark.parametrize("gpu", [None, host_gpu])
+def test_workers_become_instances(gpu: Any, group: Callable[..., Group], serve: Any) -> None:
     expected, _ = expected_of(serve)
-    made = group("0:1", "1:3", "3:4", then="up").start()
+    made = group("0:1", "1:3", "3:4", then="up", gpu=gpu).start()
     consolidated(made)
     for worker in made.workers:
         worker.engine.wait_ready()

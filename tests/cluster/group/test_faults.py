@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from group_fixtures import Group, free_port, until
+from group_fixtures import Group, free_port, host_gpu, until
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.engine.client import EngineClient, TokenStream
 from medusa_runtime.errors import ConfigError, EngineError
@@ -48,9 +48,10 @@ def test_a_worker_that_ends_at_any_step_changes_no_token(
             worker.close()
 
 
-def test_a_worker_that_ends_while_its_blocks_are_gathered(group: Callable[..., Group], serve: Any) -> None:
+@pytest.mark.parametrize("gpu", [None, host_gpu])
+def test_a_worker_that_ends_while_its_blocks_are_gathered(gpu: Any, group: Callable[..., Group], serve: Any) -> None:
     expected = serve().ask([7] * 300, max_tokens=60).tokens
-    made = group("0:2", "2:4", link_bytes_per_s=400e3).start()  # gathering takes some 0.4 s
+    made = group("0:2", "2:4", link_bytes_per_s=400e3, gpu=gpu).start()  # gathering takes some 0.4 s
     until(lambda: made.formed and all(worker.engine.full.is_set() for worker in made.workers))
     answer = made.leader.ask([7] * 300, max_tokens=60)
     for _ in range(3):
@@ -137,7 +138,7 @@ class Processes:
         path.write_text(json.dumps({**self.plan, "rank": rank, "leader": self.leader}))
         arguments = ["--model", str(self.checkpoint), "--group", str(path), "--layers", ("0:2", "2:4")[rank]]
         arguments += ["--socket", str(self.folder / f"{rank}.sock"), "--die-with-parent"]
-        environment = {**os.environ, "MEDUSA_THREADS": "1", "MEDUSA_KV_CACHE_MB": "4"}
+        environment = {**os.environ, "MEDUSA_DEVICE": "cpu", "MEDUSA_THREADS": "1", "MEDUSA_KV_CACHE_MB": "4"}
         process = subprocess.Popen([sys.executable, "-m", "medusa_cluster.group.worker", *arguments], env=environment)
         self.stack.callback(process.wait)
         self.stack.callback(process.kill)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from group_fixtures import Group, until
+from group_fixtures import Group, host_gpu, until
 
 PROMPTS = (
     "Tokens flow from storage",
@@ -24,6 +24,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"stop": ("e",), "logprobs": 3, "logit_bias": {5: 1.0}, "min_tokens": 3},
 )
 SPLITS = (("0:2", "2:4"), ("0:1", "1:2", "2:4"), ("0:1", "1:2", "2:3", "3:4"))
+DEVICES = (*((split, None) for split in SPLITS), *((split, host_gpu) for split in SPLITS[:2]))
 
 
 def ask(served: Any, **params: Any) -> list[Any]:
@@ -44,11 +45,13 @@ def seen(answers: list[Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_tokens_are_those_of_one_engine(split: tuple[str, ...], group: Callable[..., Group], serve: Any) -> None:
-    made = group(*split).start()
+@pytest.mark.parametrize(("split", "gpu"), DEVICES)
+def test_tokens_are_those_of_one_engine(
+    split: tuple[str, ...], gpu: Any, group: Callable[..., Group], serve: Any
+) -> None:
+    made = group(*split, gpu=gpu).start()
     alone = serve()
-    for params in PARAMS:
+    for params in PARAMS if gpu is None else PARAMS[2:]:
         assert seen(ask(made.leader, **params)) == seen(ask(alone, **params)), params
     assert made.formed
     until(lambda: made.leader.engine.stats()["kv_tokens_used"] == 0)
@@ -101,12 +104,13 @@ def test_a_worker_takes_no_requests_of_its_own(group: Callable[..., Group]) -> N
         made.workers[1].ask("A")
 
 
-def test_text_follows_its_grammar(group: Callable[..., Group], serve: Any) -> None:
+@pytest.mark.parametrize("gpu", [None, host_gpu])
+def test_text_follows_its_grammar(gpu: Any, group: Callable[..., Group], serve: Any) -> None:
     pytest.importorskip("llguidance", reason="structured outputs need llguidance")
     from medusa_runtime.engine.base import StructuredOutputs
 
     forms = (StructuredOutputs("regex", "[0-9]{3}-[0-9]{4}"), StructuredOutputs("choice", '["yes", "no"]'))
-    made, alone = group("0:1", "1:2", "2:4").start(), serve()
+    made, alone = group("0:1", "1:2", "2:4", gpu=gpu).start(), serve()
     for form in forms:
         for params in PARAMS[:2]:
             given = {"ignore_eos": False, "max_tokens": 40, "structured_outputs": form, **params}

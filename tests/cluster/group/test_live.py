@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine_fixtures import fill_region
-from group_fixtures import Group, until
+from group_fixtures import Group, host_gpu, until
 from medusa_cluster.group.identity import identity_of
 from medusa_cluster.group.live import target as live_target
 from medusa_cluster.group.live.handover import send_cache, send_handover
@@ -79,19 +79,24 @@ def pair(slow: SlowRegion, group: Callable[..., Group], checkpoint: Path) -> Ite
     whole.filling.close()
 
 
-@pytest.mark.parametrize("schedule", ["zigzag", "best-effort"])
-@pytest.mark.parametrize("params", [{}, SEEDED])
+@pytest.mark.parametrize(
+    ("params", "schedule", "gpu"),
+    [
+        *itertools.product(({}, SEEDED), ("zigzag", "best-effort"), (None,)),
+        (SEEDED, "zigzag", host_gpu),
+    ],
+)
 def test_tokens_are_those_of_one_engine(
-    params: dict[str, Any], schedule: str, slow: SlowRegion, pair: Callable[..., Group], serve: Any
+    params: dict[str, Any], schedule: str, gpu: Any, slow: SlowRegion, pair: Callable[..., Group], serve: Any
 ) -> None:
-    alone = serve()
-    expected = [alone.ask(prompt, max_tokens=12, **params).tokens for prompt in PROMPTS]
-    made = pair(schedule=schedule)
+    alone, prompts = serve(), PROMPTS if gpu is None else PROMPTS[::4]
+    expected = [alone.ask(prompt, max_tokens=12, **params).tokens for prompt in prompts]
+    made = pair(schedule=schedule, gpu=gpu)
     target = made.workers[1].engine
     for number, part in enumerate(["embed", *(f"layers.{layer}." for layer in range(4))]):
         slow.arrive(part)
         until(lambda number=number: target.loaded_layers() == number)  # type: ignore[attr-defined, misc]
-        answers = [made.leader.ask(prompt, max_tokens=12, **params) for prompt in PROMPTS]
+        answers = [made.leader.ask(prompt, max_tokens=12, **params) for prompt in prompts]
         assert [answer.tokens for answer in answers] == expected
     helped = made.leader.engine.stats()["layers_helped"]
     assert helped > 0
@@ -103,7 +108,7 @@ def test_tokens_are_those_of_one_engine(
     target.wait_ready()
     until(lambda: not made.leader.engine.stats()["paired"])
     for worker in made.workers:
-        assert [worker.ask(prompt, max_tokens=12, **params).tokens for prompt in PROMPTS] == expected
+        assert [worker.ask(prompt, max_tokens=12, **params).tokens for prompt in prompts] == expected
         until(lambda worker=worker: worker.engine.stats()["kv_tokens_used"] == 0)  # type: ignore[misc]
 
 
@@ -206,20 +211,22 @@ def test_the_queues_decide_as_the_schedules_do(layers: int, load: int, batches: 
         assert sum(finish.values()) / batches <= expected.mean * 1.05
 
 
-def disaggregated(group: Callable[..., Group], prefilling: int) -> Group:
-    made = group(*["0:4"] * (1 + prefilling), mode="disaggregated")
+def disaggregated(group: Callable[..., Group], prefilling: int, gpu: Any = None) -> Group:
+    made = group(*["0:4"] * (1 + prefilling), mode="disaggregated", gpu=gpu)
     for rank in range(1 + prefilling):
         made.add(rank, layers=None, mode="disaggregated")
     until(lambda: made.leader.engine.stats()["paired"] == prefilling)
     return made
 
 
-@pytest.mark.parametrize("params", [{}, SEEDED])
-def test_others_prefill_and_become_instances(params: dict[str, Any], group: Callable[..., Group], serve: Any) -> None:
-    alone = serve()
-    expected = [alone.ask(prompt, max_tokens=12, **params).tokens for prompt in PROMPTS]
-    made = disaggregated(group, 2)
-    answers = [made.leader.ask(prompt, max_tokens=12, **params) for prompt in PROMPTS]
+@pytest.mark.parametrize(("params", "gpu"), [({}, None), (SEEDED, None), (SEEDED, host_gpu)])
+def test_others_prefill_and_become_instances(
+    params: dict[str, Any], gpu: Any, group: Callable[..., Group], serve: Any
+) -> None:
+    alone, prompts = serve(), PROMPTS if gpu is None else PROMPTS[::4]
+    expected = [alone.ask(prompt, max_tokens=12, **params).tokens for prompt in prompts]
+    made = disaggregated(group, 2, gpu)
+    answers = [made.leader.ask(prompt, max_tokens=12, **params) for prompt in prompts]
     assert [answer.tokens for answer in answers] == expected
     helped = made.leader.engine.stats()["layers_helped"]
     assert helped > 0

@@ -129,12 +129,11 @@ def test_all_of_it_arrives_in_execution_order_in_one_slab(filling: Fill, net: Ne
     with load(filled, module, link) as loader:
         loader.wait()
         assert link.closed == 1, "staging memory is not kept while the engine runs"
-        assert loader.slab is not None
-        assert loader.layout is not None
+        slab, layout = loader.wait_slab()
     torch.testing.assert_close(module(IDS), net(IDS), rtol=0, atol=0)
-    sent = [copy.target.data_ptr() - loader.slab.data_ptr() for copy in link.copies]
-    assert sent == [loader.layout.slots[name].offset for name in filled.index.order]
-    first, last = loader.slab.data_ptr(), loader.slab.data_ptr() + loader.slab.nbytes
+    sent = [copy.target.data_ptr() - slab.data_ptr() for copy in link.copies]
+    assert sent == [layout.slots[name].offset for name in filled.index.order]
+    first, last = slab.data_ptr(), slab.data_ptr() + slab.nbytes
     assert all(first <= tensor.data_ptr() <= last - tensor.nbytes for tensor in module.parameters())
     assert module.head.weight is module.embed.weight
 
@@ -154,13 +153,12 @@ def test_what_is_multiplied_at_once_lies_side_by_side(filling: Fill, net: Net) -
 
 def test_slots_are_aligned_and_do_not_overlap(filling: Fill, net: Net) -> None:
     with load(filling(state(net)).complete(), empty_net(), HostLink()) as loader:
-        loader.wait()
-    assert loader.layout is not None
-    slots = sorted(loader.layout.slots.values())
+        layout = loader.wait_slab().layout
+    slots = sorted(layout.slots.values())
     assert all(slot.offset + slot.size_bytes <= later.offset for slot, later in itertools.pairwise(slots))
-    assert slots[-1].offset + slots[-1].size_bytes <= loader.layout.size_bytes
+    assert slots[-1].offset + slots[-1].size_bytes <= layout.size_bytes
     assert all(slot.offset % 16 == 0 for slot in slots)
-    assert loader.layout.slots["layers.1.q.weight"].offset % ALIGNMENT == 0
+    assert layout.slots["layers.1.q.weight"].offset % ALIGNMENT == 0
 
 
 def test_a_forward_waits_for_the_device_and_not_for_the_host(filling: Fill, net: Net) -> None:

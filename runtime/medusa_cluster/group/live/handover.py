@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from medusa_runtime.engine.serving.sequence import Sequence, Span
 from medusa_runtime.engine.torch.kv_cache import BLOCK_TOKENS, KvCache, KvShape
+from medusa_runtime.engine.torch.transfers import on_host
 from medusa_runtime.errors import EngineError
 from torch import Tensor
 
@@ -161,9 +162,11 @@ def _put_together(message: Message, head: dict[str, Any], blocks: list[Tensor], 
 
 def read_in(cache: KvCache, sequence: Sequence, parts: list[Tensor]) -> None:
     """Write the keys and values of a sequence's first layers, given in parts in order, into its blocks."""
-    first = 0
+    first, device = 0, cache.pool.device
     whole = parts[0].shape[2] // BLOCK_TOKENS
-    numbers = torch.tensor(sequence.blocks[:whole], dtype=torch.long)  # empty for a short prompt
+    numbers = torch.tensor(sequence.blocks[:whole], dtype=torch.long).to(device)  # empty for a short prompt
+    if device.type != "cpu":
+        parts = [torch.cat(parts).to(device)]  # one copy to the device
     for kv in parts:
         last = first + kv.shape[0]
         head, rest = kv[:, :, : whole * BLOCK_TOKENS], kv[:, :, whole * BLOCK_TOKENS :]
@@ -176,11 +179,12 @@ def read_in(cache: KvCache, sequence: Sequence, parts: list[Tensor]) -> None:
 
 
 def read_out(cache: KvCache, blocks: list[int], tokens: int, start: int, stop: int) -> Tensor:
-    """Return a copy of a prompt's keys and values in layers [start, stop).
+    """Return a copy of a prompt's keys and values in layers [start, stop), in the host's memory.
 
     Shape [layers, 2, tokens, kv_heads, head_dim].
     """
-    return cache.pool[start:stop, :, torch.tensor(blocks)].flatten(2, 3)[:, :, :tokens].contiguous()
+    numbers = torch.tensor(blocks).to(cache.pool.device)
+    return on_host(cache.pool[start:stop, :, numbers].flatten(2, 3)[:, :, :tokens].contiguous())
 
 
 __all__ = [

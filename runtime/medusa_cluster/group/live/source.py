@@ -8,11 +8,11 @@ import time
 from collections import deque
 from typing import Any
 
+import torch
 from medusa_runtime.config import Settings
+from medusa_runtime.engine.gpu.device import Gpu
 from medusa_runtime.engine.serving.sequence import Sequence, Span
-from medusa_runtime.engine.torch.engine import TorchEngine
-from medusa_runtime.engine.torch.paged_attention import PagedAttention
-from medusa_runtime.engine.torch.runner import positions_of, select_rows, tokens_of
+from medusa_runtime.engine.torch.engine import TorchEngine, step_error
 from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
@@ -55,14 +55,16 @@ class _Pair:
 class SourceEngine(TorchEngine):
     """The source's engine, which listens for new instances. Alone it is a torch engine like any other."""
 
-    def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
+    def __init__(
+        self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan, gpu: Gpu | None = None
+    ) -> None:
         self.plan = plan
         self._pairs: list[_Pair] = []
         self._free_slots = threading.BoundedSemaphore(plan.size - 1)  # for accepted partners
         self._closing = threading.Event()
         self._next_batch = 1
         self.layers_helped = 0  # layers of batches that targets have run
-        super().__init__(region, settings, timeline)
+        super().__init__(region, settings, timeline, gpu)
         host, port = plan.leader_address
         link = plan.emulated_link()
         self._pair_listener = Listener(
@@ -99,7 +101,7 @@ class SourceEngine(TorchEngine):
 
     def _accept(self, greeting: Greeting) -> None:
         """Take a new instance as a partner, or refuse it. Called in the listener's thread."""
-        ours = identity_of(self._region, self._model.config, self._dtype, size=self.plan.size)
+        ours = identity_of(self._region, self._model.config, self._dtype, size=self.plan.size, gpu=self._gpu)
         reason = disagreement(ours, greeting.values)
         if reason is None and (greeting.purpose != "live" or not self._free_slots.acquire(blocking=False)):
             reason = "this instance has its partners already"
@@ -146,7 +148,7 @@ class SourceEngine(TorchEngine):
             if time.monotonic() - pair.channel.last_received_at > self.plan.silent_s:
                 self._lose(pair, EngineError(f"it has been silent for {self.plan.silent_s:g} s"))
             elif pair.arrived:
-                self._finish(pair, pair.arrived.popleft())
+                self._finish_or_lose(pair, pair.arrived.popleft())
                 worked = True
         busy = {span.sequence for pair in self._pairs for batch in pair.offered.values() for span in batch.spans}
         spans = self._scheduler.schedule(busy)
@@ -186,6 +188,16 @@ class SourceEngine(TorchEngine):
             pair.pulled = False
             pair.arrived.append(handover)
 
+    def _use_idle_time(self) -> bool:
+        # A partner's batch may arrive at any moment, and does not wait for anything.
+        return not self._pairs and super()._use_idle_time()
+
+    def _finish_or_lose(self, pair: _Pair, handover: Handover) -> None:
+        try:
+            self._finish(pair, handover)
+        except torch.OutOfMemoryError as error:  # of a GPU: its prompts are computed here, in smaller steps
+            self._lose(pair, step_error(error))
+
     def _finish(self, pair: _Pair, handover: Handover) -> None:
         """Run the layers of a batch that the target has not run, and sample its tokens."""
         batch = pair.offered.pop(handover.number, None)
@@ -209,22 +221,19 @@ class SourceEngine(TorchEngine):
                 if handover.caches:
                     read_in(self._cache, sequence, handover.caches[index])
             row += stop
-        attention, positions = PagedAttention(self._cache, alive), positions_of(alive)
-        if handover.hidden is None:
-            hidden = self._model.embed(tokens_of(alive), positions)
-        else:
-            hidden = handover.hidden if len(rows) == row else handover.hidden[rows]
-        last = max(self.layers.total - 1, handover.done)
-        hidden = self._model.run_layers(hidden, positions, attention, handover.done, last)
+        hidden = handover.hidden if handover.hidden is None or len(rows) == row else handover.hidden[rows]
+        forward, total = self.runner.forward(alive, hidden), self.layers.total
+        last = max(total - 1, handover.done)
+        forward.run_layers(handover.done, last)
         self._pull_or_release(pair)  # the next batch arrives while the last layer runs
-        hidden = self._model.run_layers(hidden, positions, attention, last)
-        for sequence, _, stop in alive:
-            sequence.computed = stop
+        forward.run_layers(last, total)
         self.layers_helped += handover.done
         ends = [index for index, span in enumerate(alive) if span.stop == len(span.sequence.tokens)]
         sequences = [alive[index].sequence for index in ends]
         self._constraints.request_masks(alive)
-        sampled = self._sample(self._model.logits(select_rows(hidden, alive, ends)), sequences) if ends else []
+        sampled = self._sample(forward.logits(ends), sequences) if ends else []
+        for sequence, _, stop in alive:
+            sequence.computed = stop
         self._deliver(alive, sequences, sampled, batch.began_ns)
 
     def _is_ours(self, hidden: Tensor) -> bool:

@@ -11,17 +11,16 @@ from typing import Any
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
+from medusa_runtime.engine.gpu.device import Gpu
 from medusa_runtime.engine.serving.requests import Sink
 from medusa_runtime.engine.serving.sequence import Sequence, Span
 from medusa_runtime.engine.serving.transcript import Transcript
-from medusa_runtime.engine.torch.engine import TorchEngine
+from medusa_runtime.engine.torch.engine import TorchEngine, step_error
 from medusa_runtime.engine.torch.kv_cache import blocks_for
-from medusa_runtime.engine.torch.paged_attention import PagedAttention
-from medusa_runtime.engine.torch.runner import positions_of, tokens_of
+from medusa_runtime.engine.torch.runner import Forward
 from medusa_runtime.errors import EngineError, MedusaError, OverloadedError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
-from torch import Tensor
 
 from ..identity import Heartbeats, identity_of
 from ..plan import GroupPlan
@@ -38,10 +37,12 @@ _ARRIVAL_S = 0.005  # between two checks of an idle target for a newly arrived l
 class TargetEngine(TorchEngine):
     """The target's engine. It helps its source until the source releases it, and is an instance after that."""
 
-    def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
+    def __init__(
+        self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan, gpu: Gpu | None = None
+    ) -> None:
         self.plan = plan
         self._instance = threading.Event()
-        super().__init__(region, settings, timeline)
+        super().__init__(region, settings, timeline, gpu)
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
         if not self._instance.is_set():
@@ -61,8 +62,8 @@ class TargetEngine(TorchEngine):
         try:
             with torch.inference_mode():
                 helper.run(stop)
-        except EngineError as error:
-            logger.warning("%s; this instance goes on alone", error)
+        except (EngineError, torch.OutOfMemoryError) as error:
+            logger.warning("%s; this instance goes on alone", step_error(error))
         finally:
             helper.close()
         self._timeline.mark("released")
@@ -78,14 +79,12 @@ class TargetEngine(TorchEngine):
 
 
 class _Prefill:
-    """A batch under way: its prompts, in the target's own blocks, and its hidden states after the layers so far."""
+    """A batch under way: its prompts, in the target's own blocks, and its forward pass through the layers so far."""
 
     def __init__(self, number: int, prompts: list[list[int]]) -> None:
         self.number = number  # the source's number of the batch
         self.spans = [Span(_sequence(prompt), 0, len(prompt)) for prompt in prompts]
-        self.hidden: Tensor | None = None
-        self.positions: Tensor | None = None
-        self.attention: PagedAttention | None = None
+        self.forward: Forward | None = None
         self.parts: list[int] = []  # for each sending of keys and values, the number of layers
 
 
@@ -106,7 +105,7 @@ class _Helper:
         """Work until the source releases this target. Raises EngineError if the source is lost."""
         target, plan = self._target, self._plan
         link = plan.emulated_link()
-        identity = identity_of(target._region, target._model.config, target._dtype, size=plan.size)
+        identity = identity_of(target._region, target._model.config, target._dtype, size=plan.size, gpu=target._gpu)
         channel = self._channel = connect(
             plan.leader, group=plan.number, access=plan.access, rank=plan.rank, purpose="live",
             deadline=time.monotonic() + plan.form_s, stopped=stop.is_set, link=link, **identity,
@@ -147,22 +146,16 @@ class _Helper:
     def _run_layer(self, batch: int) -> bool:
         """Run the next layer of a batch. Return False if there is no room for its keys and values."""
         target, prefill = self._target, self._prefills[batch]
-        if prefill.attention is None:
+        if prefill.forward is None:
             needed = [blocks_for(span.stop) for span in prefill.spans]
             blocks = target._cache.blocks.allocate(sum(needed))
             if blocks is None:
                 return False
             for span, count in zip(prefill.spans, needed, strict=True):
                 span.sequence.blocks, blocks = blocks[:count], blocks[count:]
-            prefill.attention, prefill.positions = (
-                PagedAttention(target._cache, prefill.spans),
-                positions_of(prefill.spans),
-            )
-            prefill.hidden = target._model.embed(tokens_of(prefill.spans), prefill.positions)
-        assert prefill.hidden is not None
-        assert prefill.positions is not None
+            prefill.forward = target.runner.forward(prefill.spans)
         done = self._queue.done(batch)
-        prefill.hidden = target._model.run_layers(prefill.hidden, prefill.positions, prefill.attention, done, done + 1)
+        prefill.forward.run_layers(done, done + 1)
         self._queue.layer_done(batch)
         self._send_layers(prefill, done, done + 1)  # the source needs them, and they travel while the next layer runs
         return True
@@ -181,9 +174,8 @@ class _Helper:
         self._pull = False
         prefill, done = self._prefills.pop(batch), self._queue.done(batch)
         lengths = [span.stop for span in prefill.spans]
-        send_handover(
-            channel, self._plan.number, prefill.number, prefill.parts, lengths, prefill.hidden if done else None
-        )
+        hidden = prefill.forward.hidden() if done and prefill.forward is not None else None
+        send_handover(channel, self._plan.number, prefill.number, prefill.parts, lengths, hidden)
         self._free(prefill)
 
     def _free(self, prefill: _Prefill) -> None:

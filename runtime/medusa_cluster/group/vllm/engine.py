@@ -44,7 +44,7 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
         return factory.open_engine(region, settings, timeline)
     plan = GroupPlan.read(settings.group)
     if choose(settings.device, {}) == "cuda":
-        raise ConfigError("the workers of a group compute on CPUs; expected --device cpu")
+        raise ConfigError("the workers of a group of vLLM compute on CPUs; expected --device cpu, or --engine torch")
     if plan.mode != "pipeline":
         raise ConfigError(f"a group of vLLM's workers is a pipeline; expected no mode {plan.mode!r}")
     missing = _missing()

@@ -141,6 +141,7 @@ def hidden_states(group: int, step: int, rank: int, hidden: Tensor) -> Message:
 
 def buffer_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a CPU tensor, without a copy if it is contiguous. The view keeps the tensor alive."""
+    assert tensor.is_cpu
     tensor = tensor.contiguous()
     array = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
     array.tensor = tensor  # type: ignore[attr-defined]

@@ -18,13 +18,15 @@ from ...timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
+_BACKGROUND_THREADS = 2
+
 if TYPE_CHECKING:  # a start on a CPU does not import these
     from ...load.loader import Loader
     from ...load.upload.link import Link
     from ...models import DecoderModel
     from ..torch.kv_cache import KvCache
     from .decode_graphs import Capturer, DecodeGraphs, Restorer
-    from .runner import GpuRunner
+    from .runner import GpuRunner, Weights
 
 
 def open_gpu(settings: Settings, timeline: Timeline) -> Gpu | None:
@@ -130,6 +132,24 @@ class Gpu:
             ) from error
         self._graph_base = graph_base
 
+    def describe(self) -> str:
+        """Return what decides the bits of this GPU's results, beside torch's version."""
+        from ...kernels import cuda
+
+        name = torch.cuda.get_device_name(self.device)
+        return name if cuda.triton_obstacle() is None else f"{name}, without triton"
+
+    def open_link(self, *, in_background: bool) -> Link:
+        """Open another link, because a link is of use for one load. Can be called in any thread.
+
+        ``in_background``: steps run meanwhile, and the weights are not needed yet. What a step copies to the device
+        waits behind what the link has begun to copy, so the link begins little at a time.
+        """
+        from ...load.upload.cuda_link import CudaLink
+
+        self.placed.make_current()
+        return CudaLink(self.device, self.memory, most_threads=_BACKGROUND_THREADS if in_background else None)
+
     def memory(self, name: str, size_bytes: int) -> Tensor:
         """Map memory at the address where graphs expect it, and return it as uint8 [size_bytes], uninitialized.
 
@@ -205,11 +225,12 @@ class Gpu:
         self,
         model: DecoderModel,
         cache: KvCache,
-        loader: Loader,
+        weights: Weights,
         max_concurrency: int,
         max_model_len: int,
         timeline: Timeline,
         blueprints: BundledGraphs | None = None,
+        has_all_layers: bool = True,
     ) -> GpuRunner:
         from .runner import GpuRunner
 
@@ -217,9 +238,10 @@ class Gpu:
             self,
             model,
             cache,
-            loader,
+            weights,
             max_concurrency=max_concurrency,
             max_model_len=max_model_len,
             timeline=timeline,
             blueprints=blueprints,
+            has_all_layers=has_all_layers,
         )

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from torch import Tensor
 
 from ...errors import DeviceError, StateError
-from ...load.loader import Loader
 from ...models import DecoderModel
 from ...timeline import Timeline
 from ..serving.sequence import SampledToken, Sequence, Span
 from ..torch.kv_cache import KvCache
-from ..torch.runner import run_step
+from ..torch.runner import Forward, run_step
 from ..torch.sampler import sample
 from .attention import GpuAttention
 from .decode_graphs import DecodeGraphs, Restorer, capture_obstacle, sizes_for
@@ -22,6 +22,18 @@ from .device import BundledGraphs, Gpu
 from .static_inputs import INPUTS, OUTPUTS
 
 logger = logging.getLogger(__name__)
+
+
+class Weights(Protocol):
+    """The weights of all layers that an engine will have, as far as graphs depend on them. ``Loader`` is one."""
+
+    @property
+    def placed(self) -> bool:
+        """Whether every parameter has its address on the device."""
+
+    @property
+    def applied(self) -> bool:
+        """Whether every parameter has its value."""
 
 
 class GpuRunner:
@@ -32,22 +44,25 @@ class GpuRunner:
         gpu: Gpu,
         model: DecoderModel,
         cache: KvCache,
-        loader: Loader,
+        weights: Weights,
         *,
         max_concurrency: int,
         max_model_len: int,
         timeline: Timeline,
         blueprints: BundledGraphs | None = None,
+        has_all_layers: bool = True,
     ) -> None:
         """Prepare for graphs of the model's decode steps, if these can be captured.
 
+        ``has_all_layers``: whether this engine has, or will have, all of the model's layers. Otherwise it runs no
+        whole step, and gets no graphs.
         ``blueprints``: the state bundle's graphs. They are read once, as soon as the weights have their addresses. If
         they arrive later than the weights, prompts are computed meanwhile, and the first decode waits for them.
         """
         self._gpu = gpu
         self.model = model
         self.cache = cache
-        self.loader = loader
+        self._weights = weights
         self._timeline = timeline
         self._blueprints = blueprints
         self._restored: BundledGraphs | None = None  # the bundle's graphs, once they may be in use
@@ -56,6 +71,8 @@ class GpuRunner:
         self._adopted = False  # whether a graph of the bundle is in use
         self._to_build: list[int] = []  # those of them to build while the weights are loading
         self.graphs: DecodeGraphs | None = None
+        if not has_all_layers:
+            return
         capturer = gpu.capturer()
         reason = (
             capture_obstacle(model) if capturer is not None else "there is no attention kernel that can be captured"
@@ -81,10 +98,10 @@ class GpuRunner:
     def step(self, spans: list[Span]) -> tuple[Tensor | None, list[Sequence]]:
         """Run one step, like ``run_step``. Graphs do not wait at gates, so they need all weights to be loaded."""
         graphs = self.graphs
-        if graphs is not None and self.loader.applied and self._must_restore_first and graphs.are_decodes(spans):
+        if graphs is not None and self._weights.applied and self._must_restore_first and graphs.are_decodes(spans):
             # The weights are loaded, so this need not wait until the engine is idle. A prompt is computed without it.
             self._restore(graphs)
-        if graphs is None or not self.loader.applied or not graphs.can_run(spans):
+        if graphs is None or not self._weights.applied or not graphs.can_run(spans):
             return run_step(self.model, self.cache, spans, GpuAttention)
         try:
             logits = graphs.run(spans)
@@ -94,6 +111,9 @@ class GpuRunner:
         for span in spans:
             span.sequence.computed = span.stop
         return logits, [span.sequence for span in spans]
+
+    def forward(self, spans: list[Span], hidden: Tensor | None = None) -> Forward:
+        return Forward(self.model, self.cache, spans, hidden, GpuAttention)
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         try:
@@ -112,12 +132,12 @@ class GpuRunner:
         next larger graph.
         """
         graphs = self.graphs
-        if graphs is None or not self.loader.placed or not graphs.pending:
+        if graphs is None or not self._weights.placed or not graphs.pending:
             return False
         if self._blueprints is not None:  # if they have not arrived, no prompt must wait for them
             return self._begin(graphs, wait=False)
         if self._to_restore:
-            if not self.loader.applied:
+            if not self._weights.applied:
                 return self._build_next()
             self._restore(graphs)
             return True

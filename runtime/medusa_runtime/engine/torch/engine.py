@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,6 +39,9 @@ from .kv_size import kv_plan, previous_kv_tokens
 from .runner import CpuRunner, Runner
 from .scheduler import Scheduler
 
+if TYPE_CHECKING:
+    from ..gpu.runner import Weights
+
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.2  # how often an idle engine looks at its stop event, which a signal handler may set
@@ -61,7 +64,7 @@ class TorchEngine:
         self._region = region
         self._settings = settings
         self._timeline = timeline
-        gpu = gpu or open_gpu(settings, timeline)
+        gpu = self._gpu = gpu or open_gpu(settings, timeline)
         with timeline.stage("config"):
             torch.set_num_threads(settings.threads or cpu_count())
             config = read_config(region)
@@ -84,20 +87,19 @@ class TorchEngine:
         if settings.layers is not None:
             require_ranges(self._model)
             self.layers = LayerRange.parse(settings.layers, config.num_layers)
-        release = settings.host_weights == "release"
-        link = gpu.link if gpu is not None else None
         self._loader = Loader(
             region,
             self._applier(),
             timeline=timeline,
-            link=link,
-            release=release and gpu is not None,
+            link=None if gpu is None else gpu.link,
+            release=self._releases,
         )
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         with timeline.stage("kv_plan") as detail:
             free = gpu.free_bytes_beside_weights(self._loader) if gpu is not None else None
             cached = self._cached_layers()
-            sizes = gpu.graph_sizes(settings.max_concurrency) if gpu is not None else ()
+            whole = len(cached) == config.num_layers
+            sizes = gpu.graph_sizes(settings.max_concurrency) if gpu is not None and whole else ()
             plan = kv_plan(
                 region,
                 config,
@@ -112,7 +114,7 @@ class TorchEngine:
             self._cache = (
                 KvCache(shape, plan.blocks, first_layer=cached.start)
                 if gpu is None
-                else KvCache(shape, gpu.limit_blocks(plan.blocks), gpu.memory)
+                else KvCache(shape, gpu.limit_blocks(plan.blocks), gpu.memory, first_layer=cached.start)
             )
             detail |= {"tokens": plan.tokens, "source": plan.source}
         self.runner: Runner = (
@@ -121,11 +123,12 @@ class TorchEngine:
             else gpu.runner(
                 self._model,
                 self._cache,
-                self._loader,
+                self._weights,
                 settings.max_concurrency,
                 plan.max_model_len,
                 timeline,
                 bundled_graphs(region, settings),
+                whole,
             )
         )
         eos = read_eos_token_ids(region, config)
@@ -143,7 +146,6 @@ class TorchEngine:
             eos_token_ids=eos,
             rows=settings.max_concurrency,
         )
-        self._on_gpu = gpu is not None
         self._adapters = Adapters(
             self._model,
             dtype,
@@ -172,11 +174,11 @@ class TorchEngine:
 
     def add_adapter(self, name: str, region: Region) -> None:
         """Start loading an adapter from its region, which the engine takes over. Requests that name it wait for it."""
-        if not self._on_gpu and self.layers.is_first and self.layers.is_last:
+        if self._gpu is None and self.layers.is_first and self.layers.is_last:
             self._adapters.add(name, region)
             return
         region.close()
-        where = "on a GPU" if self._on_gpu else "by a worker that holds some of the layers"
+        where = "on a GPU" if self._gpu is not None else "by a worker that holds some of the layers"
         error = f"adapters are not supported {where}; expected --device cpu, or --engine vllm -- --enable-lora"
         self._adapters.refuse(name, RequestError(error, "model"))
 
@@ -203,7 +205,7 @@ class TorchEngine:
                 self._inbox.run_pending()
                 self._check_loaded()
                 if not self._run_next_step():
-                    self._inbox.wait(0.0 if self.runner.use_idle_time() else _IDLE_S)
+                    self._inbox.wait(0.0 if self._use_idle_time() else _IDLE_S)
 
     def wait_ready(self) -> None:
         self._watcher.join()
@@ -232,6 +234,16 @@ class TorchEngine:
         """Return the numbers of the layers that this engine's KV cache has room for."""
         return range(self.layers.start, self.layers.stop)
 
+    @property
+    def _weights(self) -> Weights:
+        """The weights of all layers that this engine's steps will run."""
+        return self._loader
+
+    @property
+    def _releases(self) -> bool:
+        """Whether the host's copy of the weights is released."""
+        return self._gpu is not None and self._settings.host_weights == "release"
+
     def _applier(self, *, rest: bool = False) -> Applier:
         """Return an applier for this engine's layers; with ``rest``, for the model's other layers."""
         if self.layers.is_first and self.layers.is_last:
@@ -242,6 +254,7 @@ class TorchEngine:
             dtype=self._dtype,
             quantization=self._model.config.quantization,
             rest=rest,
+            room_for_all=len(self._cached_layers()) == self.layers.total,
         )
 
     # The methods below belong to the thread of ``run``, unless they say otherwise.
@@ -270,6 +283,10 @@ class TorchEngine:
             self._step(spans)
         return bool(spans)
 
+    def _use_idle_time(self) -> bool:
+        """Do a little work that can wait, and return whether there was any."""
+        return self.runner.use_idle_time()
+
     def _release_sequence(self, sequence: Sequence) -> None:
         """Free what the engine holds for a sequence that has ended."""
         self._scheduler.remove(sequence)
@@ -296,7 +313,7 @@ class TorchEngine:
         except Exception as error:
             self._failed_steps += 1
             is_full = isinstance(error, torch.OutOfMemoryError)  # a GPU's; there is nothing to look for in a traceback
-            failure = _full(error) if is_full else EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            failure = step_error(error)
             if self._failed_steps >= _MOST_FAILED_STEPS:
                 if is_full:
                     raise failure from error
@@ -345,8 +362,12 @@ class TorchEngine:
                 self._requests.add_token(sequence, sampled_token)
 
 
-def _full(error: Exception) -> DeviceError:
-    """Return the error for a step that the GPU has too little memory for, in place of torch's."""
+def step_error(error: Exception) -> MedusaError:
+    """Return our error in place of one that a step has raised, such as torch's when a GPU's memory is full."""
+    if isinstance(error, MedusaError):
+        return error
+    if not isinstance(error, torch.OutOfMemoryError):
+        return EngineError(f"the engine failed: {type(error).__name__}: {error}")
     return DeviceError(
         f"the GPU's memory is full{missing_memory(error)}; expected room for a step beside the weights and the KV "
         "cache: lower --max-batched-tokens or --kv-cache-mb, or end what else runs on this GPU"

@@ -13,6 +13,7 @@ from ..serving.sequence import SampledToken, Sequence, Span
 from .kv_cache import KvCache
 from .paged_attention import PagedAttention
 from .sampler import sample
+from .transfers import on_host
 
 
 class Runner(Protocol):
@@ -20,6 +21,9 @@ class Runner(Protocol):
 
     def step(self, spans: list[Span]) -> tuple[Tensor | None, list[Sequence]]:
         """Run the spans, and return logits and sequences like ``run_step``."""
+
+    def forward(self, spans: list[Span], hidden: Tensor | None = None) -> Forward:
+        """Begin a forward pass that runs range by range, for a worker that shares it with others."""
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         """Choose a token for each sequence, like ``sampler.sample``."""
@@ -36,11 +40,51 @@ class CpuRunner:
     def step(self, spans: list[Span]) -> tuple[Tensor | None, list[Sequence]]:
         return run_step(self._model, self._cache, spans)
 
+    def forward(self, spans: list[Span], hidden: Tensor | None = None) -> Forward:
+        return Forward(self._model, self._cache, spans, hidden)
+
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         return sample(logits, sequences)
 
     def use_idle_time(self) -> bool:
         return False
+
+
+class Forward:
+    """One forward pass over spans, of which one range of layers runs after another, on the cache's device."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        cache: KvCache,
+        spans: list[Span],
+        hidden: Tensor | None = None,
+        make_attention: Callable[[KvCache, list[Span]], Attention] = PagedAttention,
+    ) -> None:
+        """Begin with ``hidden`` [tokens, hidden] of the host, the result of earlier layers, or else with the embedding.
+
+        Waits until the embedding is loaded.
+        """
+        device = cache.pool.device
+        self._model = model
+        self._spans = spans
+        self._attention = make_attention(cache, spans)
+        self._positions = positions_of(spans).to(device)
+        self._hidden = (
+            model.embed(tokens_of(spans).to(device), self._positions) if hidden is None else hidden.to(device)
+        )
+
+    def run_layers(self, start: int, stop: int) -> None:
+        """Run the layers [start, stop), which come after those that have run."""
+        self._hidden = self._model.run_layers(self._hidden, self._positions, self._attention, start, stop)
+
+    def logits(self, ends: list[int]) -> Tensor:
+        """Return the logits [ends, vocab], on the device, of the last tokens of the spans with these indices."""
+        return self._model.logits(select_rows(self._hidden, self._spans, ends))
+
+    def hidden(self) -> Tensor:
+        """Return the hidden states [tokens, hidden] in the host's memory. On a GPU, waits for the layers."""
+        return on_host(self._hidden)
 
 
 def run_step(

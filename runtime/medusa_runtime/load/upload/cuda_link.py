@@ -49,8 +49,14 @@ class CudaCopy:
 class CudaLink:
     """Copies tensors in the background, urgent ones first. Belongs to one thread, except for ``close``."""
 
-    def __init__(self, device: torch.device, memory: Callable[[str, int], Tensor] | None = None) -> None:
-        """``memory`` allocates device memory by a name; without it torch does.
+    def __init__(
+        self,
+        device: torch.device,
+        memory: Callable[[str, int], Tensor] | None = None,
+        *,
+        most_threads: int | None = None,
+    ) -> None:
+        """``memory`` allocates device memory by a name; without it torch does. At most ``most_threads`` threads copy.
 
         Pinned memory is allocated in the background from now on. The device's context is the calling thread's.
         """
@@ -60,7 +66,7 @@ class CudaLink:
         self._is_full = False
         self._staging: StagingThreads | None = None
         try:
-            self._staging = StagingThreads(Driver(), min(_MOST_THREADS, cpu_count()))
+            self._staging = StagingThreads(Driver(), min(most_threads or _MOST_THREADS, cpu_count()))
         except StagingUnavailableError as error:
             logger.warning("weights go to the GPU at a fifth of the link's speed: %s", error)
 

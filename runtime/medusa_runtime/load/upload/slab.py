@@ -61,12 +61,18 @@ def lay_out(todo: Mapping[str, Place], module: nn.Module, dtype: torch.dtype | N
     return Layout(slots, _aligned(end, ALIGNMENT))
 
 
-def views(slab: Tensor, layout: Layout, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the tensors of these names, as views of the slab."""
-    return {
-        name: slab[slot.offset : slot.offset + slot.size_bytes].view(slot.dtype).view(slot.shape)
-        for name, slot in ((name, layout.slots[name]) for name in names)
-    }
+class Slab(NamedTuple):
+    """A block of device memory, uint8, and its layout."""
+
+    memory: Tensor
+    layout: Layout
+
+    def views(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the tensors of these names, as views of the memory."""
+        return {
+            name: self.memory[slot.offset : slot.offset + slot.size_bytes].view(slot.dtype).view(slot.shape)
+            for name, slot in ((name, self.layout.slots[name]) for name in names)
+        }
 
 
 def _groups(module: nn.Module) -> dict[int, tuple[int, ...]]:

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from medusa_runtime.engine.gpu.device import Gpu
-from medusa_runtime.engine.torch import engine as torch_engine
-from medusa_runtime.errors import ConfigError, DeviceError
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from host_gpu import (
     PROMPTS,
     Bundled,
@@ -29,6 +20,10 @@ from host_gpu import (
     start,
     until,
 )
+from medusa_runtime.engine.gpu.device import Gpu
+from medusa_runtime.engine.torch import engine as torch_engine
+from medusa_runtime.errors import ConfigError, DeviceError
+from torch import Tensor
 
 __all__ = ["no_triton", "region", "start"]
 

@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_runtime.config import Settings
-from medusa_runtime.engine.gpu.decode_graphs import BATCH_SIZES, sizes_for
-from medusa_runtime.engine.gpu.device import BundledGraphs, bundled_graphs
-from medusa_runtime.engine.gpu.footprint import measure_kv_plan
-from medusa_runtime.engine.torch import engine as torch_engine
-from medusa_runtime.engine.torch.kv_cache import SPARE_BLOCKS
-from medusa_runtime.errors import DeviceError, StateError
-from medusa_runtime.region.reader import Region
-from medusa_runtime.state.graphs import Blueprints
-from medusa_runtime.state.graphs.blob_format import encode
-from medusa_runtime.state.graphs.restoration.quarantine import FILE
-from medusa_runtime.state.kinds import CUDA_GRAPHS, file_name
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from host_gpu import (
     PROMPTS,
     Bundled,
@@ -37,6 +21,18 @@ from host_gpu import (
     start,
     until,
 )
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.gpu.decode_graphs import BATCH_SIZES, sizes_for
+from medusa_runtime.engine.gpu.device import BundledGraphs, bundled_graphs
+from medusa_runtime.engine.gpu.footprint import measure_kv_plan
+from medusa_runtime.engine.torch import engine as torch_engine
+from medusa_runtime.engine.torch.kv_cache import SPARE_BLOCKS
+from medusa_runtime.errors import DeviceError, StateError
+from medusa_runtime.region.reader import Region
+from medusa_runtime.state.graphs import Blueprints
+from medusa_runtime.state.graphs.blob_format import encode
+from medusa_runtime.state.graphs.restoration.quarantine import FILE
+from medusa_runtime.state.kinds import CUDA_GRAPHS, file_name
 
 __all__ = ["no_triton", "region", "start"]
 

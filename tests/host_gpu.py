@@ -21,6 +21,7 @@ from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.kernels import cuda
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
+from strict_device import STRICT, MadeThere
 from torch import Tensor
 
 PROMPTS = [[5, 9, 33, 7], [8] * 40, [11, 12], list(range(3, 30)), [77]]
@@ -63,13 +64,16 @@ class Arrived:
 class HostLink:
     """Copies at once when ``open``, and returns memory that is full of NaN."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, *, in_background: bool = False) -> None:
+        self.device = device
+        self.in_background = in_background
         self.open = threading.Event()
         self.open.set()
         self.ranges: dict[str, Tensor] = {}
 
     def allocate(self, name: str, size_bytes: int) -> Tensor:
-        self.ranges[name] = torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
+        assert name not in self.ranges, f"the {name} would be placed twice"
+        self.ranges[name] = torch.full((size_bytes,), 0xFF, dtype=torch.uint8, device=self.device)
         return self.ranges[name]
 
     def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> Arrived:
@@ -131,14 +135,24 @@ class HostRestorer:
 
 
 class HostGpu(Gpu):
-    def __init__(self, recorder: Recorder | None) -> None:
-        self.device = torch.device("cpu")
-        self.link: HostLink = HostLink()
+    """With ``strict``, its tensors cannot be mixed with the host's."""
+
+    def __init__(self, recorder: Recorder | None, *, strict: bool = False) -> None:
+        self.device = STRICT if strict else torch.device("cpu")
+        self.link: HostLink = HostLink(self.device)
+        self.links: list[HostLink] = []  # those of later loads
         self.recorder = recorder
         self.built: list[tuple[int, ...]] = []
         self.restores: list[tuple[int, ...]] = []
         self.closed = 0
         self.abandoned = threading.Event()
+
+    def describe(self) -> str:
+        return "host memory"
+
+    def open_link(self, *, in_background: bool) -> HostLink:
+        self.links.append(HostLink(self.device, in_background=in_background))
+        return self.links[-1]
 
     def memory(self, name: str, size_bytes: int) -> Tensor:
         return self.link.allocate(name, size_bytes)
@@ -164,7 +178,7 @@ class HostGpu(Gpu):
         return self.recorder
 
     def as_default_device(self) -> AbstractContextManager[object]:
-        return nullcontext()
+        return MadeThere() if self.device == STRICT else nullcontext()
 
 
 @pytest.fixture(autouse=True)
