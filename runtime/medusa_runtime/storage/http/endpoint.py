@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+# Metadata services of clouds, which give a machine's credentials to every program on it, at other addresses.
+_METADATA = ("fd00:ec2::254", "100.100.100.200", "168.63.129.16")
+
 
 class Endpoint(NamedTuple):
     """A host and port to connect to, with or without TLS."""
@@ -27,3 +30,19 @@ class Endpoint(NamedTuple):
         """Return whether both are the same server: the same host, and the same port or each scheme's own."""
         standard = self.port == self.standard_port and other.port == other.standard_port
         return self.host.lower() == other.host.lower() and (self.port == other.port or standard)
+
+
+def is_link_local(address: str) -> bool:
+    """Return whether an address is of this link alone, or of a cloud's metadata service, which most have there."""
+    plain = _unmapped(address)
+    return plain in _METADATA or plain.startswith(("169.254.", "fe8", "fe9", "fea", "feb"))
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address, or a name without looking it up, is that of this machine for itself."""
+    plain = _unmapped(host)
+    return plain in ("localhost", "::1") or plain.startswith("127.")
+
+
+def _unmapped(address: str) -> str:
+    return address.lower().removeprefix("::ffff:")

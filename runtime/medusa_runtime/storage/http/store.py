@@ -21,7 +21,7 @@ from ...errors import (
 )
 from ..base import Advance, BucketNotFoundError, ObjectInfo, redacted, require_validator, size_as_version
 from ..retry import RetryPolicy, RetryState, TransientError, with_retries
-from .endpoint import Endpoint
+from .endpoint import Endpoint, is_link_local, is_loopback
 from .fields import (
     FieldError,
     basic_authorization,
@@ -331,17 +331,32 @@ class HttpStore:
                 raise TransientError(StorageError(f"{self.name(key)}: {error}")) from None
 
     def _connect(self, key: str, endpoint: Endpoint) -> Connection:
+        proxy = self._proxies.choose(endpoint)
         try:
-            return Connection(
-                endpoint,
-                self.retries.stall_s,
-                least_bytes_per_s=self.retries.least_bytes_per_s,
-                proxy=self._proxies.choose(endpoint),
+            connection = Connection(
+                endpoint, self.retries.stall_s, least_bytes_per_s=self.retries.least_bytes_per_s, proxy=proxy
             )
         except WireError as error:
             raise TransientError(
                 UnreachableError(f"{self.name(key)}: cannot reach {endpoint.host} port {endpoint.port}: {error}")
             ) from None
+        if proxy is None and self._leads_inside(endpoint, address := connection.peer_address):
+            connection.close()
+            raise ForbiddenError(
+                f"{self.name(key)}: led to {address} port {endpoint.port}, which only this machine can reach; expected "
+                "another address, or a URL with this one in it"
+            )
+        return connection
+
+    def _leads_inside(self, endpoint: Endpoint, address: str) -> bool:
+        """Return whether a name or redirect leads to a service of this machine or link that the URL does not name.
+
+        Such are a cloud's credentials. The server behind the URL must not choose what is read there.
+        """
+        home = self._home.endpoint
+        if is_link_local(address):
+            return not is_link_local(home.host)
+        return is_loopback(address) and not is_loopback(home.host) and endpoint.host.lower() != home.host.lower()
 
     def _follow(self, key: str, target: Target, location: str) -> Target:
         endpoint = target.endpoint

@@ -113,6 +113,14 @@ class Connection:
         self.interrupted = False
 
     @property
+    def peer_address(self) -> str:
+        """The address that the host's name led to, or that of the proxy; empty if the connection has broken."""
+        try:
+            return str(self._socket.getpeername()[0])
+        except OSError:
+            return ""
+
+    @property
     def reusable(self) -> bool:
         return self._keep and self._to_read == 0 and not self._chunked and not self._left
 
