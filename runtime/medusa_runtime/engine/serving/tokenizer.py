@@ -114,7 +114,7 @@ class Tokenizer:
         """Return a text's token ids. Raises RequestError without a tokenizer.json, or if it fails on this text."""
         tokenizer = self._for_text()
         text = _without_surrogates(text)
-        with _panics_as_errors():
+        with _failures_as_errors():
             if len(text) < _BATCH_CHARACTERS:
                 encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
             else:
@@ -128,7 +128,7 @@ class Tokenizer:
         Raises RequestError like ``encode``.
         """
         tokenizer = self._for_text()
-        with _panics_as_errors():
+        with _failures_as_errors():
             pair = _without_surrogates(first), _without_surrogates(second)
             if sum(map(len, pair)) < _BATCH_CHARACTERS:
                 encoding = tokenizer.encode(*pair)
@@ -142,7 +142,7 @@ class Tokenizer:
                 f"token_ids: this checkpoint has no tokenizer.json, so they have no text; {_HINT}", "token_ids"
             )
         tokenizer = self._loaded()
-        with _panics_as_errors():
+        with _failures_as_errors():
             if len(token_ids) < _BATCH_TOKENS:
                 text: str = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
             else:
@@ -169,7 +169,7 @@ class Tokenizer:
         try:
             from tokenizers import Tokenizer as Parsed
 
-            with self._timeline.stage("tokenizer", bytes=len(self._data)), _panics_as_errors():
+            with self._timeline.stage("tokenizer", bytes=len(self._data)), _failures_as_errors(only_panics=True):
                 parsed = Parsed.from_buffer(self._data)
                 # The file may ask for padding or truncation, which are meant for batches in training, not for prompts.
                 parsed.no_padding()
@@ -186,15 +186,15 @@ class Tokenizer:
 
 
 @contextmanager
-def _panics_as_errors() -> Iterator[None]:
-    """Turn a panic of the tokenizers package into a RequestError. A panic is a BaseException, but not an Exception.
+def _failures_as_errors(*, only_panics: bool = False) -> Iterator[None]:
+    """Turn a failure of the tokenizers package into a RequestError: a bare Exception, or a panic, which is none.
 
-    The package panics, for example, when a regular expression gives up on a text.
+    The package fails, for example, when a regular expression gives up on a text, or has no token for unknown words.
     """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error).__name__ != "PanicException" and (only_panics or type(error) is not Exception):
             raise
         raise RequestError(f"this model's tokenizer failed at this text: {error!s:.200}", "prompt") from None
 

@@ -111,3 +111,13 @@ def test_a_text_at_which_the_tokenizer_panics_ends_its_own_request() -> None:
         with pytest.raises(RequestError, match="this model's tokenizer failed at this text"):
             ours.encode("a" * 40 + "b", add_special_tokens=False)
         assert ours.encode("ab", add_special_tokens=False) == [0, 1]
+
+
+def test_a_text_with_words_that_have_no_token_ends_its_own_request() -> None:
+    parsed = Parsed(models.WordPiece({"a": 0}, unk_token="[UNK]"))
+    ours = Tokenizer(parsed.to_str().encode(), Timeline.create("test"))
+    assert ours.encode("a", True) == [0]
+    with pytest.raises(RequestError, match=r"Missing \[UNK\] token"):
+        ours.encode("b", True)
+    with pytest.raises(RequestError, match=r"Missing \[UNK\] token"):
+        ours.encode_pair("b" * 5000, "a")
