@@ -143,7 +143,8 @@ def _print_error(error: MedusaError, argv: Sequence[str]) -> int:
             traceback.print_exception(error)
     from .progress import printable
 
-    text = "\n".join(map(printable, str(error).split("\n")))
+    # A name in a checkpoint may have line ends: what follows them must not look like a line of ours.
+    text = "\n  ".join(map(printable, str(error).split("\n")))
     print(f"medusa: {text} [{error.code}]", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
 

@@ -115,11 +115,12 @@ def test_inspect_shows_what_a_hostile_author_wrote_as_text(architectures: object
 
 def test_an_error_shows_what_a_hostile_author_wrote_as_text(tmp_path: Path) -> None:
     save_file({"a": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"architectures": ["\\u001b[2J"]}')
+    (tmp_path / "config.json").write_text('{"architectures": ["\\u001b[2J\\nmedusa: ready"]}')
     result = medusa("materialize", tmp_path)
     assert result.returncode != 0
     assert "the architecture ?[2J" in result.stderr
     assert "\x1b" not in result.stderr
+    assert "\nmedusa: ready" not in result.stderr
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
