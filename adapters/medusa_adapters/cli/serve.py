@@ -128,6 +128,8 @@ def configure_logging(level: str) -> None:
 
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s" if level == "debug" else "%(levelname)s: %(message)s"
     logging.basicConfig(level=level.upper(), format=form, stream=sys.stderr)
+    if level == "info":  # at which it names its source of credentials at each look at a store
+        logging.getLogger("botocore").setLevel(logging.WARNING)
 
 
 def _run_function_process(listener: socket.socket, handle: InstanceHandle, settings: Settings) -> int:

@@ -29,6 +29,14 @@ _ELSEWHERE = (  # variables that name other sources of credentials, which only b
 )
 _USUAL_REGION = "us-east-1"
 _REGION = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
+_CODE = re.compile(rb"<Code>([A-Za-z]{1,60})</Code>")
+_DENIALS = {  # S3's codes, some of which come with status 400, and what to do
+    "ExpiredToken": "the credentials have expired; expected new ones, or a role or profile that renews them",
+    "RequestTimeTooSkewed": "the clock of this machine is wrong; expected the time of S3, within 15 minutes",
+    "InvalidAccessKeyId": "S3 does not know the access key; expected one of this service",
+    "InvalidToken": "the session token is not valid; expected the one that belongs to the keys",
+    "SignatureDoesNotMatch": "the secret key does not belong to the access key; expected the two of a pair",
+}
 _TRUE = ("1", "true", "yes", "on")
 
 
@@ -159,7 +167,13 @@ class S3Store(HttpStore):
     def lacks_bucket(self, body: bytes) -> bool:
         return b"NoSuchBucket" in body
 
-    def hint(self) -> str:
+    def denial(self, status: int, body: bytes) -> str | None:
+        found = _CODE.search(body)
+        code = found[1].decode() if found else ""
+        if code in _DENIALS:
+            return f", {code}: {_DENIALS[code]}"
+        if status not in (401, 403):
+            return None
         return (
             "; S3 answers this also for objects that do not exist when listing is not allowed. Expected credentials in "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE or the machine's role, "

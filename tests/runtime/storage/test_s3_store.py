@@ -198,6 +198,24 @@ def test_a_refusal_says_what_to_do_and_shows_no_secret(origin: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [
+        (400, "ExpiredToken", "the credentials have expired"),
+        (403, "RequestTimeTooSkewed", "the clock of this machine is wrong"),
+        (403, "SignatureDoesNotMatch", "the secret key does not belong to the access key"),
+    ],
+)
+def test_a_refusal_names_what_is_wrong_with_the_credentials(status: int, code: str, said: str) -> None:
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>…</Message></Error>".encode()
+    answer = f"HTTP/1.1 {status} No\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    with ScriptedServer(lambda _: answer) as origin:
+        store = S3Store("s3://bucket/m", RetryPolicy(), {**KEYS, "AWS_ENDPOINT_URL": origin.url})
+        with pytest.raises(ForbiddenError, match=rf"access denied \({status}\), {code}: {said}"):
+            store.read("w", 0, 10)
+        store.close()
+
+
+@pytest.mark.parametrize(
     ("url", "environ", "address"),
     [
         ("s3://b/p", {}, ("b.s3.us-east-1.amazonaws.com", "/p/w")),

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from ...errors import MedusaError
@@ -18,6 +18,7 @@ from ..child import REAPER, Child, close_others, start_child
 from ..event_loop import EventLoop
 from ..messages import receive, send
 from .fetching import open_store_of
+from .pool import RegionPool
 from .region_entry import RegionEntry
 
 logger = logging.getLogger(__name__)
@@ -45,10 +46,11 @@ class Revalidation:
         self._reports = reports
         self._policy = policy
         self._loop = loop
+        self._failing: set[str] = set()  # the slots of regions whose last check failed, so that this is logged once
         self._check: Child | None = None
         self._began = 0.0
 
-    def tick(self, regions: Iterable[RegionEntry]) -> None:
+    def tick(self, regions: RegionPool) -> None:
         """Check the region whose last check is longest ago, if it is due. Local files are checked on each request."""
         now = time.monotonic()
         if self._check is not None:
@@ -58,6 +60,7 @@ class Revalidation:
         due = [entry for entry in regions if now - entry.checked_at > self._every_s and scheme_of(entry.key)]
         due = [entry for entry in due if entry.fetch is None and entry.complete]
         if self._every_s and due:
+            self._failing.intersection_update(entry.slot for entry in regions)
             self._begin(min(due, key=lambda entry: entry.checked_at), now)
 
     def _begin(self, entry: RegionEntry, now: float) -> None:
@@ -74,7 +77,19 @@ class Revalidation:
         assert self._check is not None
         message = receive(self._check.channel)
         self._end()
-        if message is not None and message.kind == "changed":
+        if message is None:
+            return
+        if message.kind == "failed" and entry.slot not in self._failing:
+            self._failing.add(entry.slot)
+            logger.warning(
+                "it is not known whether %s has changed in its store; functions get what is here: %s",
+                redacted(entry.key),
+                message.body["message"],
+            )
+        elif message.kind != "failed" and entry.slot in self._failing:
+            self._failing.remove(entry.slot)
+            logger.info("%s can be checked again", redacted(entry.key))
+        if message.kind == "changed":
             logger.info("%s has changed in its store; the next function gets the new version", redacted(entry.key))
             self._on_change(entry)
 
@@ -96,10 +111,10 @@ def _run(entry: RegionEntry, policy: Policy, reports: ReportPipe, channel: socke
     try:
         checkpoint = open_checkpoint(entry.key, store=open_store_of(entry.key, policy))
     except MedusaError as error:
-        logger.debug("%s could not be checked: %s", redacted(entry.key), error)
-        return 0  # a store that does not answer proves nothing about its objects
+        send(channel, "failed", {"message": str(error)})  # a store that does not answer proves nothing about its objects
+        return 0
     index = entry.region.wait_index()
     same = checkpoint.index.shards == index.shards
-    if not same or any(entry.region.file(name) != body for name, body in checkpoint.files.items()):
-        send(channel, "changed")
+    same = same and all(entry.region.file(name) == body for name, body in checkpoint.files.items())
+    send(channel, "same" if same else "changed")
     return 0

@@ -390,8 +390,8 @@ class HttpStore:
             return ForbiddenError(
                 f"{name}: the proxy wants to be authorized (407); expected HTTP_PROXY=http://user:password@host:port"
             )
-        if status in (401, 403):
-            return ForbiddenError(f"{name}: access denied ({status}){self.hint()}")
+        if (hint := self.denial(status, body)) is not None:
+            return ForbiddenError(f"{name}: access denied ({status}){hint}")
         if status in _TRANSIENT:
             return TransientError(StorageError(f"{name}: the server answers {status}"), self._retry_after_s(response))
         return StorageError(f"{name}: expected 206, found {status} {_first_words(body)}".rstrip())
@@ -404,9 +404,11 @@ class HttpStore:
         """Return whether, according to a 404 or 410, not only the object is missing."""
         return False
 
-    def hint(self) -> str:
-        """Return, for a message, what to do about a 401 or 403."""
-        return "; expected an address that may be read, or https://user:password@host/…"
+    def denial(self, status: int, body: bytes) -> str | None:
+        """Return, for a message, what to do if an answer means that access is denied; None if it does not mean that."""
+        if status in (401, 403):
+            return "; expected an address that may be read, or https://user:password@host/…"
+        return None
 
     def interrupt(self, thread: int) -> None:
         self._pool.interrupt(thread)
