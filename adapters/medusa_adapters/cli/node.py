@@ -117,6 +117,8 @@ def _table(status: dict[str, Any]) -> str:
         f"node agent {status['pid']} on {status['socket']}, up {status['uptime_s']:.0f} s",
         f"models: {size(status['used_bytes'])} of {size(status['budget_bytes'])}",
     ]
+    if status["left_bytes"]:
+        lines.append(f"  of this, {size(status['left_bytes'])} are replaced or dropped models that functions still use")
     for kind, engine in status["engines"].items():
         line = f"{kind} engines: {engine['warm']} of {engine['wanted']} warm, {engine['taken']} taken"
         lines.append(f"{line}; given up: {engine['failure']}" if engine["failure"] else line)

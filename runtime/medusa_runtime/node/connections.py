@@ -71,6 +71,7 @@ class Connections:
         """Report to all sessions with this region that the rest of it will not come."""
         for session in [one for one in self._sessions if one.entry is entry]:
             session.entry = None
+            entry.leases.pop(session.connection.fileno(), None)  # it fetches for itself
             try:
                 session.answer("lost", {"message": str(error)})
             except OSError:

@@ -44,6 +44,7 @@ class Services:
             "budget_bytes": pool.budget_bytes,
             "ready_bytes": self.keeper.ready_bytes if trusted else 0,
             "used_bytes": pool.used_bytes if trusted else sum(one.size_bytes for one in visible),
+            "left_bytes": pool.left_bytes if trusted else 0,
             "engines": self.engines.status(everything=trusted),
             "replaced": dict(self.keeper.replaced),
             "count": len(list(pool)) if trusted else len(visible),

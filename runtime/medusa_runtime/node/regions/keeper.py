@@ -323,7 +323,8 @@ class RegionKeeper:
             self._end_fetch(entry)
             error = NodeError("the node agent has given this fetch up")
             entry.answer_waiting(error)
-            self._on_lost(entry, error)
+            if not entry.complete:  # else its process was about to end, and functions keep what they have
+                self._on_lost(entry, error)
         self._close_entry(entry)
         self._record()
 

@@ -40,13 +40,19 @@ class RegionPool:
         self._accounts = accounts
         self._on_drop = on_drop
         self._regions: dict[str, RegionEntry] = {}
+        self._left: list[RegionEntry] = []  # dropped, but functions still have them: such as a replaced model's
 
     def __iter__(self) -> Iterator[RegionEntry]:
         return iter(tuple(self._regions.values()))
 
     @property
     def used_bytes(self) -> int:
-        return sum(entry.size_bytes for entry in self)
+        return sum(entry.size_bytes for entry in self) + self.left_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        """The memory of regions that were dropped while functions had them, until the last of these has ended."""
+        return sum(entry.size_bytes for entry in self._left)
 
     def get(self, slot: str) -> RegionEntry | None:
         return self._regions.get(slot)
@@ -80,11 +86,13 @@ class RegionPool:
     def charged_bytes(self, account: str) -> int:
         """Return the memory of the regions that are charged to one account."""
         return sum(
-            entry.size_bytes for entry in self if (payer := entry.payer) is not None and payer.account == account
+            entry.size_bytes
+            for entry in (*self, *self._left)
+            if (payer := entry.payer) is not None and payer.account == account
         )
 
     def _limits(self, entry: RegionEntry) -> list[_Limit]:
-        others = [other for other in self if other is not entry]
+        others = [other for other in (*self, *self._left) if other is not entry]
         budget = f"the node agent's budget of {_mb(self.budget_bytes)}"
         limits = [_Limit(self.budget_bytes, others, 0, TooLargeError, budget, "--memory-budget")]
         for prefix, size_bytes in self._policy.quotas(entry.key):
@@ -113,12 +121,17 @@ class RegionPool:
         entry.leases.pop(lease, None)
         entry.waiting.pop(lease, None)
         entry.used_at = time.monotonic()
+        if not entry.leases and entry in self._left:
+            self._left.remove(entry)
 
     def drop(self, entry: RegionEntry) -> None:
         """Let go of a region. Functions that have it keep it, and its memory is freed after the last of them."""
         if self._regions.get(entry.slot) is entry:
             del self._regions[entry.slot]
+            entry.pinned = False
             self._on_drop(entry)
+            if entry.leases:
+                self._left.append(entry)
 
     def close(self) -> None:
         for entry in self:
