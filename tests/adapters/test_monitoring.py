@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from medusa_adapters.cli.node_metrics import open_listener
+from medusa_runtime.errors import ConfigError
 
 MONITORING = Path(__file__).parents[2] / "monitoring"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
@@ -26,7 +35,14 @@ def expressions() -> list[str]:
     return [target["expr"] for panel in panels for target in panel["targets"]] + [rule["expr"] for rule in rules]
 
 
-def test_they_ask_for_metrics_that_a_running_function_has(launch: Callable[..., Any], tmp_path: Path) -> None:
+def test_they_ask_for_metrics_that_a_running_function_and_its_node_agent_have(
+    launch: Callable[..., Any], start_node: Callable[..., Any], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    node = start_node("--metrics-port", str(port), "--prewarm", "torch=1")
+    client = node.client()
+    client.region(str(EXAMPLE)).close()
     (tmp_path / "manifest.json").write_text("{}")
     slow = ("--state", str(tmp_path), "--node-socket", str(tmp_path / "none"))
     instance = launch("--model", str(EXAMPLE), *slow, MEDUSA_PLATFORM="local")
@@ -36,7 +52,12 @@ def test_they_ask_for_metrics_that_a_running_function_has(launch: Callable[..., 
     assert 'medusa_state_artifact_used{artifact="the state bundle",model="pydoc-lm"} 0\n' in page
     assert 'medusa_node_agent_used{model="pydoc-lm"} 0\n' in page
     assert 'medusa_fetch_retries_total{model="pydoc-lm"} 0\n' in page
-    there = {line.split("{")[0] for line in page.splitlines() if line and not line.startswith("#")}
+    agent = _page(node, port)
+    assert f'medusa_node_model_in_use_by{{model="{EXAMPLE}"}} 1\n' in agent
+    page += agent
+    documented = (MONITORING.parent / "docs/metrics.md").read_text().partition("## A node agent")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`(medusa_node_\w+)`", documented)) == set(re.findall(r"# TYPE (\w+)", agent))
+    there = {re.split("[{ ]", line)[0] for line in page.splitlines() if line and not line.startswith("#")}
     labels = {name: set(re.findall(r'(\w+)="', line)) for line in page.splitlines() for name in [line.split("{")[0]]}
     asked = {name for expression in expressions() for name in _METRIC.findall(expression)}
     # Counters that begin with their first event.
@@ -50,6 +71,29 @@ def test_they_ask_for_metrics_that_a_running_function_has(launch: Callable[..., 
                     label,
                     expression,
                 )
+
+
+def test_the_agents_metrics_come_back_when_their_process_ends(start_node: Callable[..., Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    node = start_node("--metrics-port", str(port))
+    assert "medusa_node_budget_bytes" in _page(node, port)
+    for pid in [pid for pid, name in node.children().items() if name == "metrics"]:
+        os.kill(pid, signal.SIGKILL)
+    assert "medusa_node_budget_bytes" in _page(node, port)  # the agent kept the port open
+    assert "the metrics process has ended; starting it again" in node.output()
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60)
+    with pytest.raises(ConfigError, match=rf"--metrics-port={port} cannot be used: Address already in use"):
+        open_listener(port)
+
+
+def _page(node: Any, port: int) -> str:
+    for _ in range(100):
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            return str(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read().decode())
+        time.sleep(0.05)
+    pytest.fail(node.output())
 
 
 def test_every_alert_says_what_to_do_and_every_panel_has_its_place() -> None:

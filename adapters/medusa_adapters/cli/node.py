@@ -6,12 +6,15 @@ import argparse
 import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.node.settings import NODE_OPTIONS, REPEATED, NodeSettings, node_settings
 
 from .progress import size
+
+if TYPE_CHECKING:
+    from medusa_runtime.node.companion import Companion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +78,7 @@ def _serve(settings: NodeSettings) -> int:
     from .serve import configure_logging
 
     configure_logging(settings.log_level)
-    agent = Agent(settings)
+    agent = Agent(settings, _metrics(settings))
     warm = ", ".join(f"{count} {kind}" for kind, count in settings.prewarm.items()) or "none"
     sockets = ", ".join(listening.path for listening in settings.socket)
     print(
@@ -83,6 +86,17 @@ def _serve(settings: NodeSettings) -> int:
         flush=True,
     )
     return agent.run()
+
+
+def _metrics(settings: NodeSettings) -> Companion | None:
+    if settings.metrics_port is None:
+        return None
+    from medusa_runtime.node.companion import Companion
+
+    from .node_metrics import open_listener, serve
+
+    listener = open_listener(settings.metrics_port)
+    return Companion("metrics", listener.fileno(), lambda: serve(listener, settings.path))
 
 
 def _ask(settings: NodeSettings, arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.liveness import ROLES
-from medusa_runtime.prometheus import escape, gauge
+from medusa_runtime.prometheus import Labels, escape, gauge
 from medusa_runtime.timeline import ready_at, window
 
 if TYPE_CHECKING:
@@ -112,12 +112,12 @@ def _start(stages: list[Stage]) -> Iterator[str]:
         *[((("artifact", name),), int(used)) for name, used in restored.items()],
     )
     names = {stage.name for stage in stages}
-    if "node" in names:
-        yield from gauge(
-            "medusa_node_agent_used",
-            "1 if the node agent gave this start what it asked for, 0 if the function fell back; the log says why.",
-            ((), int("node-fallback" not in names)),
-        )
+    asked: list[tuple[Labels, float]] = [((), int("node-fallback" not in names))] if "node" in names else []
+    yield from gauge(
+        "medusa_node_agent_used",
+        "1 if the node agent gave this start what it asked for, 0 if the function fell back; the log says why.",
+        *asked,
+    )
 
 
 def _processes(service: Service) -> Iterator[str]:

@@ -26,6 +26,7 @@ from ..resource_limits import make_room_for_files
 from ..timeline import Timeline
 from .callers.accounts import Accounts
 from .callers.policy import Policy
+from .companion import Companion, CompanionProcess
 from .connections import Connections
 from .engines.pool import EnginePool
 from .event_loop import EventLoop
@@ -49,8 +50,8 @@ _LEAST_TICK_S = 0.05  # a tick reads files of the kernel; after each message, it
 class Agent:
     """The agent. ``run`` serves until SIGTERM, SIGINT or SIGHUP."""
 
-    def __init__(self, settings: NodeSettings) -> None:
-        """Listen on the sockets.
+    def __init__(self, settings: NodeSettings, companion: Companion | None = None) -> None:
+        """Listen on the sockets. ``companion`` runs beside the agent.
 
         Raises ConfigError if another agent serves one of them, or one is not available. Raises LimitError if too few
         files may be open, since each function needs one.
@@ -91,6 +92,9 @@ class Agent:
         )
         self._services = Services(settings, policy, accounts, keeper, engines)
         self._connections = Connections(self._services, self._loop)
+        self._companion = companion and CompanionProcess(
+            companion, timeline=timeline, reports=self._reports, loop=self._loop
+        )
         self._watchdog = Watchdog()
         self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._tick_at = 0.0
@@ -128,6 +132,8 @@ class Agent:
         self._services.engines.tick()
         self._connections.tick()
         self._services.keeper.tick()
+        if self._companion is not None:
+            self._companion.tick()
         self._tick_at = time.monotonic() + _LEAST_TICK_S
         return _TICK_S
 
@@ -151,6 +157,8 @@ class Agent:
         for listener in self._sockets:
             listener.close()
         self._connections.close()
+        if self._companion is not None:
+            self._companion.close()
         self._services.engines.close()
         self._services.keeper.close()
         self._loop.close()

@@ -47,6 +47,7 @@ class Services:
             "left_bytes": pool.left_bytes if trusted else 0,
             "engines": self.engines.status(everything=trusted),
             "replaced": dict(self.keeper.replaced),
+            "fetches": dict(self.keeper.fetches),
             "count": len(list(pool)) if trusted else len(visible),
             "regions": _listed(visible),
             **self.accounts.status(everybody=trusted),

@@ -95,6 +95,7 @@ class NodeSettings:
     cluster_cert: str | None = None
     cluster_key: str | None = None
     log_level: str = "info"
+    metrics_port: int | None = None
 
     @property
     def path(self) -> str:
@@ -304,6 +305,7 @@ NODE_OPTIONS = (
     Option("cluster_cert", _path, "this node's certificate", "MEDUSA_CLUSTER_CERT_FILE"),
     Option("cluster_key", _path, "the key of this node's certificate", "MEDUSA_CLUSTER_KEY_FILE"),
     Option("log_level", OneOf(*LOG_LEVELS), "how much to log"),
+    Option("metrics_port", positive, "a port on which to answer GET /metrics", "MEDUSA_NODE_METRICS_PORT"),
 )
 # Flags that may be given several times, each with the separator that joins its values, as in the variables.
 REPEATED = {"socket": ";", "allow": ",", "quota": ",", "pin": ","}

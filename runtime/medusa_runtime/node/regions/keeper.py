@@ -92,6 +92,7 @@ class RegionKeeper:
         self._stopping = False
         self.regions = RegionPool(settings.memory_budget_bytes, policy, accounts, self._on_drop)
         self.replaced: Counter[str] = Counter()  # how many processes hung, by their kind
+        self.fetches: Counter[str] = Counter(done=0, failed=0)  # how many ended, by how
 
     def tick(self) -> None:
         """Do the periodic work. Call it about twice a second."""
@@ -299,10 +300,12 @@ class RegionKeeper:
         status = None if error or is_complete else exit_status(entry.fetch)
         self._end_fetch(entry)
         if is_complete:
+            self.fetches["done"] += 1
             self._record()
             logger.info("%s is complete", redacted(entry.key))
             return
         how = "" if status is None else f" ({self._out_of_memory.how(status)})"
+        self.fetches["failed"] += 1
         error = error or StorageError(f"its prefetcher ended early{how}")
         if progress.error is not None:
             code, _, message = progress.error.partition(": ")

@@ -172,6 +172,7 @@ class RegionEntry:
             "state": progress.state,
             "fetched_bytes": progress.fetched_bytes,
             "total_bytes": progress.total_bytes,
+            "retries_total": progress.retries,
             "memory_bytes": self.size_bytes,
             "in_use_by": len(self.leases),
             "charged_to": payer.account if payer else None,

@@ -1,0 +1,112 @@
+"""`medusa node --metrics-port`: the agent's status in Prometheus' text format, served by a process of its own."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from medusa_runtime.errors import ConfigError, MedusaError
+from medusa_runtime.node.client import NodeClient
+from medusa_runtime.prometheus import Labels, gauge
+
+_NO_REFUSALS = {"Node.Refused": 0, "Weights.TooLarge": 0, "Node.Failed": 0}  # so that the first one is an increase
+_CLIENT_S = 5.0  # how long a client may take to send its request, and to read the answer
+
+
+def open_listener(port: int) -> socket.socket:
+    """Listen on all addresses. Raises ConfigError if the port is not available."""
+    try:
+        return socket.create_server(("", port), backlog=16)
+    except OSError as error:
+        raise ConfigError(f"--metrics-port={port} cannot be used: {error.strerror}; expected a free port") from None
+
+
+def serve(listener: socket.socket, path: str) -> int:
+    """Answer ``GET /metrics`` with the status of the agent at ``path``, for ever."""
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _CLIENT_S
+
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0] != "/metrics":
+                self._answer(404, "expected /metrics\n")
+                return
+            try:
+                client = NodeClient(path)
+                try:
+                    self._answer(200, exposition(client.status()))
+                finally:
+                    client.close()
+            except MedusaError as error:
+                self._answer(503, f"{error}\n")
+
+        def _answer(self, status: int, text: str) -> None:
+            body = text.encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("", 0), Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listener
+    server.serve_forever()
+    return 0
+
+
+def exposition(status: Mapping[str, Any]) -> str:
+    """Return the status of an agent as Prometheus' text."""
+    return "\n".join(_lines(status)) + "\n"
+
+
+def _lines(status: Mapping[str, Any]) -> Iterator[str]:
+    regions, engines = status["regions"], status["engines"]
+    yield from gauge("medusa_node_uptime_seconds", "Since the agent started.", ((), status["uptime_s"]))
+    yield from gauge("medusa_node_budget_bytes", "Memory that models may take.", ((), status["budget_bytes"]))
+    yield from gauge("medusa_node_used_bytes", "Memory that models take.", ((), status["used_bytes"]))
+    yield from gauge(
+        "medusa_node_left_bytes",
+        "Memory of replaced and dropped models that functions still use; part of what is used.",
+        ((), status["left_bytes"]),
+    )
+    for name, text in (
+        ("memory_bytes", "Memory of a model."),
+        ("fetched_bytes", "Bytes of a model's weights that are there."),
+        ("in_use_by", "Functions that use a model."),
+        ("retries_total", "Requests for a model to its store that were tried again."),
+    ):
+        yield from gauge(f"medusa_node_model_{name}", text, *_by("model", ((r["url"], r[name]) for r in regions)))
+    yield from gauge(
+        "medusa_node_fetches_total", "Fetches that ended, by how.", *_by("result", status["fetches"].items())
+    )
+    yield from gauge(
+        "medusa_node_refused_total",
+        "Requests that were refused, by the error's code.",
+        *_by("code", {**_NO_REFUSALS, **status["refused"]}.items()),
+    )
+    yield from gauge(
+        "medusa_node_hung_total", "Processes that hung and were replaced.", *_by("process", status["replaced"].items())
+    )
+    for name, text in (
+        ("wanted", "Idle engine processes to keep."),
+        ("warm", "Idle engine processes that are warm."),
+        ("serving", "Engine processes that functions have."),
+    ):
+        yield from gauge(
+            f"medusa_node_engines_{name}", text, *_by("kind", ((kind, of[name]) for kind, of in engines.items()))
+        )
+    given_up = ((kind, int(of["failure"] is not None)) for kind, of in engines.items())
+    yield from gauge(
+        "medusa_node_engines_given_up",
+        "1 if no more engine processes are started, because they end.",
+        *_by("kind", given_up),
+    )
+
+
+def _by(label: str, values: Iterable[tuple[str, float]]) -> Iterator[tuple[Labels, float]]:
+    return ((((label, str(name)),), value) for name, value in values)
