@@ -55,7 +55,9 @@ def test_they_ask_for_metrics_that_a_running_function_and_its_node_agent_have(
     agent = _page(node, port)
     assert f'medusa_node_model_in_use_by{{model="{EXAMPLE}"}} 1\n' in agent
     page += agent
-    documented = (MONITORING.parent / "docs/metrics.md").read_text().partition("## A node agent")[2].partition("\n## ")[0]
+    documented = (
+        (MONITORING.parent / "docs/metrics.md").read_text().partition("## A node agent")[2].partition("\n## ")[0]
+    )
     assert set(re.findall(r"`(medusa_node_\w+)`", documented)) == set(re.findall(r"# TYPE (\w+)", agent))
     there = {re.split("[{ ]", line)[0] for line in page.splitlines() if line and not line.startswith("#")}
     labels = {name: set(re.findall(r'(\w+)="', line)) for line in page.splitlines() for name in [line.split("{")[0]]}

@@ -364,7 +364,8 @@ def test_the_memory_of_a_replaced_model_counts_until_nobody_has_it(
     url, other = put_model("m", 4 << 20), put_model("other", 4 << 20)
     node = start_node("--memory-budget", "10MB")
     old, new = node.client(), node.client()
-    read_all(old.region(url))
+    old.region(url).close()
+    node.until(lambda: "is complete" in node.output())
     read_all(new.region(url, fresh=True))
     status = node.status()
     assert status["left_bytes"] == status["regions"][0]["memory_bytes"] == status["used_bytes"] // 2
