@@ -358,25 +358,6 @@ def test_an_object_is_fetched_again_when_asked(start_node: Start, put_model: Put
     client.close()
 
 
-def test_the_memory_of_a_replaced_model_counts_until_nobody_has_it(
-    start_node: Start, put_model: Put, origin: Any
-) -> None:
-    url, other = put_model("m", 4 << 20), put_model("other", 4 << 20)
-    node = start_node("--memory-budget", "10MB")
-    old, new = node.client(), node.client()
-    old.region(url).close()
-    node.until(lambda: "is complete" in node.output())
-    read_all(new.region(url, fresh=True))
-    status = node.status()
-    assert status["left_bytes"] == status["regions"][0]["memory_bytes"] == status["used_bytes"] // 2
-    with pytest.raises(TooLargeError, match="of which 8 MB are in use"):
-        node.client().region(other)
-    old.close()
-    node.until(lambda: node.status()["left_bytes"] == 0)
-    node.client().region(other).close()
-    new.close()
-
-
 def test_an_object_that_was_replaced_is_noticed(start_node: Start, put_model: Put, origin: Any) -> None:
     url, other = put_model("m"), put_model("other")
     node = start_node("--look-every-s", "0.2")

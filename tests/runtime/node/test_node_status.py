@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_runtime.errors import TooLargeError
 from medusa_runtime.node.messages import channel_pair
 from medusa_runtime.node.regions.fetching import report_sources
 from medusa_runtime.storage.local import LocalStore
@@ -67,3 +68,23 @@ def test_peers_of_long_names_fail_no_fetch(tmp_path: Path) -> None:
     with closing(ours), closing(theirs), closing(sources):
         assert len(str(sources.status())) > 1 << 16
         report_sources(ours, sources)
+
+
+def test_the_memory_of_a_replaced_model_counts_until_nobody_has_it(
+    start_node: Callable[..., Any], put_model: Callable[..., str]
+) -> None:
+    url, other = put_model("m", 4 << 20), put_model("other", 4 << 20)
+    node = start_node("--memory-budget", "10MB")
+    old, new = node.client(), node.client()
+    old.region(url).close()
+    node.until(lambda: "is complete" in node.output())
+    new.region(url, fresh=True).close()
+    node.until(lambda: node.output().count("is complete") == 2)
+    status = node.status()
+    assert status["left_bytes"] == status["regions"][0]["memory_bytes"] == status["used_bytes"] // 2
+    with pytest.raises(TooLargeError, match="of which 8 MB are in use"):
+        node.client().region(other)
+    old.close()
+    node.until(lambda: node.status()["left_bytes"] == 0)
+    node.client().region(other).close()
+    new.close()
