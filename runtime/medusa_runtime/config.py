@@ -31,6 +31,7 @@ KERNELS = ("auto", "library")
 LOAD_PRIORITIES = ("interactive", "background")
 TORCH_IMPORTS = ("auto", "lean", "plain")
 SERVER_TIMINGS = ("total", "stages")
+LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -95,6 +96,7 @@ class Settings:
     access_log: str = "off"
     traces: str = "off"
     log_level: str = "info"
+    log_format: str = "text"
 
     @property
     def max_body_bytes(self) -> int:
@@ -406,6 +408,7 @@ OPTIONS = (
     Option("access_log", OneOf(*ACCESS_LOGS), "a line on stderr for each answered request"),
     Option("traces", OneOf(*TRACES), "otlp: spans to OTEL_EXPORTER_OTLP_ENDPOINT (extra otel)"),
     Option("log_level", OneOf(*LOG_LEVELS), "how much to log"),
+    Option("log_format", OneOf(*LOG_FORMATS), "json: each line of the log is an object"),
 )
 
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -112,3 +113,27 @@ def test_every_alert_says_what_to_do_and_every_panel_has_its_place() -> None:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_prometheus_takes_the_alerts() -> None:
     subprocess.run(["promtool", "check", "rules", ALERTS], check=True, capture_output=True)
+
+
+def test_each_line_of_the_log_is_an_object_that_names_its_request(tmp_path: Path) -> None:
+    (tmp_path / "handler.py").write_text(
+        "import logging\n\n\ndef handle(request):\n    logging.getLogger('shop').warning('sold')\n    1 / 0\n"
+    )
+    command = ["serve", "--log-format", "json", "--host", "127.0.0.1", "--port", "0", "--node-socket", "none"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MEDUSA_")}
+    started = [sys.executable, "-m", "medusa_adapters.cli.main", *command, "--handler", "handler.py"]
+    with subprocess.Popen(started, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        url = json.loads(process.stderr.readline())["message"].rpartition(" ")[2]
+        request = urllib.request.Request(url, b"{}", {"X-Request-Id": "order-7"})
+        with pytest.raises(urllib.error.HTTPError, match="500"):
+            urllib.request.urlopen(request, timeout=60)
+        process.terminate()
+        lines = [json.loads(line) for line in process.stderr]
+    assert {"time", "level", "process", "logger", "message"} <= set.intersection(*map(set, lines))
+    of_request = [line for line in lines if line.get("request_id") == "order-7"]
+    assert [(line["logger"], line["level"]) for line in of_request][:1] == [("shop", "warning")]
+    assert "ZeroDivisionError" in of_request[1]["message"]
+    failed = subprocess.run([*started[:3], *command, "--model", "/nope"], env=environ, capture_output=True, text=True)
+    assert failed.stdout == ""
+    assert json.loads(failed.stderr.splitlines()[-1])["code"] == "Storage.NotFound"

@@ -63,7 +63,7 @@ class ServedInstance(Process):
         self._start_timeout_s = start_timeout_s
         log = log or tempfile.TemporaryFile()  # noqa: SIM115 (Process closes it)
         # The address must not wait in a buffer.
-        env = {"PYTHONUNBUFFERED": "1"} | dict(env or {})
+        env = {"PYTHONUNBUFFERED": "1", "MEDUSA_LOG_FORMAT": "text"} | dict(env or {})
         super().__init__(command, env, inherit=inherit, folder=folder, log=log, tied=tied)
 
     @property

@@ -145,8 +145,22 @@ def _print_error(error: MedusaError, argv: Sequence[str]) -> int:
 
     # A name in a checkpoint may have line ends: what follows them must not look like a line of ours.
     text = "\n  ".join(map(printable, str(error).split("\n")))
-    print(f"medusa: {text} [{error.code}]", file=sys.stderr)
+    if not _logged_as_json(text, error):
+        print(f"medusa: {text} [{error.code}]", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
+
+
+def _logged_as_json(text: str, error: MedusaError) -> bool:
+    """Log the error if the log has lines of JSON; return whether it has."""
+    json_log = sys.modules.get("medusa_runtime.json_log")
+    if json_log is None:
+        return False
+    import logging
+
+    if not any(isinstance(handler.formatter, json_log.JsonFormatter) for handler in logging.getLogger().handlers):
+        return False
+    logging.getLogger(__name__).error("%s", text, extra={"code": error.code})
+    return True
 
 
 def _open_standard_streams() -> None:

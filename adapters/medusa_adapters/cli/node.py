@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -77,14 +78,15 @@ def _serve(settings: NodeSettings) -> int:
 
     from .serve import configure_logging
 
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     agent = Agent(settings, _metrics(settings))
     warm = ", ".join(f"{count} {kind}" for kind, count in settings.prewarm.items()) or "none"
     sockets = ", ".join(listening.path for listening in settings.socket)
-    print(
-        f"node agent on {sockets}: {size(agent.budget_bytes)} for models, idle engines: {warm}",
-        flush=True,
-    )
+    line = f"node agent on {sockets}: {size(agent.budget_bytes)} for models, idle engines: {warm}"
+    if settings.log_format == "json":
+        logging.getLogger(__name__).info("%s", line)
+    else:
+        print(line, flush=True)
     return agent.run()
 
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from medusa_runtime.timeline import Stage
 
 
+_LONGEST_STAGES = 5
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = Settings()
     parser.description = (
@@ -89,10 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
         from .reload import serve_with_reload
 
         return serve_with_reload(sys.argv[1:], settings.handler)
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     from medusa_runtime.instance import serve
 
-    return serve(settings, _run_function_process, Console(sys.stdout))
+    observer = LoggedStart() if settings.log_format == "json" else Console(sys.stdout)
+    return serve(settings, _run_function_process, observer)
 
 
 def resolve_settings(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
@@ -123,9 +127,16 @@ def _hosts_models(name: str, environ: Mapping[str, str]) -> bool:
     return sagemaker.is_multi_model(environ)
 
 
-def configure_logging(level: str) -> None:
+def configure_logging(level: str, log_format: str = "text") -> None:
     import logging
 
+    if log_format == "json":
+        from medusa_runtime.json_log import JsonFormatter
+
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(JsonFormatter())
+        logging.basicConfig(level=level.upper(), handlers=[handler])
+        logging.captureWarnings(True)
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s" if level == "debug" else "%(levelname)s: %(message)s"
     logging.basicConfig(level=level.upper(), format=form, stream=sys.stderr)
     if level == "info":  # at which it names its source of credentials at each look at a store
@@ -137,6 +148,34 @@ def _run_function_process(listener: socket.socket, handle: InstanceHandle, setti
         from medusa_handler.server.function_process import serve
 
     return serve(listener, handle, settings, load(settings.platform).platform(settings, os.environ))
+
+
+class LoggedStart:
+    """A start as lines of the log, for logs that a program reads."""
+
+    def __init__(self) -> None:
+        import logging
+
+        self._logger = logging.getLogger(__name__)
+        self._url = ""
+
+    def bound(self, url: str) -> None:
+        self._url = url
+        self._logger.info("listening on %s", url)
+
+    def progress(self, progress: Progress) -> None: ...
+
+    def ready(self, stages: list[Stage]) -> None:
+        from medusa_runtime.timeline import window
+
+        from ..report.gantt import MS, tracks
+
+        start, end = window(stages)
+        longest = sorted(tracks(stages), key=lambda track: track.busy_ns, reverse=True)[:_LONGEST_STAGES]
+        shown = ", ".join(f"{track.process} {track.name} {track.busy_ns / MS:.0f} ms" for track in longest)
+        self._logger.info("ready on %s after %.0f ms; the longest stages: %s", self._url, (end - start) / MS, shown)
+
+    def first_token(self, stages: list[Stage]) -> None: ...
 
 
 class Console:

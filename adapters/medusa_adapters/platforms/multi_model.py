@@ -145,6 +145,7 @@ class ModelHost:
     def _start(self, url: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", _CHILD, str(os.getpid()), "serve", "--host", "127.0.0.1", "--port", "0"]
         environ = self._environ | {"SM_MODEL_DIR": url, "MEDUSA_PLATFORM": "sagemaker", "PYTHONUNBUFFERED": "1"}
+        environ["MEDUSA_LOG_FORMAT"] = "text"  # what it says is read below
         return subprocess.Popen(
             command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flask import Blueprint, Flask, Response, current_app, g, jsonify, request
+from medusa_runtime.json_log import current_request_id
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 from werkzeug.routing import Rule
 
@@ -114,6 +115,7 @@ def _add_request_ids(app: Flask, platform: Platform) -> None:
         own = platform.request_id(Headers(request.headers.items())) if platform.request_id is not None else None
         given = request.headers.get("X-Request-Id", "")
         g.request_id = own or (given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex())
+        current_request_id.set(g.request_id)
 
     @app.after_request
     def finish_head(response: Response) -> Response:

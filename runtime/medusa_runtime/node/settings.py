@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..config import (
+    LOG_FORMATS,
     LOG_LEVELS,
     NODE_SOCKET,
     TORCH_IMPORTS,
@@ -95,6 +96,7 @@ class NodeSettings:
     cluster_cert: str | None = None
     cluster_key: str | None = None
     log_level: str = "info"
+    log_format: str = "text"
     metrics_port: int | None = None
 
     @property
@@ -305,6 +307,7 @@ NODE_OPTIONS = (
     Option("cluster_cert", _path, "this node's certificate", "MEDUSA_CLUSTER_CERT_FILE"),
     Option("cluster_key", _path, "the key of this node's certificate", "MEDUSA_CLUSTER_KEY_FILE"),
     Option("log_level", OneOf(*LOG_LEVELS), "how much to log"),
+    Option("log_format", OneOf(*LOG_FORMATS), "json: each line of the log is an object"),
     Option("metrics_port", positive, "a port on which to answer GET /metrics", "MEDUSA_NODE_METRICS_PORT"),
 )
 # Flags that may be given several times, each with the separator that joins its values, as in the variables.
