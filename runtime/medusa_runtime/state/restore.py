@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import StateError
 from ..fetch.prefetcher import RestoredCheckpoint
-from ..storage.base import Store, open_store, redacted, scheme_of
-from .bundle.locate import BLOBS, FOLDER, MANIFEST, read_manifest
+from ..storage.base import Store, scheme_of
+from .bundle.locate import BLOBS, FOLDER, MANIFEST, missing_manifest, open_bundle_store, read_manifest
 from .kinds import KINDS, WEIGHT_INDEX, file_name
 from .unused import report_unused
 
@@ -77,12 +77,11 @@ class BundleRestorer:
         try:
             prefix = f"{FOLDER}/"
             if self._settings.state is not None:
-                self._store, prefix = open_store(self._settings.state), ""
+                self._store, prefix = open_bundle_store(self._settings.state), ""
             text = read_manifest(self._store or store, prefix)
             if text is None:
-                if self._settings.state is not None:
-                    place = redacted(self._settings.state)
-                    self._error = StateError(f"expected a manifest.json in {place}, found none; materialize it")
+                if self._settings.state is not None and self._store is not None:
+                    self._error = missing_manifest(self._settings.state, self._store)
                 return
             from . import key, trust, weight_index  # noqa: F401  restore needs them soon, and headers are still coming
             from .bundle.manifest import Manifest

@@ -23,8 +23,11 @@ class LocalStore:
     reuses_buffer = False
     interruptible = True
 
-    def __init__(self, url: str, *, check: bool = True) -> None:
-        """Raises ObjectNotFoundError if there is no folder at ``url``, unless ``check`` is False."""
+    def __init__(self, url: str, *, holds: str = "a checkpoint", check: bool = True) -> None:
+        """Raises ObjectNotFoundError if there is no folder at ``url``, unless ``check`` is False.
+
+        ``holds`` says in the error what was expected in it.
+        """
         self.url = url
         path = unquote(urlsplit(url).path) if scheme_of(url) else url
         self._folder = Path(path).expanduser().absolute()
@@ -35,7 +38,7 @@ class LocalStore:
                 meant = f"; did you mean {slip[1]}://{url[slip.end() :]}?"
             elif found == "nothing" and _HUB_NAME.fullmatch(url):
                 meant = f"; did you mean hf://{url}?"
-            raise ObjectNotFoundError(f"{self._folder}: expected a folder with a checkpoint, found {found}{meant}")
+            raise ObjectNotFoundError(f"{self._folder}: expected a folder with {holds}, found {found}{meant}")
 
     def _open(self, key: str) -> int:
         path = self._folder / key

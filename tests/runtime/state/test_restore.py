@@ -170,15 +170,25 @@ def test_a_bundle_elsewhere_is_found_by_its_address(published: Published, region
     assert used(fill(region, published.url, state=f"{published.origin.url}/other")) == {"weight-index"}
 
 
-@pytest.mark.parametrize("state", ["{origin}/nothing", "/no/such/folder", "ftp-of-old://x"])
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ("{origin}/nothing", "expected a state bundle in {origin}/nothing, found no manifest.json; make it"),
+        ("{origin}/m/", "found no manifest.json; did you mean {origin}/m/.medusa?"),
+        ("/no/such/folder", "/no/such/folder: expected a folder with a state bundle, found nothing"),
+        ("ftp-of-old://x", "unknown scheme ftp-of-old://"),
+    ],
+)
 def test_a_bundle_that_was_named_and_is_not_there_is_said(
-    published: Published, region: Region, state: str, caplog: pytest.LogCaptureFixture
+    published: Published, region: Region, state: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    published.publish((WEIGHT_INDEX, published.recorded()))
     assert list(left_out(fill(region, published.url, state=state.format(origin=published.origin.url)))) == [
         "the state bundle"
     ]
     check(region)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert message.format(origin=published.origin.url) in caplog.text
 
 
 def test_a_changed_checkpoint_invalidates_the_bundle(

@@ -10,7 +10,7 @@ from medusa_runtime.checkpoint.reader import Checkpoint
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import StateError, StorageError
 from medusa_runtime.registry import engines_using
-from medusa_runtime.state.bundle.locate import FOLDER
+from medusa_runtime.state.bundle.locate import FOLDER, missing_manifest, open_bundle_store
 from medusa_runtime.state.bundle.manifest import Artifact, Manifest
 from medusa_runtime.state.bundle.reader import Bundle
 from medusa_runtime.state.graphs.blob_format import IDENTITY_BYTES, digest_of
@@ -21,21 +21,24 @@ from medusa_runtime.state.kv_plan import KvPlan
 from medusa_runtime.state.stage_times import StageTimes
 from medusa_runtime.state.trust import Trust
 from medusa_runtime.state.weight_index import RecordedIndex
-from medusa_runtime.storage.base import open_store, redacted
+from medusa_runtime.storage.base import redacted
 
 from ..progress import size
 
 
 def summarize(checkpoint: Checkpoint, settings: Settings, *, verify: bool) -> dict[str, Any] | None:
-    """Return the bundle as plain values; None when there is none. ``verify``: read every blob, not only the small ones.
+    """Return the bundle as plain values. ``verify``: read every blob, not only the small ones.
 
-    Raises StateError when there is one that cannot be read, and StorageError.
+    None when there is none beside the weights. Raises StateError when one cannot be read, or is not where ``--state``
+    says, and StorageError.
     """
-    store = checkpoint.store if settings.state is None else open_store(settings.state)
+    store = checkpoint.store if settings.state is None else open_bundle_store(settings.state)
     try:
         bundle = Bundle(store, f"{FOLDER}/" if settings.state is None else "")
         text = bundle.manifest_text()
         if text is None:
+            if settings.state is not None:
+                raise missing_manifest(settings.state, store)
             return None
         manifest = Manifest.parse(text)
         facts = Facts(Subject(checkpoint.index, checkpoint.files, settings))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...checkpoint.reader import read_whole
 from ...errors import CorruptError, ForbiddenError, ObjectNotFoundError, StateError
-from ...storage.base import Store
+from ...storage.base import Store, open_store, redacted, scheme_of
 
 FOLDER, MANIFEST, BLOBS = ".medusa", "manifest.json", "blobs"
 
@@ -24,3 +24,20 @@ def read_manifest(store: Store, prefix: str) -> bytes | None:
         raise StateError(str(error)) from None
     except CorruptError as error:
         raise StateError(str(error)) from None
+
+
+def open_bundle_store(url: str) -> Store:
+    """Open the folder of a bundle that ``--state`` names. Raises what ``open_store`` does."""
+    if scheme_of(url) not in ("", "file"):
+        return open_store(url)
+    from ...storage.local import LocalStore
+
+    return LocalStore(url, holds="a state bundle")
+
+
+def missing_manifest(url: str, store: Store) -> StateError:
+    """Return the error that ``--state`` names a folder without a bundle."""
+    place, hint = redacted(url), "make it with medusa materialize --out"
+    if read_manifest(store, f"{FOLDER}/") is not None:
+        hint = f"did you mean {place.rstrip('/')}/{FOLDER}?"
+    return StateError(f"expected a state bundle in {place}, found no {MANIFEST}; {hint}")
