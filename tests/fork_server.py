@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,14 +36,15 @@ MEDUSA_MAIN = "medusa_adapters.cli.main:main"
 class ForkServer:
     """Imports these modules, calls a ``module:function``, and forks; tests' modules are named by their path here.
 
-    It ends with the test's process, and what it has forked ends with it.
+    ``folders`` have further modules, as for a script the folder that it is in. The server ends with the test's process,
+    and what it has forked ends with it.
     """
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, folders: Sequence[Path] = ()) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         number = theirs.fileno()
         command = [sys.executable, __file__, str(number), *modules]
-        environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, *folders))), "PYTHONUNBUFFERED": "1"}
         ours = os.getpid()
         self._process = subprocess.Popen(
             command,
@@ -62,11 +64,12 @@ class ForkServer:
         folder: Path | None = None,
         environ: Mapping[str, str] | None = None,
         log: IO[bytes],
+        output: IO[bytes] | None = None,
         pipes: bool = False,
     ) -> ForkedProcess:
         """Call ``module:function`` with these command line arguments in a process and a process group of its own.
 
-        It writes to ``log``; with ``pipes`` only its stderr does, and stdin and stdout are ours.
+        It writes to ``log``, and its stdout to ``output``; with ``pipes`` stdin and stdout are ours.
         """
         request = {"function": function, "arguments": arguments, "folder": str(folder or Path.cwd())}
         request["environ"] = dict(os.environ if environ is None else environ)
@@ -75,11 +78,30 @@ class ForkServer:
             (their_stdin, stdin), (stdout, their_stdout) = os.pipe(), os.pipe()
             theirs = [their_stdin, their_stdout, log.fileno(), their_ended]
         else:
-            theirs = [os.open(os.devnull, os.O_RDONLY), os.dup(log.fileno()), log.fileno(), their_ended]
+            theirs = [os.open(os.devnull, os.O_RDONLY), os.dup((output or log).fileno()), log.fileno(), their_ended]
         socket.send_fds(self._requests, [json.dumps(request).encode()], theirs)
         for number in (*theirs[:2], their_ended):
             os.close(number)
         return ForkedProcess(ended, *((stdin, stdout) if pipes else ()))
+
+    def run(
+        self,
+        function: str,
+        arguments: Sequence[str],
+        *,
+        folder: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        timeout_s: float = 240.0,
+    ) -> subprocess.CompletedProcess[str]:
+        """The same to its end, like ``subprocess.run`` with what it printed."""
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
+            process = self.start(function, arguments, folder=folder, environ=environ, log=log, output=output)
+            try:
+                status = process.wait(timeout_s)
+            finally:
+                process.kill()
+            printed = [os.pread(file.fileno(), 1 << 30, 0).decode() for file in (output, log)]
+        return subprocess.CompletedProcess([function, *arguments], status, *printed)
 
     def close(self) -> None:
         self._requests.close()

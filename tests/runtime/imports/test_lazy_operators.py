@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 
-LEAN = "from medusa_runtime.imports.lazy_torch import complete, import_torch\ntorch = import_torch()\n"
 OPERATORS = """
+from medusa_runtime.imports.lazy_torch import complete
+
 def define(name):
     torch._TritonLibrary.registerOp(name, f"{name}(Tensor x) -> Tensor", torch.neg, "CPU")
 
@@ -15,16 +15,10 @@ def negates(name):
 """
 
 
-def run(script: str) -> None:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-
-
-def test_what_torch_does_when_cuda_is_initialized_executes_nothing() -> None:
+def test_what_torch_does_when_cuda_is_initialized_executes_nothing(run_lean: Callable[..., str]) -> None:
     """It defines operators of triton then, where triton is installed. Nothing else shows this without a GPU."""
-    run(
-        LEAN
-        + OPERATORS
+    run_lean(
+        OPERATORS
         + """
 import sys
 define("first")
@@ -42,6 +36,6 @@ assert type(library).__name__ == "Library"
     )
 
 
-def test_operators_are_defined_behind_other_uses() -> None:
-    run(LEAN + OPERATORS + 'torch.fx.Graph\ndefine("first")\ncomplete()\ndefine("second")\nassert negates("second")')
-    run(LEAN + OPERATORS + 'assert torch._TritonLibrary.lib.ns == "triton"\ndefine("first")\nassert negates("first")')
+def test_operators_are_defined_behind_other_uses(run_lean: Callable[..., str]) -> None:
+    run_lean(OPERATORS + 'torch.fx.Graph\ndefine("first")\ncomplete()\ndefine("second")\nassert negates("second")')
+    run_lean(OPERATORS + 'assert torch._TritonLibrary.lib.ns == "triton"\ndefine("first")\nassert negates("first")')

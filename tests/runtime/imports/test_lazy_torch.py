@@ -1,4 +1,7 @@
-"""The lean import of torch, each case in a process of its own, as torch can be imported once."""
+"""The lean import of torch, each case in a process of its own, as torch can be imported once.
+
+What is said of the import itself is tried in a new interpreter; what comes behind it, in a process forked after it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,12 +105,14 @@ class Plain(NamedTuple):
 
     results: Any
     names: set[str]
+    same: str  # whether a lean import behind it gives the same torch
 
 
 @pytest.fixture(scope="module")
 def plain() -> Plain:
-    names, results = run(PLAIN + "import json\n" + NAMES + ENGINE).splitlines()
-    return Plain(json.loads(results), set(json.loads(names)))
+    behind = "import torch as first\n" + LEAN + "complete()\nprint(torch is first)\n"
+    names, results, same = run(PLAIN + "import json\n" + NAMES + ENGINE + behind).splitlines()
+    return Plain(json.loads(results), set(json.loads(names)), same)
 
 
 def test_what_the_engine_does_equals_a_plain_import(plain: Plain) -> None:
@@ -148,11 +154,10 @@ MORE_USES = [
 
 
 @pytest.mark.parametrize("uses", [USES, pytest.param(MORE_USES, marks=pytest.mark.slow)], ids=["some", "more"])
-def test_what_was_put_off_works_when_touched(uses: list[str]) -> None:
+def test_what_was_put_off_works_when_touched(uses: list[str], run_lean: Callable[..., str]) -> None:
     """Each in a child of its own, forked after one lean import."""
-    run(
-        LEAN
-        + """
+    run_lean(
+        """
 import os, sys, traceback
 children = {}
 for use in sys.argv[1:]:
@@ -196,11 +201,9 @@ assert torch.ones(2).numpy().sum() == 2 and torch.fx.Graph
 """
 
 
-def test_threads_that_import_at_once() -> None:
+def test_threads_that_import_at_once(run_lean: Callable[..., str]) -> None:
     """Some hold an import lock and ask for what another executes, which asks for that lock."""
-    run(
-        LEAN + THREADS, "numpy.linalg", "numpy", "numpy.ma", "torch.fx", "torch.distributed", "torch.jit", "torch.optim"
-    )
+    run_lean(THREADS, "numpy.linalg", "numpy", "numpy.ma", "torch.fx", "torch.distributed", "torch.jit", "torch.optim")
 
 
 def test_a_thread_for_which_the_executing_one_waits(tmp_path: Path) -> None:
@@ -233,10 +236,9 @@ assert not thread.is_alive()
     )
 
 
-def test_a_fork_while_another_thread_executes() -> None:
-    run(
-        LEAN
-        + """
+def test_a_fork_while_another_thread_executes(run_lean: Callable[..., str]) -> None:
+    run_lean(
+        """
 import os, threading
 asked = threading.Event()
 
@@ -256,15 +258,14 @@ thread.join()
     )
 
 
-def test_a_seed_executes_nothing() -> None:
-    run(LEAN + "torch.manual_seed(1); import sys; assert type(sys.modules['torch.fx']).__name__ == 'LazyModule'")
+def test_a_seed_executes_nothing(run_lean: Callable[..., str]) -> None:
+    run_lean("torch.manual_seed(1); import sys; assert type(sys.modules['torch.fx']).__name__ == 'LazyModule'")
 
 
-def test_layers_that_ask_for_torchscript_execute_nothing() -> None:
+def test_layers_that_ask_for_torchscript_execute_nothing(run_lean: Callable[..., str]) -> None:
     """Such a layer would otherwise import all of torch, a second and more, in the first request."""
-    run(
-        LEAN
-        + """
+    run_lean(
+        """
 import sys
 from torch import nn
 from torch.jit import is_scripting, is_tracing
@@ -284,11 +285,10 @@ assert torch.jit.trace(lambda x: x * 2 if is_tracing() else x, x)(x).sum() == 2 
     )
 
 
-def test_complete_leaves_nothing_out(plain: Plain) -> None:
+def test_complete_leaves_nothing_out(plain: Plain, run_lean: Callable[..., str]) -> None:
     """What a plain import brings is there, and works."""
-    names = run(
-        LEAN
-        + "import json\ncomplete()\n"
+    names = run_lean(
+        "from medusa_runtime.imports.lazy_torch import complete\nimport json\ncomplete()\n"
         + NAMES
         + """
 complete()
@@ -320,10 +320,9 @@ def test_numpy_can_be_hidden_from_torch(plain: Plain) -> None:
     assert json.loads(run(script + still)) == plain.results
 
 
-def test_a_forked_process_computes() -> None:
-    run(
-        LEAN
-        + """
+def test_a_forked_process_computes(run_lean: Callable[..., str]) -> None:
+    run_lean(
+        """
 import os
 child = os.fork()
 if child == 0:
@@ -333,11 +332,10 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     )
 
 
-def test_what_is_put_off_works_at_the_end_of_the_stack() -> None:
+def test_what_is_put_off_works_at_the_end_of_the_stack(run_lean: Callable[..., str]) -> None:
     """The import's own frames would not fit, and half an import of torch is none."""
-    run(
-        LEAN
-        + """
+    run_lean(
+        """
 import sys
 
 def ask(frames):
@@ -489,5 +487,5 @@ def test_a_setting_that_needs_the_whole_import() -> None:
     run("import os; os.environ['TORCH_LOGS'] = 'dynamo'\n" + LEAN + "import sys; assert vars(torch.fx)['Graph']")
 
 
-def test_torch_that_is_there_already_is_returned() -> None:
-    run("import torch as first\n" + LEAN + "assert torch is first; complete()")
+def test_torch_that_is_there_already_is_returned(plain: Plain) -> None:
+    assert plain.same == "True"

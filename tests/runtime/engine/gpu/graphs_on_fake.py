@@ -228,6 +228,11 @@ def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
     return {**found, "contents": contents}
 
 
-if __name__ == "__main__":
+def command(arguments: list[str]) -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
-    print(json.dumps(main(sys.argv[1], json.loads(sys.argv[2]))))
+    phase, options = arguments
+    print(json.dumps(main(phase, json.loads(options))))
+
+
+if __name__ == "__main__":
+    command(sys.argv[1:])

@@ -9,12 +9,13 @@ import re
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import ForkServer
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu import graph_capture
 from medusa_runtime.engine.gpu.graph_pool import POOL_BASE
@@ -27,14 +28,30 @@ Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def run(fake_cuda: Path) -> Run:
+def forks() -> Iterator[ForkServer]:
+    server = ForkServer("graphs_on_fake", folders=[HERE])
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def run(fake_cuda: Path, forks: ForkServer) -> Run:
+    """Run one phase in a process of its own, forked from one that has imported all; what is materialized, in a new one.
+
+    So nothing that a bundle was made of is at the addresses of the other capture, or of those that restore it.
+    """
+
     def run(phase: str, where: int, *, cc: str | None = None, **options: Any) -> dict[str, Any]:
         variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(GRAPHS / "cubins")}
         variables |= {"CC": cc} if cc else {}
         variables |= {"FAKE_CUDA_BASE": hex(where), "FAKE_CUDA_ORDER": str(int(phase == "dump"))}
         variables["FAKE_CUDA_SHIFTS"] = "2" if phase == "dump" else "0"  # as large as the workspace, and before it
-        command = [sys.executable, str(HERE / "graphs_on_fake.py"), phase, json.dumps(options)]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=250)
+        arguments = [phase, json.dumps(options)]
+        if phase == "materialize":
+            command = [sys.executable, str(HERE / "graphs_on_fake.py"), *arguments]
+            done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=250)
+        else:
+            done = forks.run("graphs_on_fake:command", arguments, environ=variables)
         assert done.returncode == 0, done.stderr
         result: dict[str, Any] = json.loads(done.stdout)
         return {**result, "log": done.stderr}

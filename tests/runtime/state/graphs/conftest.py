@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import ForkServer
 
 HERE = Path(__file__).parent
 Toy = Callable[..., dict[str, Any]]
@@ -23,10 +24,18 @@ def cubins() -> Path:
 
 
 @pytest.fixture(scope="session")
-def toy(fake_cuda: Path, cubins: Path) -> Toy:
-    """Run one phase in a new process: ``toy("restore", {...}, base=…, **environment)``.
+def forked_toys() -> Iterator[ForkServer]:
+    server = ForkServer("toy", folders=[HERE])
+    yield server
+    server.close()
 
-    Returns its answer, with what it logged as ``log``.
+
+@pytest.fixture(scope="session")
+def toy(fake_cuda: Path, cubins: Path, forked_toys: ForkServer) -> Toy:
+    """Run one phase in a process of its own: ``toy("restore", {...}, base=…, **environment)``.
+
+    Returns its answer, with what it logged as ``log``. It is forked, except that what is materialized is so in a new
+    interpreter: nothing is there at the addresses of the other capture, or of those that restore it.
     """
 
     def run(
@@ -34,13 +43,17 @@ def toy(fake_cuda: Path, cubins: Path) -> Toy:
         options: dict[str, Any],
         *,
         base: int = 0x600000000000,
-        python: str = sys.executable,
+        python: str | None = None,
         **environment: str,
     ) -> dict[str, Any]:
         variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(cubins)}
         variables |= {"FAKE_CUDA_BASE": hex(base), "FAKE_CUDA_DESCRIBE": "1", **environment}
-        command = [python, str(HERE / "toy.py"), phase, json.dumps(options)]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
+        arguments = [phase, json.dumps(options)]
+        if python is not None or phase == "materialize":
+            command = [python or sys.executable, str(HERE / "toy.py"), *arguments]
+            done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
+        else:
+            done = forked_toys.run("toy:command", arguments, environ=variables)
         assert done.returncode == 0, done.stderr
         result: dict[str, Any] = json.loads(done.stdout)
         return {**result, "log": done.stderr}

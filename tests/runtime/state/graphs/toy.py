@@ -463,7 +463,11 @@ def online(options: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-if __name__ == "__main__":
+def command(arguments: list[str]) -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
-    settings = json.loads(sys.argv[2])
-    print(json.dumps(online(settings) if sys.argv[1] == "restore" else offline(settings)))
+    phase, options = arguments[0], json.loads(arguments[1])
+    print(json.dumps(online(options) if phase == "restore" else offline(options)))
+
+
+if __name__ == "__main__":
+    command(sys.argv[1:])
