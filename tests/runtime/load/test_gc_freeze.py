@@ -23,6 +23,7 @@ from torch import nn
 def _as_at_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever loads other tests have left behind, and whatever the tests have frozen."""
     monkeypatch.setattr(gc_freeze, "_loads", 0)
+    monkeypatch.setattr(gc_freeze, "_frozen_by_others", False)
     frozen = gc.get_freeze_count()
     gc.unfreeze()
     yield

@@ -12,13 +12,16 @@ import threading
 
 _lock = threading.Lock()
 _loads = 0
+_frozen_by_others = False  # noted once: a large process counts for a tenth of a second what is frozen in it
 
 
 def freeze() -> None:
     """Exempt all objects that exist now from collections until ``thaw``. Loads that overlap are counted."""
-    global _loads
+    global _loads, _frozen_by_others
     with _lock:
-        if _loads or not gc.get_freeze_count():  # else the user has frozen objects, and will thaw them
+        if not _loads and not _frozen_by_others:
+            _frozen_by_others = gc.get_freeze_count() > 0
+        if not _frozen_by_others:  # else the user has frozen objects, and will thaw them
             _loads += 1
             if _loads == 1:
                 gc.freeze()
