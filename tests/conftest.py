@@ -132,16 +132,32 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGTERM, partial(_stop, os.getpid(), bool(config.getoption("numprocesses", None))))
 
 
+class Frozen:
+    """Exempts from garbage collection what is imported. Scanning it took a quarter of the tests' time."""
+
+    modules = 0
+
+    @classmethod
+    def renew(cls) -> None:
+        cls.modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Exempt from garbage collection what is imported by now. Scanning it took a quarter of the tests' time."""
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.collect()
-        gc.freeze()
+        Frozen.renew()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    if len(sys.modules) > Frozen.modules + 200:  # the test before has imported something large
+        Frozen.renew()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
