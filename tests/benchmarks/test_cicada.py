@@ -127,6 +127,8 @@ def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert rows["tiny-bert/full", "latency_s"]["median"] > 0
     assert rows["tiny-bert/full", "peak_mb"]["median"] > rows["tiny-bert/full", "added_mb"]["median"]
     assert rows["tiny-bert/full", "peak_mb"]["median"] > rows["tiny-bert/full", "used_mb"]["median"] > 0
+    if torch.__version__.startswith(TESTED):  # else this torch is imported plainly
+        assert rows["tiny-bert/full", "used_mb"]["median"] < 0.9 * rows["tiny-bert/pisel", "used_mb"]["median"]
     assert 0 < rows["tiny-bert/full", "utilisation"]["median"] <= 1
     assert (tmp_path / "figures" / "tiny-bert.svg").read_text().count("<path") > 10
     assert (tmp_path / "figures" / "tiny-bert.png").read_bytes().startswith(b"\x89PNG")
@@ -139,21 +141,6 @@ def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "latency_s over PISeL's",
     ):
         assert f"tiny-bert: {figure}" in verdicts
-
-
-@pytest.mark.skipif(not torch.__version__.startswith(TESTED), reason="this torch is imported plainly")
-def test_a_lean_container_computes_the_same_with_less_memory(tmp_path: Path) -> None:
-    folder = checkpoint(workload("tiny-bert"), tmp_path)
-    found = []
-    for strategy in ("pisel", "full"):
-        with Container(tmp_path, strategy) as container:
-            container.wait_ready()
-            found.append(container.infer(Request("tiny-bert", "full", str(folder)), watch=True))
-    plain, lean = found
-    assert plain.digest == lean.digest
-    assert plain.memory
-    assert lean.memory
-    assert lean.memory.used_mb < 0.9 * plain.memory.used_mb
 
 
 def test_the_trace_is_replayed_against_real_processes(tmp_path: Path) -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from medusa_adapters.cli.project.build import TOOLS
+from medusa_command import medusa
 
 
 def build(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "medusa_adapters", "build", *arguments]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, **environment}
-    )
+    return medusa("build", *arguments, folder=folder, environ=environment)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ import medusa_command
 import numpy as np
 import pytest
 from adapter_fixtures import write_adapter
+from fork_server import MEDUSA_MAIN, ForkServer
 from safetensors.numpy import save_file
 
 from benchmarks.origin import Origin, Variant
 
 MEDUSA = Path(sys.executable).with_name("medusa")
+Medusa = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -54,13 +56,17 @@ def origin(model: Path) -> Iterator[str]:
         yield served.url
 
 
-def medusa(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    if arguments[0] == "inspect":  # the other has a process that fetches
-        return medusa_command.medusa(*arguments)
-    return subprocess.run([MEDUSA, *arguments], capture_output=True, text=True, timeout=240)
+@pytest.fixture
+def medusa(fork_server: ForkServer) -> Medusa:
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        if arguments[0] == "inspect":  # the other has a process that fetches
+            return medusa_command.medusa(*arguments)
+        return fork_server.run(MEDUSA_MAIN, list(map(str, arguments)))
+
+    return run
 
 
-def test_inspect_counts_parameters_and_bytes(model: Path) -> None:
+def test_inspect_counts_parameters_and_bytes(model: Path, medusa: Medusa) -> None:
     found = json.loads(medusa("inspect", model, "--json").stdout)
     assert found["parameters"] == (600 + 40 + 50) * 4096
     assert found["parameters_by_dtype"] == {"F32": 640 * 4096, "F16": 50 * 4096}
@@ -73,7 +79,7 @@ def test_inspect_counts_parameters_and_bytes(model: Path) -> None:
     assert found["tensors"]["lm_head.weight"]["shard"] == "model-2.safetensors"
 
 
-def test_inspect_says_what_an_adapter_is(tmp_path: Path) -> None:
+def test_inspect_says_what_an_adapter_is(tmp_path: Path, medusa: Medusa) -> None:
     example = Path(__file__).parents[3] / "examples" / "pydoc-lm"
     adapter = write_adapter(tmp_path / "sql", example, rank=6, targets=("q_proj", "v_proj"))
     text = medusa("inspect", adapter).stdout
@@ -87,7 +93,7 @@ def test_inspect_says_what_an_adapter_is(tmp_path: Path) -> None:
     assert f"expected --model {example} --lora-modules NAME=URL" in refused.stderr
 
 
-def test_inspect_is_readable(model: Path) -> None:
+def test_inspect_is_readable(model: Path, medusa: Medusa) -> None:
     text = medusa("inspect", model, "--tensors").stdout
     assert "LlamaForCausalLM" in text
     assert "1 layers, 4096 hidden, 600 vocabulary" in text
@@ -99,7 +105,9 @@ def test_inspect_is_readable(model: Path) -> None:
 @pytest.mark.parametrize(
     "architectures", [5, [7], ["\x1b[2J"], ["\ud800"]], ids=["number", "numbers", "escape", "half"]
 )
-def test_inspect_shows_what_a_hostile_author_wrote_as_text(architectures: object, tmp_path: Path) -> None:
+def test_inspect_shows_what_a_hostile_author_wrote_as_text(
+    architectures: object, tmp_path: Path, medusa: Medusa
+) -> None:
     save_file({"\x1b[2J\nfiles": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"architectures": architectures}))
     (tmp_path / ".medusa").mkdir()
@@ -113,7 +121,7 @@ def test_inspect_shows_what_a_hostile_author_wrote_as_text(architectures: object
     assert "?[2J?files " in result.stdout
 
 
-def test_an_error_shows_what_a_hostile_author_wrote_as_text(tmp_path: Path) -> None:
+def test_an_error_shows_what_a_hostile_author_wrote_as_text(tmp_path: Path, medusa: Medusa) -> None:
     save_file({"a": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"architectures": ["\\u001b[2J\\nmedusa: ready"]}')
     result = medusa("materialize", tmp_path)
@@ -135,14 +143,14 @@ def test_a_full_disk_is_told_in_one_line(model: Path, unbuffered: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_inspect_lists_no_tensors_where_there_are_none(tmp_path: Path) -> None:
+def test_inspect_lists_no_tensors_where_there_are_none(tmp_path: Path, medusa: Medusa) -> None:
     save_file({}, tmp_path / "model.safetensors")
     result = medusa("inspect", tmp_path, "--tensors")
     assert result.returncode == 0, result.stderr
     assert "0 tensors" in result.stdout
 
 
-def test_inspect_is_headed_by_what_it_was_asked_for(tmp_path: Path) -> None:
+def test_inspect_is_headed_by_what_it_was_asked_for(tmp_path: Path, medusa: Medusa) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a": np.zeros(1, np.float32)}, file)
     for given, title in ((file, str(file)), (tmp_path, str(tmp_path)), (f"file://{file}", f"file://{file}")):
@@ -157,20 +165,20 @@ def test_inspect_is_headed_by_what_it_was_asked_for(tmp_path: Path) -> None:
         (("model", "--model", "model"), "expected one checkpoint, found 'model' and --model 'model'; leave one out"),
     ],
 )
-def test_inspect_wants_one_checkpoint(arguments: tuple[str, ...], said: str) -> None:
+def test_inspect_wants_one_checkpoint(arguments: tuple[str, ...], said: str, medusa: Medusa) -> None:
     result = medusa("inspect", *arguments)
     assert result.returncode == 2
     assert said in result.stderr
 
 
-def test_inspect_needs_no_weights(model: Path, origin: str) -> None:
+def test_inspect_needs_no_weights(model: Path, origin: str, medusa: Medusa) -> None:
     remote = json.loads(medusa("inspect", origin, "--json").stdout)
     local = json.loads(medusa("inspect", model, "--json").stdout)
     assert remote["tensors"] == local["tensors"]
 
 
 @pytest.mark.parametrize("where", ["folder", "http"])
-def test_fetch_copies_every_byte(model: Path, origin: str, tmp_path: Path, where: str) -> None:
+def test_fetch_copies_every_byte(model: Path, origin: str, tmp_path: Path, where: str, medusa: Medusa) -> None:
     target = tmp_path / "copy"
     result = medusa("fetch", model if where == "folder" else origin, "--to", target)
     assert result.returncode == 0, result.stderr
@@ -182,7 +190,7 @@ def test_fetch_copies_every_byte(model: Path, origin: str, tmp_path: Path, where
 
 @pytest.mark.parametrize("name", ["config.json", "model-1.safetensors"])
 @pytest.mark.parametrize("kind", ["symbolic link", "hard link", "pipe"])
-def test_a_fetch_writes_to_no_file_of_others(model: Path, tmp_path: Path, kind: str, name: str) -> None:
+def test_a_fetch_writes_to_no_file_of_others(model: Path, tmp_path: Path, kind: str, name: str, medusa: Medusa) -> None:
     (target := tmp_path / "copy").mkdir()
     (secret := tmp_path / "secret").write_bytes(b"kept")
     part = target / f"{name}.part"
@@ -202,7 +210,7 @@ def test_a_fetch_writes_to_no_file_of_others(model: Path, tmp_path: Path, kind: 
     assert (target / name).read_bytes() == (model / name).read_bytes()
 
 
-def test_a_failed_fetch_leaves_no_part_of_a_shard(model: Path, tmp_path: Path) -> None:
+def test_a_failed_fetch_leaves_no_part_of_a_shard(model: Path, tmp_path: Path, medusa: Medusa) -> None:
     """The server has every header and small file, and loses one shard when its data is asked for."""
 
     class Losing(http.server.SimpleHTTPRequestHandler):
@@ -251,7 +259,7 @@ def test_a_disk_that_becomes_full_leaves_no_file_cut_short(model: Path, tmp_path
     assert not (tmp_path / "copy").exists()
 
 
-def test_fetch_refuses_its_own_source_and_a_folder_it_cannot_write(model: Path) -> None:
+def test_fetch_refuses_its_own_source_and_a_folder_it_cannot_write(model: Path, medusa: Medusa) -> None:
     own = medusa("fetch", model, "--to", model)
     assert (own.returncode, "another folder" in own.stderr) == (2, True)
     impossible = medusa("fetch", model, "--to", "/proc/nothing")
@@ -259,7 +267,7 @@ def test_fetch_refuses_its_own_source_and_a_folder_it_cannot_write(model: Path) 
 
 
 @pytest.mark.parametrize("command", ["inspect", "fetch"])
-def test_a_checkpoint_that_is_not_there(command: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_there(command: str, tmp_path: Path, medusa: Medusa) -> None:
     result = medusa(command, tmp_path / "none")
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].endswith("[Storage.NotFound]")
@@ -298,26 +306,27 @@ def refusing() -> Iterator[str]:
     ],
 )
 def test_what_is_no_checkpoint_is_told_in_one_line(
-    command: str, url: str, status: int, code: str, text: str, refusing: str, tmp_path: Path
+    command: str, url: str, status: int, code: str, text: str, refusing: str, tmp_path: Path, medusa: Medusa
 ) -> None:
     (tmp_path / "readme.txt").write_text("hello")
     result = medusa(command, url.format(refusing=refusing, tmp=tmp_path))
     assert result.returncode == status
-    (line,) = result.stderr.splitlines()
+    *logged, line = result.stderr.splitlines()
+    assert all(each.endswith("; trying again") for each in logged)
     assert line.startswith("medusa: ")
     assert line.endswith(f"[{code}]")
     assert text in line
     assert "secret" not in line
 
 
-def test_fetch_into_memory(origin: str) -> None:
+def test_fetch_into_memory(origin: str, medusa: Medusa) -> None:
     result = medusa("fetch", origin)
     assert result.returncode == 0, result.stderr
     assert "fetched 10.9 MB in " in result.stdout
     assert "into memory" in result.stdout
 
 
-def test_a_truncated_shard_is_named(model: Path) -> None:
+def test_a_truncated_shard_is_named(model: Path, medusa: Medusa) -> None:
     path = model / "model-2.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     result = medusa("fetch", model)

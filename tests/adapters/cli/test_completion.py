@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 
 import pytest
-
-MEDUSA = [sys.executable, "-m", "medusa_adapters"]
-
-
-def medusa(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*MEDUSA, *arguments], capture_output=True, text=True, check=False)
+from medusa_command import medusa
 
 
 def completed(line: str) -> list[str]:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from fork_server import MEDUSA_MAIN, ForkServer
+
+Medusa = Callable[..., subprocess.CompletedProcess[str]]
 
 HANDLER = """
 class Handler:
@@ -43,9 +48,6 @@ class Handler:
     def predict(self, request):
         with torch.inference_mode():
             return self.net(torch.ones(1, 2)).tolist()
-
-if __name__ == "__main__":
-    torch.save({"weight": torch.ones(1, 2), "bias": torch.ones(1)}, "net.pt")
 """
 
 # A machine that is no Linux: its name, and without what only Linux has.
@@ -85,13 +87,19 @@ def handler(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def medusa(folder: Path, *arguments: str, macos: bool = False) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", MACOS] if macos else [sys.executable, "-m", "medusa_adapters.cli.main"]
-    return subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+@pytest.fixture
+def medusa(fork_server: ForkServer) -> Medusa:
+    def run(folder: Path, *arguments: str, macos: bool = False) -> subprocess.CompletedProcess[str]:
+        if not macos:
+            return fork_server.run(MEDUSA_MAIN, arguments, folder=folder)
+        command = [sys.executable, "-c", MACOS, *arguments]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+
+    return run
 
 
 @pytest.mark.parametrize("macos", [False, True])
-def test_a_handler_is_called_once(handler: Path, macos: bool) -> None:
+def test_a_handler_is_called_once(handler: Path, macos: bool, medusa: Medusa) -> None:
     done = medusa(handler, "run", "handler.py", "--request", '{"name": "Ada"}', macos=macos)
     assert (done.returncode, done.stdout) == (0, '{"hello": "Ada"}\n'), done.stderr
     done = medusa(handler, "run", "handler:stream", macos=macos)
@@ -100,7 +108,7 @@ def test_a_handler_is_called_once(handler: Path, macos: bool) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (1, "no\n", "status 404\n")
 
 
-def test_what_a_handler_gets_wrong(handler: Path) -> None:
+def test_what_a_handler_gets_wrong(handler: Path, medusa: Medusa) -> None:
     done = medusa(handler, "run", "handler.py", "--request", "no json")
     assert (done.returncode, done.stderr.startswith("status 400: expected a JSON body")) == (1, True)
     done = medusa(handler, "run", "handler:broken")
@@ -127,14 +135,14 @@ def test_what_a_handler_gets_wrong(handler: Path) -> None:
         ("handler.handle", "there is no module handler.handle and no file"),
     ],
 )
-def test_a_handler_that_is_not_there(handler: Path, spec: str, expected: str) -> None:
+def test_a_handler_that_is_not_there(handler: Path, spec: str, expected: str, medusa: Medusa) -> None:
     (handler / "notes.txt").touch()
     done = medusa(handler, "run", spec)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
     assert expected in done.stderr
 
 
-def test_code_that_does_not_import_is_shown_from_its_own_first_line(handler: Path) -> None:
+def test_code_that_does_not_import_is_shown_from_its_own_first_line(handler: Path, medusa: Medusa) -> None:
     (handler / "broken.py").write_text("import nope_nope\n")
     for spec in ("broken.py", "broken"):
         lines = medusa(handler, "run", spec).stderr.splitlines()
@@ -143,7 +151,7 @@ def test_code_that_does_not_import_is_shown_from_its_own_first_line(handler: Pat
         assert lines[-1].endswith("[Handler.NotFound]")
 
 
-def test_a_handler_is_called_once_with_a_model(handler: Path) -> None:
+def test_a_handler_is_called_once_with_a_model(handler: Path, medusa: Medusa) -> None:
     model = str(Path(__file__).parents[3] / "examples" / "pydoc-lm")
     done = medusa(handler, "run", "handler:model", "--model", model)
     assert done.returncode == 0, done.stderr
@@ -155,10 +163,10 @@ def test_a_handler_is_called_once_with_a_model(handler: Path) -> None:
     assert "nothing-here: expected a folder with a checkpoint" in done.stderr
 
 
-def test_an_instance_that_cannot_start_says_why(handler: Path) -> None:
+def test_an_instance_that_cannot_start_says_why(handler: Path, medusa: Medusa) -> None:
     """A module's weights without ``--engine none``, and a wrong file: the instance's line, and nothing around it."""
     (handler / "net.py").write_text(NET)
-    subprocess.run([sys.executable, "net.py"], cwd=handler, check=True, timeout=240)
+    torch.save({"weight": torch.ones(1, 2), "bias": torch.ones(1)}, handler / "net.pt")
     (handler / "slow.py").write_text("import time\ndef handle(request):\n    return 1\ntime.sleep(20)\n")
     done = medusa(handler, "run", "slow.py", "--model", "net.pt")  # slow, so that the engine's end comes first
     assert done.returncode == 1
@@ -173,7 +181,7 @@ def test_an_instance_that_cannot_start_says_why(handler: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "doctor", "materialize", "bench", "node", "fetch"])
-def test_elsewhere_than_on_linux_one_line_says_what_works(tmp_path: Path, command: str) -> None:
+def test_elsewhere_than_on_linux_one_line_says_what_works(tmp_path: Path, command: str, medusa: Medusa) -> None:
     done = medusa(tmp_path, command, macos=True)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
