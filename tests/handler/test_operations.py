@@ -102,7 +102,7 @@ def test_a_page_can_read_what_the_acceptor_refuses(serve: Serve) -> None:
     served.wait_ready()
     post = b"POST /anything HTTP/1.1\r\nHost: a\r\n"
     named, stranger = f"oRigin: {PAGE}\r\n".encode(), b"Origin: https://evil.example\r\n"
-    for sent, status, readable in (
+    cases = (
         (post + named + b"X: " + b"a" * 40_000, 431, True),
         (post + named, 408, True),
         (post + named + b"Content-Length: 99\r\n\r\nten bytes.", 408, True),
@@ -110,15 +110,19 @@ def test_a_page_can_read_what_the_acceptor_refuses(serve: Serve) -> None:
         (post + named + stranger, 408, False),
         (post + b"Content-Length: 99\r\n\r\n\r\n" + named, 408, False),  # in the body
         (b"\r\n\x16\x03\x01", 400, False),
-    ):
-        with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
+    )
+    with contextlib.ExitStack() as stack:  # all of them wait at the same time
+        address = ("127.0.0.1", served.port)
+        connections = [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in cases]
+        for connection, (sent, _, _) in zip(connections, cases, strict=True):
             connection.sendall(sent)
-            answer = connection.makefile("rb")
+        for connection, (sent, status, readable) in zip(connections, cases, strict=True):
+            answer = stack.enter_context(connection.makefile("rb"))
             assert int(answer.readline().split()[1]) == status, sent[:90]
             headers = http.client.parse_headers(answer)
-        assert headers["vary"] == "Origin"
-        assert headers["access-control-allow-origin"] == (PAGE if readable else None), sent[:90]
-        assert ("Retry-After" in headers.get("access-control-expose-headers", "")) is readable
+            assert headers["vary"] == "Origin"
+            assert headers["access-control-allow-origin"] == (PAGE if readable else None), sent[:90]
+            assert ("Retry-After" in headers.get("access-control-expose-headers", "")) is readable
 
 
 @pytest.mark.parametrize("origins", [PAGE, "*"])
