@@ -8,14 +8,19 @@ from .contract import Context, HttpError, Request, Response
 
 if TYPE_CHECKING:
     from .batching import batch
+    from .user_code.model import Model
 
-__all__ = ["Context", "HttpError", "Request", "Response", "batch"]
+__all__ = ["Context", "HttpError", "Model", "Request", "Response", "batch"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``batch`` at its first use, because every start imports this package."""
-    if name != "batch":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .batching import batch
+    """Import ``batch`` and ``Model`` at their first use, because every start imports this package."""
+    if name == "batch":
+        from .batching import batch
 
-    return batch
+        return batch
+    if name == "Model":
+        from .user_code.model import Model
+
+        return Model
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -77,14 +77,17 @@ def describe_json_error(body: bytes, error: ValueError) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """One HTTP request. ``query`` has the first value of each parameter."""
+    """One HTTP request. ``query`` has the first value of each parameter.
 
-    method: str
-    path: str
-    headers: Headers
-    query: Mapping[str, str]
-    body: bytes
-    id: str
+    The defaults are for tests, which call a function without a server: ``Request(body=b'{"name": "Ada"}')``.
+    """
+
+    method: str = "POST"
+    path: str = "/"
+    headers: Mapping[str, str] = field(default_factory=lambda: Headers(()))
+    query: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    id: str = ""
 
     @property
     def text(self) -> str:
@@ -131,8 +134,8 @@ class Context:
     ``model`` is None when no engine runs one; ``weights.build`` fills a module of the function's own.
     """
 
-    model: Any
-    settings: Any
+    model: Any = None
+    settings: Any = None
     weights: Any = None
 
     @property

@@ -2,11 +2,10 @@
 
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 from medusa_adapters.trial import Trial
-from medusa_handler import HttpError
+from medusa_handler import Context, HttpError, Request
 
 from handler import SYSTEM, Handler
 
@@ -21,8 +20,8 @@ class ScriptedModel:
 
 def ask(body):
     handler = Handler()
-    handler.load(SimpleNamespace(model=ScriptedModel()))
-    return handler, handler.predict(SimpleNamespace(object=body))
+    handler.load(Context(model=ScriptedModel()))
+    return handler, handler.predict(Request(body=json.dumps(body).encode()))
 
 
 def test_answers_under_the_system_prompt():
