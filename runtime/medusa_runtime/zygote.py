@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from .config import Settings
-from .device.choice import choose
+from .device.choice import choose, warn_without_effect
 from .device.context import DeviceContext
 from .engine.base import Engine
 from .engine.server import EngineServer
@@ -73,6 +73,7 @@ class Zygote:
         self._heartbeats.enter("zygote")
         gc.disable()  # nothing that is imported becomes garbage
         self._settings = replace(self._settings, device=choose(self._settings.device, os.environ))
+        warn_without_effect(self._settings)
         first = self._fork_ahead() if self._on_gpu else None
         engine_class = self._import_engine(self._timeline)
         gc.freeze()  # the collector of a child would otherwise write to, and so copy, every shared page

@@ -29,7 +29,7 @@ class Engine:
         pass
 """
 ZYGOTE = """
-import socket, sys
+import logging, socket, sys
 from medusa_runtime import registry, zygote
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import MedusaError
@@ -41,9 +41,11 @@ from medusa_runtime.timeline import Timeline
 kind = registry.EngineKind("ending", "engine_that_ends:Engine", "engine_that_ends:preimport", ())
 registry.register(kind)
 process = {"timeline": Timeline.create("zygote"), "reports": ReportPipe(), "heartbeats": Heartbeats()}
+logging.basicConfig(stream=sys.stdout)
 listener = socket.socket(socket.AF_UNIX)
+settings = Settings(engine="ending", device="cpu", graphs="capture")
 try:
-    status = zygote.Zygote(listener, Region.create(), Settings(engine="ending", device="cpu"), **process).run()
+    status = zygote.Zygote(listener, Region.create(), settings, **process).run()
 except MedusaError as error:
     print(error)
     status = 3
@@ -71,4 +73,6 @@ def test_a_start_that_is_killed_names_the_signal_and_what_it_means(tmp_path: Pat
 
 
 def test_an_engine_may_ask_once_for_another(tmp_path: Path) -> None:
-    assert engines(tmp_path, "os._exit(75)")[::2] == (75, 2)
+    status, said, forked = engines(tmp_path, "os._exit(75)")
+    assert (status, forked) == (75, 2)
+    assert said.count("--graphs capture has no effect on a CPU") == 1

@@ -60,6 +60,7 @@ _ENGINE_ONLY_FLAGS = {
     "kernels": "vllm",
     "tensor_parallel": "vllm",
     "vllm_mode": "vllm",
+    "host_weights": "torch",
     "cluster": "cluster",
     "cluster_token_file": "cluster",
 }

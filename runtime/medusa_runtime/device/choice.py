@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..config import Settings
 from ..errors import DeviceError
+
+logger = logging.getLogger(__name__)
 
 _ROOT = Path("/")
 _NODES = ("dev/nvidiactl", "dev/dxg")  # of NVIDIA's driver, and of WSL
 _HIDDEN = ("", "-1", "NoDevFiles")
+# Settings that are read on one kind of device alone, and how the engines' names begin for which that is so.
+_ONE_DEVICE = (
+    ("graphs", "cuda", ""),
+    ("host_weights", "cuda", ""),
+    ("threads", "cpu", "torch"),
+    ("kernels", "cpu", "vllm"),
+)
 
 
 def choose(asked: str, environ: Mapping[str, str], *, root: Path = _ROOT, torch: Path | None = None) -> str:
@@ -37,6 +48,16 @@ def obstacle(environ: Mapping[str, str], root: Path = _ROOT, torch: Path | None 
         return f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']!r} hides all GPUs"
     cuda = _cuda_of(torch or _installed_torch())
     return None if cuda else "expected a torch built for CUDA, found one for CPUs; install torch from its CUDA index"
+
+
+def warn_without_effect(settings: Settings) -> None:
+    """Log which settings have another value than by default, and no effect on ``settings.device``."""
+    unset = Settings()
+    for name, device, engine in _ONE_DEVICE:
+        value = getattr(settings, name)
+        if device != settings.device and value != getattr(unset, name) and settings.engine.startswith(engine):
+            here, there = ("a CPU", "GPUs") if settings.device == "cpu" else ("a GPU", "CPUs")
+            logger.warning("--%s %s has no effect on %s; it is for %s", name.replace("_", "-"), value, here, there)
 
 
 def _installed_torch() -> Path | None:

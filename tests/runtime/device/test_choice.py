@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from medusa_runtime.device.choice import choose
+from medusa_runtime.config import Settings
+from medusa_runtime.device.choice import choose, warn_without_effect
 from medusa_runtime.errors import DeviceError
 
 
@@ -56,3 +57,22 @@ def test_this_machine_decides_without_importing_torch() -> None:
         "choose('auto', os.environ); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+
+
+def test_settings_without_effect_on_the_device_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    for settings, expected in (
+        (
+            Settings(device="cpu", host_weights="release"),
+            ["--host-weights release has no effect on a CPU; it is for GPUs"],
+        ),
+        (Settings(device="cuda", host_weights="release", graphs="capture"), []),
+        (Settings(device="cuda", threads=2), ["--threads 2 has no effect on a GPU; it is for CPUs"]),
+        (
+            Settings(device="cuda", threads=2, engine="vllm", kernels="library"),
+            ["--kernels library has no effect on a GPU; it is for CPUs"],
+        ),
+        (Settings(device="cpu", threads=2), []),
+    ):
+        caplog.clear()
+        warn_without_effect(settings)
+        assert caplog.messages == expected
