@@ -11,11 +11,10 @@ from itertools import count
 from .contention import Fetching, newcomer_bytes_per_s
 from .index import Index
 from .pool import evict, is_current, room
-from .sizing import CandidateNode
+from .sizing import DEVICE_OVERHEAD_BYTES, CandidateNode
 from .state import Deployment, Node
 
 _MOST_CANDIDATES = 16
-_DEVICE_OVERHEAD_BYTES = 2 << 30  # beside weights, keys and values: the context, a forward, graphs and what stays free
 
 
 @dataclass
@@ -106,7 +105,7 @@ class Placement:
         """Return the bytes for weights, keys and values on the accelerators of an instance, by those of each."""
         if not node.device_bytes or not node.processor(deployment.device).on_gpu:
             return math.inf
-        return max(each_bytes - _DEVICE_OVERHEAD_BYTES, 0) * deployment.devices
+        return max(each_bytes - DEVICE_OVERHEAD_BYTES, 0) * deployment.devices
 
     def can_hold(self, name: str, deployment: Deployment) -> bool:
         """Return whether a node has a free slot for the deployment, and room for all of it on its accelerator.

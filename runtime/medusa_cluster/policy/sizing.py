@@ -15,6 +15,7 @@ from itertools import pairwise
 from medusa_runtime.state.stage_times import StageTimes, WorkerRates
 
 LARGEST_GROUP = 4  # larger ones gain little (ParaServe §4.1.2)
+DEVICE_OVERHEAD_BYTES = 2 << 30  # beside weights, keys and values: the context, a forward, graphs and what stays free
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def begin_minimum(sim: Simulation, execution: SimExecution) -> None:
         roles: tuple[Role, ...] = ("prefill", "decode") if model.model.disaggregated else ("both",)
         url, size = f"m://{model.model.name}", model.model.profile.size_bytes
         for number in range(model.model.min * len(roles)):
-            nodes = (node for node in sim.nodes.values() if node.can_run(model.model.device))
+            nodes = (node for node in sim.nodes.values() if node.can_run(model.model))
             node = min(nodes, key=lambda node: url not in node.copies, default=None)
             if node is None:
                 return

@@ -27,6 +27,7 @@ class Machine:
     leaf: str = ""
     fast_domain_size: int = 1  # so many of them share a fast link
     fast_bytes_per_s: float = math.inf
+    device_bytes: int = 0  # memory of each device; 0: large enough
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from medusa_runtime.errors import ConfigError, json_excerpt
 
+from ..policy.sizing import DEVICE_OVERHEAD_BYTES
 from . import trace
 from .fleet import Fleet, Machine, Model
 from .profiles import PROFILES, LinearSpeed, Profile, Stages
@@ -155,6 +156,7 @@ def _machine(item: _Section) -> Machine:
         item.word("leaf", ""),
         item.whole("fast_group", 1),
         item.amount("fast_link", math.inf, above_0=True),
+        int(item.amount("device_memory", 0.0)),
     )
     item.end()
     return machine
@@ -174,6 +176,11 @@ def _models(item: _Section, machines: Sequence[Machine]) -> list[tuple[Model, st
     if all(0 < machine.memory_bytes < profile.size_bytes for machine in fitting):
         most = max(machine.memory_bytes for machine in fitting)
         expected = f"weights that fit in the memory of a machine that may run them (at most {most / 1e9:g} GB)"
+        raise item.wrong("size" if item.has("size") else "profile", expected, f"{profile.size_bytes / 1e9:g} GB")
+    rooms = [math.inf if not each.device_bytes else each.device_bytes - DEVICE_OVERHEAD_BYTES for each in fitting]
+    if max(rooms) < profile.size_bytes:
+        where = "in a device of a machine that may run them"
+        expected = f"weights that fit {where} (at most {max(*rooms, 0) / 1e9:.3g} GB, beside 2 GiB for the engine)"
         raise item.wrong("size" if item.has("size") else "profile", expected, f"{profile.size_bytes / 1e9:g} GB")
     slo = item.section("slo", optional=True)
     model = Model(

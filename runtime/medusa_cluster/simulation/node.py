@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..policy.sizing import DEVICE_OVERHEAD_BYTES
 from ..policy.state import Copy, Instance, Layers, Node, Role
-from .fleet import Machine
+from .fleet import Machine, Model
 from .network import Flow, Link
 from .serving import Server
 
@@ -102,9 +103,11 @@ class SimNode:
     def used_bytes(self) -> int:
         return sum(copy.total for copy in self.copies.values())
 
-    def can_run(self, device: str) -> bool:
-        """Return whether a device of this kind ("": any) is free here."""
-        return len(self.instances) < self.machine.devices and device in ("", self.machine.device)
+    def can_run(self, model: Model) -> bool:
+        """Return whether a device is free here that a model can use, and has room for its weights."""
+        machine = self.machine
+        room = not machine.device_bytes or machine.device_bytes >= model.profile.size_bytes + DEVICE_OVERHEAD_BYTES
+        return len(self.instances) < machine.devices and model.device in ("", machine.device) and room
 
     def runs(self, url: str) -> bool:
         """Return whether an instance here uses these weights."""
@@ -125,6 +128,8 @@ class SimNode:
             memory_used_bytes=self.used_bytes,
             devices=machine.devices,
             device_kind=machine.device,
+            device_bytes=machine.device_bytes,
+            device_free_bytes=machine.device_bytes,
             copies=(*self._always, *(copy.to_policy() for copy in self.copies.values())),
             instances=tuple(instance.to_policy() for instance in self.instances.values()),
         )

@@ -139,6 +139,23 @@ def test_a_group_becomes_one_instance_and_gives_its_devices_back() -> None:
     assert outcome.tpot_s[0] < alone * 1.1  # as one instance for most of the answer
 
 
+def test_a_groups_workers_are_on_one_kind_of_device_and_whole_instances_where_they_fit() -> None:
+    def started(*machines: Machine, **changes: object) -> list[str]:
+        made = Fleet("test", machines, (replace(Model("m", PROFILES["llama2-13b@v100"]), **changes),))  # type: ignore[arg-type]
+        run, names = Simulation(made, strategy_named("paraserve"), [Request(0.0, 0, 512, 64)]), []
+        make = run._execution.make
+        run._execution.make = lambda start: (names.append(start.node[:3]), make(start))[1]  # type: ignore[method-assign]
+        run.run()
+        return sorted(names)
+
+    v100 = Machine("v100", 3, 16 * GBIT, device="v100", memory_bytes=200 * GB)
+    a10 = replace(v100, name="a10", device="a10")
+    assert len(started(v100, replace(a10, count=1), ttft_slo_s=9.2)) == 1  # four would do, but not of both kinds
+    assert started(v100, replace(a10, count=4), ttft_slo_s=9.2) == ["a10"] * 4
+    small = replace(a10, count=4, device_bytes=24 * GB)
+    assert started(small, replace(v100, device_bytes=32 * GB)) == ["v10"]
+
+
 def test_the_same_run_twice_is_the_same_run() -> None:
     assert scaled("blitzscale").ttft_s == scaled("blitzscale").ttft_s
 
