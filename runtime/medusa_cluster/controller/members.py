@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from medusa_runtime.errors import MedusaError
+from medusa_runtime.errors import ClusterError, MedusaError
 
 from .nodes import KnownNode, Nodes
 from .reports import node_status
@@ -47,6 +47,7 @@ class Members:
         self._listed: set[str] = set()
         self._following: dict[str, list[asyncio.Task[None]]] = {}
         self._forgetting: dict[str, asyncio.Task[None]] = {}
+        self._refused: dict[str, str] = {}  # node → why its status could not be used, as was recorded
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -83,6 +84,7 @@ class Members:
             if lost_s > _FORGET_LOST_S or never_came:
                 del nodes[name]
                 self._urls.pop(name, None)
+                self._refused.pop(name, None)
                 for task in self._following.pop(name):
                     task.cancel()
 
@@ -97,7 +99,7 @@ class Members:
             left_s = failing_since + _LOST_AFTER_S - began if failures else _ANSWERS_WITHIN_S
             within_s = min(max(left_s, _LAST_WITHIN_S), _ANSWERS_WITHIN_S)
             try:
-                found = node_status(await self._nodes.status(node.name, self._urls[node.name], within_s))
+                found = self._checked(node, await self._nodes.status(node.name, self._urls[node.name], within_s))
             except MedusaError as error:
                 logger.debug("the node %s did not answer: %s", node.name, error)
                 failing_since, failures = failing_since or began, failures + 1
@@ -111,6 +113,17 @@ class Members:
                 except Exception:  # go on: the next status may be better, and the node's loss has to be noticed
                     logger.exception("the status of the node %s could not be used", node.name)
             await asyncio.sleep(_STATUS_S * self._pause_s())
+
+    def _checked(self, node: KnownNode, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a node's status, if it is one. Raises ClusterError, after an event that says so once."""
+        try:
+            return node_status(found)
+        except ClusterError as error:
+            if self._refused.get(node.name) != str(error):
+                self._refused[node.name] = str(error)
+                text = f"the node {node.name} cannot be used: {error}"
+                self._state.record_event("node-refused", text, node=node.name)
+            raise
 
     async def _follow_orders(self, node: KnownNode) -> None:
         """Check again and again whether orders reach a node. This also keeps its actor ready."""

@@ -20,8 +20,8 @@ def obstacle(deployment: Deployment, nodes: Iterable[KnownNode]) -> str | None:
     gpus = [int(node.status.get("devices", 0)) for node in fitting]
     of_kind = f" with --device-kind {kind}" if kind else ""
     if gpus and deployment.device == "cuda" and not any(gpus):
-        return f"{name} starts on no node: expected one{of_kind} with a GPU for --device cuda, found none"
+        return f"{name} starts on no node: expected one{of_kind} with a GPU for --set device=cuda, found none"
     if gpus and deployment.device != "cpu" and all(0 < count < deployment.gpus for count in gpus):
-        needed = f"{deployment.gpus} GPUs for --tensor-parallel {deployment.gpus}"
+        needed = f"{deployment.gpus} GPUs for --set tensor-parallel={deployment.gpus}"
         return f"{name} starts on no node: expected one{of_kind} with {needed}, found {max(gpus)} at most"
     return None

@@ -86,7 +86,8 @@ _STATUS: dict[str, Check] = {
     **dict.fromkeys(
         ("egress_bytes_per_s", "ingress_bytes_per_s", "memory_bytes", "memory_used_bytes", "devices", "at"), _number
     ),
-    **dict.fromkeys(("device_bytes", "device_free_bytes"), _number),
+    "device_bytes": _number,
+    "device_free_bytes": lambda value: isinstance(value, list | tuple) and all(map(_number, value)),
     **dict.fromkeys(("link_bytes_per_s", "load_bytes_per_s"), _speed),
     "failed_fetches": _by_name(_text),
     "head": lambda value: isinstance(value, bool),

@@ -38,7 +38,7 @@ def _node(state: State, node: KnownNode) -> dict[str, Any]:
         name: node.status.get(name, 0)
         for name in (
             *("link_bytes_per_s", "egress_bytes_per_s", "ingress_bytes_per_s"),
-            *("memory_bytes", "memory_used_bytes", "devices", "device_bytes", "device_free_bytes"),
+            *("memory_bytes", "memory_used_bytes", "devices", "device_bytes"),
         )
     }
     instances = [item for item in state.instances.values() if item.node == node.name]
@@ -47,6 +47,7 @@ def _node(state: State, node: KnownNode) -> dict[str, Any]:
         "address": node.status.get("address", ""),
         "device_kind": node.status.get("device_kind", ""),
         "device_name": node.status.get("device_name", ""),
+        "device_free_bytes": node.status.get("device_free_bytes", []),
         "state": state.node_state(node),
         **found,
         "models": node.models() if node.lost_at is None else [],

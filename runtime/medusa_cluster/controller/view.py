@@ -60,6 +60,7 @@ def _policy_node(
 ) -> policy.Node:
     status = node.status
     away = node.lost_at is not None or node.silent or not node.reached
+    unconfirmed = sum(_slots(node, deployments.get(item.model)) for item in instances if not item.confirmed)
     state: policy.NodeState = "lost" if away else "draining" if draining else "alive"
     return policy.Node(
         name=node.name,
@@ -76,7 +77,7 @@ def _policy_node(
         device_kind=str(status.get("device_kind", "")),
         device_name=str(status.get("device_name", "")),
         device_bytes=int(status.get("device_bytes", 0)),
-        device_free_bytes=int(status.get("device_free_bytes", 0)),
+        device_free_bytes=tuple(map(int, status.get("device_free_bytes", ())))[unconfirmed:],
         load_bytes_per_s=float(status.get("load_bytes_per_s", math.inf)),
         stays=bool(status.get("head")),
         spare=node.spare,

@@ -108,7 +108,7 @@ class Gpus:
         found["device_name"] = " and ".join(sorted({info.name for info in seen}))
         if total := min(info.total_bytes for info in seen):
             free = [self._free_bytes(name) for name in self._names if name not in self._loans]
-            found |= {"device_bytes": total, "device_free_bytes": min(free, default=0)}
+            found |= {"device_bytes": total, "device_free_bytes": sorted(free, reverse=True)}
         link = self._link_bytes_per_s or min(info.link_bytes_per_s for info in seen)
         return found | ({"load_bytes_per_s": link} if link else {})
 

@@ -97,15 +97,16 @@ class Placement:
         known = node.device_bytes > 0 or node.load_bytes_per_s < math.inf
         if not known or not node.processor(deployment.device).on_gpu:
             return server
-        room_bytes = self._device_room(node, deployment, node.device_free_bytes)
+        room_bytes = self._device_room(node, deployment)
         return replace(server, load_bytes_per_s=node.load_bytes_per_s, device_bytes=room_bytes)
 
-    @staticmethod
-    def _device_room(node: Node, deployment: Deployment, each_bytes: int) -> float:
-        """Return the bytes for weights, keys and values on the accelerators of an instance, by those of each."""
+    def _device_room(self, node: Node, deployment: Deployment) -> float:
+        """Return the free bytes for weights, keys and values on the accelerators that the next instance is given."""
         if not node.device_bytes or not node.processor(deployment.device).on_gpu:
             return math.inf
-        return max(each_bytes - DEVICE_OVERHEAD_BYTES, 0) * deployment.devices
+        taken = self._taken.get(node.name, 0)
+        given = node.device_free_bytes[taken : taken + deployment.devices]
+        return _for_model(min(given), deployment) if len(given) == deployment.devices else 0
 
     def can_hold(self, name: str, deployment: Deployment) -> bool:
         """Return whether a node has a free slot for the deployment, and room for all of it on its accelerator.
@@ -115,12 +116,12 @@ class Placement:
         if not self._can_run(name, deployment):
             return False
         needed, node = deployment.size_bytes + deployment.kv_bytes, self.nodes[name]
-        if self._device_room(node, deployment, node.device_free_bytes) >= needed:
+        if self._device_room(node, deployment) >= needed:
             return True
         too_large = self._too_large.get(deployment.name)
         if too_large is None:
             too_large = self._too_large[deployment.name] = not any(
-                self._device_room(other, deployment, other.device_bytes) >= needed
+                not other.device_bytes or _for_model(other.device_bytes, deployment) >= needed
                 for other in self.nodes.values()
                 if other.state == "alive" and self._is_for(other, deployment)
             )
@@ -224,3 +225,8 @@ class Placement:
             return math.inf
         share = node.link_bytes_per_s / max(len(self._fetching(node)), 1)
         return share * max(deployment.size_bytes, missing) / missing
+
+
+def _for_model(device_bytes: int, deployment: Deployment) -> int:
+    """Return the bytes for weights, keys and values on the accelerators of an instance, by those of each."""
+    return max(device_bytes - DEVICE_OVERHEAD_BYTES, 0) * deployment.devices

@@ -99,7 +99,9 @@ class Node:
     device_kind: str = ""  # as in Deployment.device_kind
     device_name: str = ""  # of its accelerators; "": not known
     device_bytes: int = 0  # the memory of each of them; 0: not known
-    device_free_bytes: int = 0  # of that, what each of those has that no instance was given
+    device_free_bytes: tuple[
+        int, ...
+    ] = ()  # of that, what each of those has that no instance was given, the most first
     serves_out: bool = False
     serves_in: bool = False
     stays: bool = False  # no autoscaler may end it: the head

@@ -129,7 +129,7 @@ class SimNode:
             devices=machine.devices,
             device_kind=machine.device,
             device_bytes=machine.device_bytes,
-            device_free_bytes=machine.device_bytes,
+            device_free_bytes=(machine.device_bytes,) * (machine.devices - len(self.instances)),
             copies=(*self._always, *(copy.to_policy() for copy in self.copies.values())),
             instances=tuple(instance.to_policy() for instance in self.instances.values()),
         )

@@ -21,7 +21,8 @@ Run = Callable[..., None]
 MODEL = "http://store/model"
 STATUS: dict[str, Any] = {
     "name": "b", "address": "10.0.0.2", "url": "http://b:8114", "leaf": "", "state": "alive", "devices": 1,
-    "link_bytes_per_s": 1e9, "memory_bytes": 1e9,
+    "link_bytes_per_s": 1e9, "memory_bytes": 1e9, "device_name": "A10", "device_bytes": 24e9, "load_bytes_per_s": 2e10,
+    "device_free_bytes": [23e9],
     "models": [{"url": MODEL, "state": "done", "total_bytes": 9, "fetched_bytes": 9, "pinned": False,
                 "excluded": {"http://a:8114": "wrong bytes"}}],
     "instances": [{"id": "i", "model": "m", "state": "ready", "since": 1.0, "running": 0, "group": None}],
@@ -55,11 +56,13 @@ def test_a_gateway_that_reports_nonsense_stops_no_decision(run: Run) -> None:
 def test_a_node_that_reports_nonsense_stops_no_decision(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         async def lie(_: Any) -> dict[str, Any]:
-            return STATUS | {"link_bytes_per_s": "fast", "instances": [{}]}
+            return STATUS | {"device_bytes": "24 GB"}
 
         await until(lambda: cluster.state.node_state(cluster.state.nodes["b"]) == "alive")
         net.nodes["b"].status = lie  # type: ignore[method-assign]
-        await asyncio.sleep(0.5)
+        why = 'the node b cannot be used: expected the status of a node, found device_bytes of "24 GB"'
+        await until(lambda: cluster.state.nodes["b"].lost_at is not None)
+        assert [event["text"] for event in cluster.state.events if event["kind"] == "node-refused"] == [why]
         await ask(cluster, "deploy", name="m", url=MODEL)
         await ask(cluster, "report", gateway="g", url="http://g", loads={"m": {"waiting": 1}})
         await until(
@@ -67,6 +70,21 @@ def test_a_node_that_reports_nonsense_stops_no_decision(run: Run) -> None:
         )
 
     run(scenario, "a", "b")
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"device_name": 7}, {"device_bytes": "24 GB"}, {"device_bytes": -1}, {"device_bytes": float("nan")},
+        {"device_free_bytes": 23e9}, {"device_free_bytes": ["all"]}, {"device_free_bytes": [float("inf")]},
+        {"load_bytes_per_s": 0}, {"load_bytes_per_s": None}, {"devices": "two"}, {"devices": -1},
+    ],
+)  # fmt: skip
+def test_nonsense_about_gpus_is_named(nonsense: dict[str, Any]) -> None:
+    (name,) = nonsense
+    assert node_status(STATUS) == STATUS
+    with pytest.raises(ClusterError, match=f"expected the status of a node, found {name} of "):
+        node_status(STATUS | nonsense)
 
 
 @pytest.mark.parametrize(

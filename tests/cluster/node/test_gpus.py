@@ -67,14 +67,14 @@ def test_a_node_says_what_its_gpus_have(watched: Watched, monkeypatch: pytest.Mo
     gpus = watched("0", "1")
     found = {"devices": 2, "device_name": "A10", "device_bytes": 24 * 10**9}
     link = {"load_bytes_per_s": pytest.approx(27.7e9, rel=0.01)}
-    assert gpus.status() == {**found, **link, "device_free_bytes": 9 * 10**9}
+    assert gpus.status() == {**found, **link, "device_free_bytes": [23 * 10**9, 9 * 10**9]}
     first = gpus.lend("i", TORCH)
     assert first.environment == {"CUDA_VISIBLE_DEVICES": "1"}  # which has the most free memory
-    assert gpus.status() == {**found, **link, "device_free_bytes": 9 * 10**9}
+    assert gpus.status() == {**found, **link, "device_free_bytes": [9 * 10**9]}
     gpus.lend("j", TORCH)
-    assert gpus.status() == {**found, **link, "device_free_bytes": 0}
+    assert gpus.status() == {**found, **link, "device_free_bytes": []}
     gpus.take_back(first)
-    assert gpus.status() == {**found, **link, "device_free_bytes": 23 * 10**9}
+    assert gpus.status() == {**found, **link, "device_free_bytes": [23 * 10**9]}
     monkeypatch.setenv("FAKE_GPUS", "A10,GPU-aa,24000,1,4,16\nL4,GPU-bb,0,0,4,8")
     mixed = watched("GPU-b", "GPU-a", link_bytes_per_s=5e9).status()
     assert mixed == {"devices": 2, "device_name": "A10 and L4", "load_bytes_per_s": 5e9}

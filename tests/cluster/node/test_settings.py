@@ -125,6 +125,7 @@ def test_the_controller_learns_how_many_nodes_stay_where_there_is_an_autoscaler(
         (["--address", "host:port"], "--address: expected HOST or HOST:PORT"),
         (["--address", "host:²"], "--address: expected HOST or HOST:PORT"),
         (["--head", "--link", "fast"], "--link: expected a rate such as 400mbit"),
+        (["--head", "--device-link", "fast"], "--device-link: expected a rate such as 400mbit"),
         (["--head", "--tls-cert", "/nothing"], "--tls-cert, --tls-key and --tls-ca together"),
         (
             ["--address", "h", "--autoscaling-config", "/etc/hosts"],

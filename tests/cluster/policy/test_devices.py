@@ -19,7 +19,8 @@ OPTIONS = Options(largest_group=4, pool=False)
 
 
 def gpus(count: int, prefix: str = "g", free: float = 24, **changes: Any) -> list[Node]:
-    given = {"devices": 1, "device_bytes": 24 * GB, "device_free_bytes": int(free * GB) + OVERHEAD, **changes}
+    each = (int(free * GB) + OVERHEAD,) * changes.get("devices", 1)
+    given = {"devices": 1, "device_bytes": 24 * GB, "device_free_bytes": each, **changes}
     return [Node(f"{prefix}{i}", link_bytes_per_s=2 * GB, memory_bytes=100 * GB, **given) for i in range(count)]
 
 
@@ -99,6 +100,12 @@ def test_an_instance_starts_on_a_gpu_that_has_room_for_it_and_waits_for_one() ->
     assert len(started(small, whole)) == 1  # none could ever: its engine says why
     held = gpus(1, "a", free=3.0, copies=(Copy("s3://m", 8 * GB, 8 * GB),))
     assert [start.node for start in started([*held, *roomy], large())] == ["z0"]
+
+
+def test_each_gpu_of_a_node_has_a_memory_of_its_own() -> None:
+    free = (20 * GB, 20 * GB, 3 * GB)  # another program has the rest
+    assert len(started(gpus(1, devices=3, device_free_bytes=free), large(ttft_slo_s=math.inf), waiting=64)) == 2
+    assert started(gpus(1, devices=3, device_free_bytes=(20 * GB, 3 * GB)), large(devices=2)) == []
 
 
 def test_an_instance_that_shares_its_layers_takes_as_many_gpus() -> None:

@@ -125,7 +125,7 @@ def test_a_mistake_is_named_with_its_place_and_the_schema_sees_it_too(path: str,
         (
             "machines.0.device_memory",
             "14GB",
-            r"models\[0\]\.profile: expected weights that fit in a device .* \(at most 11\.9 GB, beside .*, found \"12\.5",
+            r"models\[0\]\.profile: expected weights that fit in a device .* \(at most 11\.9 GB, .*, found \"12\.5",
         ),
         ("models.0.min", 3, r"fleet: models: expected a min of at most 2 instances together, .* found 6"),
         ("models", [{**OWN, "min": 2, "max": 1}], r"models\[0\]\.min: expected at most max \(1\), found 2"),

@@ -84,7 +84,6 @@ def require_extra(packages: Sequence[str] = _NEEDED) -> None:
 
 
 def _settings(arguments: argparse.Namespace) -> NodeServerSettings:
-    from medusa_cluster.lab.link_speed import LinkSpeed
     from medusa_cluster.node import settings as node
     from medusa_cluster.node.gpus import visible_gpus
 
@@ -105,7 +104,7 @@ def _settings(arguments: argparse.Namespace) -> NodeServerSettings:
         least_nodes=_least_nodes(arguments),
         leaf=arguments.leaf,
         gpus=visible_gpus(os.environ),
-        gpu_bytes_per_s=None if arguments.device_link is None else LinkSpeed.parse(arguments.device_link).bytes_per_s,
+        gpu_bytes_per_s=_device_link(arguments.device_link),
         device_kind=node.check_device_kind(arguments.device_kind),
         memory_budget=arguments.memory_budget,
         prewarm=arguments.prewarm or "torch=1",
@@ -191,6 +190,12 @@ def _link(arguments: argparse.Namespace, host: str) -> float:
     if arguments.link is not None:
         return LinkSpeed.parse(arguments.link).bytes_per_s
     return _device_rate(host) or 1.25e9
+
+
+def _device_link(given: str | None) -> float | None:
+    from medusa_cluster.lab.link_speed import LinkSpeed
+
+    return None if given is None else LinkSpeed.parse(given, "--device-link").bytes_per_s
 
 
 def _device_rate(host: str) -> float | None:
