@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fake_nvml
 import pytest
 from medusa_cluster.json_lines import call
 from medusa_cluster.lab.cluster import LabCluster
@@ -23,6 +24,7 @@ from medusa_cluster.lab.link_speed import LinkSpeed
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "pydoc-lm"
 NODE = Path(__file__).with_name("node_without_ray.py")
+GPU_NODES = Path(__file__).with_name("gpu_nodes")
 HELD_ORIGIN = Path(__file__).with_name("held_origin.py")
 PATIENCE_S = 240.0
 SETTINGS = {"threads": "1", "device": "cpu", "kv_cache_mb": "64"}
@@ -31,7 +33,9 @@ GROUP_SLO_S = 6.0
 
 
 class ClusterWithRay(LabCluster):
-    """A cluster as users start it."""
+    """A cluster as users start it. ``settings`` are those of its deployments."""
+
+    settings = SETTINGS
 
     def is_warm(self, node: str, engine: str = "torch") -> bool:
         """Return whether the node's agent has an idle process for this engine."""
@@ -71,7 +75,7 @@ class ClusterWithRay(LabCluster):
         assert origin.stdout
         with origin.stdout as said:
             assert said.readline(), "the origin has ended"
-        self.deploy("m", engine=engine, max=1, ttft_slo_s=GROUP_SLO_S, settings=SETTINGS)
+        self.deploy("m", engine=engine, max=1, ttft_slo_s=GROUP_SLO_S, settings=self.settings)
         until(lambda: self.status()["models"][0]["layers"], self.told)  # a node has looked at it
         pool = ThreadPoolExecutor(len(seeds))
         asked = [pool.submit(completion, url, seed) for seed in seeds]
@@ -112,6 +116,23 @@ class ClusterWithoutRay(ClusterWithRay):
 
     def wait_ready(self, node: str) -> None:
         self._until(lambda: b"ready\n" in self.log(node).read_bytes(), self.servers[node], self.log(node))
+
+
+class ClusterOfGpus(ClusterWithoutRay):
+    """Each node has ``gpus`` GPUs, whose memory is the host's (``gpu_nodes``)."""
+
+    settings = SETTINGS | {"device": "cuda"}
+    gpus = 1
+
+    def __init__(self, lab: Laboratory) -> None:
+        super().__init__(lab)
+        nvml = fake_nvml.build(lab.folder)
+        described = "\n".join(f"A10,GPU-{number},24000,23000,4,16" for number in range(self.gpus))
+        self._settings |= {"PYTHONPATH": str(GPU_NODES), "NVML": nvml, "FAKE_GPUS": described}
+
+
+class ClusterOfPairsOfGpus(ClusterOfGpus):
+    gpus = 2
 
 
 def until(condition: Callable[[], Any], shown: Callable[[], Any] = lambda: "") -> None:

@@ -20,6 +20,7 @@ from medusa_cluster.json_lines import JsonLinesServer, call
 from medusa_cluster.node.agent import Agent
 from medusa_cluster.node.controller_client import ControllerClient
 from medusa_cluster.node.forwarding import Forwarder
+from medusa_cluster.node.gpus import visible_gpus
 from medusa_cluster.node.http_server import NodeHttpServer
 from medusa_cluster.node.instances import Instances
 from medusa_cluster.node.operations import Operations
@@ -89,6 +90,7 @@ async def run(settings: NodeServerSettings) -> None:
         cluster = Cluster(Neighbours(settings.folder.parent), settings.folder / "controller.json")
         await JsonLinesServer(settings.controller_socket, cluster.answer).start()
         works.append(cluster.run())
+    instances.gpus.begin()
     await listener.start()
     agent.begin()
     await control.start()
@@ -99,6 +101,7 @@ async def run(settings: NodeServerSettings) -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await instances.end(0.0)
+    instances.gpus.close()
     await agent.end()
     await listener.close()
 
@@ -116,6 +119,7 @@ if __name__ == "__main__":
                 link_bytes_per_s=float(link),
                 prewarm=os.environ.get("PREWARM", "torch=1"),
                 memory_budget=os.environ.get("MEMORY_BUDGET"),
+                gpus=visible_gpus(os.environ),
             )
         )
     )

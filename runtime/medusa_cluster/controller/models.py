@@ -88,7 +88,6 @@ class Models:
         self._known: dict[str, KnownModel] = {}  # by URL
         self._attempts: dict[str, tuple[int, float]] = {}  # URL → how often it was asked for, and when to ask again
         self._tasks: set[asyncio.Task[None]] = set()
-        self._devices = False  # whether a node has GPUs; then there are no groups, whose workers compute on CPUs
 
     def get(self, url: str) -> KnownModel | None:
         return self._known.get(url)
@@ -111,7 +110,7 @@ class Models:
     def layers(self, deployment: Deployment, now: float) -> int:
         """Return how many layers a group may share. 0 if no group is possible, or the last one has just failed."""
         model = self._known.get(deployment.url)
-        if model is None or deployment.ttft_slo_s is None or self._devices or now < model.no_groups_until:
+        if model is None or deployment.ttft_slo_s is None or now < model.no_groups_until:
             return 0
         if not deployment.may_be_shared():
             return 0
@@ -121,7 +120,7 @@ class Models:
         """Return whether a deployment's instances may help one another. Not for a while after such a start failed."""
         model = self._known.get(deployment.url)
         avoided = model is not None and now < model.no_groups_until
-        return deployment.live_scaling and not self._devices and not avoided
+        return deployment.live_scaling and not avoided
 
     def avoid_groups(self, url: str, now: float) -> None:
         """Start single instances instead of groups for a while."""
@@ -134,7 +133,6 @@ class Models:
         for by_url in (self._known, self._attempts):
             for url in by_url.keys() - deployed:
                 del by_url[url]
-        self._devices = any(node.status.get("devices") for node in nodes.values())
         alive = [name for name, node in nodes.items() if node.status and node.lost_at is None and not node.silent]
         attempts = {
             item.url: self._attempts.get(item.url, (0, 0.0)) for item in deployments if item.url not in self._known

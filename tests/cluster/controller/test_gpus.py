@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from medusa_cluster.controller.cluster import Cluster
+from medusa_cluster.controller.live import Live
 from medusa_cluster.controller.models import KnownModel
+from medusa_cluster.controller.nodes import KnownInstance, KnownNode, LiveRendezvous
+from medusa_cluster.controller.plan_file import ClusterPlan
+from medusa_cluster.controller.state import State
 from medusa_cluster.controller.view import policy_state
+from medusa_cluster.deployment import Deployment
 from medusa_cluster.group.ranges import ModelBytes
 from medusa_cluster.policy.state import Processor
 from medusa_runtime.state.stage_times import StageTimes
@@ -112,3 +117,61 @@ def test_a_model_for_more_gpus_than_any_node_has_says_so(run: Run) -> None:
         assert not cluster.state.instances
 
     run(scenario, "g1")
+
+
+@pytest.mark.parametrize(("engine", "workers"), [("torch", 3), ("vllm", 1)])
+def test_a_group_starts_on_gpus_of_one_kind_but_not_one_of_vllm(run: Run, engine: str, workers: int) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        for name in ("g1", "g2", "g3", "g4"):
+            has(net, name, **A10 | {"device_name": "L4" if name == "g2" else "A10"})
+        await asked_for(net, cluster, engine=engine)
+        await until(lambda: any(call["op"] == "start" for call in net.calls()))
+        await until(lambda: all(one.confirmed for one in cluster.state.instances.values()))
+        started = {name for name, node in net.nodes.items() for call in node.calls if call["op"] == "start"}
+        assert started <= {"g1", "g3", "g4"}
+        assert len(started) == len(cluster.state.instances) == workers
+        assert all((call.get("group") is not None) == (workers > 1) for call in net.calls() if call["op"] == "start")
+
+    run(scenario, "g1", "g2", "g3", "g4", "n1")
+
+
+@pytest.mark.parametrize(("name", "helps"), [("A10", True), ("L4", False)])
+def test_an_instance_helps_one_on_a_gpu_of_the_same_kind(run: Run, name: str, helps: bool) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        has(net, "g1", **A10)
+        has(net, "g2", **A10 | {"device_name": name})
+        await asked_for(net, cluster, live_scaling=True, ttft_slo_s=None, max=2)
+        await until(lambda: [one for one in cluster.state.instances.values() if one.confirmed])
+        for node in net.nodes.values():
+            node.arrived()
+
+        def second() -> bool:
+            cluster._report({"gateway": "g", "url": None, "loads": {"m": {"running": 8, "waiting": 8}}})
+            return len([one for one in cluster.state.instances.values() if one.confirmed]) == 2
+
+        await until(second)
+        ranks = [call["group"]["rank"] for call in net.calls() if call["op"] == "start"]
+        assert sorted(ranks) == ([0, 1] if helps else [0, 0])
+
+    run(scenario, "g1", "g2")
+
+
+def test_where_the_one_to_help_has_a_helper_another_of_the_same_kind_is_helped() -> None:
+    state = State(ClusterPlan())
+    for name, gpu in (("g1", "A10"), ("g2", "L4"), ("g3", "A10"), ("g4", "A10")):
+        state.nodes[name] = KnownNode(name, A10 | {"device_name": gpu})
+    state.deployments["m"] = Deployment("m", MODEL["url"], live_scaling=True)  # type: ignore[arg-type]
+
+    def instance(node: str, running: int) -> KnownInstance:
+        live = LiveRendezvous(node, "secret", "host:1")
+        state.instances[node] = KnownInstance(node, "m", node, "ready", 0.0, running=running, live=live)
+        return state.instances[node]
+
+    instance("g1", 9)
+    instance("g2", 8)
+    state.instances["h"] = KnownInstance("h", "m", "g4", "ready", 0.0, helps="g1", loading=True)
+    new = KnownInstance("new", "m", "g4", "starting", 0.0)
+    live = Live(state, cast(Any, None), cast(Any, None))
+    assert live._source(new, "g1") is None
+    third = instance("g3", 1)
+    assert live._source(new, "g1") is third

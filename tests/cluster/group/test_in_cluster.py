@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_cluster import EXAMPLE, GROUP_LINK, GROUP_SLO_S, SETTINGS, ClusterWithoutRay, ClusterWithRay, completion, until
+from lab_cluster import (
+    EXAMPLE,
+    GROUP_LINK,
+    GROUP_SLO_S,
+    ClusterOfGpus,
+    ClusterOfPairsOfGpus,
+    ClusterWithoutRay,
+    ClusterWithRay,
+    completion,
+    until,
+)
 from medusa_cluster.lab.laboratory import Laboratory
 from medusa_cluster.lab.link_speed import LinkSpeed
 
@@ -28,7 +38,7 @@ pytestmark = [
 _CLIENTS = 12
 
 
-@pytest.mark.parametrize("kind", [ClusterWithoutRay, ClusterWithRay])
+@pytest.mark.parametrize("kind", [ClusterWithoutRay, ClusterWithRay, ClusterOfPairsOfGpus])
 def test_a_group_answers_and_becomes_an_instance(kind: type[ClusterWithRay]) -> None:
     with Laboratory(3, GROUP_LINK, origin_link=LinkSpeed(50e6)) as lab:
         cluster = kind(lab)
@@ -43,12 +53,19 @@ def test_a_group_answers_and_becomes_an_instance(kind: type[ClusterWithRay]) -> 
         start = cluster.status()["models"][0]["starts"][0]
         assert start["workers"] > 1
         assert 0 < start["predicted_s"] < GROUP_SLO_S
+        (left,) = cluster.instances()
+        stages = [stage for stage in _timeline(cluster, left["id"]) if stage["name"] == "device"]
+        leader = [stage["detail"]["visible"] for stage in stages if not stage["process"].startswith("worker")]
+        free = sorted(len(node["device_free_bytes"]) for node in cluster.status()["nodes"])
+        of_gpus = (start["workers"], ["0"], [1, 2, 2])
+        assert (len(stages), leader, free) == (of_gpus if kind is ClusterOfPairsOfGpus else (0, [], [0, 0, 0]))
         cluster.call("remove", name="m")
         cluster.end()
 
 
-def test_a_new_instance_helps_a_loaded_one_until_it_has_its_layers() -> None:
-    with _live_cluster() as (cluster, url, alone):
+@pytest.mark.parametrize("kind", [ClusterWithoutRay, ClusterOfGpus])
+def test_a_new_instance_helps_a_loaded_one_until_it_has_its_layers(kind: type[ClusterWithRay]) -> None:
+    with _live_cluster(kind) as (cluster, url, alone):
         (first,) = cluster.instances()
 
         helps = []
@@ -100,12 +117,12 @@ def _started(cluster: ClusterWithRay) -> str:
 
 
 @contextmanager
-def _live_cluster() -> Iterator[tuple[ClusterWithRay, str, str]]:
+def _live_cluster(kind: type[ClusterWithRay] = ClusterWithoutRay) -> Iterator[tuple[ClusterWithRay, str, str]]:
     """A cluster of two nodes, whose one instance may be helped; its gateway's URL, and what that instance answers."""
     with Laboratory(2, GROUP_LINK, origin={"m": EXAMPLE}) as lab:
-        cluster = ClusterWithoutRay(lab)
+        cluster = kind(lab)
         url = _started(cluster)
-        cluster.deploy("m", max=2, live_scaling=True, settings=SETTINGS | {"max_concurrency": "4"})
+        cluster.deploy("m", max=2, live_scaling=True, settings=kind.settings | {"max_concurrency": "4"})
         yield cluster, url, completion(url)
 
 
