@@ -1,4 +1,4 @@
-"""The whole check of a GPU, in five runs of a few minutes: ``python -m benchmarks.gpu.run --run 1 --out DIR``.
+"""The whole check of a GPU, in six runs of a few minutes: ``python -m benchmarks.gpu.run --run 1 --out DIR``.
 
 The probe (``benchmarks.gpu.probe``, at most two minutes) comes first, unless it is in ``DIR`` already. Then:
 
@@ -7,6 +7,7 @@ The probe (``benchmarks.gpu.probe``, at most two minutes) comes first, unless it
     3  the same for Qwen2.5-0.5B's, OPT-1.3B's and (if minutes allow) Falcon-7B's
     4  the loading phase by three strategies, three times each
     5  vLLM, if it is installed: our worker and graphs beside its own; eager and compiled, Qwen2.5-0.5B's shape first
+    6  a group of two workers that share the GPU, beside a single engine: the same tokens?
 
 Every part is a process of its own with a timeout, and its result is written at once: what fails or hangs costs its own
 minutes and nothing else. Each run leaves one tar in ``DIR``, of at most 64 MB. ``--dry-run`` runs all of it here, on
@@ -38,14 +39,16 @@ SHAPES = {
     3: ("qwen2.5-0.5b", "opt-1.3b", "falcon-7b"),
     4: ("llama-3-8b", "qwen2.5-0.5b", "opt-1.3b"),
     5: ("qwen2.5-0.5b", "llama-3-8b"),
+    6: ("qwen2.5-0.5b", "llama-3-8b"),
 }
 DRY_SHAPES = {
     2: ("tiny-llama",),
     3: ("tiny-qwen2", "tiny-opt", "tiny-falcon"),
     4: ("tiny-llama",),
     5: ("tiny-qwen3",),  # vLLM's attention on a CPU needs heads of 32 or more
+    6: ("tiny-llama",),
 }
-MINUTES = {1: 4.0, 2: 7.0, 3: 6.0, 4: 8.0, 5: 10.0}  # the first four within the half hour for which a GPU is lent
+MINUTES = {1: 4.0, 2: 7.0, 3: 6.0, 4: 8.0, 5: 10.0, 6: 1.5}  # 1 to 4 within the half hour of a lent GPU
 _ALL = tuple(MINUTES)
 _STAND_IN = str(ROOT / "benchmarks/gpu/vllm_check/stand_in")
 _AHEAD_S = 300.0
@@ -204,6 +207,9 @@ def parts(number: int, check: Check, shapes: Sequence[str]) -> Iterator[Part]:
         if number == 1:
             yield Part("loading", "loading", ("--model", str(model)), 150)
             continue
+        if number == 6:
+            yield group_part(shape, model)
+            continue
         bundle = ("--model", str(model), "--bundle", f"{model}.graphs")
         yield Part(f"{shape} materialize", "materialize", bundle, 240, Path(f"{model}.graphs"))
         if number == 4:
@@ -215,6 +221,10 @@ def parts(number: int, check: Check, shapes: Sequence[str]) -> Iterator[Part]:
             yield Part(f"{shape} restored", "restored", bundle, 180)
             if number == 3:
                 yield Part(f"{shape} triggered", "triggered", bundle, 120)
+
+
+def group_part(shape: str, model: Path) -> Part:
+    return Part(f"{shape} groups", "groups", ("--model", str(model)), 60, module="benchmarks.gpu.groups")
 
 
 def vllm_parts(check: Check, shapes: Sequence[str]) -> Iterator[Part]:

@@ -20,7 +20,11 @@ from benchmarks.gpu.vllm_check.lines import vllm_lines
 PROMISED = ("llama-3-8b", "qwen2.5-0.5b", "opt-1.3b")
 _DRY = "A DRY RUN, WITHOUT A GPU: none of these numbers means anything."
 # Each row that is promised, and what its line says where there is one.
-_ROWS = {"context beside imports": "of the context", "host to device, of the limit": "loading: "}
+_ROWS = {
+    "context beside imports": "of the context",
+    "host to device, of the limit": "loading: ",
+    "a group of workers on one GPU": "two workers of a group",
+}
 _SHAPE_ROWS = {
     "the offline phase": "materialized in",
     "restoring": "restored in",
@@ -46,6 +50,7 @@ def lines(results: Results) -> list[str]:
         found += _graphs(shape, results.get(f"{shape} captured", {}), results.get(f"{shape} restored", {}))
         found += _triggered(shape, results.get(f"{shape} captured", {}), results.get(f"{shape} triggered", {}))
         found += _phases(shape, results)
+    found += _groups(results)
     dry = found[:1] == [_DRY]
     for name, marker in _ROWS.items():
         if not any(marker in line for line in found):
@@ -81,6 +86,30 @@ def _overlap(results: Results) -> list[str]:
         return []
     share, seconds = sorted(hidden)[len(hidden) // 2]
     return [judged(f"imports hide {share:.0%} of the context's {seconds:.2f} s", share >= 0.5)]
+
+
+def _groups(results: Results) -> list[str]:
+    """Return the lines for groups of two workers: whether their tokens are those of one engine, and the times."""
+    found = []
+    for key, value in results.items():
+        if not key.endswith(" groups") or "failed" in value:
+            continue
+        shape, alone, group, gather = key.partition(" ")[0], value["alone"], value["group"], value["gather"]
+        wrong, fell_back = value["wrong_answers"], group.get("alone")
+        said = f"{shape}: two workers of a group: answers that are not one engine's: {wrong}"
+        said += f" (from token {value['first_difference']} on)" if wrong else ""
+        said += f"; the group fell back: {fell_back}" if fell_back else ""
+        found.append(judged(said, not wrong and not fell_back and gather is not None))
+        found.append(
+            f"{shape}: first token after {group['ttft_s']:.2f} s in the group, {alone['ttft_s']:.2f} s alone; "
+            f"{group['gap_ms']:.1f} and {alone['gap_ms']:.1f} ms from token to token"
+        )
+        if gather is not None:
+            found.append(
+                f"{shape}: consolidated with a pause of {gather['pause_s'] * 1e3:.1f} ms for {gather['last_bytes']} "
+                f"bytes; the longest gap between two tokens was {group['longest_gap_ms']:.1f} ms"
+            )
+    return found
 
 
 def _offline(shape: str, made: Results) -> list[str]:

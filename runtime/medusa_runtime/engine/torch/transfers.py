@@ -51,7 +51,10 @@ class BlockCopies:
         What the engine's thread has begun before is in it.
         """
         with self._beside_steps():
-            return on_host(torch.stack([self._pool[:, :, number] for number in numbers]))
+            blocks = torch.empty((len(numbers), *self.shape), dtype=self.dtype, device=self._pool.device)
+            for place, number in enumerate(numbers):
+                blocks[place] = self._pool[:, :, number]
+            return on_host(blocks)
 
     def write(self, numbers: Sequence[int], blocks: Sequence[Tensor]) -> None:
         """Write blocks [layers, 2, 16, kv_heads, head_dim] of the host to the cache. Returns when they are there."""

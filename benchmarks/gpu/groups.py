@@ -1,0 +1,215 @@
+"""Two workers that share a model, and the one GPU, beside a single engine: the same tokens? (ParaServe §5, §6)
+
+python -m benchmarks.gpu.groups groups OUT --model FOLDER
+
+While a long answer is written, the group becomes one instance. A dry run's workers compute on CPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from medusa_cluster.group.ranges import ModelBytes, layer_settings, split
+from medusa_runtime.checkpoint.reader import open_checkpoint
+from medusa_runtime.engine.base import GenerateRequest, SamplingParams
+from medusa_runtime.engine.client import EngineClient
+from medusa_runtime.timeline import Stage
+
+from benchmarks.gpu.part_process import part_parser, prepare
+from benchmarks.gpu.probe import environ
+from benchmarks.ports import free_port
+
+SIZE = 2
+_PROMPT = tuple(range(3, 131))
+_TOKENS, _AFTER = 384, 48  # of the long answer, and of a sampled one behind it
+_SWITCH_AT = 32  # when the long answer has so many tokens, the group may become one instance
+_START_S = 60.0
+_POLL_S = 0.005
+_SETTINGS = {"STATE": "none", "MAX_MODEL_LEN": "1024", "MAX_CONCURRENCY": "8", "KV_CACHE_MB": "1024"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = part_parser(__doc__, ["groups"])
+    parser.add_argument("--dry-run", action="store_true", help="on CPUs")
+    options = parser.parse_args(arguments)
+    prepare()
+    found = groups(Path(options.model), dry_run=options.dry_run)
+    options.out.write_text(json.dumps(found))
+    return 0
+
+
+def groups(model: Path, *, dry_run: bool) -> dict[str, Any]:
+    """Start a single engine and then a group, and return what each did, and the tokens that differ."""
+    device = "cpu" if dry_run else "cuda"
+    with Workers(model, device, [None]) as single:
+        expected = single.answers()
+    with Workers(model, device, layers_of(model)) as group:
+        found = group.answers(group.consolidate)
+    alone, together = single.facts(0), group.facts(0)
+    wrong = [one for one, other in zip(found["tokens"], expected["tokens"], strict=True) if one != other]
+    first = next((n for n, (a, b) in enumerate(zip(found["all"], expected["all"], strict=True)) if a != b), None)
+    gather = together.pop("gather", None)
+    return {
+        "alone": {key: expected[key] for key in ("ttft_s", "gap_ms")} | alone,
+        "group": {key: found[key] for key in ("ttft_s", "gap_ms", "longest_gap_ms")} | together,
+        "wrong_answers": len(wrong),
+        "first_difference": first,
+        "gather": gather,
+        "device": alone["device"],
+    }
+
+
+def layers_of(model: Path) -> list[str | None]:
+    checkpoint = open_checkpoint(str(model))
+    with contextlib.closing(checkpoint.store):
+        return list(layer_settings(split(ModelBytes.of(checkpoint.index), SIZE)))
+
+
+class Workers:
+    """Worker processes that start together; a context manager. ``layers`` has each one's range, or None for all."""
+
+    def __init__(self, model: Path, device: str, layers: Sequence[str | None]) -> None:
+        self._stack = ExitStack()
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="medusa-groups-")))
+        self._plan = {
+            "group": secrets.token_hex(4), "token": secrets.token_hex(16), "size": len(layers), "then": "stay",
+            "leader": f"127.0.0.1:{free_port()}", "form_s": _START_S, "exit": True,
+        }  # fmt: skip
+        self._settings = {f"MEDUSA_{name}": value for name, value in {**_SETTINGS, "DEVICE": device}.items()}
+        if device == "cpu":
+            self._settings |= {"MEDUSA_THREADS": "1", "MEDUSA_KV_CACHE_MB": "16"}
+        self.began = time.monotonic()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, part in enumerate(layers):
+                self._processes.append(self._start(model, rank, part))
+            self._client = self._connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, model: Path, rank: int, layers: str | None) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "medusa_cluster.group.worker", "--die-with-parent", "--model", str(model)]
+        command += ["--socket", str(self._folder / f"{rank}.sock")]
+        command += ["--timeline", str(self._folder / f"{rank}.timeline")]
+        if layers is not None:
+            self._write_plan(rank, "stay")
+            command += ["--layers", layers, "--group", str(self._folder / f"{rank}.json")]
+        environment = {**environ(), **self._settings}
+        with (self._folder / f"{rank}.log").open("wb") as log:
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def _write_plan(self, rank: int, then: str) -> None:
+        path, new = self._folder / f"{rank}.json", self._folder / f"{rank}.new"
+        new.touch(mode=0o600)
+        new.write_text(json.dumps({**self._plan, "rank": rank, "then": then}))
+        new.replace(path)
+
+    def _connect(self) -> EngineClient:
+        """Connect to the first worker once it listens, which is before its weights are there."""
+        path, deadline = self._folder / "0.sock", time.monotonic() + _START_S
+        while not path.exists():
+            self._check()
+            if time.monotonic() > deadline:
+                raise TimeoutError("the first worker did not start in time")
+            time.sleep(_POLL_S)
+        client = EngineClient(str(path))
+        client.start()
+        self._stack.callback(client.close)
+        return client
+
+    def _check(self) -> None:
+        for rank, process in enumerate(self._processes):
+            if process.poll():
+                said = (self._folder / f"{rank}.log").read_text(errors="replace")[-2000:]
+                raise RuntimeError(f"worker {rank} ended with {process.returncode}: {said}")
+
+    def consolidate(self) -> None:
+        """Let the first worker go on alone as soon as it has all layers."""
+        self._write_plan(0, "down")
+
+    def answers(self, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Get a long answer, and then, after the switch, a sampled one. ``meanwhile`` is called during the first."""
+        times: list[float] = []
+        long: list[int] = []
+        for delta in self._client.generate(_request(_TOKENS, temperature=0.0)):
+            times += [time.monotonic() - self.began] * len(delta.token_ids)
+            before, long = len(long), [*long, *delta.token_ids]
+            if before < _SWITCH_AT <= len(long):
+                meanwhile()
+        deadline = time.monotonic() + _START_S
+        while self._client.stats().get("workers", 1) > 1:
+            self._check()
+            if time.monotonic() > deadline:
+                raise TimeoutError("the group did not become one instance in time")
+            time.sleep(_POLL_S)
+        sampled = _request(_AFTER, temperature=0.8, seed=11)
+        short = [token for delta in self._client.generate(sampled) for token in delta.token_ids]
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        return {
+            "ttft_s": times[0],
+            "gap_ms": sorted(gaps)[len(gaps) // 2] * 1e3,
+            "longest_gap_ms": max(gaps) * 1e3,
+            "tokens": [long, short],
+            "all": [*long, *short],
+        }
+
+    def facts(self, rank: int) -> dict[str, Any]:
+        """Return a worker's stages, from its timeline. Call it after the workers have ended."""
+        stages = self._stages[rank]
+        begin = next(stage.start_ns for stage in stages if stage.name == "exec")
+        found: dict[str, Any] = {"stages": {}, "device": ""}
+        for stage in stages:
+            if stage.name in ("context", "import", "device", "load", "kv_plan", "form", "first_forward", "full"):
+                times = [(stage.start_ns - begin) / 1e9, (stage.end_ns - begin) / 1e9]
+                found["stages"].setdefault(f"{stage.process} {stage.name}", times)
+            if stage.name == "context":
+                found["device"] = (stage.detail or {}).get("device", "")
+            if stage.name == "gather":
+                found["gather"] = stage.detail
+            if stage.name == "alone":
+                found["alone"] = (stage.detail or {}).get("reason", "")
+        return found
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers, read their timelines, and remove their folder."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._stages: list[list[Stage]] = []
+        for rank in range(len(self._processes)):
+            path = self._folder / f"{rank}.timeline"
+            lines = path.read_bytes().splitlines() if path.exists() else []
+            self._stages.append([Stage(*json.loads(line)) for line in lines])
+        self._stack.close()
+
+
+def _request(count: int, **params: Any) -> GenerateRequest:
+    given = SamplingParams(max_tokens=count, ignore_eos=True, **params)
+    return GenerateRequest(secrets.token_hex(8), _PROMPT, given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
