@@ -17,6 +17,7 @@ from .wire.channel import TcpChannel, error_of
 from .wire.message import Kind, Message, json_message
 
 _FLUSH_S = 1.0
+_REASON_S = 0.5  # the time for a worker's reason, which comes over another channel than the one that has closed
 _LAST_STAGES_S = 0.2  # the time for the last stages of the workers' timelines to arrive
 
 
@@ -42,9 +43,10 @@ class WorkerConnections:
         self._plan, self._timeline = plan, timeline
         self._on_message, self._on_lost = on_message, on_lost
         for worker in workers:
-            self._start_listening(worker, worker.channel)
-            if worker.hidden_channel is not None:
-                self._start_listening(worker, worker.hidden_channel)  # to notice when it closes; there are no messages
+            ended = threading.Event()
+            self._start_listening(worker, worker.channel, ended)
+            if worker.hidden_channel is not None:  # to notice when it closes; there are no messages
+                self._start_listening(worker, worker.hidden_channel, ended)
         self._heartbeats = Heartbeats(plan.number, 0, self._send_heartbeat, lambda: {"served": all_loaded()})
 
     @property
@@ -81,10 +83,11 @@ class WorkerConnections:
             with suppress(MedusaError):  # the channel's reader reports a broken connection
                 worker.channel.send(message)
 
-    def _start_listening(self, worker: Worker, channel: TcpChannel) -> None:
-        threading.Thread(target=self._listen, args=(worker, channel), name="group-worker", daemon=True).start()
+    def _start_listening(self, worker: Worker, channel: TcpChannel, ended: threading.Event) -> None:
+        threading.Thread(target=self._listen, args=(worker, channel, ended), name="group-worker", daemon=True).start()
 
-    def _listen(self, worker: Worker, channel: TcpChannel) -> None:
+    def _listen(self, worker: Worker, channel: TcpChannel, ended: threading.Event) -> None:
+        """Listen to a worker until the channel closes. ``ended`` is set when its channel for steps has closed."""
         error: MedusaError = EngineError("its connection broke")
         try:
             while (message := channel.receive()) is not None:
@@ -100,7 +103,11 @@ class WorkerConnections:
             error = found
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as found:
             error = EngineError(f"it sent something that could not be read: {found!r}")
+        if channel is not worker.channel:
+            ended.wait(_REASON_S)
         self._on_lost(worker, error)
+        if channel is worker.channel:
+            ended.set()
 
     def _add_stages(self, worker: Worker, message: Message) -> None:
         """Add a worker's stages to the leader's timeline, converted to the leader's clock."""

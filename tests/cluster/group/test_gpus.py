@@ -147,7 +147,10 @@ def test_a_gpu_that_is_full_when_keys_and_values_are_gathered_costs_no_token(
 
 
 class BrokenLink(HostLink):
+    """Fails as soon as it is ``open``."""
+
     def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> Arrived:
+        assert self.open.wait(60)
         raise DeviceError("copying weights to the device: CUDA_ERROR_ILLEGAL_ADDRESS (700)")
 
 
@@ -163,12 +166,14 @@ def test_an_upload_that_fails_leaves_the_leader_with_its_reason(
         gpu = BrokenGpu(Recorder(), strict=True)
         if not rest:
             gpu.link = BrokenLink(gpu.device)
+            gpu.link.open.clear()
         return gpu
 
     expected = serve().ask(PROMPT, max_tokens=12).tokens
     made = group("0:2", "2:4", gpu=host_gpu)
     made.add(0)
-    made.add(1, gpu=broken)
+    worker: Any = made.add(1, gpu=broken).engine
+    worker._gpu.link.open.set()
     assert made.leader.ask(PROMPT, max_tokens=12).tokens == expected
     if rest:  # the group goes on, as the worker needs no more to be a part of it
         until(lambda: made.workers[1].engine._rest_error is not None)  # type: ignore[attr-defined]
