@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.device.built_for import check_gpu
-from medusa_runtime.engine.gpu.device import BundledGraphs, bundled_graphs, missing_memory
+from medusa_runtime.engine.gpu.device import BundledGraphs, bundled_graphs, full_gpu
 from medusa_runtime.errors import ConfigError, DeviceError, MedusaError
 from medusa_runtime.state.graphs import Blueprints, CudaDriver
 from medusa_runtime.timeline import Timeline
@@ -190,10 +190,7 @@ def _needs_memory(what: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise DeviceError(
-            f"the GPU's memory has no room for the {what}{missing_memory(error)}; use a larger GPU, lower "
-            "--max-batched-tokens, --max-concurrency or --kv-cache-mb, or end what else runs on this one"
-        ) from error
+        raise full_gpu(error, f"the {what}") from error
 
 
 def free_bytes(device: torch.device) -> int:

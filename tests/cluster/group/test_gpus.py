@@ -34,7 +34,10 @@ FULL = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.25 GiB is "
     "free. Process 7 has 77.85 GiB memory in use."
 )
-NAMED = "the GPU's memory is full (Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.25"
+NAMED = (
+    "the GPU's memory has no room for a step beside the weights and the KV cache (Tried to allocate 2.00 GiB. GPU 0 "
+    "has a total capacity of 79.10 GiB of which 1.25"
+)
 
 
 def full(made: Group) -> None:

@@ -37,10 +37,14 @@ def open_gpu(settings: Settings, timeline: Timeline) -> Gpu | None:
         return Gpu()
 
 
-def missing_memory(error: Exception) -> str:
-    """Return what torch says was missing, in brackets, from its error of a GPU's full memory; else an empty text."""
+def full_gpu(error: Exception, what: str) -> DeviceError:
+    """Return our error in place of torch's that the GPU has too little memory for ``what``."""
     found = str(error).partition("CUDA out of memory. ")[2].partition(" is free")[0]
-    return f" ({found} is free)" if found else ""
+    free = f" ({found} is free)" if found else ""
+    return DeviceError(
+        f"the GPU's memory has no room for {what}{free}; use a larger GPU, lower "
+        "--max-batched-tokens, --max-concurrency or --kv-cache-mb, or end what else runs on this one"
+    )
 
 
 def bundled_graphs(region: Region, settings: Settings) -> BundledGraphs | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...config import Settings
-from ...errors import DeviceError, EngineError, MedusaError, ModelError, RequestError
+from ...errors import EngineError, MedusaError, ModelError, RequestError
 from ...limits import cpu_count
 from ...load.applier import Applier
 from ...load.loader import Loader
@@ -27,7 +27,7 @@ from ...region.reader import Region
 from ...timeline import Timeline
 from ..base import EngineInfo, GenerateRequest
 from ..checkpoint_files import read_config, read_eos_token_ids
-from ..gpu.device import Gpu, bundled_graphs, missing_memory, open_gpu
+from ..gpu.device import Gpu, bundled_graphs, full_gpu, open_gpu
 from ..serving.inbox import Inbox
 from ..serving.requests import Requests, Sink
 from ..serving.sequence import SampledToken, Sequence, Span
@@ -368,7 +368,4 @@ def step_error(error: Exception) -> MedusaError:
         return error
     if not isinstance(error, torch.OutOfMemoryError):
         return EngineError(f"the engine failed: {type(error).__name__}: {error}")
-    return DeviceError(
-        f"the GPU's memory is full{missing_memory(error)}; expected room for a step beside the weights and the KV "
-        "cache: lower --max-batched-tokens or --kv-cache-mb, or end what else runs on this GPU"
-    )
+    return full_gpu(error, "a step beside the weights and the KV cache")

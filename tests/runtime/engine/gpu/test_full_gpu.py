@@ -32,9 +32,9 @@ TORCHS = (
     "free. Process 7 has 77.85 GiB memory in use. Of the allocated memory 77.00 GiB is allocated by PyTorch."
 )
 ENDS = (
-    "the GPU's memory is full (Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.25 GiB "
-    "is free); expected room for a step beside the weights and the KV cache: lower --max-batched-tokens or "
-    "--kv-cache-mb, or end what else runs on this GPU"
+    "the GPU's memory has no room for a step beside the weights and the KV cache (Tried to allocate 2.00 GiB. GPU 0 "
+    "has a total capacity of 79.10 GiB of which 1.25 GiB is free); use a larger GPU, lower --max-batched-tokens, "
+    "--max-concurrency or --kv-cache-mb, or end what else runs on this one"
 )
 
 
