@@ -193,6 +193,31 @@ def test_workers_on_different_devices_are_refused(group: Callable[..., Group], c
     assert "need one kind of device to compute on (--device); found 'cpu' and 'cuda'" in caplog.text
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_gpu_of_a_pair_parts_it_and_costs_no_token(
+    rank: int, group: Callable[..., Group], serve: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    alone, prompts = serve(), [[number] * (5 + 9 * number) for number in (3, 5, 7)]
+    expected = [alone.ask(prompt, max_tokens=9).tokens for prompt in prompts]
+    made = group("0:4", "0:4", mode="disaggregated", gpu=host_gpu)
+    for number in range(2):
+        made.add(number, layers=None)
+    until(lambda: made.leader.engine.stats()["paired"] == 1)
+
+    def is_full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError(FULL)
+
+    monkeypatch.setattr(made.workers[rank].engine.runner, "forward", is_full)  # an instance's steps do not use it
+    answers = [made.leader.ask(prompt, max_tokens=9) for prompt in prompts]
+    assert [answer.tokens for answer in answers] == expected
+    until(lambda: made.leader.engine.stats()["paired"] == 0)
+    assert NAMED in caplog.text
+    made.workers[1].engine.wait_ready()
+    assert made.workers[1].ask(prompts[0], max_tokens=9).tokens == expected[0]
+    for worker in made.workers:
+        until(lambda worker=worker: worker.engine.stats()["kv_tokens_used"] == 0)  # type: ignore[misc]
+
+
 def test_a_pair_on_different_devices_is_refused(group: Callable[..., Group], caplog: Any) -> None:
     made = group("0:4", "0:4", mode="live")
     made.add(0, layers=None)

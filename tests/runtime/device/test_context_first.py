@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from medusa_runtime.timeline import Stage, Timeline
 
+EXAMPLE = Path(__file__).parents[3] / "examples/pydoc-lm"
 ENGINE = """
 import os, pathlib, threading
 pathlib.Path({gate!r}).touch()  # a context is not made before this runs, so waiting for it first would never end
@@ -49,6 +51,23 @@ listener.bind(path)
 listener.listen()
 process = {"timeline": Timeline(timeline, "zygote"), "reports": ReportPipe(), "heartbeats": Heartbeats()}
 sys.exit(zygote.Zygote(listener, Region.create(), Settings(), **process).run())
+"""
+
+
+WORKER = """
+import signal, sys, threading, time
+from functools import partial
+from pathlib import Path
+from medusa_cluster.group import worker
+from medusa_runtime import registry
+from medusa_runtime.device.context import DeviceContext
+
+library, model, group, folder = sys.argv[1:]
+worker.choose = lambda asked, environ: "cuda"
+worker.DeviceContext = partial(DeviceContext, library=library)
+registry.register(registry.engine_kind("group")._replace(open="engine_on_a_fake_gpu:Engine"))
+arguments = ["--model", model, "--group", group, "--layers", "0:1"]
+sys.exit(worker.main([*arguments, "--socket", f"{folder}/socket", "--timeline", f"{folder}/timeline"]))
 """
 
 
@@ -96,6 +115,29 @@ def test_context_and_imports_overlap_and_a_crashed_engine_comes_back(start: Star
     assert second.detail["pid"] != up.detail["pid"]
     assert len(wait_for(timeline, "context", 2)) == 2
     assert start.library not in maps(start.process.pid)
+
+
+def test_a_worker_of_a_group_makes_its_context_while_it_imports(tmp_path: Path, fake_cuda: str) -> None:
+    gate, runs = tmp_path / "gate", tmp_path / "runs"
+    engine = ENGINE.format(gate=str(gate)).replace("stop.wait()", f"pathlib.Path({str(runs)!r}).touch(); stop.wait()")
+    (tmp_path / "engine_on_a_fake_gpu.py").write_text(engine)
+    command = [sys.executable, "-c", WORKER, fake_cuda, str(EXAMPLE), "group.json", str(tmp_path)]
+    environ = {**os.environ, "FAKE_CUDA_GATE": str(gate), "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    with subprocess.Popen(command, env=environ) as process:
+        try:
+            deadline = time.monotonic() + 90
+            while not runs.exists():  # a worker that waits for its context first would never get there
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    lines = (tmp_path / "timeline").read_bytes().splitlines()
+    stages = {stage.name: stage for stage in (Stage(*json.loads(line)) for line in lines)}
+    assert stages["up"].detail["device"] == "cuda"
+    assert stages["context"].start_ns < stages["import"].end_ns
 
 
 def wait_for(timeline: Timeline, name: str, count: int) -> list[Stage]:

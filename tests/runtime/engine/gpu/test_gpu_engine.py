@@ -47,10 +47,11 @@ def test_sizes_are_vllms_defaults() -> None:
     assert sizes_for(1000) == BATCH_SIZES
 
 
-def test_graphs_give_the_tokens_that_a_cpu_gives(start: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_graphs_give_the_tokens_that_a_cpu_gives(strict: bool, start: Callable[..., Any]) -> None:
     expected = answers(start(None))
     recorder = Recorder()
-    served = start(HostGpu(recorder))
+    served = start(HostGpu(recorder, strict=strict))
     until(lambda: len(recorder.captured) == 4)
     assert answers(served) == expected
     graphs = runner_of(served).graphs
