@@ -48,6 +48,7 @@ class GatewayOptions:
     read_timeout_s: float = 60.0
     write_timeout_s: float = 60.0
     name: str = ""
+    access_log: str = "off"  # or text, json
 
     @property
     def max_body_bytes(self) -> int:

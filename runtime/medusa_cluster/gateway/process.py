@@ -16,6 +16,7 @@ from medusa_runtime.instance.listeners import bind, url_of
 from medusa_runtime.resource_limits import make_room_for_files
 
 from ..connections import Connections, http_logger
+from .access_log import AccessLog
 from .gateway import Gateway, GatewayOptions
 from .server import GatewayServer
 
@@ -41,7 +42,9 @@ async def serve(options: GatewayOptions, listener: socket.socket, on_listening: 
         runner = web.AppRunner(
             server.application(),
             handler_cancellation=True,
-            access_log=None,
+            access_log=None if options.access_log == "off" else logger,
+            access_log_class=AccessLog,
+            access_log_format=options.access_log,
             shutdown_timeout=1.0,
             keepalive_timeout=75.0,
             logger=http_logger(),

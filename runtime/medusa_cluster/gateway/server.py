@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
@@ -17,6 +18,7 @@ from medusa_runtime.errors import MedusaError
 from medusa_runtime.storage.base import redacted
 
 from ..connections import Handler, track_request
+from .access_log import MODEL, REQUEST_ID
 from .call import ROUTES, Call, parse_call
 from .faults import Fault, compact
 from .gateway import Gateway
@@ -31,6 +33,7 @@ _CLIENT_CLOSED = 499  # nginx's status for a client that left; appears only in m
 _HEARTBEAT_S = 10.0
 _PIECE_BYTES = 64 << 10  # the pieces of a large answer; a smaller one never waits for its client
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # as instances take it
 _OPEN_PATHS = ("/livez", "/readyz", "/health")
 
 
@@ -88,7 +91,8 @@ class GatewayServer:
                     call = parse_call(request.path, raw, request.headers)
                     # Requests for an adapter go to the instances of its model.
                     model = (await self._deployed(call.model)).name
-                    call = replace(call, model=model)
+                    request[MODEL] = model
+                    call = replace(call, model=model, headers={**call.headers, "X-Request-Id": request[REQUEST_ID]})
                     response = await self._relay(request, call, began)
                     status = response.status
                     return response
@@ -233,6 +237,8 @@ class GatewayServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the client's token, and answer errors in OpenAI's form."""
+        given = request.headers.get("X-Request-Id", "")
+        request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         try:
             self._check_token(request)
             return await handler(request)
@@ -245,12 +251,13 @@ class GatewayServer:
         except ConnectionError:
             raise asyncio.CancelledError from None  # the client is gone, so there is nothing to answer
         except Exception:
-            number = uuid.uuid4().hex
+            number = request[REQUEST_ID]
             logger.exception("request %s failed", number)
             return _error(Fault(500, f"internal error; the log has the details under {number}", code="internal"))
 
-    async def _finish_head(self, _: web.Request, response: web.StreamResponse) -> None:
+    async def _finish_head(self, request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = "medusa-runtime"  # instead of aiohttp's and Python's versions
+        response.headers.setdefault("X-Request-Id", request.get(REQUEST_ID, ""))
         if self.draining:
             response.force_close()
             response.headers["Connection"] = "close"

@@ -73,12 +73,6 @@ def test_answers_are_those_of_the_instance(shared: GatewayProcess, served: tuple
         assert answer == expected, path
 
 
-def test_a_request_keeps_its_id(shared: GatewayProcess) -> None:
-    _, headers, _ = shared.exchange("POST", "/v1/completions", body(), {"X-Request-Id": "my-own"})
-    assert headers["x-request-id"] == "my-own"
-    assert headers["server"] == "medusa-runtime"
-
-
 def test_the_models_are_those_that_are_deployed(gateway: GatewayProcess, cluster: StandIn) -> None:
     cluster.deploy("org/other")
     until(lambda: len(gateway.get("/v1/models")[1]["data"]) == 2)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from medusa_runtime.config import positive, seconds
+from medusa_runtime.config import ACCESS_LOGS, positive, seconds
 
 from ..flags import log_level
 from ..serve import configure_logging
@@ -36,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("write-timeout-s", seconds, 60.0, "how long a client may take nothing of its answer"),
     ):
         parser.add_argument(f"--{name}", type=_parsed(parse), default=default, metavar="N", help=text)
+    parser.add_argument(
+        "--access-log",
+        choices=ACCESS_LOGS,
+        default=os.environ.get("MEDUSA_ACCESS_LOG") or "off",
+        help="a line on stderr for each answered request [MEDUSA_ACCESS_LOG]",
+    )
     parser.add_argument("--name", default="", help="the gateway's name in the status; default: host and process id")
 
 
@@ -58,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_body_mb=arguments.max_body_mb,
         write_timeout_s=arguments.write_timeout_s,
         name=arguments.name,
+        access_log=arguments.access_log,
     )
     return serve(options, lambda url: print(f"listening on {url}", flush=True))
 
