@@ -16,7 +16,7 @@ from .manifests.flags import add_list
 from .manifests.kubernetes import node_agent, secret
 from .manifests.kubernetes.pod import USER, Placement
 
-_FLAGS = ("image", "memory", "cpu", "prewarm", "secret", "allow", "trust_state")
+_FLAGS = ("image", "memory", "cpu", "prewarm", "metrics_port", "secret", "allow", "trust_state")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--node-agent-memory", help="for regions and warm processes (16Gi)")
     group.add_argument("--node-agent-cpu", help="for warm processes that serve (100m)")
     group.add_argument("--node-agent-prewarm", metavar="ENGINE=N", help="idle engine processes a node, e.g. torch=2")
+    group.add_argument("--node-agent-metrics-port", metavar="N", help="GET /metrics of each node; default: none")
     add_list(
         group,
         "--node-agent-secret",
@@ -86,6 +87,7 @@ def plan_agent(
             "MEDUSA_TRUST_STATE": ",".join(arguments.node_agent_trust_state),
         },
         secrets=[secret.parse_secret(text, "--node-agent-secret") for text in arguments.node_agent_secret],
+        metrics_port=arguments.node_agent_metrics_port and int(arguments.node_agent_metrics_port),
         pull_secrets=placement.pull_secrets,
         node_selector=placement.node_selector,
         tolerations=placement.tolerations,
@@ -117,6 +119,7 @@ def _check(arguments: argparse.Namespace, allow: Sequence[str]) -> None:
         "prewarm": arguments.node_agent_prewarm,
         "allow": ",".join(allow) or None,
         "trust_state": ",".join(arguments.node_agent_trust_state) or None,
+        "metrics_port": arguments.node_agent_metrics_port,
     }
     for field, value in given.items():
         try:

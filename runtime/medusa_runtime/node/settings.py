@@ -235,6 +235,12 @@ def _path(text: str) -> str:
     return text
 
 
+def _metrics_port(text: str) -> int:
+    if not _COUNT.fullmatch(text) or not 1 <= int(text) <= 65535:
+        raise ValueError("a port from 1 to 65535")
+    return int(text)
+
+
 def _yes_or_no(text: str) -> bool:
     if text not in ("yes", "no"):
         raise ValueError("yes or no")
@@ -308,7 +314,7 @@ NODE_OPTIONS = (
     Option("cluster_key", _path, "the key of this node's certificate", "MEDUSA_CLUSTER_KEY_FILE"),
     Option("log_level", OneOf(*LOG_LEVELS), "how much to log"),
     Option("log_format", OneOf(*LOG_FORMATS), "json: each line of the log is an object"),
-    Option("metrics_port", positive, "a port on which to answer GET /metrics", "MEDUSA_NODE_METRICS_PORT"),
+    Option("metrics_port", _metrics_port, "a port on which to answer GET /metrics", "MEDUSA_NODE_METRICS_PORT"),
 )
 # Flags that may be given several times, each with the separator that joins its values, as in the variables.
 REPEATED = {"socket": ";", "allow": ",", "quota": ",", "pin": ","}

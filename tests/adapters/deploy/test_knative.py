@@ -170,6 +170,18 @@ def test_the_node_agents_pod_is_told_what_to_keep_warm() -> None:
     assert "--node-agent-prewarm='jax=1' cannot be used: expected engine=count" in refused.stderr
 
 
+def test_the_agents_metrics_are_open_to_all_pods() -> None:
+    _, documents = rendered("qwen", "--image=qwen:1", "--node-agent", "--node-agent-metrics-port=9400")
+    policy, daemon = documents[-3], documents[-2]
+    for document in (policy, daemon):
+        kubernetes_validate.validate(document, "1.30", strict=True)
+    assert policy["spec"]["ingress"] == [{"ports": [{"protocol": "TCP", "port": 9400}]}]
+    assert node_agent.variables(daemon)["MEDUSA_NODE_METRICS_PORT"] == "9400"
+    template = daemon["spec"]["template"]
+    assert template["spec"]["containers"][0]["ports"] == [{"name": "metrics", "containerPort": 9400}]
+    assert template["metadata"]["annotations"]["prometheus.io/port"] == "9400"
+
+
 def test_the_agent_gives_out_the_functions_model_and_nothing_else() -> None:
     """Read as `medusa node` reads it: without --allow it would refuse the function, which is another user to it."""
     text, documents = rendered(
@@ -326,6 +338,7 @@ def test_bad_timelines(tmp_path: Path) -> None:
         (["qwen", "--image=q", "--node-agent", "--node-agent-trust-state=s3:"], "--node-agent-trust-state"),
         (["qwen", "--image=q", "--node-agent", "--node-agent-image=a b"], "--node-agent-image='a b'"),
         (["qwen", "--image=q", "--node-agent-prewarm=torch=2"], "needs --node-agent"),
+        (["qwen", "--image=q", "--node-agent", "--node-agent-metrics-port=0"], "expected a port from 1 to 65535"),
         (["qwen", "--image=q", "--node-agent", "--node-agent-prewarm=x=2"], "--node-agent-prewarm='x=2'"),
     ],
 )

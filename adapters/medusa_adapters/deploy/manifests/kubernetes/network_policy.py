@@ -10,11 +10,6 @@ GATEWAYS = ("kourier-system", "istio-system", "contour-external", "contour-inter
 _NAMESPACE = "kubernetes.io/metadata.name"  # a label that every namespace has
 
 
-def closed(metadata: Mapping[str, Any], pods: Mapping[str, str]) -> dict[str, Any]:
-    """Return a policy by which no pod may connect to these pods. The kubelet's probes are still allowed."""
-    return policy(metadata, pods, [])
-
-
 def of_knative(metadata: Mapping[str, Any], pods: Mapping[str, str]) -> dict[str, Any]:
     """Return a policy that admits Knative (activator, autoscaler), its gateways, and the function's own namespace."""
     systems = {"key": _NAMESPACE, "operator": "In", "values": [SYSTEM, *GATEWAYS]}
@@ -28,7 +23,7 @@ def of_namespace(metadata: Mapping[str, Any], pods: Mapping[str, str]) -> dict[s
 
 
 def policy(metadata: Mapping[str, Any], pods: Mapping[str, str], ingress: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a policy by which only what the ``ingress`` rules name may connect to these pods."""
+    """Return a policy by which only what the ``ingress`` rules name, and the kubelet, may connect to these pods."""
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -37,4 +32,4 @@ def policy(metadata: Mapping[str, Any], pods: Mapping[str, str], ingress: list[d
     }
 
 
-__all__ = ["closed", "of_knative", "of_namespace", "policy"]
+__all__ = ["of_knative", "of_namespace", "policy"]

@@ -55,6 +55,7 @@ def manifests(
     cpu: str = "100m",
     environment: Mapping[str, str | None] | None = None,
     secrets: Sequence[Secret] = (),
+    metrics_port: int | None = None,
     pull_secrets: Sequence[str] = (),
     node_selector: Mapping[str, str] | None = None,
     tolerations: Sequence[Mapping[str, str]] = (),
@@ -63,9 +64,17 @@ def manifests(
 
     ``memory`` and ``cpu`` are for regions and engine processes: those that were taken run on in the agent's container.
     ``environment`` has `medusa node`'s variables, those without a value are left out; ``secrets`` (in the agent's
-    namespace) are what it fetches with.
+    namespace) are what it fetches with. ``metrics_port`` is open to all pods; without it, nobody may connect.
     """
     given = {name: value for name, value in (environment or {}).items() if value}
+    ingress: list[dict[str, Any]] = []
+    scraped: dict[str, Any] = {}
+    exposed: dict[str, Any] = {}
+    if metrics_port is not None:
+        given["MEDUSA_NODE_METRICS_PORT"] = str(metrics_port)
+        ingress = [{"ports": [{"protocol": "TCP", "port": metrics_port}]}]
+        scraped = {"annotations": {"prometheus.io/scrape": "true", "prometheus.io/port": str(metrics_port)}}
+        exposed = {"ports": [{"name": "metrics", "containerPort": metrics_port}]}
     where = {"name": NAME, "namespace": NAMESPACE, "labels": _LABELS}
     rbac = "rbac.authorization.k8s.io"
     return [
@@ -85,7 +94,7 @@ def manifests(
             "subjects": [{"kind": "ServiceAccount", "name": NAME, "namespace": NAMESPACE}],
         },
         # The agent's one socket is in a folder. What it fetches from may be anywhere, so going out is not restricted.
-        network_policy.closed(where, {"app.kubernetes.io/name": NAME}),
+        network_policy.policy(where, {"app.kubernetes.io/name": NAME}, ingress),
         {
             "apiVersion": "apps/v1",
             "kind": "DaemonSet",
@@ -94,9 +103,9 @@ def manifests(
                 "selector": {"matchLabels": {"app.kubernetes.io/name": NAME}},
                 "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1}},
                 "template": {
-                    "metadata": {"labels": _LABELS},
+                    "metadata": {"labels": _LABELS, **scraped},
                     "spec": _pod(
-                        _container(image, memory, cpu, {"MEDUSA_NODE_SOCKET": SOCKET} | given, secrets),
+                        _container(image, memory, cpu, {"MEDUSA_NODE_SOCKET": SOCKET} | given, secrets) | exposed,
                         pull_secrets,
                         node_selector,
                         tolerations,
