@@ -7,8 +7,12 @@ import resource
 import socket
 from typing import Any, cast
 
-from medusa_runtime.instance.adapter_region import AdapterRegion
+import pytest
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import ObjectNotFoundError
+from medusa_runtime.instance.adapter_region import AdapterRegion, open_adapter
 from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
 
 
 class Lease:
@@ -42,3 +46,9 @@ def test_an_adapter_of_an_agent_can_be_looked_at_beside_a_thousand_clients() -> 
         held.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_signature_in_an_adapters_url_is_not_shown_to_those_who_ask_for_it(origin: Any) -> None:
+    with pytest.raises(ObjectNotFoundError, match=r"expected adapter_model.safetensors or adapter_model.bin") as caught:
+        open_adapter(f"{origin.url}/a?signature=secret", Settings(), Timeline.create("test"))
+    assert "secret" not in str(caught.value)

@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..checkpoint.adapter import adapter_urls
+from ..checkpoint.adapter import ADAPTER_FILES, adapter_urls
 from ..config import NODE_SOCKET, Settings
 from ..errors import MedusaError, NodeError, ObjectNotFoundError, TooLargeError
 from ..process import wait_readable
@@ -63,7 +63,7 @@ def open_adapter(url: str, settings: Settings, timeline: Timeline) -> AdapterReg
     except ObjectNotFoundError as error:
         if not first:
             raise
-        names = " or ".join(candidate.rpartition("/")[2] for candidate in (*first, last))
+        names = " or ".join(ADAPTER_FILES)  # not those in the URLs, which may have a query with a signature
         raise ObjectNotFoundError(f"expected {names} in an adapter's folder, found neither: {error}") from None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ..errors import ForbiddenError, ObjectChangedError, ObjectNotFoundError, StorageError
-from .base import Advance, ObjectInfo, scheme_of
+from .base import Advance, ObjectInfo, redacted, scheme_of
 
 OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # non-blocking, or a FIFO would wait for a writer
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a model's name on huggingface.co: organisation/name
@@ -33,12 +33,14 @@ class LocalStore:
         self._folder = Path(path).expanduser().absolute()
         if check and not self._folder.is_dir():
             found = "a file" if self._folder.exists() else "nothing"
-            meant = ""
+            meant, shown = "", str(self._folder)
             if found == "nothing" and (slip := _SLIP.match(url)):
-                meant = f"; did you mean {slip[1]}://{url[slip.end() :]}?"
+                address = f"{slip[1]}://{url[slip.end() :]}"
+                meant = f"; did you mean {redacted(address)}?"
+                shown = shown if redacted(address) == address else f"{slip[1]}:…"  # it holds a password or a signature
             elif found == "nothing" and _HUB_NAME.fullmatch(url):
                 meant = f"; did you mean hf://{url}?"
-            raise ObjectNotFoundError(f"{self._folder}: expected a folder with {holds}, found {found}{meant}")
+            raise ObjectNotFoundError(f"{shown}: expected a folder with {holds}, found {found}{meant}")
 
     def _open(self, key: str) -> int:
         path = self._folder / key

@@ -177,6 +177,13 @@ def test_a_url_that_lacks_slashes(url: str, meant: str) -> None:
         open_store(url)
 
 
+@pytest.mark.parametrize("url", ["https:/user:secret@host/m", "s3:b/m?X-Amz-Signature=secret"])
+def test_a_secret_in_a_url_that_lacks_slashes_is_not_shown(url: str) -> None:
+    with pytest.raises(ObjectNotFoundError, match="did you mean") as caught:
+        open_store(url)
+    assert "secret" not in str(caught.value)
+
+
 def test_an_unknown_scheme_lists_the_known_ones() -> None:
     with pytest.raises(
         ConfigError, match=r"gopher://host/p: unknown scheme .*file://.*https://.*s3://.*gs://.*hf://"
