@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -29,6 +30,10 @@ from process_tree import alive, descendants
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 PATIENCE_S = 120.0
+
+# The key of bundles that tests materialize is not put beside the user's own.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="medusa-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # OpenMP reads it when torch is imported, which a conftest below this one may do: another worker wants the cores.
 share_cores()

@@ -323,7 +323,7 @@ OPTIONS = (
     Option(
         "trust_state",
         trust_prefixes,
-        "PREFIX[,PREFIX]: folders and URLs whose state bundles may bring code that is run; default: your own files",
+        "PREFIX[,PREFIX]: folders and URLs whose state bundles may bring code that is run; default: your own bundles",
     ),
     Option(
         "trust_key",

@@ -179,6 +179,14 @@ def test_a_bundle_is_signed_and_what_others_put_there_is_not(tmp_path: Path) -> 
     document["artifacts"].append({"kind": "cuda-graphs", "key": {"shape": shape}, "sha256": "0" * 64, "size": 5})
     manifest.write_text(json.dumps(document))
 
+    plain = medusa(*materialize)  # nor does it become this user's own
+    assert "cuda-graphs    left out: it was there already, and not materialized by this user" in plain.stdout
+    assert {artifact["kind"] for artifact in json.loads(manifest.read_bytes())["artifacts"]} == {
+        "kv-plan",
+        "weight-index",
+    }
+    manifest.write_text(json.dumps(document))
+
     signed = medusa(*materialize, "--sign", key)
     assert signed.returncode == 0, signed.stderr
     assert "cuda-graphs    left out: it was there already, and not signed with this key" in signed.stdout

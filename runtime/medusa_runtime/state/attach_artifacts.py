@@ -47,7 +47,7 @@ def attach_artifacts(
             manifest = Manifest.parse(text)
             for kind in KINDS.values():
                 if kind is not WEIGHT_INDEX:
-                    check = partial(bundle.check_trusted, trust or Trust.of(settings), text, manifest)
+                    check = partial(bundle.check_trusted, trust or Trust.of(settings), manifest)
                     _attach_one(region, bundle, manifest, kind, facts, timeline, check)
         finally:
             store.close()

@@ -34,6 +34,11 @@ def register(kind: Kind) -> None:
     KINDS[kind.name] = kind
 
 
+def is_code(kind: str) -> bool:
+    """Return whether artifacts of a kind may contain code; true of a kind that is not known here."""
+    return kind not in KINDS or KINDS[kind].code
+
+
 def file_name(kind: str) -> str:
     """Return the name of a restored artifact among a region's files."""
     return f".medusa/{kind}"
@@ -48,5 +53,6 @@ __all__ = [
     "WEIGHT_INDEX",
     "Kind",
     "file_name",
+    "is_code",
     "register",
 ]

@@ -25,7 +25,7 @@ from .bundle.locate import FOLDER
 from .bundle.manifest import Artifact, Manifest
 from .bundle.writer import BundleWriter
 from .key import Facts, Subject
-from .kinds import KINDS, KV_PLAN, WEIGHT_INDEX, Kind
+from .kinds import KINDS, KV_PLAN, WEIGHT_INDEX, Kind, is_code
 from .trust import Trust
 from .weight_index import record_index
 
@@ -161,9 +161,8 @@ class Materialization:
         names = tuple(name for name in SMALL_FILES if name in self._facts.subject.files)
         existing = self._writer.existing()
         kept = [artifact for artifact in existing.artifacts if self._is_valid(artifact)]
-        if self._signer is not None:
-            kept = self._signable(existing, kept)
-        elif existing.signature is not None:
+        kept = self._without_others_code(existing, kept)
+        if self._signer is None and existing.signature is not None:
             self._on_result(
                 ArtifactResult("signature", left_out="the bundle was signed and no longer is; expected --sign")
             )
@@ -171,16 +170,23 @@ class Materialization:
         self._writer.commit(manifest, self._signer)
         return manifest
 
-    def _signable(self, existing: Manifest, kept: list[Artifact]) -> list[Artifact]:
-        """Return the artifacts that our signature may cover: no code that another user may have put into the folder."""
-        assert self._signer is not None
-        if Trust(keys=(self._signer.public,)).signature_objection(existing) is None:
+    def _without_others_code(self, existing: Manifest, kept: list[Artifact]) -> list[Artifact]:
+        """Return the artifacts that our mark and signature may cover: no code that another has put into the folder.
+
+        A signature covers only what was signed with the same key, and a mark what a start here would run.
+        """
+        if self._signer is None:
+            ours = Trust.of(self._settings).objection(str(self.folder.absolute()), "", existing) is None
+            how = "materialized by this user on this machine, nor trusted; materialize it"
+        else:
+            ours = Trust(keys=(self._signer.public,)).signature_objection(existing) is None
+            how = "signed with this key; materialize it with --sign"
+        if ours:
             return kept
         for artifact in kept:
-            if (kind := KINDS.get(artifact.kind)) is None or kind.code:
-                reason = "it was there already, and not signed with this key; materialize it with --sign"
-                self._on_result(ArtifactResult(artifact.kind, left_out=reason))
-        return [artifact for artifact in kept if artifact.kind in KINDS and not KINDS[artifact.kind].code]
+            if is_code(artifact.kind):
+                self._on_result(ArtifactResult(artifact.kind, left_out=f"it was there already, and not {how}"))
+        return [artifact for artifact in kept if not is_code(artifact.kind)]
 
     def _is_valid(self, artifact: Artifact) -> bool:
         assert self._facts is not None

@@ -172,7 +172,7 @@ class BundleRestorer:
                     continue
                 assert self._bundle is not None
                 if kind.code:
-                    self._bundle.check_trusted(Trust.of(self._settings), self._text, manifest)
+                    self._bundle.check_trusted(Trust.of(self._settings), manifest)
                 if kind is WEIGHT_INDEX:
                     blob = self._bundle.read(artifact)
                     recorded = RecordedIndex.from_bytes(blob)

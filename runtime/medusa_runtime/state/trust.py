@@ -2,22 +2,19 @@
 
 Everything else in a bundle is data, which any bundle may bring and which is checked as data. Code is run only from a
 place below a prefix that the operator has named (``--trust-state``), from a manifest that is signed with a key that the
-operator has named (``--trust-key``), or from a local folder whose manifest only this process's own user can write.
+operator has named (``--trust-key``), or from a local one that this process's own user has materialized.
 """
 
 from __future__ import annotations
 
 import os
-import stat
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ..config import Settings
 from ..errors import MissingPackageError
-from ..storage.base import Store, redacted, scheme_of
+from ..storage.base import redacted, scheme_of
 from ..storage.canonical_urls import canonical_url, is_below
-from .bundle.locate import MANIFEST
 from .bundle.manifest import Manifest
 
 
@@ -25,42 +22,41 @@ from .bundle.manifest import Manifest
 class Trust:
     """The sources of code that a start trusts.
 
-    ``prefixes`` are folders and URLs, and ``keys`` public keys (``ed25519:<base64>``). ``own_files`` says whether files
-    of this process's own user are trusted. In the node agent they are not: there, callers choose which folder is read,
-    and the root user of any container has the agent's user id.
+    ``prefixes`` are folders and URLs, and ``keys`` public keys (``ed25519:<base64>``). ``own_bundles`` says whether
+    local bundles that this process's own user has made are trusted. In the node agent they are not: there, callers
+    choose which bundle is read.
     """
 
     prefixes: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
-    own_files: bool = True
+    own_bundles: bool = True
 
     @classmethod
     def of(cls, settings: Settings) -> Trust:
         """Return the trust of a function, from its settings ``--trust-state`` and ``--trust-key``."""
-        return cls.parse(settings.trust_state, settings.trust_key, own_files=True)
+        return cls.parse(settings.trust_state, settings.trust_key, own_bundles=True)
 
     @classmethod
-    def parse(cls, prefixes: str | None, keys: str | None, *, own_files: bool = False) -> Trust:
+    def parse(cls, prefixes: str | None, keys: str | None, *, own_bundles: bool = False) -> Trust:
         """Parse the texts of the two settings. They must have been checked."""
-        return cls(tuple(prefixes.split(",") if prefixes else ()), tuple(keys.split(",") if keys else ()), own_files)
+        return cls(tuple(prefixes.split(",") if prefixes else ()), tuple(keys.split(",") if keys else ()), own_bundles)
 
-    def objection(self, store: Store, prefix: str, text: bytes, manifest: Manifest) -> str | None:
-        """Return why code from the bundle at ``prefix`` of ``store`` may not be run; None if it may.
+    def objection(self, url: str, prefix: str, manifest: Manifest) -> str | None:
+        """Return why code from the bundle at ``prefix`` of the store ``url`` may not be run; None if it may.
 
         To trust the manifest is enough: an attacker cannot exchange a blob, since the manifest holds its SHA-256.
         """
-        place = place_of(store.url, prefix)
+        place = place_of(url, prefix)
         if place is not None and any(is_below(place, place_of(named) or "") for named in self.prefixes):
             return None
-        local = store.local_path(f"{prefix}{MANIFEST}")
-        found = _owner_objection(local, text) if self.own_files and local is not None else None
-        if self.own_files and local is not None and found is None:
+        local = self.own_bundles and scheme_of(url) in ("", "file")
+        if local and _is_own(manifest):
             return None
         doubt = self.signature_objection(manifest)
         if doubt is None:
             return None
-        where = redacted(place or store.url)
-        reasons = "; ".join(reason for reason in (found, doubt) if reason)
+        where = redacted(place or url)
+        reasons = f"this user has not materialized it on this machine; {doubt}" if local else doubt
         return (
             f"it is code, and nothing says that code from {where} may run here ({reasons}); to allow it, set "
             f"--trust-state={where.removesuffix('/.medusa')}, or sign the bundle and name the key with --trust-key"
@@ -82,27 +78,13 @@ class Trust:
         return None if good else "its signature is wrong: it was changed after it was signed"
 
 
-def _owner_objection(path: Path, text: bytes) -> str | None:
-    """Return why a local manifest is not this user's own; None if it is.
+def _is_own(manifest: Manifest) -> bool:
+    """Return whether this process's own user has made the manifest, on this machine."""
+    if manifest.mark is None:
+        return False
+    from .bundle.own_mark import is_own
 
-    The file whose owner is checked must still contain ``text``, which was read before: another user that may write to
-    the folder could have replaced the file in between.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                return f"{MANIFEST} is no file"
-            if status.st_uid != os.geteuid():
-                return f"{MANIFEST} belongs to user {status.st_uid}, this process to user {os.geteuid()}"
-            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                return f"others than its owner may write to {MANIFEST}: chmod go-w"
-            if file.read(len(text) + 1) != text:
-                return f"{MANIFEST} changed while it was read"
-    except OSError as error:
-        return f"{MANIFEST} cannot be looked at: {error.strerror}"
-    return None
+    return is_own(manifest.mark.value, manifest.mark.message)
 
 
 def place_of(url: str, prefix: str = "") -> str | None:

@@ -19,26 +19,13 @@ from medusa_runtime.state.bundle.signing import Signer
 from medusa_runtime.state.bundle.writer import BundleWriter
 from medusa_runtime.state.kinds import KV_PLAN
 from medusa_runtime.state.trust import Trust
-from medusa_runtime.storage.local import LocalStore
 from medusa_vllm import COMPILE_CACHE
 
 ARTIFACTS = (Artifact(COMPILE_CACHE.name, {"isa": "x"}, "0" * 64, 4, b"code"), Artifact(KV_PLAN.name, {}, "1" * 64, 2))
 
 
-class Remote:
-    """As much of a store as is looked at."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def local_path(self, key: str) -> None:
-        return None
-
-
 def objection(trust: Trust, url: str, manifest: Manifest = Manifest(ARTIFACTS)) -> str | None:  # noqa: B008
-    store: Any = Remote(url)
-    text = manifest.to_json()
-    return trust.objection(store, f"{FOLDER}/", text, Manifest.parse(text))
+    return trust.objection(url, f"{FOLDER}/", Manifest.parse(manifest.to_json()))
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +112,9 @@ def test_a_signature_is_good_for_its_manifest_and_its_key(keys: tuple[Path, Path
     subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", other], check=True)
     text = Manifest(ARTIFACTS, ("config.json",)).to_json(signer)
     manifest = Manifest.parse(text)
-    store: Any = Remote("https://anywhere/m")
 
     def said(trust: Trust, text: bytes = text) -> str | None:
-        return trust.objection(store, f"{FOLDER}/", text, Manifest.parse(text))
+        return trust.objection("https://anywhere/m", f"{FOLDER}/", Manifest.parse(text))
 
     assert manifest.artifacts == ARTIFACTS
     assert said(Trust(keys=(signer.public,))) is None
@@ -158,8 +144,7 @@ def test_a_change_of_a_signed_manifest_is_noticed(change: str, keys: tuple[Path,
     document = json.loads(Manifest(ARTIFACTS, ("config.json",)).to_json(signer))
     _changes()[change](document)
     text = json.dumps(document).encode()
-    store: Any = Remote("https://anywhere/m")
-    found = Trust(keys=(signer.public,)).objection(store, f"{FOLDER}/", text, Manifest.parse(text))
+    found = Trust(keys=(signer.public,)).objection("https://anywhere/m", f"{FOLDER}/", Manifest.parse(text))
     assert "its signature is wrong" in str(found)
 
 
@@ -186,69 +171,118 @@ from medusa_runtime.state.bundle.manifest import Manifest
 from medusa_runtime.storage.base import open_store
 store = open_store(sys.argv[1])
 text = read_manifest(store, ".medusa/")
-assert Trust().objection(store, ".medusa/", text, Manifest.parse(text)) is None
-assert "not signed" in Trust(own_files=False).objection(store, ".medusa/", text, Manifest.parse(text))
+assert Trust().objection(store.url, ".medusa/", Manifest.parse(text)) is None
+assert "not signed" in Trust(own_bundles=False).objection(store.url, ".medusa/", Manifest.parse(text))
 assert not any(name.startswith("cryptography") for name in sys.modules)
 """
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
 
 
 def local(folder: Path, trust: Trust = Trust()) -> str | None:  # noqa: B008
-    store = LocalStore(str(folder))
     text = (folder / FOLDER / "manifest.json").read_bytes()
-    return trust.objection(store, f"{FOLDER}/", text, Manifest.parse(text))
+    return trust.objection(str(folder), f"{FOLDER}/", Manifest.parse(text))
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    umask = os.umask(0o002)  # as distributions set it for users that have a group of their own
-    try:
-        with BundleWriter(tmp_path / FOLDER) as writer:
-            writer.commit(Manifest(ARTIFACTS))
-    finally:
-        os.umask(umask)
-    return tmp_path
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with BundleWriter(tmp_path / "m" / FOLDER) as writer:
+        writer.commit(Manifest(ARTIFACTS))
+    return tmp_path / "m"
 
 
-def test_the_own_users_files_are_trusted_and_nobody_elses(folder: Path) -> None:
-    manifest = folder / FOLDER / "manifest.json"
+def key_file() -> Path:
+    return Path(os.environ["XDG_STATE_HOME"], "medusa", "bundle.key")
+
+
+def test_what_this_user_has_materialized_is_trusted_wherever_it_lies(folder: Path, tmp_path: Path) -> None:
     assert local(folder) is None
-    manifest.chmod(0o664)
-    assert "others than its owner may write" in str(local(folder))
-    manifest.chmod(0o644)
-    assert local(folder) is None
-    assert "not signed" in str(local(folder, Trust(own_files=False)))  # the node agent's
-    assert local(folder, Trust((str(folder),), own_files=False)) is None
+    assert local(folder.rename(tmp_path / "elsewhere")) is None
+    assert "not signed" in str(local(tmp_path / "elsewhere", Trust(own_bundles=False)))  # the node agent's
+    assert local(tmp_path / "elsewhere", Trust((str(tmp_path),), own_bundles=False)) is None
+    assert oct(key_file().stat().st_mode)[-3:] == "600"
+
+
+def test_a_downloaded_bundle_is_nobodys_own(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files belong to the user who has downloaded, cloned or unpacked the checkpoint."""
+    archive = tmp_path / "checkpoint.tar"
+    subprocess.run(["tar", "-C", folder, "-cf", archive, "."], check=True)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another user"))
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    subprocess.run(["tar", "-C", mine, "-xf", archive], check=True)
+    manifest = mine / FOLDER / "manifest.json"
+    assert manifest.stat().st_uid == os.geteuid()
+    assert "this user has not materialized it on this machine; it is not signed" in str(local(mine))
+    with BundleWriter(tmp_path / "other" / FOLDER) as writer:
+        writer.commit(Manifest(ARTIFACTS))  # makes this user's key
+    assert "has not materialized it" in str(local(mine))
+    document = json.loads(manifest.read_bytes())
+    for mark in (
+        "",
+        "0" * 64,
+        None,
+        5,
+        "\u00e9",
+        json.loads((tmp_path / "other" / FOLDER / manifest.name).read_text()),
+    ):
+        manifest.write_text(json.dumps(document | {"mark": mark}))
+        assert "has not materialized it" in str(local(mine))
+
+
+@pytest.mark.parametrize("change", [change for change in _changes() if change != "signature"])
+def test_a_change_of_an_own_manifest_is_noticed(change: str, folder: Path) -> None:
+    path = folder / FOLDER / "manifest.json"
+    document = json.loads(path.read_bytes())
+    document.setdefault("files", ["config.json"])
+    _changes()[change](document)
+    path.write_text(json.dumps(document))
+    assert "has not materialized it" in str(local(folder))
+
+
+def test_data_alone_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with BundleWriter(tmp_path / FOLDER) as writer:
+        writer.commit(Manifest(ARTIFACTS[1:]))
+    assert not key_file().exists()
+
+
+@pytest.mark.parametrize("kind", ["readable", "short", "link", "folder", "unwritable"])
+def test_a_key_that_others_may_know_is_none(
+    kind: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = key_file()
+    if kind == "readable":
+        key.chmod(0o644)
+    elif kind == "short":
+        key.write_bytes(b"short")
+    else:
+        key.rename(tmp_path / "key")
+        if kind == "link":
+            key.symlink_to(tmp_path / "key")
+        elif kind == "folder":
+            key.mkdir()
+        else:
+            key.parent.rmdir()
+            key.parent.write_text("a file")
+    assert "has not materialized it" in str(local(folder))
+    with BundleWriter(folder / FOLDER) as writer:
+        writer.commit(Manifest(ARTIFACTS))
+    assert "only with --trust-state" in caplog.text
+    assert "has not materialized it" in str(local(folder))
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(("owner", "reader"), [(1000, 0), (1000, 1001), (0, 1000)])
-def test_another_users_file_is_not_trusted_whoever_reads_it(folder: Path, owner: int, reader: int) -> None:
-    os.chown(folder / FOLDER / "manifest.json", owner, owner)
-    for path in (folder, *list(folder.parents)[:-1]):
-        if path.stat().st_uid == 0 and "pytest" in str(path):
-            path.chmod(0o755)
-    euid = os.geteuid()
-    os.seteuid(reader)
-    try:
-        said = local(folder)
-    finally:
-        os.seteuid(euid)
-    assert f"belongs to user {owner}, this process to user {reader}" in str(said)
-
-
-def test_what_was_exchanged_between_reading_and_looking_is_not_trusted(folder: Path) -> None:
-    store = LocalStore(str(folder))
-    forged = Manifest((ARTIFACTS[0]._replace(sha256="f" * 64),)).to_json()
-    found = Trust().objection(store, f"{FOLDER}/", forged, Manifest.parse(forged))
-    assert "changed while it was read" in str(found)
+def test_the_key_of_another_user_is_not_used(folder: Path) -> None:
+    os.chown(key_file(), 1000, 1000)
+    assert "has not materialized it" in str(local(folder))
 
 
 def test_links_lead_where_they_lead(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     trusted = tmp_path_factory.mktemp("trusted")
     (trusted / "model").symlink_to(folder)
-    assert local(trusted / "model", Trust((str(trusted),), own_files=False)) is not None
-    assert local(trusted / "model", Trust((str(folder),), own_files=False)) is None
+    assert local(trusted / "model", Trust((str(trusted),), own_bundles=False)) is not None
+    assert local(trusted / "model", Trust((str(folder),), own_bundles=False)) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"not PEM", None])

@@ -11,7 +11,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.errors import StateError, StorageError
 from medusa_runtime.registry import engines_using
 from medusa_runtime.state.bundle.locate import FOLDER, missing_manifest, open_bundle_store
-from medusa_runtime.state.bundle.manifest import Artifact, Manifest
+from medusa_runtime.state.bundle.manifest import Artifact
 from medusa_runtime.state.bundle.reader import Bundle
 from medusa_runtime.state.graphs.blob_format import IDENTITY_BYTES, digest_of
 from medusa_runtime.state.graphs.restoration.quarantine import Quarantine
@@ -35,18 +35,17 @@ def summarize(checkpoint: Checkpoint, settings: Settings, *, verify: bool) -> di
     store = checkpoint.store if settings.state is None else open_bundle_store(settings.state)
     try:
         bundle = Bundle(store, f"{FOLDER}/" if settings.state is None else "")
-        text = bundle.manifest_text()
-        if text is None:
+        manifest = bundle.manifest()
+        if manifest is None:
             if settings.state is not None:
                 raise missing_manifest(settings.state, store)
             return None
-        manifest = Manifest.parse(text)
         facts = Facts(Subject(checkpoint.index, checkpoint.files, settings))
         artifacts = [_artifact(artifact, bundle, facts, verify) for artifact in manifest.artifacts]
         quarantine = Quarantine(replace(settings, model=checkpoint.store.url), os.environ)
         for artifact, found in zip(manifest.artifacts, artifacts, strict=True):
             if artifact.kind in KINDS and KINDS[artifact.kind].code and found["problem"] is None:
-                found["problem"] = bundle.objection(Trust.of(settings), text, manifest)
+                found["problem"] = bundle.objection(Trust.of(settings), manifest)
             if artifact.kind == CUDA_GRAPHS.name and (reason := _quarantined(artifact, bundle, quarantine)):
                 found["problem"] = f"its graphs broke the device's context here: {reason}; materialize again"
         artifacts += [{"kind": kind, "problem": reason} for kind, reason in manifest.rejected]

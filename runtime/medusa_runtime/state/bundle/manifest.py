@@ -1,9 +1,9 @@
 """The manifest of a state bundle: which artifacts there are, what they are valid for, and their checksums.
 
 ``manifest.json``: ``{"schema": 1, "files": […], "artifacts": [{"kind", "key", "sha256", "size", "inline"?}, …],
-"signature"?: {"key", "value"}}``. A blob is in ``blobs/<sha256>``. A small one is also in the manifest (``inline``,
-base64), which saves a round trip. The signature covers the rest of the manifest. Unknown fields and kinds are ignored,
-so the schema number changes only if old readers would misread the file.
+"mark"?, "signature"?: {"key", "value"}}``. A blob is in ``blobs/<sha256>``. A small one is also in the manifest
+(``inline``, base64), which saves a round trip. Mark (``own_mark.py``) and signature cover the rest of the manifest.
+Unknown fields and kinds are ignored, so the schema number changes only if old readers would misread the file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import StateError
@@ -47,17 +47,25 @@ class Signature(NamedTuple):
     message: bytes
 
 
+class Mark(NamedTuple):
+    """An unchecked mark of the user who made the manifest, and the marked message."""
+
+    value: str
+    message: bytes
+
+
 class Manifest(NamedTuple):
     """A manifest.
 
     ``files`` are the names of the checkpoint's small files, if they are known. ``rejected`` has malformed entries, each
-    with the reason. ``signature`` is not checked here, but in ``trust.py``.
+    with the reason. ``signature`` and ``mark`` are not checked here, but in ``trust.py``.
     """
 
     artifacts: tuple[Artifact, ...]
     files: tuple[str, ...] | None = None
     rejected: tuple[tuple[str, str], ...] = ()
     signature: Signature | None = None
+    mark: Mark | None = None
 
     @classmethod
     def parse(cls, text: bytes) -> Manifest:
@@ -93,14 +101,16 @@ class Manifest(NamedTuple):
         names = None
         if isinstance(files, list) and all(isinstance(name, str) for name in files):
             names = tuple(files)
-        return cls(tuple(artifacts), names, tuple(rejected), _signature(document))
+        return cls(tuple(artifacts), names, tuple(rejected), _signature(document), _mark(document))
 
-    def to_json(self, signer: Signer | None = None) -> bytes:
-        """Return the file's text, signed if there is a signer."""
+    def to_json(self, signer: Signer | None = None, make_mark: Callable[[bytes], str] | None = None) -> bytes:
+        """Return the file's text, signed if there is a signer, and marked if there is ``make_mark``."""
         document: dict[str, Any] = {"schema": SCHEMA}
         if self.files is not None:
             document["files"] = self.files
         document["artifacts"] = [_document(artifact) for artifact in self.artifacts]
+        if make_mark is not None:
+            document["mark"] = make_mark(_message(document))
         if signer is not None:
             value = base64.b64encode(signer.sign(_message(document))).decode()
             document["signature"] = {"key": signer.public, "value": value}
@@ -111,8 +121,8 @@ class Manifest(NamedTuple):
 
 
 def _message(document: dict[str, Any]) -> bytes:
-    """Return the message that is signed: the manifest without its signature, in a canonical form."""
-    rest = {name: value for name, value in document.items() if name != "signature"}
+    """Return the message that is signed and marked: the manifest without signature and mark, in a canonical form."""
+    rest = {name: value for name, value in document.items() if name not in ("signature", "mark")}
     return b"medusa state bundle\n" + json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -124,6 +134,14 @@ def _signature(document: dict[str, Any]) -> Signature | None:
     try:
         return Signature(raw["key"], base64.b64decode(raw["value"], validate=True), _message(document))
     except (ValueError, RecursionError):
+        return None
+
+
+def _mark(document: dict[str, Any]) -> Mark | None:
+    raw = document.get("mark")
+    try:
+        return Mark(raw, _message(document)) if isinstance(raw, str) and raw.isascii() else None
+    except RecursionError:
         return None
 
 
@@ -156,4 +174,4 @@ def _document(artifact: Artifact) -> dict[str, Any]:
     return document
 
 
-__all__ = ["SCHEMA", "Artifact", "Manifest", "Signature"]
+__all__ = ["SCHEMA", "Artifact", "Manifest", "Mark", "Signature"]

@@ -40,13 +40,13 @@ class Bundle:
         text = self.manifest_text()
         return None if text is None else Manifest.parse(text)
 
-    def objection(self, trust: Trust, text: bytes, manifest: Manifest) -> str | None:
-        """Return why code from this bundle may not be run; None if it may. ``manifest`` was parsed from ``text``."""
-        return trust.objection(self._store, self._prefix, text, manifest)
+    def objection(self, trust: Trust, manifest: Manifest) -> str | None:
+        """Return why code from this bundle may not be run; None if it may."""
+        return trust.objection(self._store.url, self._prefix, manifest)
 
-    def check_trusted(self, trust: Trust, text: bytes, manifest: Manifest) -> None:
+    def check_trusted(self, trust: Trust, manifest: Manifest) -> None:
         """Raise StateError if code from this bundle may not be run."""
-        if (objection := self.objection(trust, text, manifest)) is not None:
+        if (objection := self.objection(trust, manifest)) is not None:
             raise StateError(objection)
 
     def read(self, artifact: Artifact) -> bytes:

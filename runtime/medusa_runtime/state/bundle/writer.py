@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -15,11 +16,15 @@ from typing import TYPE_CHECKING, Self
 
 from ...errors import ConfigError, StateError, StorageError
 from ...storage.local import LocalStore
+from ..kinds import is_code
 from .locate import BLOBS, MANIFEST, read_manifest
 from .manifest import Artifact, Manifest
+from .own_mark import make_mark
 
 if TYPE_CHECKING:
     from .signing import Signer
+
+logger = logging.getLogger(__name__)
 
 # Inline blobs stay small, so that all together take a store less time to send than a round trip.
 _MOST_INLINE_BYTES = 96 << 10
@@ -113,18 +118,29 @@ class BundleWriter:
         return Artifact(kind, key, digest.hexdigest(), size, inline)
 
     def commit(self, manifest: Manifest, signer: Signer | None = None) -> None:
-        """Make this the bundle's content, in one step. Blobs that it no longer names are removed afterwards."""
+        """Make this the bundle's content, in one step. Blobs that it no longer names are removed afterwards.
+
+        If there is code in it, the manifest gets this user's mark, so that this user's starts may run it.
+        """
+        text = self._text(manifest, signer)
         os.fsync(self._blobs_fd)  # so that the renames in it are durable
         part = f"{MANIFEST}{_PART}"
         with open(self._create(part, self._folder_fd), "wb") as target:
-            target.write(manifest.to_json(signer))
+            target.write(text)
             target.flush()
-            # A start runs code only from a manifest that no other user can write, so ignore the umask.
-            os.fchmod(target.fileno(), os.fstat(target.fileno()).st_mode & ~0o022)
             os.fsync(target.fileno())
         os.replace(part, MANIFEST, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
         os.fsync(self._folder_fd)
         self._keep_only(manifest)
+
+    def _text(self, manifest: Manifest, signer: Signer | None) -> bytes:
+        if not any(is_code(artifact.kind) for artifact in manifest.artifacts):
+            return manifest.to_json(signer)
+        try:
+            return manifest.to_json(signer, make_mark)
+        except StateError as error:
+            logger.warning("starts use the code in %s only with --trust-state or --trust-key: %s", self._folder, error)
+            return manifest.to_json(signer)
 
     @staticmethod
     def _create(name: str, folder_fd: int) -> int:
