@@ -25,6 +25,7 @@ class EngineKind(NamedTuple):
         forks, so it must not touch a device. ``region`` is None in a process that waits for its model.
     distributions: names of Python packages. The version of the first one that is installed is part of the state key.
     artifacts: the kinds of artifacts that a start uses, beside the weight index.
+    bundles_of: the engine whose artifacts this one uses, because it computes the same; by default its own.
     profile: ``(region, settings) -> (order, KV plan)``. It runs in the process that materializes.
     captures: for each kind of artifact, ``(model, settings, folder) -> Path | None``. Other files that it leaves in the
         folder become artifacts, too, if they are named after a kind.
@@ -46,6 +47,7 @@ class EngineKind(NamedTuple):
     preimport: str
     distributions: tuple[str, ...]
     artifacts: tuple[str, ...] = ()
+    bundles_of: str = ""
     profile: str = ""
     captures: Mapping[str, str] = {}
     graph_capture: str = ""
@@ -83,6 +85,11 @@ def engine_kind(name: str) -> EngineKind:
     return _KINDS[name]
 
 
+def bundle_engine(name: str) -> str:
+    """Return the name of the engine whose artifacts an engine uses. Raises ConfigError for an unknown name."""
+    return name if name == NO_ENGINE else engine_kind(name).bundles_of or name
+
+
 def is_remote(name: str) -> bool:
     """Return whether the weights of this engine are elsewhere, so that none are fetched."""
     return name in _KINDS and bool(_KINDS[name].fetch)
@@ -101,6 +108,6 @@ def imported(target: str) -> Callable[..., Any]:
 
 
 __all__ = [
-    "NO_ENGINE", "EngineKind", "engine_kind", "engine_names", "engines_using", "imported", "is_remote",
+    "NO_ENGINE", "EngineKind", "bundle_engine", "engine_kind", "engine_names", "engines_using", "imported", "is_remote",
     "offered_engines", "register",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Any
 from ..checkpoint.index import WeightIndex
 from ..config import Settings
 from ..errors import StateError
-from ..registry import NO_ENGINE, engine_kind, engines_using
+from ..registry import NO_ENGINE, bundle_engine, engine_kind, engines_using
 from .bundle.manifest import Artifact, Manifest
 from .kinds import WEIGHT_INDEX, Kind
 
@@ -71,7 +71,7 @@ def shape(subject: Subject) -> str:
 
 
 def engine(subject: Subject) -> str:
-    name = subject.settings.engine
+    name = bundle_engine(subject.settings.engine)
     names = ("medusa_runtime",) if name == NO_ENGINE else engine_kind(name).distributions
     return f"{name} {package_version(*names)}"
 
@@ -203,7 +203,7 @@ class Facts:
 
         A bundle may serve several engines.
         """
-        return key.get("engine", self["engine"]).partition(" ")[0] == self.subject.settings.engine
+        return key.get("engine", self["engine"]).partition(" ")[0] == bundle_engine(self.subject.settings.engine)
 
     def difference(self, key: Mapping[str, str], names: tuple[str, ...]) -> str | None:
         """Return why an artifact with this key is not valid here; None when it is."""

@@ -15,17 +15,23 @@ import pytest
 import torch
 from engine_fixtures import SETTINGS, fill_region
 from group_fixtures import Group, host_gpu, until
-from host_gpu import Arrived, HostGpu, HostLink, Recorder
+from host_gpu import Arrived, Bundled, HostGpu, HostLink, Recorder
 from medusa_cluster.group.gathering import BlockSource, Gathering
 from medusa_cluster.group.plan import GroupPlan
 from medusa_cluster.group.vllm import engine as vllm_engine
 from medusa_cluster.group.wire.channel import Greeting, Listener, connect
 from medusa_cluster.group.wire.message import Kind, Message
 from medusa_runtime.device.choice import obstacle
+from medusa_runtime.engine.torch import engine as torch_engine
 from medusa_runtime.engine.torch.kv_cache import SPARE_BLOCKS, KvCache, KvShape
+from medusa_runtime.engine.torch.kv_size import geometry
 from medusa_runtime.engine.torch.transfers import BlockCopies
 from medusa_runtime.errors import ConfigError, DeviceError
 from medusa_runtime.models.layer_range import LayerRange
+from medusa_runtime.state.bundle.manifest import Artifact, Manifest
+from medusa_runtime.state.key import Facts, Subject, choose_artifact
+from medusa_runtime.state.kinds import KINDS, file_name
+from medusa_runtime.state.kv_plan import plan_to_record
 from medusa_runtime.timeline import Timeline
 from torch import Tensor
 
@@ -94,6 +100,57 @@ def test_graphs_are_captured_once_it_is_alone_and_used_then(group: Callable[...,
     assert made.leader.ask(PROMPT, max_tokens=40).tokens == expected
     assert leader.runner.graphs.replays > 0
     assert "alone" not in [stage.name for stage in made.leader.timeline.stages()]
+
+
+def test_the_bundles_graphs_are_restored_once_it_is_alone(
+    group: Callable[..., Group], serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_engine, "bundled_graphs", lambda region, settings: Bundled(b"1 2 4 8"))
+    expected = serve().ask(PROMPT, max_tokens=40).tokens
+    made = group("0:2", "2:4", gpu=host_gpu).start()
+    full(made)
+    leader: Any = made.leader.engine
+    answer = made.leader.ask(PROMPT, max_tokens=40)
+    for _ in range(10):
+        answer.next()
+    assert not leader._gpu.built
+    assert not leader._gpu.restores
+    leader.consolidate("down")
+    assert answer.tokens == expected
+    assert leader._gpu.restores == [(1, 2, 4, 8)]
+    assert leader.runner.graphs.replays > 0
+    until(lambda: len(leader._gpu.recorder.captured) == 1)  # of one sequence, which does not fit
+
+
+def test_a_bundle_for_an_engine_is_one_for_its_groups(checkpoint: Path) -> None:
+    region = fill_region(checkpoint)
+    subjects = [
+        Subject(region.wait_index(), {}, replace(SETTINGS, engine=name)) for name in ("torch", "group", "cluster")
+    ]
+    torchs, groups, others = (Facts(subject) for subject in subjects)
+    assert torchs["engine"] == groups["engine"] != others["engine"]
+    for name in ("kv-plan", "cuda-graphs"):
+        kind = KINDS[name]
+        manifest = Manifest((Artifact(kind.name, torchs.key(kind.facts), "0" * 64, 1),), ())
+        assert choose_artifact(manifest, kind, [groups]) is manifest.artifacts[0]
+        assert choose_artifact(manifest, kind, [others]) is None
+    region.close()
+
+
+def test_a_recorded_plan_of_the_kv_cache_is_for_workers_with_room_for_all_layers(
+    group: Callable[..., Group], checkpoint: Path, caplog: Any
+) -> None:
+    shape = geometry(KvShape(4, 2, 16, torch.float32), 512)
+    recorded = plan_to_record(shape, SETTINGS, activation_bytes=1 << 20)
+    made = group("0:2", "2:4", gpu=host_gpu, full=False, kv_cache_mb=None)
+    for rank in range(2):
+        region = fill_region(checkpoint)
+        region.attach_file(file_name("kv-plan"), recorded.to_bytes())
+        made.stack.callback(region.close)
+        made.add(rank, region=region)
+    stages = [stage for worker in made.workers for stage in worker.timeline.stages() if stage.name == "kv_plan"]
+    assert [stage.detail["source"] for stage in stages] == ["recorded", "computed"]
+    assert "the recorded KV plan is for another" not in caplog.text
 
 
 @pytest.mark.parametrize("after", [0, 7])

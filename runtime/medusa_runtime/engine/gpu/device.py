@@ -13,6 +13,7 @@ from torch import Tensor
 from ...config import Settings
 from ...errors import DeviceError, StateError
 from ...region.reader import Region
+from ...registry import bundle_engine
 from ...state.kinds import CUDA_GRAPHS, file_name
 from ...timeline import Timeline
 
@@ -54,7 +55,7 @@ def bundled_graphs(region: Region, settings: Settings) -> BundledGraphs | None:
     """
     if not region.has_code(file_name(CUDA_GRAPHS.name)):
         return None
-    if settings.graphs == "capture" or (settings.graphs == "auto" and settings.engine != "torch"):
+    if settings.graphs == "capture" or (settings.graphs == "auto" and bundle_engine(settings.engine) != "torch"):
         logger.info(
             "the state bundle's CUDA graphs are not used: --graphs is %s, the engine is %s",
             settings.graphs,

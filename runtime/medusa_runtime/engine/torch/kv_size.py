@@ -95,7 +95,7 @@ def kv_plan(
             vocabulary=config.vocab_size,
             item_bytes=dtype.itemsize,
         ),
-        recorded=recorded_plan(region),
+        recorded=recorded_plan(region) if layers in (None, config.num_layers) else None,  # it is for all layers
         remedy="give the container more memory"
         if device_free_bytes is None
         else "use a larger GPU, or end what else runs on this one",
