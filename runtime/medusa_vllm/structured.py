@@ -12,8 +12,8 @@ from typing import Any
 from medusa_runtime.checkpoint.reader import SMALL_FILES
 from medusa_runtime.engine.base import StructuredOutputs
 from medusa_runtime.engine.serving.inbox import Inbox
-from medusa_runtime.engine.structured.constraints import PARAM, Constraints
-from medusa_runtime.engine.structured.grammar import COMPILED
+from medusa_runtime.engine.structured.constraints import Constraints
+from medusa_runtime.engine.structured.grammar import COMPILED, PARAM
 from medusa_runtime.errors import EngineError, MedusaError, RequestError
 from medusa_runtime.region.reader import Region
 
@@ -158,7 +158,10 @@ class StructuredOutputManagers:
     def _manager(self, core: Any) -> Any:
         """Return a new manager. Reads the tokenizer, and imports the code that applies masks."""
         if self._region.file("tokenizer.json") is None:
-            raise RequestError(f"{PARAM}: this checkpoint has no tokenizer.json, so its tokens have no text", PARAM)
+            raise RequestError(
+                f"{PARAM}: this checkpoint has no tokenizer.json, so its tokens have no text",
+                PARAM,
+            )
         import llguidance.hf
         import llguidance.torch  # noqa: F401 - at the first mask, these would hold up the engine
         import xgrammar  # noqa: F401

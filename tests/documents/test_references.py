@@ -14,7 +14,7 @@ from medusa_adapters.trial import Trial
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.load.quantized.scheme import METHODS
-from medusa_runtime.models.registry import ARCHITECTURES, ENCODERS
+from medusa_runtime.models.architectures import ARCHITECTURES, ENCODERS
 
 from benchmarks.coldstart.others import yardsticks
 from benchmarks.coldstart.rows import ROWS

@@ -45,17 +45,6 @@ class Ground(Protocol):
     def close(self) -> None: ...
 
 
-def open_ground(base: int, *, recording: bool, library: str | None) -> Ground:
-    """The device, with memory placed from ``base``. ``library``: a fake driver's path, for a dry run."""
-    if library is not None:
-        from benchmarks.gpu.probing.fake import FakeGround
-
-        return FakeGround(library, base, recording=recording)
-    from benchmarks.gpu.probing.device import DeviceGround
-
-    return DeviceGround(base, recording=recording)
-
-
 def fixed_bytes(size: int, seed: int) -> bytes:
     """The same bytes in every process."""
     import random
@@ -65,4 +54,4 @@ def fixed_bytes(size: int, seed: int) -> bytes:
 
 Facts = dict[str, Any]
 
-__all__ = ["CHECKED_BYTES", "INPUTS", "OUTPUTS", "Captured", "Facts", "Ground", "fixed_bytes", "open_ground"]
+__all__ = ["CHECKED_BYTES", "INPUTS", "OUTPUTS", "Captured", "Facts", "Ground", "fixed_bytes"]

@@ -46,7 +46,7 @@ from medusa_runtime.state.graphs.restoration.kernels import KernelFinder, Kernel
 from medusa_runtime.state.graphs.structs import InstantiateParams
 
 from benchmarks.gpu.probing import evidence
-from benchmarks.gpu.probing.ground import CHECKED_BYTES, INPUTS, OUTPUTS, Captured, Facts, Ground, open_ground
+from benchmarks.gpu.probing.ground import CHECKED_BYTES, INPUTS, OUTPUTS, Captured, Facts, Ground
 
 # Away from the bases of both captures.
 _ELSEWHERE = 0x4800_0000_0000
@@ -317,6 +317,17 @@ def restore(ground: Ground, step: Step, folder: Path, *, at_recorded: bool) -> N
             return {"equal": True, "ms": round((time.perf_counter() - began) * 1e3, 2)}
 
         step.attempt(f"restored: {graph.key}", one)
+
+
+def open_ground(base: int, *, recording: bool, library: str | None) -> Ground:
+    """The device, with memory placed from ``base``. ``library``: a fake driver's path, for a dry run."""
+    if library is not None:
+        from benchmarks.gpu.probing.fake import FakeGround
+
+        return FakeGround(library, base, recording=recording)
+    from benchmarks.gpu.probing.device import DeviceGround
+
+    return DeviceGround(base, recording=recording)
 
 
 def main(arguments: list[str] | None = None) -> int:

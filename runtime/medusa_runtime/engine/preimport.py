@@ -35,8 +35,8 @@ def _import_transformers_module(region: Region) -> None:
 
     Errors in the model are not reported here; the engine reports them.
     """
+    from ..models.architectures import has_family, is_encoder
     from ..models.fields import read_object
-    from ..models.registry import has_family, is_encoder
 
     try:
         config = read_object(lambda name: region.file(name, _PATIENCE_S), "config.json")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from medusa_runtime.models.registry import ARCHITECTURES, model_config
+from medusa_runtime.models.architectures import ARCHITECTURES
+from medusa_runtime.models.registry import model_config
 
 if TYPE_CHECKING:
     from medusa_runtime.models.base import Attention, DecoderModel, ModelConfig

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from ..checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig
 from ..config import Settings, require_handler
 from ..errors import MismatchError, ModelError
+from .architectures import architecture_of, has_family, is_encoder
 from .fields import Fields, ReadFile, read_object
-from .registry import architecture_of, has_family, is_encoder, model_config
+from .registry import model_config
 
 
 class Backend(NamedTuple):

@@ -76,10 +76,12 @@ class ModelConfig:
 
     def model(self) -> DecoderModel:
         """Return the model as a skeleton in evaluation mode: its parameters have no memory yet (load/skeleton.py)."""
-        from medusa_runtime.models.registry import family
-
         with skeleton():
-            return family(self.architecture)(self).eval()
+            return self.construct().eval()
+
+    def construct(self) -> DecoderModel:
+        """Construct this family's model."""
+        raise NotImplementedError
 
     @staticmethod
     def common(architecture: str, fields: Fields, *, tied: bool, kv_heads: int | None = None) -> dict[str, Any]:

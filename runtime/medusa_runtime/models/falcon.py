@@ -50,6 +50,9 @@ class FalconConfig(ModelConfig):
             rope=RopeConfig.read(fields, head_dim=common["head_dim"], max_positions=common["max_positions"]),
         )
 
+    def construct(self) -> Falcon:
+        return Falcon(self)
+
 
 class FalconAttention(nn.Module):
     """Attention with one tensor for q, k and v. It has, for each kv head, its query heads, its key and its value."""

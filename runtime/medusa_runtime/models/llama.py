@@ -47,6 +47,9 @@ class LlamaConfig(ModelConfig):
             rope=RopeConfig.read(fields, head_dim=common["head_dim"], max_positions=common["max_positions"]),
         )
 
+    def construct(self) -> Llama:
+        return Llama(self)
+
 
 def _windows(architecture: str, fields: Fields, layers: int) -> tuple[int | None, ...]:
     """Return the sliding window of each layer. Mistral has one for all layers, and Qwen has one for some."""

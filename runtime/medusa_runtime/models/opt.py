@@ -40,6 +40,9 @@ class OPTConfig(ModelConfig):
             final_norm=norm_first and not fields.flag("_remove_final_layer_norm", default=False),
         )
 
+    def construct(self) -> OPT:
+        return OPT(self)
+
 
 class OPTAttention(nn.Module):
     FUSED = (("q_proj", "k_proj", "v_proj"),)

@@ -1,4 +1,4 @@
-"""The supported architectures, as config.json names them, and the classes that run them."""
+"""The classes that run the supported architectures."""
 
 from __future__ import annotations
 
@@ -6,41 +6,11 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from medusa_runtime.errors import ModelError, short_repr
+from medusa_runtime.models.architectures import ARCHITECTURES, architecture_of, has_family, unsupported
 from medusa_runtime.models.fields import Fields
 
 if TYPE_CHECKING:
     from medusa_runtime.models.base import DecoderModel, ModelConfig
-
-# Yi's checkpoints are named LlamaForCausalLM, and Falcon's first ones RWForCausalLM.
-ARCHITECTURES: dict[str, str] = {
-    "LlamaForCausalLM": "llama:Llama",
-    "MistralForCausalLM": "llama:Llama",
-    "YiForCausalLM": "llama:Llama",
-    "Qwen2ForCausalLM": "llama:Llama",
-    "Qwen3ForCausalLM": "llama:Llama",
-    "OPTForCausalLM": "opt:OPT",
-    "FalconForCausalLM": "falcon:Falcon",
-    "RWForCausalLM": "falcon:Falcon",
-}
-
-# The model_type of encoders, which turn text into vectors; models/bert.py runs them.
-ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert")
-CLASSIFIER = "ForSequenceClassification"  # the end of the names of transformers' text classifiers
-
-
-def is_encoder(raw: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes one of ENCODERS, and not a classifier or a decoder."""
-    named = raw.get("architectures")
-    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
-    other = any(name in ARCHITECTURES or name.endswith(CLASSIFIER) for name in names)
-    return raw.get("model_type") in ENCODERS and not other
-
-
-def has_family(raw: Mapping[str, Any]) -> bool:
-    """Return whether one of our families runs the decoder of a config.json. transformers may run the others."""
-    # Falcon's first small models have ALiBi, which our Falcon lacks.
-    return architecture_of(raw) in ARCHITECTURES and not (raw.get("model_type") == "falcon" and raw.get("alibi"))
 
 
 def family(architecture: str) -> type[DecoderModel]:
@@ -66,37 +36,7 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
     return family(architecture).config_class.read(architecture, Fields(raw))
 
 
-def unsupported(architecture: str, reason: str = "transformers has no such class") -> ModelError:
-    """Return the error for an architecture that the torch engine does not run."""
-    from difflib import get_close_matches  # 5 ms, and only an error needs it
-
-    near = get_close_matches(architecture[:100], ARCHITECTURES, n=1, cutoff=0.9)
-    if near and _digits(near[0]) != _digits(architecture):  # Qwen9 is another model, not a misspelled Qwen3
-        near = []
-    meant = f" (did you mean {near[0]}?)" if near else ""
-    return ModelError(
-        f"the torch engine does not know the architecture {architecture[:100]}{meant}, and {reason}; expected one of "
-        f"{', '.join(ARCHITECTURES)}, one that transformers knows, or --engine vllm"
-    )
-
-
-def _digits(name: str) -> str:
-    return "".join(filter(str.isdigit, name))
-
-
 def import_families() -> None:
     """Import every family's module, for a process from which engines are forked."""
     for target in set(ARCHITECTURES.values()):
         import_module(f"medusa_runtime.models.{target.partition(':')[0]}")
-
-
-def architecture_of(raw: Mapping[str, Any]) -> str:
-    """Return the first of a config.json's ``architectures`` that we know, or else the first. Raises ModelError."""
-    named = raw.get("architectures")
-    if not isinstance(named, list) or not named or not all(isinstance(name, str) for name in named):
-        own_module = "none; for a handler that builds its module itself say --engine none"
-        raise ModelError(
-            f"config.json: expected architectures to be a list of names such as [{next(iter(ARCHITECTURES))!r}], "
-            f"found {own_module if named is None else short_repr(named)}"
-        )
-    return str(next((name for name in named if name in ARCHITECTURES), named[0]))

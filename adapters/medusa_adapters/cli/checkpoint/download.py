@@ -17,8 +17,7 @@ from medusa_runtime.checkpoint.reader import Checkpoint
 from medusa_runtime.errors import ConfigError, StorageError
 from medusa_runtime.region.reader import Progress
 
-from .fetch import PART
-
+PART = ".part"  # how the name of a file ends while it is being written
 _PIECE_BYTES = 8 << 20
 
 

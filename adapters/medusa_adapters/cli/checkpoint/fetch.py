@@ -19,7 +19,6 @@ from ..progress import ProgressLine, size
 
 _LOOK_EVERY_S = 0.1
 _CONNECTIONS = 8
-PART = ".part"  # how the name of a file ends while it is being written
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +62,11 @@ def can_end_anywhere(arguments: argparse.Namespace) -> bool:
 
 
 def leftovers(arguments: argparse.Namespace) -> list[Leftovers]:
-    return [] if arguments.to is None else [Leftovers(arguments.to, f"*{PART}")]
+    if arguments.to is None:
+        return []
+    from .download import PART
+
+    return [Leftovers(arguments.to, f"*{PART}")]
 
 
 def _check(arguments: argparse.Namespace) -> None:

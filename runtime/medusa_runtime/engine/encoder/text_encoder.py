@@ -14,11 +14,11 @@ from ...errors import ConfigError, ContextLengthError, RequestError
 from ...load.applier import Applier
 from ...load.loader import Loader
 from ...load.skeleton import skeleton
+from ...models.architectures import is_encoder
 from ...models.base import DTYPES
 from ...models.bert import Bert, BertConfig
 from ...models.fields import Fields
 from ...models.layers.pooling import POOLINGS, normalized
-from ...models.registry import is_encoder
 from ...models.sentences import SentenceEncoderSettings
 from ...models.transformers.encoder import TransformersEncoder
 from ...region.reader import Region

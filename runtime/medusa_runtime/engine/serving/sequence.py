@@ -12,8 +12,8 @@ from ..torch.kv_cache import BLOCK_TOKENS
 from .transcript import Transcript
 
 if TYPE_CHECKING:
-    from ..structured.process import GrammarProcess
-    from ..torch.adapters import Adapter
+    from ..structured.constraint import Constraint
+    from ..torch.adapter import Adapter
 
 
 class SampledToken(NamedTuple):
@@ -22,24 +22,6 @@ class SampledToken(NamedTuple):
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-
-
-class Constraint:
-    """The grammar that a sequence's text must follow, kept in another process (``engine/structured``).
-
-    ``number`` is the grammar's number there. ``unsent`` are the sequence's tokens that the process has not been sent
-    yet. ``end_token_ids_sent`` says whether it has been sent the tokens that end the sequence.
-    """
-
-    def __init__(self, process: GrammarProcess, number: int) -> None:
-        self.process = process
-        self.number = number
-        self.unsent: list[int] = []
-        self.end_token_ids_sent = False
-
-    def close(self) -> None:
-        """Have the process forget the grammar. Call it in the engine's thread."""
-        self.process.closed.append(self.number)
 
 
 class Sequence:

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from ...errors import EngineError, RequestError
 from ..base import StructuredOutputs
-from ..serving.sequence import Constraint, SampledToken, Span
+from ..serving.sequence import SampledToken, Span
 from ..serving.sequence import Sequence as Generated
+from .constraint import Constraint
+from .grammar import PARAM
 
 if TYPE_CHECKING:
     from .process import GrammarProcess
 
 logger = logging.getLogger(__name__)
-
-PARAM = "structured_outputs"
 
 
 class EndedSequence(NamedTuple):
@@ -197,7 +197,8 @@ class Constraints:
                 tokenizer = self._read_tokenizer()
                 if tokenizer is None:
                     raise RequestError(
-                        f"{PARAM}: this checkpoint has no tokenizer.json, so its tokens have no text", PARAM
+                        f"{PARAM}: this checkpoint has no tokenizer.json, so its tokens have no text",
+                        PARAM,
                     )
                 self._process = GrammarProcess(
                     tokenizer, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids, rows=self._rows

@@ -6,6 +6,7 @@ import json
 
 from ..base import StructuredOutputs
 
+PARAM = "structured_outputs"  # what a request calls its form
 KINDS = ("json_schema", "regex", "choice", "grammar")
 COMPILED = "llguidance"  # the kind of a grammar that has been compiled already
 # Enough for indentation, but limited, so that a model that repeats spaces cannot go on forever.

@@ -19,7 +19,7 @@ from ...process import hang_up
 from ...resource_limits import as_limit_error
 from ..base import StructuredOutputs
 from ..frames import Frame, FrameReader, pack
-from .constraints import PARAM
+from .grammar import PARAM
 from .worker import Task
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ class GrammarProcess:
                 self._hello_received = True
             if self._fault:
                 raise RequestError(
-                    f"{PARAM}: expected a tokenizer whose tokens have a text each, found another: {self._fault}", PARAM
+                    f"{PARAM}: expected a tokenizer whose tokens have a text each, found another: {self._fault}",
+                    PARAM,
                 )
             answer = self._open_in(self._quick, frame, wanted)
         if answer["type"] == "slow":

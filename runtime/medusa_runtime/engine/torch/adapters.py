@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,26 +17,11 @@ from ...models.layers.lora import AdaptedLayer, AdapterStep, Pairs
 from ...region.reader import Region
 from ...timeline import Timeline
 from ..serving.sequence import Sequence, Span
+from .adapter import Adapter
 
 logger = logging.getLogger(__name__)
 
 _CHECK_EVERY_S = 0.25  # how often a call that waits checks whether it was cancelled
-
-
-class Adapter:
-    """One adapter. When ``loaded`` is set, it has ``pairs`` or an ``error``. Until then its sequences are ``waiting``.
-
-    ``number`` is unique in the engine; a step's spans are sorted by it.
-    """
-
-    def __init__(self, name: str, number: int) -> None:
-        self.name = name
-        self.number = number
-        self.pairs: Pairs | None = None
-        self.size_bytes = 0
-        self.error: MedusaError | None = None
-        self.loaded = threading.Event()
-        self.waiting: list[Sequence] = []
 
 
 class Adapters:
@@ -71,6 +57,7 @@ class Adapters:
         self._fail = fail
         self._step = AdapterStep()
         self._adapters: dict[str, Adapter] = {}
+        self._waiting: dict[Adapter, list[Sequence]] = defaultdict(list)  # for an adapter that is being loaded
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -124,7 +111,7 @@ class Adapters:
         if adapter.error is not None:
             self._fail(sequence, adapter.error)
         else:
-            adapter.waiting.append(sequence)
+            self._waiting[adapter].append(sequence)
         return True
 
     def group_by_adapter(self, spans: list[Span]) -> list[Span]:
@@ -191,8 +178,7 @@ class Adapters:
             self._post(lambda: self._arrived(adapter))
 
     def _arrived(self, adapter: Adapter) -> None:
-        waiting, adapter.waiting = adapter.waiting, []
-        for sequence in waiting:
+        for sequence in self._waiting.pop(adapter, ()):
             if sequence.cancelled:
                 continue
             if adapter.error is not None:

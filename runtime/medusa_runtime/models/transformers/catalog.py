@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import MissingPackageError, ModelError
+from ..architectures import CLASSIFIER, architecture_of, unsupported
 from ..fields import Fields
-from ..registry import CLASSIFIER, architecture_of, unsupported
 
 _RECURRENT = frozenset({"linear_attention", "mamba", "conv", "recurrent", "hybrid", "moe", "mamba2", "attention_mamba"})
 INSTALL = 'pip install "medusa-runtime[transformers]"'
