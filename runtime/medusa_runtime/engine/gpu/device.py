@@ -25,9 +25,7 @@ if TYPE_CHECKING:  # a start on a CPU does not import these
     from ...load.loader import Loader
     from ...load.upload.link import Link
     from ...models import DecoderModel
-    from ..torch.kv_cache import KvCache
     from .decode_graphs import Capturer, DecodeGraphs, Restorer
-    from .runner import GpuRunner, Weights
 
 
 def open_gpu(settings: Settings, timeline: Timeline) -> Gpu | None:
@@ -225,28 +223,3 @@ class Gpu:
     def as_default_device(self) -> AbstractContextManager[object]:
         """Return a context manager in which new tensors are made on the device."""
         return self.device
-
-    def runner(
-        self,
-        model: DecoderModel,
-        cache: KvCache,
-        weights: Weights,
-        max_concurrency: int,
-        max_model_len: int,
-        timeline: Timeline,
-        blueprints: BundledGraphs | None = None,
-        has_all_layers: bool = True,
-    ) -> GpuRunner:
-        from .runner import GpuRunner
-
-        return GpuRunner(
-            self,
-            model,
-            cache,
-            weights,
-            max_concurrency=max_concurrency,
-            max_model_len=max_model_len,
-            timeline=timeline,
-            blueprints=blueprints,
-            has_all_layers=has_all_layers,
-        )

@@ -117,20 +117,23 @@ class TorchEngine:
                 else KvCache(shape, gpu.limit_blocks(plan.blocks), gpu.memory, first_layer=cached.start)
             )
             detail |= {"tokens": plan.tokens, "source": plan.source}
-        self.runner: Runner = (
-            CpuRunner(self._model, self._cache)
-            if gpu is None
-            else gpu.runner(
+        self.runner: Runner
+        if gpu is None:
+            self.runner = CpuRunner(self._model, self._cache)
+        else:
+            from ..gpu.runner import GpuRunner  # a start on a CPU does not import it
+
+            self.runner = GpuRunner(
+                gpu,
                 self._model,
                 self._cache,
                 self._weights,
-                settings.max_concurrency,
-                plan.max_model_len,
-                timeline,
-                bundled_graphs(region, settings),
-                whole,
+                max_concurrency=settings.max_concurrency,
+                max_model_len=plan.max_model_len,
+                timeline=timeline,
+                blueprints=bundled_graphs(region, settings),
+                has_all_layers=whole,
             )
-        )
         eos = read_eos_token_ids(region, config)
         self.info = EngineInfo("torch", config.architecture, config.vocab_size, plan.max_model_len, eos, plan.tokens)
         self._scheduler = Scheduler(
