@@ -71,7 +71,7 @@ class Goal:
     waiting_s: float = 0.0  # t_w
     hop_s: float = 0.0  # t_n
     follows_memory: bool = False
-    kv_bytes: int = 0  # keys and values of all layers
+    kv_bytes: int = 0  # keys and values that a worker needs room for, also with a part of the layers
     least_full: int = 1  # at least one worker must have room for the whole model when the group is consolidated
     largest: int = LARGEST_GROUP
 
@@ -89,7 +89,7 @@ def choose(servers: Iterable[CandidateNode], times: StageTimes, goal: Goal, laye
     fitting = [server for server in usable if server.fits(weights, kv)]
     fallback: Scheme | None = None
     for size in range(1, largest + 1):
-        partly = [server for server in usable if server.fits(weights / size, kv / size)]
+        partly = [server for server in usable if server.fits(weights / size, kv)]
         best = heapq.nsmallest(2 * size, partly, key=_rank)
         full = heapq.nsmallest(size, fitting, key=_rank)
         for count in range(1 if size == 1 else min(goal.least_full, size), size + 1):

@@ -60,10 +60,10 @@ def test_groups_that_cannot_use_gpus_are_made_of_processors() -> None:
 
 
 def test_a_worker_that_will_be_the_model_has_room_for_it_with_its_keys_and_values() -> None:
-    made = [*gpus(3, "a", free=2.6), *gpus(1, "z", free=11.5)]
+    made = [*gpus(3, "a", free=4.1), *gpus(1, "z", free=11.5)]
     starts = started(made, large(kv_bytes=2 * GB))
     assert [(start.node, start.full) for start in starts] == [("z0", True), ("a0", False), ("a1", False), ("a2", False)]
-    (start,) = started(made, large(kv_bytes=3 * GB))  # a part needs 2.75 GB
+    (start,) = started(made, large(kv_bytes=3 * GB))  # a part needs 5 GB
     assert (start.node, start.group) == ("z0", None)
 
 
