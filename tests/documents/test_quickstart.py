@@ -51,7 +51,7 @@ def test_the_handler_of_the_page_streams(tmp_path: Path) -> None:
 
 
 def test_a_function_is_tested_as_the_page_about_handlers_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, batched, test = (block for language, block in blocks("handler.md") if language == "python")
+    function, batched, _, test = (block for language, block in blocks("handler.md") if language == "python")
     exec(compile(batched, "handler.md", "exec"), {})
     (tmp_path / "handler.py").write_text(function)
     monkeypatch.chdir(tmp_path)
