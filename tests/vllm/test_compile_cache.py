@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import getpass
+import os
+import tempfile
 import zipfile
 from pathlib import Path
 
 import pytest
-from medusa_runtime.errors import StateError
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import ConfigError, StateError
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
 from medusa_vllm.compiled.cache import pack, read_file, restore
+from medusa_vllm.compiled.settings import CompiledStart
 
 CONTENT = bytes(range(256)) * 4096
 
@@ -68,3 +76,32 @@ def test_no_file_is_written_outside_and_no_other_format_read(tmp_path: Path, nam
 def test_a_missing_part_is_told(blob: Path) -> None:
     with pytest.raises(StateError, match=r"nothing\.json"):
         read_file(blob.read_bytes(), "nothing.json")
+
+
+def compiling(region: Region) -> CompiledStart:
+    return CompiledStart(region, Settings(engine="vllm", compile="always"), Timeline.create("test"), Path("made"))
+
+
+@pytest.mark.parametrize("kind", ["writable", "link", "file", pytest.param("owner", marks=pytest.mark.root)])
+def test_the_compiler_takes_nothing_from_a_folder_that_others_made(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"torchinductor_{getpass.getuser()}"
+    if kind == "file":
+        folder.touch()
+    elif kind == "link":
+        (tmp_path / "theirs").mkdir()
+        folder.symlink_to("theirs")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777 if kind == "writable" else 0o755)
+        if kind == "owner":
+            os.chown(folder, 1000, 1000)
+    with contextlib.closing(Region.create()) as region:
+        with pytest.raises(ConfigError, match=r"torch's compiler would run code from there.*TMPDIR"):
+            compiling(region)
+        folder.rename(tmp_path / "away")
+        for _ in range(2):
+            compiling(region).close()
+            assert oct(folder.stat().st_mode)[-3:] == "700"

@@ -18,6 +18,7 @@ from medusa_vllm import COMPILE_CACHE
 
 from ..scratch import scratch_folder
 from .cache import cache_folders, read_file, restore
+from .compiler_folder import claim_compiler_folder
 from .model import INDEX, CompiledModel, check_index
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class CompiledStart:
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, capture: Path | None = None) -> None:
         self.extra: dict[str, str] = {} if capture is None else {_CAPTURED: str(capture)}
         self._always = settings.compile == "always"
+        if self._always:
+            claim_compiler_folder()
         self._timeline = timeline
         self._fd = -1
         self._blob: bytes | None = None
