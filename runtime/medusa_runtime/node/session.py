@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ..config import layer_range
-from ..errors import MedusaError, NodeError, NodeRefusedError
+from ..errors import MedusaError, NodeError, NodeRefusedError, TooLargeError
 from ..storage.base import scheme_of
 from .callers.impersonation import Folder, Identity, received_folder
 from .callers.peer import Caller, shares_mount_namespace
@@ -155,6 +155,8 @@ class Session:
         except OSError:
             return  # the caller has gone, and the end of its connection will be read next
         self._release_region()
+        if isinstance(error, NodeRefusedError | TooLargeError):  # a quota, a share or the budget
+            self._services.accounts.count_refusal(self.caller, error)
         try:
             self.refuse(error)
         except OSError:

@@ -461,7 +461,9 @@ def test_who_is_refused_by_a_quota_evicts_nothing(start_node: Start, put_model: 
     read_all(client.region(first))
     with pytest.raises(NodeRefusedError, match="the quota of 6 MB"):
         node.client().region(second)
-    assert {held["url"] for held in node.status()["regions"]} == {first, other}
+    status = node.status()
+    assert {held["url"] for held in status["regions"]} == {first, other}
+    assert status["refused"] == {"Node.Refused": 1}
 
 
 def test_ten_ask_for_two_models_where_there_is_room_for_one(start_node: Start, put_model: Put) -> None:
