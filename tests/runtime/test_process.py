@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
+from pathlib import Path
 
 import pytest
+from hanging_files import LOOKUP, HangingFiles
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.instance.children import Children
 from medusa_runtime.process import ReportPipe
@@ -40,3 +42,24 @@ def test_a_signal_to_a_child_whose_end_is_just_being_noted() -> None:
         children.stop("function")
         with pytest.raises(ChildProcessError):
             children.reap()
+
+
+@pytest.mark.root
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(os.getuid() != 0 or not os.access("/dev/fuse", os.W_OK), reason="needs root and /dev/fuse")
+def test_a_child_that_cannot_be_killed_holds_nobody_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An instance whose model was on a file system that hung could not be stopped."""
+    monkeypatch.setattr("medusa_runtime.instance.children._END_S", 0.1)
+    monkeypatch.setattr("medusa_runtime.instance.children._KILLED_S", 0.3)
+    with closing(ReportPipe()) as pipe, HangingFiles(tmp_path) as files:
+        files.hang(LOOKUP)
+        children = Children(Timeline.create("test"), pipe)
+        children.fork("prefetcher", lambda _: len(os.listdir(tmp_path / "file")))
+        pid = children.pid("prefetcher")
+        while not files.asked:
+            os.sched_yield()
+        children.close()
+    assert f"the prefetcher (process {pid}) was killed and has not ended" in caplog.text
+    os.waitpid(pid, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -13,7 +14,11 @@ from ..limits import OutOfMemory
 from ..process import ReportPipe, fork
 from ..timeline import Timeline
 
+logger = logging.getLogger(__name__)
+
 _END_S = 2.0  # how long processes have to end after SIGTERM
+_KILLED_S = 5.0  # and after SIGKILL; the kernel does not kill one that waits for some file systems (FUSE)
+_LOOK_S = 0.01
 
 
 class Ended(NamedTuple):
@@ -55,7 +60,13 @@ class Children:
         pid = self.pid(name)
         if pid:
             _signal_group(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            deadline = time.monotonic() + _KILLED_S
+            while not os.waitpid(pid, os.WNOHANG)[0]:
+                if time.monotonic() > deadline:
+                    why = "it may wait for a file system that does not answer"
+                    logger.warning("the %s (process %d) was killed and has not ended; %s", name, pid, why)
+                    break
+                time.sleep(_LOOK_S)
             del self._names[pid]
         return pid != 0
 
@@ -88,7 +99,7 @@ class Children:
         deadline = time.monotonic() + _END_S
         while self._names and time.monotonic() < deadline:
             self.reap()
-            time.sleep(0.01)
+            time.sleep(_LOOK_S)
         for name in tuple(self._names.values()):
             self.kill(name)
 

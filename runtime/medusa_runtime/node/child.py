@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -16,6 +17,8 @@ from ..region.pages import unmap_memfds
 from ..resource_limits import as_limit_error, most_files
 from ..timeline import Timeline
 from .messages import channel_pair
+
+logger = logging.getLogger(__name__)
 
 _TRIES, _RETRY_S = 20, 0.001  # a process's connections are closed a moment before it can be reaped
 _WAIT_S = 5.0
@@ -149,6 +152,9 @@ class Reaper:
         while self._ending and time.monotonic() < deadline:
             self.reap()
             time.sleep(_RETRY_S)
+        if self._ending:
+            found = ", ".join(str(pid) for pid, _ in self._ending)
+            logger.warning("killed, but not ended: %s; they may wait for a file system that does not answer", found)
 
 
 REAPER = Reaper()  # the children of this process

@@ -141,6 +141,7 @@ def test_prefetchers_that_cannot_be_killed_are_limited(start_node: Start, place:
             assert client.status()["callers"]["user 1001"] == {"fetches": 2, "prefetchers": 4}
         node.process.send_signal(signal.SIGTERM)
         assert node.process.wait(60) == 0, "it waits for those that cannot be killed"
+        assert "killed, but not ended: " in node.output()
 
 
 def test_a_slow_folder_stops_no_agent(start_node: Start, place: Path, model: dict[str, bytes]) -> None:
