@@ -17,6 +17,7 @@ import pytest
 from group_fixtures import Group, free_port, host_gpu, until
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.engine.client import EngineClient, TokenStream
+from medusa_runtime.engine.torch import transfers
 from medusa_runtime.errors import ConfigError, EngineError
 
 PROMPT = "Tokens flow from storage to memory, and from memory to layers. "
@@ -49,7 +50,10 @@ def test_a_worker_that_ends_at_any_step_changes_no_token(
 
 
 @pytest.mark.parametrize("gpu", [None, host_gpu])
-def test_a_worker_that_ends_while_its_blocks_are_gathered(gpu: Any, group: Callable[..., Group], serve: Any) -> None:
+def test_a_worker_that_ends_while_its_blocks_are_gathered(
+    gpu: Any, group: Callable[..., Group], serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "_TRANSFER_BYTES", 1)  # block by block
     expected = serve().ask([7] * 300, max_tokens=60).tokens
     made = group("0:2", "2:4", link_bytes_per_s=400e3, gpu=gpu).start()  # gathering takes some 0.4 s
     until(lambda: made.formed and all(worker.engine.full.is_set() for worker in made.workers))

@@ -89,7 +89,7 @@ def pair(slow: SlowRegion, group: Callable[..., Group], checkpoint: Path) -> Ite
 def test_tokens_are_those_of_one_engine(
     params: dict[str, Any], schedule: str, gpu: Any, slow: SlowRegion, pair: Callable[..., Group], serve: Any
 ) -> None:
-    alone, prompts = serve(), PROMPTS if gpu is None else PROMPTS[::4]
+    alone, prompts = serve(), PROMPTS if gpu is None else PROMPTS[::6]
     expected = [alone.ask(prompt, max_tokens=12, **params).tokens for prompt in prompts]
     made = pair(schedule=schedule, gpu=gpu)
     target = made.workers[1].engine
@@ -223,7 +223,7 @@ def disaggregated(group: Callable[..., Group], prefilling: int, gpu: Any = None)
 def test_others_prefill_and_become_instances(
     params: dict[str, Any], gpu: Any, group: Callable[..., Group], serve: Any
 ) -> None:
-    alone, prompts = serve(), PROMPTS if gpu is None else PROMPTS[::4]
+    alone, prompts = serve(), PROMPTS if gpu is None else PROMPTS[::6]
     expected = [alone.ask(prompt, max_tokens=12, **params).tokens for prompt in prompts]
     made = disaggregated(group, 2, gpu)
     answers = [made.leader.ask(prompt, max_tokens=12, **params) for prompt in prompts]
