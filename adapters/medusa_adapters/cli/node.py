@@ -133,7 +133,7 @@ def _table(status: dict[str, Any]) -> str:
         f"node agent {status['pid']} on {status['socket']}, up {status['uptime_s']:.0f} s",
         f"models: {size(status['used_bytes'])} of {size(status['budget_bytes'])}",
     ]
-    if status["left_bytes"]:
+    if status.get("left_bytes"):  # an older agent has none
         lines.append(f"  of this, {size(status['left_bytes'])} are replaced or dropped models that functions still use")
     for kind, engine in status["engines"].items():
         line = f"{kind} engines: {engine['warm']} of {engine['wanted']} warm, {engine['taken']} taken"
