@@ -21,7 +21,9 @@ from typing import Any
 import pytest
 import yaml
 from medusa_adapters.cli.node_metrics import open_listener
+from medusa_cluster.gateway.gateway import Gateway, GatewayOptions
 from medusa_runtime.errors import ConfigError
+from medusa_runtime.storage.peer_access import PeerAccess
 
 MONITORING = Path(__file__).parents[2] / "monitoring"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
@@ -55,7 +57,10 @@ def test_they_ask_for_metrics_that_a_running_function_and_its_node_agent_have(
     assert 'medusa_fetch_retries_total{model="pydoc-lm"} 0\n' in page
     agent = _page(node, port)
     assert f'medusa_node_model_in_use_by{{model="{EXAMPLE}"}} 1\n' in agent
-    page += agent
+    no_session: Any = None
+    gateway = Gateway(GatewayOptions(("head:1",), PeerAccess("t" * 16)), no_session, "")
+    gateway.metrics.of("lm").requests["/v1/completions", 200] += 1
+    page += agent + gateway.metrics_text()
     documented = (
         (MONITORING.parent / "docs/metrics.md").read_text().partition("## A node agent")[2].partition("\n## ")[0]
     )
