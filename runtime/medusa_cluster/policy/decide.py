@@ -303,7 +303,10 @@ class _Tick:
                 self._start_group(count, scheme)
                 number -= scheme.full
                 continue
-            node = self._placement.choose(deployment, self._fetches.target(deployment.url))
+            if scheme is not None and scheme.meets and self._placement.can_hold(scheme.nodes[0], deployment):
+                node: str | None = scheme.nodes[0]
+            else:
+                node = self._placement.choose(deployment, self._fetches.target(deployment.url))
             if node is None:
                 return
             predicted_s = scheme.ttft_s if scheme is not None and scheme.nodes == (node,) else 0.0

@@ -67,6 +67,11 @@ class Index:
             self._by_link = sorted(seen, key=lambda name: (not seen[name].devices, -seen[name].link_bytes_per_s, name))
         return self._by_link
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some of the nodes that are alive have accelerators, and some have none."""
+        return len({processor.on_gpu for processor, count in self.processors.items() if count}) == 2
+
     def count_processors(self, deployment: Deployment) -> int:
         """Return how many kinds of processors there are for the deployment's instances."""
         kinds = {

@@ -118,20 +118,38 @@ class Placement:
         needed, node = deployment.size_bytes + deployment.kv_bytes, self.nodes[name]
         if self._device_room(node, deployment) >= needed:
             return True
-        too_large = self._too_large.get(deployment.name)
-        if too_large is None:
-            too_large = self._too_large[deployment.name] = not any(
+        return self._is_too_large(deployment)
+
+    def _is_too_large(self, deployment: Deployment) -> bool:
+        """Return whether no node has an accelerator with so much memory, or can do without one."""
+        found = self._too_large.get(deployment.name)
+        if found is None:
+            needed = deployment.size_bytes + deployment.kv_bytes
+            found = self._too_large[deployment.name] = not any(
                 not other.device_bytes or _for_model(other.device_bytes, deployment) >= needed
                 for other in self.nodes.values()
                 if other.state == "alive" and self._is_for(other, deployment)
             )
-        return too_large
+        return found
+
+    def on_accelerators(self, deployment: Deployment) -> Deployment | None:
+        """Return the deployment as one that starts on accelerators alone, or None if that makes no difference."""
+        if deployment.device != "auto" or not self.index.is_mixed:
+            return None
+        self._is_too_large(deployment)  # for all processors
+        return replace(deployment, device="cuda")
 
     def choose(self, deployment: Deployment, planned: str | None = None) -> str | None:
         """Return the node for a whole instance, or None if no slot is free or the weights fit nowhere.
 
-        If no node has the model, it is the best of the first servers on which nothing else is fetched.
+        Where the deployment may use an accelerator, a node with a free one comes first. If no node has the model, it is
+        the best of the first servers on which nothing else is fetched.
         """
+        accelerated = self.on_accelerators(deployment)
+        found = None if accelerated is None else self._choose(accelerated, planned)
+        return found or self._choose(deployment, planned)
+
+    def _choose(self, deployment: Deployment, planned: str | None) -> str | None:
         for server in self.holders(deployment, planned):
             if self.can_hold(server.node, deployment):
                 return server.node

@@ -33,10 +33,15 @@ class Schemes:
         """Return the scheme by which ``number`` instances start. None if the model's starts are unknown.
 
         All workers compute on the same kind of processor. Of the kinds with a group that meets the SLOs, the one with
-        the smallest is chosen.
+        the smallest is chosen, and accelerators before processors.
         """
         if deployment.times is None or deployment.layers < 2:
             return None
+        accelerated = self._placement.on_accelerators(deployment)
+        found = None if accelerated is None else self._choose(accelerated, number)
+        return found if found is not None and found.meets else self._choose(deployment, number)
+
+    def _choose(self, deployment: Deployment, number: int) -> Scheme | None:
         placement = self._placement
         holders = placement.holders(deployment, self._fetches.target(deployment.url))
         if holders and placement.can_hold(holders[0].node, deployment):

@@ -52,6 +52,20 @@ def test_processors_and_gpus_are_not_mixed_unless_the_deployment_uses_no_gpu() -
     assert started(made, large())[0].node == "g0"
 
 
+def test_a_model_that_lies_with_a_processor_starts_on_a_free_gpu_that_meets_its_goal() -> None:
+    had = Copy("s3://m", 8 * GB, 8 * GB)
+    head = Node("a", link_bytes_per_s=2 * GB, memory_bytes=100 * GB, copies=(had,))
+    for slo in (math.inf, 9.0):
+        assert [start.node for start in started([head, *gpus(1)], large(ttft_slo_s=slo))] == ["g0"]
+    assert len(started([head, *gpus(4)], large())) == 4
+    taken = (Instance("i", "other", "g0", "ready"),)
+    for busy in (gpus(1, instances=taken), gpus(1, free=1), gpus(1, device_bytes=4 * GB, free=1)):
+        assert [start.node for start in started([head, *busy], large(ttft_slo_s=math.inf))] == ["a"]
+        assert [start.node for start in started([head, *busy], large(times=None))] == ["a"]
+    assert [start.node for start in started([head, *gpus(1)], large())] == ["a"]  # a GPU would be late
+    assert [start.node for start in started([head, *gpus(1)], large(device="cpu"))] == ["a"]
+
+
 def test_groups_that_cannot_use_gpus_are_made_of_processors() -> None:
     processors = [Node(f"c{number}", link_bytes_per_s=2 * GB, memory_bytes=100 * GB) for number in range(4)]
     assert {start.node[0] for start in started([*gpus(4), *processors], large(gpu_groups=False))} == {"c"}
