@@ -53,6 +53,7 @@ def test_they_ask_for_metrics_that_a_running_function_and_its_node_agent_have(
     assert instance.request("POST", "/v1/completions", body).status == 200
     page = instance.request("GET", "/metrics").body.decode()
     assert 'medusa_state_artifact_used{artifact="the state bundle",model="pydoc-lm"} 0\n' in page
+    assert re.search(r'medusa_info{runtime="\d[^"]*",engine="torch",weights="[0-9a-f]{16}",model="pydoc-lm"} 1\n', page)
     assert 'medusa_node_agent_used{model="pydoc-lm"} 0\n' in page
     assert 'medusa_fetch_retries_total{model="pydoc-lm"} 0\n' in page
     agent = _page(node, port)

@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import medusa_vllm  # noqa: F401 - registers the engine that has an HTTP server of its own
@@ -175,7 +176,8 @@ class ScriptedRegion:
     def __init__(self, files: dict[str, str]) -> None:
         self.files = files
 
-    def wait_index(self, timeout_s: float | None = None) -> None: ...
+    def wait_index(self, timeout_s: float | None = None) -> Any:
+        return SimpleNamespace(version="1")
 
     def file(self, name: str) -> bytes | None:
         return self.files[name].encode() if name in self.files else None

@@ -66,6 +66,8 @@ def exposition(status: Mapping[str, Any]) -> str:
 
 def _lines(status: Mapping[str, Any]) -> Iterator[str]:
     regions, engines = status["regions"], status["engines"]
+    info = (("runtime", status["runtime"]),)
+    yield from gauge("medusa_node_info", "The version of the agent's software.", (info, 1))
     yield from gauge("medusa_node_uptime_seconds", "Since the agent started.", ((), status["uptime_s"]))
     yield from gauge("medusa_node_budget_bytes", "Memory that models may take.", ((), status["budget_bytes"]))
     yield from gauge("medusa_node_used_bytes", "Memory that models take.", ((), status["used_bytes"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from medusa_runtime import __version__
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.liveness import ROLES
 from medusa_runtime.prometheus import Labels, escape, gauge
@@ -50,6 +51,8 @@ def _with_model(line: str, name: str) -> str:
 
 
 def _lines(service: Service) -> Iterator[str]:
+    info = (("runtime", __version__), ("engine", service.settings.engine), ("weights", _weights_version(service)))
+    yield from gauge("medusa_info", "What this instance runs; weights is a digest of their files' versions.", (info, 1))
     yield from service.metrics.lines()
     admission = service.admission
     yield from gauge(
@@ -85,6 +88,16 @@ def _lines(service: Service) -> Iterator[str]:
     yield from _processes(service)
     yield from _engine(service)
     yield from _start(service.timeline.stages())
+
+
+def _weights_version(service: Service) -> str:
+    region = service.region
+    if region is None or region.progress().state not in ("fetching", "done"):
+        return ""
+    try:
+        return region.wait_index().version
+    except MedusaError:  # the fetch has just failed
+        return ""
 
 
 def _start(stages: list[Stage]) -> Iterator[str]:

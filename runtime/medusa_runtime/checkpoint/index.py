@@ -114,6 +114,14 @@ class WeightIndex:
         return WeightIndex(self.shards, self.tensors, [*first, *rest], recorded=True)
 
     @property
+    def version(self) -> str:
+        """A digest of the files' names, sizes and versions (such as ETags): 16 hexadecimal digits."""
+        import hashlib
+
+        shards = sorted((shard.name, shard.size_bytes, shard.version) for shard in self.shards)
+        return hashlib.blake2b(repr(shards).encode(), digest_size=8).hexdigest()
+
+    @property
     def total_bytes(self) -> int:
         """The size of all data sections."""
         return sum(shard.data_bytes for shard in self.shards)

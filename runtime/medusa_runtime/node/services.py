@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .. import __version__
 from ..storage.base import scheme_of
 from .callers.accounts import Accounts
 from .callers.peer import Caller
@@ -40,6 +41,7 @@ class Services:
         return {
             "pid": os.getpid(),
             "socket": self.settings.path if trusted else caller.socket,
+            "runtime": __version__,
             "uptime_s": round(time.monotonic() - self.started_at, 1),
             "budget_bytes": pool.budget_bytes,
             "ready_bytes": self.keeper.ready_bytes if trusted else 0,

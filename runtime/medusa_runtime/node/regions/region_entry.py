@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -107,8 +106,7 @@ class RegionEntry:
     def version(self) -> str:
         """A digest of the versions of a store's objects; "" for local files, and before the index is there."""
         if not self._version and self.sealed and self.folder is None and scheme_of(self.key):
-            shards = [(shard.name, shard.size_bytes, shard.version) for shard in self.region.wait_index(1.0).shards]
-            self._version = hashlib.blake2b(repr(sorted(shards)).encode(), digest_size=8).hexdigest()
+            self._version = self.region.wait_index(1.0).version
         return self._version
 
     @property
