@@ -30,8 +30,16 @@ static int read_gpu(int number)
     return lines;
 }
 
-int nvmlInit_v2(void) { return failing("nvmlInit_v2"); }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = read_gpu(-1); return failing("nvmlDeviceGetCount_v2"); }
+static int opened; /* calls between init and shutdown, and no others, are allowed */
+
+int nvmlInit_v2(void) { return failing("nvmlInit_v2") ? 999 : !++opened; }
+int nvmlShutdown(void) { return opened-- > 0 ? 0 : 1; }
+int fake_opened(void) { return opened; }
+int nvmlDeviceGetCount_v2(unsigned *count)
+{
+    *count = read_gpu(-1);
+    return opened > 0 ? failing("nvmlDeviceGetCount_v2") : 1;
+}
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device)
 {
     *device = (void *)(size_t)(index + 1);

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def visible_gpus(
         words = [word.strip() for word in given.split(",")]
         return tuple(dict.fromkeys(words[: words.index("-1")] if "-1" in words else words))
     try:
-        count = len(Nvml(library).gpus())
+        with closing(Nvml(library)) as nvml:  # the node server is forked afterwards
+            count = len(nvml.gpus())
     except DeviceError as error:
         logger.warning("the memory of this machine's GPUs is not known, and counts as large enough: %s", error)
         try:

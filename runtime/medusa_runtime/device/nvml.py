@@ -32,7 +32,10 @@ class _Memory(ctypes.Structure):
 
 
 class Nvml:
-    """The loaded library. Its calls may block for as long as a GPU hangs."""
+    """The loaded library. Its calls may block for as long as a GPU hangs.
+
+    Close it before a fork: it does not work in a process that was forked from one in which it is open.
+    """
 
     def __init__(self, file: str = LIBRARY) -> None:
         """Load and initialize the library. Raises DeviceError if there is none, or no driver."""
@@ -41,6 +44,10 @@ class Nvml:
         except OSError as error:
             raise DeviceError(f"{file} cannot be loaded: {error}") from None
         self._call("nvmlInit_v2")
+
+    def close(self) -> None:
+        """Release what the library holds. Nothing may be called after it."""
+        self._call("nvmlShutdown")
 
     def gpus(self) -> list[GpuInfo]:
         """Return all GPUs, in the order of their PCI addresses. Raises DeviceError."""

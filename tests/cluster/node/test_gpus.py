@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from ctypes import CDLL
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,9 @@ def test_the_gpus_are_those_on_which_an_engine_would_compute(
     (tmp_path / "dev/nvidiactl").touch()
     assert found() == (), "torch is not built for CUDA"
     (tmp_path / "version.py").write_text("cuda = '13.0'\n")
+    before = CDLL(fake_nvml).fake_opened()
     assert found() == ("0", "1")
+    assert CDLL(fake_nvml).fake_opened() == before, "the node server is forked afterwards"
     assert found(CUDA_VISIBLE_DEVICES="1") == ("1",)
     assert found(CUDA_VISIBLE_DEVICES="GPU-aa, 1,-1,0") == ("GPU-aa", "1")
     assert found(CUDA_VISIBLE_DEVICES="") == ()

@@ -9,10 +9,12 @@ from medusa_runtime.errors import DeviceError
 
 def test_gpus_are_described(fake_nvml: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_GPUS", "NVIDIA H200,GPU-a,150000,149000,5,16\nNVIDIA GB10,GPU-b,0,0,99,1")
-    assert Nvml(fake_nvml).gpus() == [
+    nvml = Nvml(fake_nvml)
+    assert nvml.gpus() == [
         GpuInfo("GPU-a", "NVIDIA H200", 150 * 10**9, 149 * 10**9, pytest.approx(55.4e9, rel=0.01)),  # type: ignore[arg-type]
         GpuInfo("GPU-b", "NVIDIA GB10", 0, 0, 0.0),  # shares the host's memory, and its link is of an unknown kind
     ]
+    nvml.close()
 
 
 def test_what_the_library_cannot_do_is_said(fake_nvml: str, monkeypatch: pytest.MonkeyPatch) -> None:
