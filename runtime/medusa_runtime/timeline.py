@@ -109,6 +109,9 @@ def window(stages: Sequence[Stage]) -> tuple[int, int]:
 
 
 def _idle_after(stages: Sequence[Stage], ready: int, token: int) -> bool:
-    """Return whether the instance, once ready, had nothing to do for a while: no stage ran across or soon after."""
-    following = [stage.start_ns for stage in stages if stage.end_ns > max(ready, stage.start_ns)]
-    return token > ready + _IDLE_NS and min(following, default=token) > ready + _IDLE_NS
+    """Return whether the instance, once ready, had nothing to do for a while before its first token."""
+    busy_until = ready
+    for stage in sorted(stages, key=lambda stage: stage.start_ns):
+        if stage.start_ns < stage.end_ns and stage.start_ns <= busy_until + _IDLE_NS:
+            busy_until = max(busy_until, stage.end_ns)
+    return token > busy_until + _IDLE_NS

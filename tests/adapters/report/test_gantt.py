@@ -60,6 +60,10 @@ def test_a_request_that_came_later_is_no_part_of_the_start() -> None:
     idle = [stage("exec", "s", 0, 10), stage("ready", "e", 10), stage("prefill", "e", 9000, 9010)]
     assert relative([window([*idle, stage("first_token", "e", 9010)])]) == [(0, 10)]
     assert "first token" not in render_text([*idle, stage("first_token", "e", 9010)])
+    late = [*idle, stage("app", "function", 5, 400)]  # the function's own start ends after the model's
+    assert relative([window([*late, stage("first_token", "e", 9010)])]) == [(0, 10)]
+    held = [*late, stage("prefill", "e", 410, 440)]
+    assert relative([window([*held, stage("first_token", "e", 440)])]) == [(0, 440)]
     busy = [stage("exec", "s", 0, 10), stage("ready", "e", 10), stage("prefill", "e", 11, 9010)]
     assert relative([window([*busy, stage("first_token", "e", 9010)])]) == [(0, 9010)]
 
