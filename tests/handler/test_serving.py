@@ -172,7 +172,7 @@ def test_a_body_that_is_announced_too_large_is_refused_before_it_comes(serve: Se
         while piece := raw.recv(65536):  # it ends the connection, for the body is not read
             answer += piece
         assert answer.startswith(b"HTTP/1.1 413")
-        assert b"the body is larger than 1 MB" in answer
+        assert b"the body is larger than 1 MB (--max-body-mb)" in answer
 
 
 def test_probes_do_not_queue_behind_work(serve: Serve) -> None:

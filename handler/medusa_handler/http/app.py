@@ -203,7 +203,9 @@ def _http_error(service: Service, error: HTTPException) -> ApiError:
     status = error.code or 500
     keep = {name: value for name, value in error.get_headers() if name in ("Allow", "Location")}
     if status == 413:
-        return ApiError(413, f"the body is larger than {service.settings.max_body_mb} MB", code="body_too_large")
+        return ApiError(
+            413, f"the body is larger than {service.settings.max_body_mb} MB (--max-body-mb)", code="body_too_large"
+        )
     if status == 404:
         return ApiError(
             404, f"there is no route {request.method} {request.path}; {_suggestion(service)}", code="not_found"

@@ -356,4 +356,4 @@ def _http_fault(request: web.Request, error: web.HTTPException) -> Fault:
 
 
 def _too_large(most_mb: int) -> Fault:
-    return Fault(413, f"the body is larger than {most_mb} MB", code="body_too_large")
+    return Fault(413, f"the body is larger than {most_mb} MB (--max-body-mb)", code="body_too_large")
