@@ -42,6 +42,7 @@ async def serve(options: GatewayOptions, listener: socket.socket, on_listening: 
         runner = web.AppRunner(
             server.application(),
             handler_cancellation=True,
+            auto_decompress=False,
             access_log=None if options.access_log == "off" else logger,
             access_log_class=AccessLog,
             access_log_format=options.access_log,

@@ -59,7 +59,12 @@ class NodeHttpServer:
         await self._forwarder.start()
         # When a caller goes away, this cancels the handler and with it the forwarded request.
         self._runner = web.AppRunner(
-            self.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=http_logger()
+            self.app,
+            handler_cancellation=True,
+            auto_decompress=False,  # a body is forwarded with the length that it came with
+            access_log=None,
+            shutdown_timeout=1.0,
+            logger=http_logger(),
         )
         await self._runner.setup()
         assert self._runner.server is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -121,6 +122,20 @@ def test_a_request_and_its_answer_pass_through_unchanged(tmp_path: Path) -> None
         assert found["headers"]["X-Mine"] == "a"
         assert "X-Hop" not in found["headers"]
         assert found["headers"]["Authorization"] == "Bearer secret"  # the instance's own, not the cluster's
+
+    run(tmp_path, scenario)
+
+
+def test_a_compressed_body_has_no_more_bytes_than_were_announced(tmp_path: Path) -> None:
+    """Behind those, an instance would look for the next request, perhaps of another caller."""
+
+    async def scenario(session: aiohttp.ClientSession, url: str, _: Upstream) -> None:
+        headers = {"Content-Encoding": "gzip"}
+        for _ in range(2):
+            async with session.put(
+                f"{url}/instances/i1/echo", data=gzip.compress(b"a" * 9000), headers=headers
+            ) as answer:
+                assert (await answer.json())["body"] == "a" * 9000
 
     run(tmp_path, scenario)
 
