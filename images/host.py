@@ -7,8 +7,8 @@ their content.
 
 from __future__ import annotations
 
-import ast
 import configparser
+import json
 import os
 import re
 import subprocess
@@ -26,6 +26,16 @@ DEBIAN_KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 PUBLIC_APT = ("deb.debian.org", "security.debian.org")
 # In a build, /dev is in memory, so a mount there leaves no empty folder in the layer.
 LENT = "/dev/lent"
+# `pip config list` does not say which of several files wins. Newer versions keep each file's values by themselves.
+READ_PIP_SETTINGS = """
+import json
+from pip._internal.configuration import Configuration
+settings, read = {}, Configuration(isolated=False)
+read.load()
+for key, value in read.items():
+    settings.update(value if isinstance(value, dict) else {key: value})
+print(json.dumps(settings))
+"""
 INSIDE = {
     "ca": "/etc/ssl/certs/ca-certificates.crt",
     "apt": "/etc/apt/sources.list.d/build.sources",
@@ -174,17 +184,10 @@ def pip_settings() -> dict[str, str]:
 
     The result is empty if this Python has no pip.
     """
-    # If `user` is set, `pip config list` shows only the user's own file.
-    environment = os.environ | {"PIP_USER": "0"}
-    command = [sys.executable, "-m", "pip", "config", "list"]
-    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    settings: dict[str, str] = {}
-    # Lines like global.find-links='/wheels' and :env:.timeout='180'. For `pip install` its own section stands above
-    # the global one, and the environment above both.
-    lines = [line.partition("=") for line in shown.stdout.splitlines()]
-    for section in (":env:", "install", "global"):
-        for key, _, value in lines:
-            prefix, _, name = key.rpartition(".")
-            if prefix == section and name in VALUES + FILES:
-                settings.setdefault(name, str(ast.literal_eval(value)))
+    command = [sys.executable, "-c", READ_PIP_SETTINGS]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = dict(json.loads(shown.stdout or "{}"))
+    # `pip install` has its own section, above the global one, and the environment stands above both.
+    names = {name: (f":env:.{name}", f"install.{name}", f"global.{name}") for name in VALUES + FILES}
+    settings = {name: next((found[key] for key in keys if key in found), "") for name, keys in names.items()}
     return {name: value for name, value in settings.items() if value.strip()}
