@@ -178,7 +178,7 @@ def test_a_connection_that_is_damaged_on_the_way_ends(door: Door, certificates: 
     theirs = door.let_in.get(timeout=60).channel
     ours._socket.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))  # a record that nobody has encrypted
     assert theirs.receive() is None
-    assert "bad record mac" in str(theirs.refusal)
+    assert str(theirs.refusal).startswith("TLS failed (")  # each version of OpenSSL has other words for it
     with pytest.raises(EngineError, match="connection to another worker of the group"):
         theirs.send(json_message(Kind.HEARTBEAT, GROUP, {"n": 1}))
     ours.close()

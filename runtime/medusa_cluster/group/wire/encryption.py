@@ -21,8 +21,9 @@ _RECEIVED_BYTES = 256 << 10
 _SEALED_BYTES = 256 << 10  # how much is encrypted before a reader can get the lock
 _HELLO_S = 1.0  # for the first byte from a client, which speaks first in TLS
 _HANDSHAKE_RECORD = b"\x16"
-# The reasons by which versions of OpenSSL report bytes that are no TLS.
+# The reasons by which versions of OpenSSL report bytes that are no TLS, in a handshake.
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE")
+_SPEAKS_NO_TLS = "it does not speak TLS, which this worker's certificates ask for"
 
 
 class Encryption:
@@ -43,7 +44,8 @@ class Encryption:
                     raise EngineError("it closed the connection within the TLS handshake")
                 self._incoming.write(received)
         except ssl.SSLError as error:
-            raise EngineError(_words(error)) from None
+            not_tls = error.reason in _NOT_TLS
+            raise EngineError(_SPEAKS_NO_TLS if not_tls else _words(error)) from None
 
     def _agreed(self) -> bool:
         try:
@@ -109,13 +111,11 @@ def refuse_plain(connection: socket.socket, group: int) -> None:
     message = Message(Kind.ERROR, group)
     with suppress(OSError):
         connection.send(message.header(), socket.MSG_DONTWAIT)
-    raise EngineError("it does not speak TLS, which this worker's certificates ask for")
+    raise EngineError(_SPEAKS_NO_TLS)
 
 
 def _words(error: ssl.SSLError) -> str:
     reason = error.reason or str(error)
-    if reason in _NOT_TLS:
-        return "it does not speak TLS, which this worker's certificates ask for"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not from the cluster's CA ({error.verify_message})"
     if any(word in reason for word in ("CERTIFICATE", "UNKNOWN_CA", "DECRYPT_ERROR")):
