@@ -154,9 +154,9 @@ wheels: setup-dev ## Build dist/: sdist, manylinux wheels with the CPU kernels (
 	@ls -l dist
 
 # The lean import under other Pythons than $(PYTHON): from pyenv, uv or a distribution. One that is not there is named.
-IMPORT_PYTHONS ?= 3.11 3.12 3.13
+IMPORT_PYTHONS ?= 3.11 3.12 3.13 3.14
 
-test-imports: ## Test the lean imports with Python 3.11, 3.12 and 3.13
+test-imports: ## Test the lean imports with Python 3.11 to 3.14
 	@$(PYTHON) tests/run_imports.py $(IMPORT_PYTHONS)
 
 image: ## Build the base images with podman (VARIANTS="slim cpu"; slim is medusa-runtime; GPU=9.0 for one GPU)

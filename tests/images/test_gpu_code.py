@@ -62,7 +62,7 @@ def build(tmp_path: Path) -> Build:
             lines += [".int 0x466243b1, 1", f".quad fatbin{number}, 0"]
         (tmp_path / "library.s").write_text("\n".join(lines) + "\n")
         library = tmp_path / name
-        flags = ("-shared", "-nostdlib", "-s", "-Wl,--build-id=none")
+        flags = ("-shared", "-nostdlib", "-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack")
         subprocess.run(["cc", *flags, "-o", library, tmp_path / "library.s"], check=True, timeout=240)
         return library
 

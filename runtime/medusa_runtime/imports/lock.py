@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-TESTED_PYTHONS = ((3, 11), (3, 12), (3, 13))  # the versions with which this lock, and so the lean imports, were tested
+# The versions with which this lock, and so the lean imports, were tested.
+TESTED_PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14), (3, 15))
 _PASSING_CHECK_S = 0.05  # how often a thread that waits checks whether the holder waits for it
 _bootstrap: Any = importlib._bootstrap
 

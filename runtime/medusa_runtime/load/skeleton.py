@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,12 +23,8 @@ from medusa_runtime.load.aliasing import use_count
 
 _FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
 _RANDOM = frozenset({torch.rand, torch.randn})
-# CPython with its global lock, up to the last version for which we know how many references a loop variable adds.
-_COUNTS_EXACTLY = (
-    sys.implementation.name == "cpython"
-    and sys.version_info < (3, 14)
-    and "t" not in sys.abiflags  # an interpreter without its lock
-)
+# Not in an interpreter without its lock.
+_COUNTS_EXACTLY = sys.implementation.name == "cpython" and "t" not in sys.abiflags
 _LARGEST_SEED = 1 << 32  # the largest that people set; torch's own seed, different in each process, has 53 bits
 _DESCRIBING = frozenset({"size", "dtype", "layout", "memory_format"})  # arguments of a factory that describe its result
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # equal to the called setter, not the same object
@@ -127,14 +124,14 @@ class MetaFactoryMode(TorchFunctionMode):
 
     def settle(self) -> None:
         """Give values to the placeholders that code keeps as something other than a parameter, such as a buffer."""
-        kept: list[Tensor] = []
-        only_here: int | None = None  # how many references the unused placeholder has
-        for placeholder, _ in self._made.values():
-            count = _reference_count(placeholder)
-            only_here = count if only_here is None else only_here
-            if count is None or only_here is None or count > only_here:
-                kept.append(placeholder)
-        alone = use_count(next(iter(self._made.values()))[0])
+        placeholders = list(map(itemgetter(0), self._made.values()))  # the first is the unused one
+        if _COUNTS_EXACTLY:
+            # Not in a loop: its variable is a counted reference in some versions of Python only.
+            counts = list(map(sys.getrefcount, placeholders))
+            kept = [one for one, count in zip(placeholders, counts, strict=True) if count > counts[0]]
+        else:
+            kept = placeholders[1:]
+        alone = use_count(placeholders[0])
         for placeholder in kept:
             users = use_count(placeholder)
             self._shared |= users is None or alone is None or users > alone  # a parameter was made of it
@@ -147,11 +144,6 @@ class MetaFactoryMode(TorchFunctionMode):
         if any(ref() is not None for ref in self._computed):
             gc.collect()  # it may only be held by a cycle
         return self._shared or any(ref() is not None for ref in self._computed)
-
-
-def _reference_count(placeholder: Tensor) -> int | None:
-    """Count the references to a placeholder; None where Python does not count exactly."""
-    return sys.getrefcount(placeholder) if _COUNTS_EXACTLY else None
 
 
 def _called_by_init() -> bool:

@@ -51,10 +51,10 @@ def test_a_process_that_cannot_be_watched_is_ended(tmp_path: Path, monkeypatch: 
         raise OSError(errno.EMFILE, "Too many open files")
 
     async def run() -> None:
+        monkeypatch.setattr(os, "pidfd_open", refuse)  # not before: a loop calls it when it is made
         with pytest.raises(OSError, match="Too many open files"):
             Child(SLEEP, os.environ, tmp_path / "log")
 
-    monkeypatch.setattr(os, "pidfd_open", refuse)
     asyncio.run(run())
     until_gone(*watched)
     assert len(watched) == 1

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import closing
@@ -109,5 +110,8 @@ def answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=10):
             return True
-    except OSError:  # nobody is there yet, or 503
-        return False
+    except urllib.error.HTTPError as error:  # 503
+        error.close()
+    except OSError:  # nobody is there yet
+        pass
+    return False

@@ -47,7 +47,7 @@ def _run(code: str) -> dict[str, Any]:
 def test_what_gunicorn_needs_late_is_imported_late_and_is_the_same() -> None:
     lean, plain = _run(LEAN + IMPORT + USED), _run(IMPORT + USED)
     assert lean.pop("first") == []
-    assert {"ssl", "zipfile"} <= set(plain.pop("first"))  # and the others, before Python 3.13
+    assert "ssl" in plain.pop("first")  # and others, depending on the version of Python
     assert lean == plain
     assert "&lt;b&gt;" in str(lean["page"])
     assert lean["dates"][2] == "Fri, 13 Feb 2009 23:31:30 GMT"

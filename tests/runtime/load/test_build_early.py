@@ -232,7 +232,7 @@ class Scaled(nn.Module):
         return torch.as_tensor(self.dense(x) * self.scale)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_weights_that_come_while_torch_jit_holds_them(filling: Fill) -> None:
     state = {name: tensor.detach().clone() for name, tensor in Scaled().named_parameters()}
     filled = filling(state).lay_out()
@@ -264,7 +264,7 @@ def trace(module: Net) -> Any:
         (lambda module: nn.Parameter(module.head.weight), "a parameter is made of a weight that has not come"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_what_cannot_wait_says_when_to_do_it(early: Early, use: Callable[[Net], Any], message: str) -> None:
     module, loader = early()
     with pytest.raises(WeightsError, match=message):

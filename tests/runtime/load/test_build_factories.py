@@ -188,8 +188,7 @@ def test_what_looks_into_weights_sees_what_is_loaded(tmp_path: Path, keep: Calla
 
 
 def test_what_torch_jit_has_compiled_is_named(filling: Callable[..., Any]) -> None:
-    with pytest.warns((DeprecationWarning, FutureWarning), match="deprecated"):
-        scripted = torch.jit.script(nn.Linear(8, 4))
+    scripted = torch.jit.script(nn.Linear(8, 4))
     filled = filling(dict(scripted.state_dict(prefix="0."))).complete()
     with pytest.raises(WeightsError, match=r"module '0' .* is compiled by torch\.jit"):
         build(filled.region, lambda: nn.Sequential(scripted))

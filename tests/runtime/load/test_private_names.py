@@ -69,7 +69,6 @@ def test_a_value_arrives_with_and_without_swapping(without: Any, swaps: bool) ->
     assert (placed is parameter) is swaps
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated")
 def test_tracing_is_seen_without_the_private_state(without: Any) -> None:
     without(pending, "_tracing_state")
     seen: list[type[Exception]] = []
