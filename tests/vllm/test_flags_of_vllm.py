@@ -50,7 +50,10 @@ def test_a_file_of_flags_is_checked_like_flags(tmp_path: Path, text: str | None,
 
 
 def test_what_is_refused_in_full_is_refused_in_short() -> None:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser  # from 0.33 on
+    except ImportError:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     refused = []

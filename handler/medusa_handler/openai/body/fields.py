@@ -96,6 +96,7 @@ REFUSED: dict[str, Refusal] = {
     "return_tokens_as_token_ids": Refusal("token ids are not part of an answer; /tokenize gives those of a text"),
     "return_token_offsets": Refusal("offsets are not part of an answer"),
     "return_token_strs": Refusal("tokens are given as ids; /detokenize gives their text"),
+    "return_weight_versions": Refusal("versions of weights are not part of an answer"),
     "return_prompt_text": Refusal("the prompt is not part of an answer"),
     "routed_experts_prompt_start": Refusal("routed experts are not part of an answer", (0,)),
     "kv_transfer_params": _TRANSFER,
