@@ -1,1 +1,1 @@
-"""Benchmarks of the torch engine: kernels, adapters, quantized weights, structured outputs, transformers' models."""
+"""Benchmarks of the torch engine: adapters, quantized weights, structured outputs, transformers' models."""

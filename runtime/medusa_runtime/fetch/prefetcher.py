@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ..checkpoint.index import WeightIndex
@@ -91,7 +91,6 @@ def prefetch(
     timeline: Timeline,
     checksums: Checksums | None = None,
     writer: RegionWriter | None = None,
-    order: Sequence[str] | None = None,
     nice: int = 0,
     owner: RegionOwner | None = None,
     bundle: OpenBundle | None = None,
@@ -104,7 +103,6 @@ def prefetch(
     its readers, and raised.
 
     ``writer`` is the region's, if the caller already has it, to reserve memory ahead of time.
-    ``order`` is a recorded execution order (``trace.py``); without it, the order is derived from the tensors' names.
     ``nice`` is added to the threads' niceness: BESIDE_IMPORTS if the first token also waits for imports here.
     ``owner`` grants the memory, and is called when the region can be read.
     ``bundle`` brings what a state bundle knows about the checkpoint.
@@ -118,30 +116,15 @@ def prefetch(
             return
         RETRIES.on_retry = writer.count_retry
         with timeline.stage("index") as detail:
-            peer_checkpoint = None
-            if sources is not None:
-                from .peer_checkpoint import open_peer_checkpoint
-
-                peer_checkpoint = open_peer_checkpoint(sources, bundle)
-            if peer_checkpoint is None:
-                checkpoint = open_checkpoint(url, bundle, sources or store)
-            else:
-                checkpoint = peer_checkpoint.checkpoint
-            if order is not None:
-                checkpoint = replace(checkpoint, index=checkpoint.index.reordered(order))
+            checkpoint, chunk_bytes = _open(url, bundle, store, sources)
             detail |= {"tensors": len(checkpoint.index.tensors), "shards": len(checkpoint.index.shards)}
         try:
             restored = RestoredCheckpoint(checkpoint.index, checksums, {}, {})
             if bundle is not None:
                 restored = bundle.restore(checkpoint)
             with LoadPriority(settings.load_priority) as load:
-                chunk_bytes = None if peer_checkpoint is None else peer_checkpoint.chunk_bytes
-                _fill(
-                    writer,
-                    checkpoint,
-                    restored,
-                    FetchOptions(settings, timeline, nice, owner, bundle, load, sources, chunk_bytes),
-                )
+                options = FetchOptions(settings, timeline, nice, owner, bundle, load, sources, chunk_bytes)
+                _fill(writer, checkpoint, restored, options)
         finally:
             if bundle is not None:
                 bundle.close()
@@ -152,6 +135,19 @@ def prefetch(
     finally:
         RETRIES.on_retry = None
         writer.close()
+
+
+def _open(
+    url: str, bundle: OpenBundle | None, store: Store | None, sources: SourcesStore | None
+) -> tuple[Checkpoint, int | None]:
+    """Open a checkpoint. Return it, and the chunk size of the peers' regions if it is read from those."""
+    if sources is not None:
+        from .peer_checkpoint import open_peer_checkpoint
+
+        found = open_peer_checkpoint(sources, bundle)
+        if found is not None:
+            return found.checkpoint, found.chunk_bytes
+    return open_checkpoint(url, bundle, sources or store), None
 
 
 @dataclass(frozen=True, slots=True)

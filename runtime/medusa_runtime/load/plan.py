@@ -78,9 +78,32 @@ def plan(
     which copies one after the other. A lazy module's parameter takes the checkpoint's shape. The counters of batch
     norms may be missing, as for ``load_state_dict``: files of old PyTorch have none.
     """
-    chosen: dict[str, str] = {}  # the place's name → the checkpoint's
-    ranks = {target: -rank if built else rank for rank, target in enumerate(expected)}
-    best: dict[str, int] = {}
+    sources, unexpected = _choose(index, expected, rename, last_wins=built)
+    filled = {place.name for place in sources.values()}
+    missing = [place for name, place in expected.items() if name == place.name and name not in filled]
+    absent = [place.name for place in missing if place.owners[0][1] != "num_batches_tracked"]
+    problems = {
+        "missing": absent if strict else [],
+        "not expected": unexpected if strict else [],
+        "of another shape": _misshaped(index, sources),
+        "quantized, where floats were expected": _quantized(index, sources),
+    }
+    if any(problems.values()):
+        listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names)
+        hint = _hint(absent, index) if built else "Does its config.json belong to it?"
+        raise MismatchError(f"the checkpoint's tensors are not those of the model: {listed}. {hint}")
+    return Plan({name: sources[name] for name in index.order if name in sources}, missing)
+
+
+def _choose(
+    index: WeightIndex, expected: dict[str, Place], rename: Rename, *, last_wins: bool
+) -> tuple[dict[str, Place], list[str]]:
+    """Return the place for each tensor of the checkpoint that fills one, and the tensors that there is no place for.
+
+    Of several tensors for one place, that of the first of the module's names fills it, or the last (``last_wins``).
+    """
+    ranks = {target: -rank if last_wins else rank for rank, target in enumerate(expected)}
+    chosen: dict[str, tuple[int, str]] = {}  # the place's name → the rank and the name of the checkpoint's tensor
     unexpected: list[str] = []
     for name in index.order:
         target = rename(name)
@@ -89,32 +112,27 @@ def plan(
         place = expected.get(target)
         if place is None:
             unexpected.append(name)
-        elif ranks[target] <= best.get(place.name, ranks[target]):
-            chosen[place.name], best[place.name] = name, ranks[target]
-    missing = [place for name, place in expected.items() if name == place.name and name not in chosen]
-    sources = {source: expected[target] for target, source in chosen.items()}
-    misshaped = [
+        elif place.name not in chosen or ranks[target] <= chosen[place.name][0]:
+            chosen[place.name] = ranks[target], name
+    return {source: expected[target] for target, (_, source) in chosen.items()}, unexpected
+
+
+def _misshaped(index: WeightIndex, sources: dict[str, Place]) -> list[str]:
+    """Return the tensors that have another shape than their place."""
+    return [
         f"{source} (expected {list(place.tensor.shape)}, found {list(index.tensors[source].shape)})"
         for source, place in sources.items()
         if not is_lazy(place.tensor) and tuple(place.tensor.shape) != tuple(index.tensors[source].shape)
     ]
-    quantized = [
+
+
+def _quantized(index: WeightIndex, sources: dict[str, Place]) -> list[str]:
+    """Return the tensors of integers whose place is a parameter of floats."""
+    return [
         f"{source} ({index.tensors[source].dtype})"
         for source, place in sources.items()
         if not place.is_buffer and place.tensor.is_floating_point() and index.tensors[source].dtype in _INTEGERS
     ]
-    absent = [place.name for place in missing if place.owners[0][1] != "num_batches_tracked"]
-    if misshaped or quantized or (strict and (absent or unexpected)):
-        parts = (
-            ("missing", absent),
-            ("not expected", unexpected),
-            ("of another shape", misshaped),
-            ("quantized, where floats were expected", quantized),
-        )
-        listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in parts if names)
-        hint = _hint(absent, index) if built else "Does its config.json belong to it?"
-        raise MismatchError(f"the checkpoint's tensors are not those of the model: {listed}. {hint}")
-    return Plan({name: sources[name] for name in index.order if name in sources}, missing)
 
 
 def _hint(absent: list[str], index: WeightIndex) -> str:

@@ -42,7 +42,7 @@ class ExecutionTrace(TorchFunctionMode):
 def record_execution_order(module: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
     """Return the state dict's names in the order of their first use in ``module(*args, **kwargs)``, unused ones last.
 
-    ``WeightIndex.reordered`` and ``prefetch(order=…)`` take this list. A tied tensor is listed under its first name.
+    ``WeightIndex.reordered`` takes this list. A tied tensor is listed under its first name.
     """
     names: dict[int, str] = {}
     persistent = module.state_dict(keep_vars=True)

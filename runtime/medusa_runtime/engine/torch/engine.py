@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +41,8 @@ from .runner import CpuRunner, Runner
 from .scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from ...models import ModelConfig
+    from ...state.kv_plan import KvPlan
     from ..gpu.runner import Weights
 
 logger = logging.getLogger(__name__)
@@ -68,16 +71,8 @@ class TorchEngine:
         with timeline.stage("config"):
             torch.set_num_threads(settings.threads or cpu_count())
             config = read_config(region)
-            if gpu is not None and config.is_foreign:
-                raise ModelError(
-                    f"{config.architecture} runs by transformers, which the torch engine does on CPUs only; expected "
-                    "--device cpu, or --engine vllm"
-                )
-            if gpu is not None and config.quantization is not None:
-                raise ModelError(
-                    f"the weights are quantized ({config.quantization}), which the torch engine runs on CPUs only; "
-                    "expected --device cpu, or --engine vllm"
-                )
+            if gpu is not None:
+                _check_for_gpu(config)
         dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
         config = replace(config, dtype=dtype)
         with timeline.stage("skeleton", architecture=config.architecture):
@@ -96,44 +91,11 @@ class TorchEngine:
         )
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         with timeline.stage("kv_plan") as detail:
-            free = gpu.free_bytes_beside_weights(self._loader) if gpu is not None else None
-            cached = self._cached_layers()
-            whole = len(cached) == config.num_layers
-            sizes = gpu.graph_sizes(settings.max_concurrency) if gpu is not None and whole else ()
-            plan = kv_plan(
-                region,
-                config,
-                settings,
-                dtype,
-                device_free_bytes=free,
-                layers=len(cached),
-                graph_sizes=sizes,
-                previous_kv_tokens=previous_kv_tokens(timeline) if gpu is None else None,
-            )
-            shape = KvShape.of(config, dtype, len(cached))
-            self._cache = (
-                KvCache(shape, plan.blocks, first_layer=cached.start)
-                if gpu is None
-                else KvCache(shape, gpu.limit_blocks(plan.blocks), gpu.memory, first_layer=cached.start)
-            )
+            plan, self._cache = self._plan_cache(config)
             detail |= {"tokens": plan.tokens, "source": plan.source}
-        self.runner: Runner
-        if gpu is None:
-            self.runner = CpuRunner(self._model, self._cache)
-        else:
-            from ..gpu.runner import GpuRunner  # a start on a CPU does not import it
-
-            self.runner = GpuRunner(
-                gpu,
-                self._model,
-                self._cache,
-                self._weights,
-                max_concurrency=settings.max_concurrency,
-                max_model_len=plan.max_model_len,
-                timeline=timeline,
-                blueprints=bundled_graphs(region, settings),
-                has_all_layers=whole,
-            )
+        self.runner: Runner = (
+            CpuRunner(self._model, self._cache) if gpu is None else self._gpu_runner(gpu, plan.max_model_len)
+        )
         eos = read_eos_token_ids(region, config)
         self.info = EngineInfo("torch", config.architecture, config.vocab_size, plan.max_model_len, eos, plan.tokens)
         self._scheduler = Scheduler(
@@ -164,6 +126,40 @@ class TorchEngine:
         self._load_error: MedusaError | None = None
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
         self._watcher.start()
+
+    def _plan_cache(self, config: ModelConfig) -> tuple[KvPlan, KvCache]:
+        """Plan the KV cache and allocate it. On a GPU, this waits until all weights have their addresses."""
+        gpu, settings = self._gpu, self._settings
+        cached = self._cached_layers()
+        shape = KvShape.of(config, self._dtype, len(cached))
+        plan = partial(kv_plan, self._region, config, settings, self._dtype, layers=len(cached))
+        if gpu is None:
+            planned = plan(previous_kv_tokens=previous_kv_tokens(self._timeline))
+            return planned, KvCache(shape, planned.blocks, first_layer=cached.start)
+        planned = plan(
+            device_free_bytes=gpu.free_bytes_beside_weights(self._loader),
+            graph_sizes=gpu.graph_sizes(settings.max_concurrency) if self._caches_all_layers else (),
+        )
+        return planned, KvCache(shape, gpu.limit_blocks(planned.blocks), gpu.memory, first_layer=cached.start)
+
+    def _gpu_runner(self, gpu: Gpu, max_model_len: int) -> Runner:
+        from ..gpu.runner import GpuRunner  # a start on a CPU does not import it
+
+        return GpuRunner(
+            gpu,
+            self._model,
+            self._cache,
+            self._weights,
+            max_concurrency=self._settings.max_concurrency,
+            max_model_len=max_model_len,
+            timeline=self._timeline,
+            blueprints=bundled_graphs(self._region, self._settings),
+            has_all_layers=self._caches_all_layers,
+        )
+
+    @property
+    def _caches_all_layers(self) -> bool:
+        return len(self._cached_layers()) == self.layers.total
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
         adapter = None if request.adapter is None else self._adapters.find(request.adapter)
@@ -257,7 +253,7 @@ class TorchEngine:
             dtype=self._dtype,
             quantization=self._model.config.quantization,
             rest=rest,
-            room_for_all=len(self._cached_layers()) == self.layers.total,
+            room_for_all=self._caches_all_layers,
         )
 
     # The methods below belong to the thread of ``run``, unless they say otherwise.
@@ -363,6 +359,20 @@ class TorchEngine:
         for sequence, sampled_token in zip(sequences, sampled, strict=True):
             if not sequence.cancelled:
                 self._requests.add_token(sequence, sampled_token)
+
+
+def _check_for_gpu(config: ModelConfig) -> None:
+    """Raise ModelError for a model that this engine runs on CPUs only."""
+    if config.is_foreign:
+        raise ModelError(
+            f"{config.architecture} runs by transformers, which the torch engine does on CPUs only; expected "
+            "--device cpu, or --engine vllm"
+        )
+    if config.quantization is not None:
+        raise ModelError(
+            f"the weights are quantized ({config.quantization}), which the torch engine runs on CPUs only; "
+            "expected --device cpu, or --engine vllm"
+        )
 
 
 def step_error(error: Exception) -> MedusaError:

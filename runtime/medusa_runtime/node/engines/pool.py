@@ -149,18 +149,8 @@ class EnginePool:
         last idle one is refused for ``pause_s`` after this account has taken one, or it could take each as soon as it
         is warm.
         """
-        if self._gpu_context and gpus is not None and gpus != os.environ.get("CUDA_VISIBLE_DEVICES"):
-            raise NodeRefusedError(
-                f"the idle engine processes have a context on a GPU already (--gpu-context yes), perhaps not on "
-                f"{gpus[:100]!r} of CUDA_VISIBLE_DEVICES; the function has to start an engine of its own"
-            )
-        kind = self._kinds.get(name)
-        if kind is None and name in engine_names():
-            kind = self._kinds.get(engine_kind(name).warmed_as)
-        if kind is None:
-            only = f", only {', '.join(self._kinds)}" if self._kinds else ""
-            warmed = (engine_kind(name).warmed_as if name in engine_names() else "") or name
-            raise NodeError(f"the node agent keeps no {name} engines{only}; start it with --prewarm {warmed}=1")
+        self._check_gpus(gpus)
+        kind = self._kind(name)
         warm = [idle for idle in kind.idle if idle.warm and not is_stopped(idle.pid)]  # ``tick`` will kill stopped ones
         left_s = kind.note_request(account) + pause_s - time.monotonic()
         if len(warm) == 1 and left_s > 0 and len(kind.taken_at) > 1:
@@ -168,14 +158,10 @@ class EnginePool:
                 f"the last warm {name} engine process is left to other callers than {account} for {left_s:.0f} s more "
                 "(--per-caller pause=…); expected more of them, with --prewarm"
             )
+        handover = {"settings": settings, "bundle_model": bundle_model, "trust": trust, "gpus": gpus}
         for idle in warm:
             try:
-                send(
-                    idle.channel,
-                    "take",
-                    {"settings": settings, "bundle_model": bundle_model, "trust": trust, "gpus": gpus},
-                    descriptors,
-                )
+                send(idle.channel, "take", handover, descriptors)
             except ConnectionError:
                 self._forget(kind, idle)
                 idle.close()
@@ -191,6 +177,23 @@ class EnginePool:
             kind.refill_at = time.monotonic() + _REFILL_AFTER_S
             return idle.pid
         raise NodeError(kind.failure or f"no idle {name} engine process is warm at the moment")
+
+    def _check_gpus(self, gpus: str | None) -> None:
+        """Raise NodeRefusedError if the idle processes have a context already, perhaps on other GPUs."""
+        if self._gpu_context and gpus is not None and gpus != os.environ.get("CUDA_VISIBLE_DEVICES"):
+            raise NodeRefusedError(
+                f"the idle engine processes have a context on a GPU already (--gpu-context yes), perhaps not on "
+                f"{gpus[:100]!r} of CUDA_VISIBLE_DEVICES; the function has to start an engine of its own"
+            )
+
+    def _kind(self, name: str) -> _KindState:
+        """Return the processes that can become this engine. Raises NodeError if none are kept."""
+        warmed = (engine_kind(name).warmed_as if name in engine_names() else "") or name
+        kind = self._kinds.get(name) or self._kinds.get(warmed)
+        if kind is None:
+            only = f", only {', '.join(self._kinds)}" if self._kinds else ""
+            raise NodeError(f"the node agent keeps no {name} engines{only}; start it with --prewarm {warmed}=1")
+        return kind
 
     def _on_serving(self, kind: _KindState, engine: _Engine) -> None:
         """Handle the end of a function's engine, which is the only thing that makes its channel readable."""
