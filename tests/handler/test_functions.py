@@ -297,7 +297,10 @@ def test_code_that_cannot_be_loaded(serve: Serve, handler: str, expected: tuple[
     ("source", "expected"),
     [
         ("def handle(:", ("SyntaxError", "broken.py")),
-        ("import not_there_at_all", ("ModuleNotFoundError", "not_there_at_all", "broken.py, line 1")),
+        (
+            "import not_there_at_all",
+            ("ModuleNotFoundError", "not_there_at_all", "broken.py, line 1", "requirements.txt"),
+        ),
         ("raise SystemExit(3)", ("SystemExit", "broken.py, line 1")),
         ("def handle(x: Missing): ...", ("Missing",)),
         ("class Own: ...\ndef handle(x: Own): ...", ("cannot fill 'x' of type Own;",)),

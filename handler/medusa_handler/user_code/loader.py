@@ -99,7 +99,9 @@ def _import_failure(shown: str, error: BaseException) -> str:
         return message
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(".py")]
     users = [frame for frame in frames if not is_ours(frame.filename)]
-    return f"{message} ({users[-1].filename}, line {users[-1].lineno})" if users else message
+    place = f" ({users[-1].filename}, line {users[-1].lineno})" if users else ""
+    todo = "; expected it beside the handler, or installed from requirements.txt"
+    return message + place + (todo if isinstance(error, ModuleNotFoundError) else "")
 
 
 def _defined(module: ModuleType) -> list[str]:
