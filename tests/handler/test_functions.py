@@ -279,6 +279,7 @@ def test_sys_exit_does_not_end_the_event_loop(serve: Serve) -> None:
     ("handler", "expected"),
     [
         ("failing/handler.py:Loading", ("Handler.Failed", "no such index", "in load")),
+        ("failing/handler.py:Panicking", ("Handler.Failed", "PanicException: at the disco", "in load")),
         ("failing/handler.py:Nameless", ("Handler.NotFound", "predict", "other")),
         ("failing/handler.py:absent", ("Handler.NotFound", "'absent'", "deeper, handle")),
         ("failing/nowhere.py:handle", ("Handler.NotFound", "nowhere.py")),

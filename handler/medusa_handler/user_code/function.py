@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_runtime.errors import MedusaError, WeightsError
+from medusa_runtime.errors import HandlerError, MedusaError, WeightsError
 
 from ..contract import Context, Request
 from ..disconnection import current_disconnect_check
@@ -68,13 +68,22 @@ class UserFunction:
         """Import the user's code and run its ``load``. An error ends the instance with one message."""
         try:
             with self._timeline.stage("handler"):
-                self._load()
+                self._load_or_fail()
         except MedusaError as error:
             log_cause(error, self.folder)
             self._fail(error)
         else:
             self._loaded.set()
             self._on_loaded()
+
+    def _load_or_fail(self) -> None:
+        """Raise a MedusaError for anything that loading raises, or the function would never be ready, nor fail."""
+        try:
+            self._load()
+        except MedusaError:
+            raise
+        except BaseException as error:  # such as a CancelledError, or the panic of a library in Rust
+            raise HandlerError(f"{self._settings.handler}: loading raised {type(error).__name__}: {error}") from error
 
     def _load(self) -> None:
         settings, region = self._settings, self._model.region

@@ -24,3 +24,15 @@ class Loading:
 class Nameless:
     def other(self, request):
         return ""
+
+
+class PanicException(BaseException):
+    """As libraries in Rust raise it (PyO3)."""
+
+
+class Panicking:
+    def load(self, context):
+        raise PanicException("at the disco")
+
+    def predict(self, request):
+        return ""
