@@ -102,6 +102,9 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
 
 
 def _import_all() -> None:
+    from .serving.fail_fast import fail_fast_in_collections
+
+    fail_fast_in_collections()  # before the first of vLLM's models of requests is built
     for module in _MODULES:
         importlib.import_module(module)
     from vllm.platforms import current_platform
