@@ -2,7 +2,8 @@
 
 python -m benchmarks.gpu.groups groups OUT --model FOLDER
 
-While a long answer is written, the group becomes one instance. A dry run's workers compute on CPUs.
+While a long answer is written, the group becomes one instance. With ``--pair`` one instance also prefills for another
+(BlitzScale §5.4). A dry run's workers compute on CPUs.
 """
 
 from __future__ import annotations
@@ -41,33 +42,45 @@ _SETTINGS = {"STATE": "none", "MAX_MODEL_LEN": "1024", "MAX_CONCURRENCY": "8", "
 
 def main(arguments: list[str] | None = None) -> int:
     parser = part_parser(__doc__, ["groups"])
+    parser.add_argument("--pair", action="store_true", help="also a pair of instances, of which one prefills")
     parser.add_argument("--dry-run", action="store_true", help="on CPUs")
     options = parser.parse_args(arguments)
     prepare()
-    found = groups(Path(options.model), dry_run=options.dry_run)
+    found = groups(Path(options.model), pair=options.pair, dry_run=options.dry_run)
     options.out.write_text(json.dumps(found))
     return 0
 
 
-def groups(model: Path, *, dry_run: bool) -> dict[str, Any]:
-    """Start a single engine and then a group, and return what each did, and the tokens that differ."""
+def groups(model: Path, *, pair: bool, dry_run: bool) -> dict[str, Any]:
+    """Start a single engine, a group and a pair, and return what they did, and which answers are not the engine's."""
     device = "cpu" if dry_run else "cuda"
     with Workers(model, device, [None]) as single:
         expected = single.answers()
     with Workers(model, device, layers_of(model)) as group:
         found = group.answers(group.consolidate)
     alone, together = single.facts(0), group.facts(0)
-    wrong = [one for one, other in zip(found["tokens"], expected["tokens"], strict=True) if one != other]
     first = next((n for n, (a, b) in enumerate(zip(found["all"], expected["all"], strict=True)) if a != b), None)
     gather = together.pop("gather", None)
     return {
         "alone": {key: expected[key] for key in ("ttft_s", "gap_ms")} | alone,
         "group": {key: found[key] for key in ("ttft_s", "gap_ms", "longest_gap_ms")} | together,
-        "wrong_answers": len(wrong),
+        "wrong_answers": _wrong(found, expected),
         "first_difference": first,
         "gather": gather,
+        "pair": _pair(model, device, expected) if pair else None,
         "device": alone["device"],
     }
+
+
+def _pair(model: Path, device: str, expected: dict[str, Any]) -> dict[str, Any]:
+    with Workers(model, device, [None] * SIZE, mode="disaggregated") as pair:
+        pair.wait_for("paired", 1, absent=0)  # while the engine is not up
+        found = pair.answers()
+        return {"wrong_answers": _wrong(found, expected), "layers_helped": pair.stats()["layers_helped"]}
+
+
+def _wrong(found: dict[str, Any], expected: dict[str, Any]) -> int:
+    return sum(one != other for one, other in zip(found["tokens"], expected["tokens"], strict=True))
 
 
 def layers_of(model: Path) -> list[str | None]:
@@ -77,14 +90,17 @@ def layers_of(model: Path) -> list[str | None]:
 
 
 class Workers:
-    """Worker processes that start together; a context manager. ``layers`` has each one's range, or None for all."""
+    """Worker processes that start together; a context manager. ``layers`` has each one's range, or None for all.
 
-    def __init__(self, model: Path, device: str, layers: Sequence[str | None]) -> None:
+    A single one is no group, but an engine like any other.
+    """
+
+    def __init__(self, model: Path, device: str, layers: Sequence[str | None], mode: str = "pipeline") -> None:
         self._stack = ExitStack()
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="medusa-groups-")))
-        self._plan = {
+        self._plan: dict[str, Any] = {
             "group": secrets.token_hex(4), "token": secrets.token_hex(16), "size": len(layers), "then": "stay",
-            "leader": f"127.0.0.1:{free_port()}", "form_s": _START_S, "exit": True,
+            "leader": f"127.0.0.1:{free_port()}", "form_s": _START_S, "exit": True, "mode": mode,
         }  # fmt: skip
         self._settings = {f"MEDUSA_{name}": value for name, value in {**_SETTINGS, "DEVICE": device}.items()}
         if device == "cpu":
@@ -103,9 +119,10 @@ class Workers:
         command = [sys.executable, "-m", "medusa_cluster.group.worker", "--die-with-parent", "--model", str(model)]
         command += ["--socket", str(self._folder / f"{rank}.sock")]
         command += ["--timeline", str(self._folder / f"{rank}.timeline")]
-        if layers is not None:
+        if self._plan["size"] > 1:
             self._write_plan(rank, "stay")
-            command += ["--layers", layers, "--group", str(self._folder / f"{rank}.json")]
+            command += ["--group", str(self._folder / f"{rank}.json")]
+        command += ["--layers", layers] if layers is not None else []
         environment = {**environ(), **self._settings}
         with (self._folder / f"{rank}.log").open("wb") as log:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -148,12 +165,7 @@ class Workers:
             before, long = len(long), [*long, *delta.token_ids]
             if before < _SWITCH_AT <= len(long):
                 meanwhile()
-        deadline = time.monotonic() + _START_S
-        while self._client.stats().get("workers", 1) > 1:
-            self._check()
-            if time.monotonic() > deadline:
-                raise TimeoutError("the group did not become one instance in time")
-            time.sleep(_POLL_S)
+        self.wait_for("workers", 1, absent=1)  # in a single engine
         sampled = _request(_AFTER, temperature=0.8, seed=11)
         short = [token for delta in self._client.generate(sampled) for token in delta.token_ids]
         gaps = [after - before for before, after in itertools.pairwise(times)]
@@ -164,6 +176,18 @@ class Workers:
             "tokens": [long, short],
             "all": [*long, *short],
         }
+
+    def stats(self) -> dict[str, Any]:
+        return self._client.stats()
+
+    def wait_for(self, name: str, value: int, *, absent: int) -> None:
+        """Wait until a number of the first worker's ``stats``, if missing ``absent``, has this value."""
+        deadline = time.monotonic() + _START_S
+        while (found := self.stats().get(name, absent)) != value:
+            self._check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{name} was {found} for {_START_S:.0f} s, not {value}")
+            time.sleep(_POLL_S)
 
     def facts(self, rank: int) -> dict[str, Any]:
         """Return a worker's stages, from its timeline. Call it after the workers have ended."""

@@ -208,7 +208,7 @@ def parts(number: int, check: Check, shapes: Sequence[str]) -> Iterator[Part]:
             yield Part("loading", "loading", ("--model", str(model)), 150)
             continue
         if number == 6:
-            yield group_part(shape, model)
+            yield group_part(shape, model, pair=shape == shapes[0])  # once is enough, and minutes are few
             continue
         bundle = ("--model", str(model), "--bundle", f"{model}.graphs")
         yield Part(f"{shape} materialize", "materialize", bundle, 240, Path(f"{model}.graphs"))
@@ -223,8 +223,9 @@ def parts(number: int, check: Check, shapes: Sequence[str]) -> Iterator[Part]:
                 yield Part(f"{shape} triggered", "triggered", bundle, 120)
 
 
-def group_part(shape: str, model: Path) -> Part:
-    return Part(f"{shape} groups", "groups", ("--model", str(model)), 60, module="benchmarks.gpu.groups")
+def group_part(shape: str, model: Path, *, pair: bool) -> Part:
+    arguments = ("--model", str(model), *(["--pair"] if pair else []))
+    return Part(f"{shape} groups", "groups", arguments, 60, module="benchmarks.gpu.groups")
 
 
 def vllm_parts(check: Check, shapes: Sequence[str]) -> Iterator[Part]:

@@ -104,6 +104,10 @@ def _groups(results: Results) -> list[str]:
             f"{shape}: first token after {group['ttft_s']:.2f} s in the group, {alone['ttft_s']:.2f} s alone; "
             f"{group['gap_ms']:.1f} and {alone['gap_ms']:.1f} ms from token to token"
         )
+        if (pair := value.get("pair")) is not None:
+            said = f"{shape}: an instance that prefills for another: answers that are not one engine's: "
+            said += f"{pair['wrong_answers']}; it ran {pair['layers_helped']} layers"
+            found.append(judged(said, not pair["wrong_answers"] and pair["layers_helped"] > 0))
         if gather is not None:
             found.append(
                 f"{shape}: consolidated with a pause of {gather['pause_s'] * 1e3:.1f} ms for {gather['last_bytes']} "

@@ -84,6 +84,23 @@ def test_a_worker_without_room_for_the_others_has_only_its_own(group: Callable[.
     assert made.formed
 
 
+def test_an_embedding_that_is_also_the_head_is_in_both_parts(
+    group: Callable[..., Group], serve: Any, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "tied"
+    folder.mkdir()
+    make_checkpoint(folder, tie_word_embeddings=True)
+    expected = serve(folder).ask(PROMPT, max_tokens=20).tokens
+    made = group("0:2", "2:4", folder=folder, gpu=host_gpu).start()
+    full(made)
+    answer = made.leader.ask(PROMPT, max_tokens=20)
+    answer.next()
+    made.leader.engine.consolidate("down")  # type: ignore[attr-defined]
+    assert answer.tokens == expected
+    assert made.leader.ask(PROMPT, max_tokens=20).tokens == expected
+    assert "alone" not in [stage.name for stage in made.leader.timeline.stages()]
+
+
 def test_graphs_are_captured_once_it_is_alone_and_used_then(group: Callable[..., Group], serve: Any) -> None:
     expected = serve().ask(PROMPT, max_tokens=40).tokens
     made = group("0:2", "2:4", gpu=host_gpu).start()

@@ -25,11 +25,12 @@ def test_the_tokens_are_those_of_one_engine(where: str, tmp_path: Path, request:
         request.getfixturevalue("cuda")
         out.mkdir()
         model = make_checkpoint(work, "tiny-llama", 100)
-        Check(out, work, dry_run=False, budget_s=150).run(group_part("tiny-llama", model))
+        Check(out, work, dry_run=False, budget_s=150).run(group_part("tiny-llama", model, pair=True))
     results = json.loads((out / "results.json").read_text())
     found = results["tiny-llama groups"]
     assert found["wrong_answers"] == 0, found
     assert found["gather"]["bytes"] > 0
+    assert found["pair"] == {"wrong_answers": 0, "layers_helped": 2 * 2}  # two layers of two prompts
     assert "alone" not in found["group"], "it fell back"
     assert bool(found["device"]) == (where == "gpu")
     said = lines(results)
