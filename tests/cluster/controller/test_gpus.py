@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+from medusa_adapters.cli.cluster.status import table
 from medusa_cluster.controller.cluster import Cluster
 from medusa_cluster.controller.live import Live
 from medusa_cluster.controller.models import KnownModel
@@ -70,7 +71,9 @@ def test_what_nodes_say_of_their_gpus_reaches_the_policy(run: Run) -> None:
         assert node.free_slots == 2
         assert (deployment.device, deployment.devices, deployment.kv_bytes) == ("cuda", 2, 10_000)
         assert not deployment.gpu_groups
-        shown = next(one for one in (await cluster.answer({"op": "status"}))["nodes"] if one["name"] == "g1")
+        status = await cluster.answer({"op": "status"})
+        assert "link 100 MB/s, 4 GPUs (A10)\n" in table(status)
+        shown = next(one for one in status["nodes"] if one["name"] == "g1")
         assert (shown["device_name"], shown["device_free_bytes"]) == ("A10", free)
 
     run(scenario, "g1", "c1")

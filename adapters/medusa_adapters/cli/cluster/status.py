@@ -85,7 +85,8 @@ def table(status: dict[str, Any]) -> str:
 def _node(node: dict[str, Any]) -> list[str]:
     memory = f"{size(node['memory_used_bytes'])} of {size(node['memory_bytes'])}"
     link = f"link {size(node['link_bytes_per_s'])}/s"
-    gpus = f", {_count(node['devices'], 'GPU')} {node['device_name']}".rstrip() if node["devices"] else ""
+    named = f" ({node['device_name']})" if node["device_name"] else ""
+    gpus = f", {_count(node['devices'], 'GPU')}{named}" if node["devices"] else ""
     found = [f"{node['name']} {node['address']} {node['state']}, {memory}, {link}{gpus}"]
     for copy in node["models"]:
         pinned = ", pinned" if copy["pinned"] else ""
