@@ -303,8 +303,9 @@ class _Tick:
                 self._start_group(count, scheme)
                 number -= scheme.full
                 continue
-            if scheme is not None and scheme.meets and self._placement.can_hold(scheme.nodes[0], deployment):
-                node: str | None = scheme.nodes[0]
+            meets = scheme is not None and scheme.meets and self._placement.can_hold(scheme.nodes[0], deployment)
+            if scheme is not None and meets and self._index.is_mixed:
+                node: str | None = scheme.nodes[0]  # the placement would prefer an accelerator, which may be late
             else:
                 node = self._placement.choose(deployment, self._fetches.target(deployment.url))
             if node is None:
