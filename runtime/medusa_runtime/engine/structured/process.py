@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _START_S = 60.0  # for imports and the vocabulary, which take a second or two on an idle machine
-_OPEN_S = 30.0
+_OPEN_S, _SLOW_OPEN_S = 30.0, 120.0  # a slow grammar is computed twice, on cores that may be busy
 _STEP_S = 30.0
 _END_S = 5.0
 _ONE = (1).to_bytes(8, sys.byteorder)  # what is written to an eventfd to add 1
@@ -36,8 +36,9 @@ _NOT_KEPT = 0  # the number of grammars that are only checked; each replaces the
 class _Lane:
     """A socket on which one grammar at a time is opened."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self.connection = connection
+        self.timeout_s = timeout_s
         self.reader = FrameReader(connection)
         self.lock = threading.Lock()
 
@@ -64,7 +65,7 @@ class GrammarProcess:
                 reason = as_limit_error(error) or error
                 raise EngineError(f"no process for structured outputs could be started: {reason}") from error
             started.pop_all()
-        self._quick, self._slow = _Lane(self._openings), _Lane(self._slow_openings)
+        self._quick, self._slow = _Lane(self._openings, _OPEN_S), _Lane(self._slow_openings, _SLOW_OPEN_S)
         self._read_masks = FrameReader(self._steps)
         self._hello_received = False
         self._fault = ""
@@ -140,7 +141,7 @@ class GrammarProcess:
     def _open_in(self, lane: _Lane, frame: Frame, wanted: Callable[[], bool]) -> Frame:
         if not wanted():
             raise EngineError("the request has been cancelled")
-        lane.connection.settimeout(_OPEN_S)
+        lane.connection.settimeout(lane.timeout_s)
         return self._ask(lane.connection, lane.reader, frame)
 
     def send(self, rows: list[tuple[int, list[int], list[int]]]) -> None:
