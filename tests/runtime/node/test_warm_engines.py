@@ -35,7 +35,7 @@ HARMLESS = {
     "max_batched_tokens", "kv_cache_mb", "compile", "kernels", "layers", "threads", "connections", "load_priority",
     "torch_import", "node_user", "engine_start", "host_weights", "graphs", "memory_limit_mb", "heartbeat_s", "hold_s",
     "drain_s", "timeout_s", "read_timeout_s", "write_timeout_s", "max_body_mb", "server_timing", "body_memory_mb",
-    "cors_origins", "access_log", "traces", "log_level",
+    "cors_origins", "access_log", "traces", "log_level", "log_format",
 }  # fmt: skip
 
 
