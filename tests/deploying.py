@@ -11,6 +11,8 @@ import jsonschema
 import yaml
 from medusa_command import medusa
 
+AWS_KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-east-1"}
+
 CRD = Path(__file__).parent / "adapters" / "deploy" / "schemas" / "knative_service_crd.yaml"
 
 

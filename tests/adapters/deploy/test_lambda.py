@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import json
-import urllib.request
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import boto3
 import deploying
 import pytest
-from moto.server import ThreadedMotoServer
+from deploying import AWS_KEYS
 
-KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-east-1"}
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/fn:1"
 ROLE = "arn:aws:iam::123456789012:role/fn"
 BASE = ("fn", f"--image={IMAGE}", f"--role={ROLE}")
 deploy = partial(deploying.deploy, "lambda")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    moto.start()
-    yield "http://{}:{}".format(*moto.get_host_and_port())
-    moto.stop()
-
-
 @pytest.fixture
-def aws(server: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+def aws(empty_aws: None) -> Any:
     """Lambda's control plane, empty but for a role; the same for this process and for the command."""
-    for name, value in {**KEYS, "AWS_ENDPOINT_URL": server}.items():
-        monkeypatch.setenv(name, value)
-    urllib.request.urlopen(urllib.request.Request(f"{server}/moto-api/reset", method="POST"), timeout=240).close()
     boto3.client("iam").create_role(RoleName="fn", AssumeRolePolicyDocument="{}")
     ecr = boto3.client("ecr")
     ecr.create_repository(repositoryName="fn")
@@ -106,5 +92,5 @@ def test_the_entry_point_is_the_adapters() -> None:
     ],
 )
 def test_bad_flags_are_named_before_anything_is_called(arguments: list[str], said: str) -> None:
-    line = deploying.refused("lambda", *BASE, *arguments, AWS_ENDPOINT_URL="http://127.0.0.1:9", **KEYS)
+    line = deploying.refused("lambda", *BASE, *arguments, AWS_ENDPOINT_URL="http://127.0.0.1:9", **AWS_KEYS)
     assert said in line

@@ -6,25 +6,23 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
+from deploying import AWS_KEYS
 from medusa_adapters.deploy.aws.endpoint import EndpointClient
 from medusa_adapters.deploy.manifests import sagemaker
 from medusa_adapters.deploy.manifests.service_model import check_call
 from medusa_command import medusa
 from medusa_runtime.errors import ConfigError, DeployError
 from moto.sagemaker.responses import SageMakerResponse
-from moto.server import ThreadedMotoServer
 
 ROLE = "arn:aws:iam::123456789012:role/function"
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/qwen:1"
 BASE = ("qwen", f"--image={IMAGE}", f"--role={ROLE}", "--poll-s=0.05")
 APPLY = (*BASE, "--apply")
-KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 def update_endpoint(self: SageMakerResponse) -> str:
@@ -36,23 +34,10 @@ def update_endpoint(self: SageMakerResponse) -> str:
     return json.dumps({"EndpointArn": endpoint.arn})
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    SageMakerResponse.update_endpoint = update_endpoint
-    moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    moto.start()
-    yield "http://{}:{}".format(*moto.get_host_and_port())
-    moto.stop()
-
-
 @pytest.fixture
-def aws(server: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+def aws(empty_aws: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """SageMaker's control plane, empty; the same for this process and for the command."""
-    for name, value in {**KEYS, "AWS_ENDPOINT_URL": server}.items():
-        monkeypatch.setenv(name, value)
-    import urllib.request
-
-    urllib.request.urlopen(urllib.request.Request(f"{server}/moto-api/reset", method="POST"), timeout=240).close()
+    monkeypatch.setattr(SageMakerResponse, "update_endpoint", update_endpoint, raising=False)
     return boto3.client("sagemaker")
 
 
@@ -204,8 +189,8 @@ def test_an_endpoint_that_failed_can_only_be_deleted(aws: Any) -> None:
 )
 def test_what_is_missing_to_call_aws_is_one_line(environ: dict[str, str], said: str, tmp_path: Path) -> None:
     plain = {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
-    given = {name: value for name, value in {**KEYS, **plain, **environ}.items() if value}
-    line = refused(*APPLY, **dict.fromkeys(KEYS, "") | given)
+    given = {name: value for name, value in {**AWS_KEYS, **plain, **environ}.items() if value}
+    line = refused(*APPLY, **dict.fromkeys(AWS_KEYS, "") | given)
     assert said in line
     assert ("--region" in line) is ("AWS_DEFAULT_REGION" in environ)
 
@@ -330,7 +315,7 @@ def test_the_models_check_is_strict() -> None:
     ],
 )
 def test_bad_flags_are_named_before_anything_is_called(arguments: list[str], said: str) -> None:
-    assert said in refused(*BASE, *arguments, AWS_ENDPOINT_URL="http://127.0.0.1:9", **KEYS)
+    assert said in refused(*BASE, *arguments, AWS_ENDPOINT_URL="http://127.0.0.1:9", **AWS_KEYS)
 
 
 def test_bad_names_and_no_role() -> None:
@@ -369,7 +354,7 @@ def test_a_control_plane_that_cannot_be_reached_is_one_line() -> None:
             AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}",
             AWS_MAX_ATTEMPTS="1",
             AWS_EC2_METADATA_DISABLED="true",
-            **KEYS,
+            **AWS_KEYS,
         )
     assert "DescribeEndpoint" in line
     assert line.endswith("[Deploy.Failed]")

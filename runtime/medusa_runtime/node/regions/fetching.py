@@ -10,7 +10,7 @@ import socket
 import threading
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...config import Settings
 from ...errors import NodeError, from_code
@@ -182,7 +182,7 @@ def _run_spare(
     name_process("prefetcher")
     entry = RegionEntry(message.body["key"], spare=Spare(region, demand_fd, heartbeats, Child(0, channel), size_bytes))
     settings = fetch_settings(entry.key, message.body["connections"], message.body["layers"])
-    return _fill(entry, settings, policy, cluster, channel, timeline.named("prefetcher"), writer)
+    return _Fetch(entry, settings, policy, cluster, channel, timeline.named("prefetcher")).run(writer)
 
 
 def _reserve(writer: RegionWriter, size_bytes: int) -> None:
@@ -207,62 +207,57 @@ def _run_prefetcher(
     kept = () if entry.folder is None else (entry.folder.fd,)
     close_others(channel.fileno(), entry.region.fd, entry.demand_fd, timeline.fd, reports.write_fd, *kept)
     end_first()
-    return _fill(entry, settings, policy, cluster, channel, timeline, entry.region.writer())
+    return _Fetch(entry, settings, policy, cluster, channel, timeline).run(entry.region.writer())
 
 
-def _fill(
-    entry: RegionEntry,
-    settings: Settings,
-    policy: Policy,
-    cluster: ClusterAccess | None,
-    channel: socket.socket,
-    timeline: Timeline,
-    writer: RegionWriter,
-) -> int:
-    from ...fetch.streams import as_medusa_error
+class _Fetch(NamedTuple):
+    """A fetch into the region of ``entry``, in the process that makes it. ``channel`` leads to the agent."""
 
-    try:
-        _fetch(entry, settings, policy, cluster, channel, timeline, writer)
-    except Exception as error:  # noqa: BLE001  it stands in the region, where the agent finds it
-        writer.fail(as_medusa_error(error))
-        return 1
-    return 0
+    entry: RegionEntry
+    settings: Settings
+    policy: Policy
+    cluster: ClusterAccess | None
+    channel: socket.socket
+    timeline: Timeline
 
+    def run(self, writer: RegionWriter) -> int:
+        """Fetch, and return the process's exit status."""
+        from ...fetch.streams import as_medusa_error
 
-def _fetch(
-    entry: RegionEntry,
-    settings: Settings,
-    policy: Policy,
-    cluster: ClusterAccess | None,
-    channel: socket.socket,
-    timeline: Timeline,
-    writer: RegionWriter,
-) -> None:
-    folder = entry.folder
-    _limit_memory()
-    from ...fetch.prefetcher import prefetch
-    from ...state.restore import BundleRestorer
+        try:
+            self._fetch(writer)
+        except Exception as error:  # noqa: BLE001  it stands in the region, where the agent finds it
+            writer.fail(as_medusa_error(error))
+            return 1
+        return 0
 
-    in_cluster = cluster is not None and folder is None
-    # For all engines, because it is not known yet which functions will use the model.
-    bundle = BundleRestorer(settings, timeline, engines=engine_names(), for_peers=in_cluster)
-    writer.demand.listen(entry.demand_fd, paced=cluster is not None or settings.layers is not None)
-    store = open_store_of(entry.key, policy) if folder is None else _open_folder(entry.key, folder)
-    entry.heartbeats.keep("prefetcher")  # not earlier: this starts a thread, which must have the final rights
-    sources = _open_sources(cluster, entry.key, store, channel) if cluster is not None and in_cluster else None
-    prefetch(
-        entry.region,
-        entry.key,
-        settings=settings,
-        timeline=timeline,
-        writer=writer,
-        owner=_Agent(channel, store if isinstance(store, LocalStore) else None),
-        bundle=bundle,
-        store=store,
-        sources=sources,
-    )
-    if sources is not None:
-        report_sources(channel, sources)
+    def _fetch(self, writer: RegionWriter) -> None:
+        entry, settings, channel = self.entry, self.settings, self.channel
+        folder = entry.folder
+        cluster = self.cluster if folder is None else None
+        _limit_memory()
+        from ...fetch.prefetcher import prefetch
+        from ...state.restore import BundleRestorer
+
+        # For all engines, because it is not known yet which functions will use the model.
+        bundle = BundleRestorer(settings, self.timeline, engines=engine_names(), for_peers=cluster is not None)
+        writer.demand.listen(entry.demand_fd, paced=self.cluster is not None or settings.layers is not None)
+        store = open_store_of(entry.key, self.policy) if folder is None else _open_folder(entry.key, folder)
+        entry.heartbeats.keep("prefetcher")  # not earlier: this starts a thread, which must have the final rights
+        sources = None if cluster is None else _open_sources(cluster, entry.key, store, channel)
+        prefetch(
+            entry.region,
+            entry.key,
+            settings=settings,
+            timeline=self.timeline,
+            writer=writer,
+            owner=_Agent(channel, store if isinstance(store, LocalStore) else None),
+            bundle=bundle,
+            store=store,
+            sources=sources,
+        )
+        if sources is not None:
+            report_sources(channel, sources)
 
 
 def _open_sources(cluster: ClusterAccess, key: str, origin: Store, channel: socket.socket) -> SourcesStore:
