@@ -110,6 +110,9 @@ def test_other_declared_types(serve: Serve) -> None:
     served = serve(handler="typed/handler.py:points")
     assert served.request("POST", "/", [{"x": 1, "y": 2}, {"x": 3, "y": 4}])[1] == {"x": 4, "y": 6}
     assert served.request("POST", "/", [{"x": 1}])[1]["fields"][0]["field"] == "0.y"
+    status, answer, _ = served.request("POST", "/", [{}] * 5000)
+    assert (status, answer["fields"]) == (422, [])
+    assert answer["error"].startswith("the body does not fit in 10,000 places")
     assert serve(handler="typed/handler.py:text").request("POST", "/", "é".encode(), TEXT)[1] == "É".encode()
 
 

@@ -16,6 +16,7 @@ from ..contract import Context, HttpError, Request
 from .loader import PRIVATE_MODULE
 
 Resolve = Callable[[Request], Any]
+_MOST_PROBLEMS = 1000
 
 
 class InvalidBodyError(HttpError):
@@ -108,6 +109,9 @@ def _validate(validate: Callable[[bytes], Any], request: Request) -> Any:
     try:
         return validate(request.body)
     except ValidationError as error:
+        if (count := error.error_count()) > _MOST_PROBLEMS:  # to describe each may take a hundred times the body
+            text = f"the body does not fit in {count:,} places, more than are described ({_MOST_PROBLEMS})"
+            raise InvalidBodyError(422, text, []) from None
         problems = error.errors(include_url=False, include_context=False, include_input=False)
         if any(problem["type"] == "json_invalid" for problem in problems):
             raise HttpError(400, f"expected a JSON body: {problems[0]['msg']}") from None
