@@ -100,8 +100,10 @@ class ForkServer:
                 status = process.wait(timeout_s)
             finally:
                 process.kill()
-            printed = [os.pread(file.fileno(), 1 << 30, 0).decode() for file in (output, log)]
-        return subprocess.CompletedProcess([function, *arguments], status, *printed)
+            output.seek(0)
+            log.seek(0)
+            printed, said = output.read().decode(), log.read().decode()
+        return subprocess.CompletedProcess([function, *arguments], status, printed, said)
 
     def close(self) -> None:
         self._requests.close()
