@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from medusa_runtime.imports.lazy_torch import import_torch
+
 from benchmarks.shapes import SHAPES, Shape, Tensor
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "pydoc-lm"
@@ -111,7 +113,8 @@ class Blocks:
     """The bytes of tensors, in pieces of a few megabytes."""
 
     def __init__(self, dtype: str, seed: int) -> None:
-        import torch  # a second or two
+        import_torch()  # a second or two, if plainly
+        import torch
 
         kind = getattr(torch, DTYPES[dtype][1])
         generator = torch.Generator().manual_seed(seed)
