@@ -31,9 +31,18 @@ from process_tree import alive, descendants
 MEDUSA = Path(sys.executable).with_name("medusa")
 PATIENCE_S = 120.0
 
-# The key of bundles that tests materialize is not put beside the user's own.
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="medusa-tests-")
-atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+
+def keep_state_apart() -> None:
+    """Put the key of bundles that tests materialize elsewhere than the user's own. Workers share the first's."""
+    prefix = os.path.join(tempfile.gettempdir(), "medusa-tests-")
+    if os.environ.get("XDG_STATE_HOME", "").startswith(prefix):
+        return
+    made, maker = tempfile.mkdtemp(prefix="medusa-tests-"), os.getpid()
+    os.environ["XDG_STATE_HOME"] = made
+    atexit.register(lambda: os.getpid() == maker and shutil.rmtree(made, ignore_errors=True))
+
+
+keep_state_apart()
 
 # OpenMP reads it when torch is imported, which a conftest below this one may do: another worker wants the cores.
 share_cores()
