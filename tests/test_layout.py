@@ -82,6 +82,8 @@ for name, unwanted in json.load(sys.stdin):
 """
 PUBLIC = """
 import importlib, json, sys
+from medusa_runtime.imports.lazy_torch import import_torch
+import_torch()  # a second less than plainly
 for name in json.load(sys.stdin):
     module = importlib.import_module(name)
     names = getattr(module, "__all__", [])

@@ -172,6 +172,8 @@ def _multiply_fork_and_multiply(end: Connection, instruction_sets: list[int], li
 _FORK_DURING_A_PRODUCT = """
 import os, resource, sys, threading, time
 from pathlib import Path
+from medusa_runtime.imports.lazy_torch import import_torch
+import_torch()  # a second less than plainly
 import torch
 from medusa_runtime.kernels import native
 
