@@ -21,6 +21,7 @@ from medusa_runtime.process import adopt_orphans, die_with_parent, kill_children
 
 INTERRUPTED = 130
 _GRACE_S = 0.5  # for the command to clean up by itself
+_KILLED_S = 2.0  # for the kernel to end a killed process
 _LOOK_S = 0.002  # between two looks whether killed processes have ended
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _WAITED_FOR = (*_PASSED_ON, signal.SIGCHLD)
@@ -115,21 +116,34 @@ def _use_scratch(folder: Path) -> None:
 def _wait(child: int) -> tuple[int, bool]:
     """Return the child's exit status (negative: the signal that ended it), and whether Ctrl-C was pressed."""
     deadline: float | None = None
+    interrupted, reason = False, 0  # the signal for which it is to end
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
-            return os.waitstatus_to_exitcode(status), deadline is not None
+            return os.waitstatus_to_exitcode(status), interrupted
         left_s = 3600.0 if deadline is None else max(deadline - time.monotonic(), 0)
         received = signal.sigtimedwait(_WAITED_FOR, left_s)
         if received is None and deadline is not None:
             os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return -signal.SIGKILL, True
+            _wait_for_killed(child)
+            return -reason, interrupted
         if received is not None and received.si_signo in _PASSED_ON:
             # A terminal has sent it to the child already, whose handler only counts one.
             os.kill(child, received.si_signo)
-            if received.si_signo == signal.SIGINT and deadline is None:
-                deadline = time.monotonic() + _GRACE_S
+            interrupted = interrupted or received.si_signo == signal.SIGINT
+            if received.si_signo in (signal.SIGINT, signal.SIGTERM) and deadline is None:
+                deadline, reason = time.monotonic() + _GRACE_S, received.si_signo
+
+
+def _wait_for_killed(child: int) -> None:
+    """Wait for a killed child, for a while: the kernel does not kill one that waits for some file systems (FUSE)."""
+    deadline = time.monotonic() + _KILLED_S
+    while not os.waitpid(child, os.WNOHANG)[0]:
+        if time.monotonic() > deadline:
+            why = "it may wait for a file system that does not answer"
+            print(f"medusa: process {child} was killed and has not ended; {why}", file=sys.stderr)
+            return
+        time.sleep(_LOOK_S)
 
 
 def _end_orphans() -> None:

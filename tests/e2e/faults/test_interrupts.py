@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hanging_files import LOOKUP, HangingFiles
 
 from ..command import MEDUSA
 
@@ -141,6 +142,26 @@ def test_one_interrupt_ends_materialize(tmp_path: Path, example: Path) -> None:
 def _new(folder: Path) -> Path:
     folder.mkdir()
     return folder
+
+
+@pytest.mark.root
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(os.getuid() != 0 or not os.access("/dev/fuse", os.W_OK), reason="needs root and /dev/fuse")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_command_ends_whose_process_cannot_be_killed(tmp_path: Path, number: int, status: int) -> None:
+    (place := tmp_path / "model").mkdir()
+    with HangingFiles(place) as files, open(tmp_path / "errors", "w") as errors:
+        files.hang(LOOKUP)
+        process = subprocess.Popen([MEDUSA, "inspect", str(place)], stderr=errors)
+        while not files.asked:
+            time.sleep(0.01)
+        process.send_signal(number)
+        try:
+            assert process.wait(20) == status
+        finally:
+            process.kill()
+            process.wait()
+    assert "was killed and has not ended" in (tmp_path / "errors").read_text()
 
 
 def test_serve_says_for_how_many_requests_it_waits(tmp_path: Path) -> None:
