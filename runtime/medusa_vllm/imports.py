@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from tempfile import gettempdir
 from typing import Any
 
 from medusa_runtime.config import Settings
@@ -18,7 +17,7 @@ from medusa_runtime.region.reader import Region
 
 from .cpu.amx import request_amx_tiles
 from .flags import MEDIA_ENVIRONMENT
-from .lean_imports import lean_imports, without_torch_compile
+from .lean_imports import avoid_cache_folder, lean_imports, without_torch_compile
 from .version import check_version, is_tested
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,6 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # each worker warns that its memory is bound to the only NUMA node there is
 }
-_CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _MODULES = (
     "vllm",
     "vllm.engine.arg_utils",
@@ -149,21 +147,6 @@ def keep_log_levels() -> Iterator[None]:
         for what, level in levels:
             if what.level != level:  # setting a level goes through all loggers
                 what.setLevel(level)
-
-
-@contextmanager
-def avoid_cache_folder() -> Iterator[None]:
-    """Name an existing folder as torch's cache of compiled code in this context.
-
-    Importing torch's compiler, or letting it wrap a function, would make one.
-    """
-    given = _CACHE_FOLDER in os.environ
-    os.environ.setdefault(_CACHE_FOLDER, gettempdir())
-    try:
-        yield
-    finally:
-        if not given:
-            os.environ.pop(_CACHE_FOLDER, None)
 
 
 def import_model(architecture: str) -> None:

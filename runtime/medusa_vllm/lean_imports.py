@@ -14,8 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from tempfile import gettempdir
 from types import ModuleType
 
+_CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 # Modules that are replaced, and their classes. Other modules import these, but use them only to parse text.
 _NEVER_USED: dict[str, tuple[str, ...]] = {
     "vllm.entrypoints.mcp": (),
@@ -60,6 +62,21 @@ def without_torch_compile() -> Iterator[None]:
             del os.environ[_NO_DYNAMO]
         else:
             os.environ[_NO_DYNAMO] = disabled
+
+
+@contextmanager
+def avoid_cache_folder() -> Iterator[None]:
+    """Name an existing folder as torch's cache of compiled code in this context.
+
+    Importing torch's compiler, or letting it wrap a function, would make one.
+    """
+    given = _CACHE_FOLDER in os.environ
+    os.environ.setdefault(_CACHE_FOLDER, gettempdir())
+    try:
+        yield
+    finally:
+        if not given:
+            os.environ.pop(_CACHE_FOLDER, None)
 
 
 def import_real_modules() -> None:

@@ -17,8 +17,7 @@ from medusa_runtime.engine.structured.grammar import COMPILED, PARAM
 from medusa_runtime.errors import EngineError, MedusaError, RequestError
 from medusa_runtime.region.reader import Region
 
-from .imports import avoid_cache_folder
-from .lean_imports import without_torch_compile
+from .lean_imports import avoid_cache_folder, without_torch_compile
 from .weights.checkpoint_folder import CheckpointFolder
 
 _BACKEND = "guidance"  # nothing to compile, so that a request does not wait for its grammar

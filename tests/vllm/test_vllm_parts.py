@@ -30,8 +30,7 @@ from medusa_vllm.cpu import kv_budget as budgets
 from medusa_vllm.cpu.lazy_zeros import LazyZeros
 from medusa_vllm.flags import adapters, light_routes_suffice
 from medusa_vllm.gpu.arguments import warn_of_unused_flags
-from medusa_vllm.imports import avoid_cache_folder
-from medusa_vllm.lean_imports import lean_imports, without_torch_compile
+from medusa_vllm.lean_imports import avoid_cache_folder, lean_imports, without_torch_compile
 from medusa_vllm.scratch import scratch_folder
 from medusa_vllm.version import PARTS, MissingPartError, check_version, is_tested, missing_parts
 

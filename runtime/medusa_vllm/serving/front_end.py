@@ -21,8 +21,8 @@ from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.imports.gc_paused import gc_paused
 from medusa_runtime.timeline import Timeline
 
-from ..imports import avoid_cache_folder, keep_log_levels, server_is_imported
-from ..lean_imports import import_real_modules, without_torch_compile
+from ..imports import keep_log_levels, server_is_imported
+from ..lean_imports import avoid_cache_folder, import_real_modules, without_torch_compile
 from .lean_server import lean_server
 from .mounting import (
     cache_config_description,

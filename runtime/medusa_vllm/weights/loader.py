@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 from ..cpu.linear import use_stored_weights
-from ..imports import avoid_cache_folder
+from ..lean_imports import avoid_cache_folder
 from .attached import AttachedRegion, layers_of
 from .sharing import share_weights
 
