@@ -121,7 +121,8 @@ def test_errors_of_a_function(instances: Any, place: Place) -> None:
         (b"{", "application/json", 400),
         (b"\xff\xfe{", "application/json", 400),
         (b"", "application/json", 400),
-        (b"[" * 200_000, "application/json", 400),
+        (b"[" * 50_000, "application/json", 400),
+        (b"[" * 200_000, "application/json", 413),  # its values would take more than the memory for bodies
         (b'{"count": 2}', "application/json", 422),
         (b'{"item": "pen", "count": "many"}', "application/json", 422),
         (b" " * 1_100_000, "application/json", 413),
@@ -203,7 +204,7 @@ def test_no_header_moves_a_route(instances: Any) -> None:
 
 
 def test_json_that_is_nested_too_deeply_is_the_clients_mistake(instances: Any, place: Place) -> None:
-    answer = instances("function/handler.py").request("POST", place.path, b"[" * 200_000)
+    answer = instances("function/handler.py").request("POST", place.path, b"[" * 50_000)
     assert (answer.status, answer.json) == (400, {"error": "expected a JSON body: it is nested too deeply"})
 
 
