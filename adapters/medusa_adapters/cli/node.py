@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.errors import ConfigError, MedusaError
@@ -83,11 +84,8 @@ def _serve(settings: NodeSettings) -> int:
     warm = ", ".join(f"{count} {kind}" for kind, count in settings.prewarm.items()) or "none"
     sockets = ", ".join(listening.path for listening in settings.socket)
     line = f"node agent on {sockets}: {size(agent.budget_bytes)} for models, idle engines: {warm}"
-    if settings.log_format == "json":
-        logging.getLogger(__name__).info("%s", line)
-    else:
-        print(line, flush=True)
-    return agent.run()
+    say = logging.getLogger(__name__).info if settings.log_format == "json" else partial(print, flush=True)
+    return agent.run(lambda: say(line))
 
 
 def _metrics(settings: NodeSettings) -> Companion | None:

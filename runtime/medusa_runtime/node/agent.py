@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -105,12 +106,14 @@ class Agent:
         """The memory that all models may take together."""
         return self._services.settings.memory_budget_bytes
 
-    def run(self) -> int:
+    def run(self, announce: Callable[[], None] = lambda: None) -> int:
+        """Serve until SIGTERM, SIGINT or SIGHUP, and return 0. ``announce`` is called as soon as these are heeded."""
         share_cores()
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_stop)
         try:
+            announce()
             for listener in self._sockets:
                 self._loop.watch(listener.socket, partial(self._connections.accept, listener))
             self._loop.watch(self._wakeup[0], self._drain)
