@@ -120,6 +120,7 @@ def test_the_controller_learns_how_many_nodes_stay_where_there_is_an_autoscaler(
     ("flags", "said"),
     [
         ([], "one of the arguments --head --address is required"),
+        (["--head", "--host", "127.0.0.1"], "--host: expected an address that other nodes reach, found 127.0.0.1"),
         (["--head", "--data-port", "0"], "--data-port: expected a port from 1 to 65535"),
         (["--head", "--ray-port", "65500"], "--ray-port: expected a port from 1 to 65496"),
         (["--address", "host:port"], "--address: expected HOST or HOST:PORT"),
@@ -137,7 +138,7 @@ def test_the_controller_learns_how_many_nodes_stay_where_there_is_an_autoscaler(
 )
 def test_a_bad_flag_is_named(flags: list[str], said: str) -> None:
     folder = f"/tmp/ct{os.getpid()}f"
-    command = [MEDUSA, "cluster", "start", *flags, "--dir", folder, "--host", "127.0.0.1"]
+    command = [MEDUSA, "cluster", "start", "--dir", folder, "--host", "127.0.0.2", *flags]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
     try:
         assert done.returncode == 2, done.stderr
@@ -179,7 +180,7 @@ def test_a_head_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     folder.mkdir(mode=0o700)
     try:
         make_token(folder / "token")
-        command = [MEDUSA, "cluster", "start", "--address", "127.0.0.1:9", "--dir", folder, "--host", "127.0.0.1"]
+        command = [MEDUSA, "cluster", "start", "--address", "127.0.0.1:9", "--dir", folder, "--host", "127.0.0.2"]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
         assert done.returncode == 1
         assert "the head's node server at http://127.0.0.1:9 cannot be reached" in done.stderr

@@ -90,7 +90,7 @@ def _settings(arguments: argparse.Namespace) -> NodeServerSettings:
     folder = node.check_folder((arguments.dir or node.default_folder()).absolute())
     head = None if arguments.head else head_address(arguments.address)
     tls = tls_files(arguments)
-    host = arguments.host or _reached_from(None if head is None else head[0])
+    host = _host(arguments.host or _reached_from(None if head is None else head[0]))
     return node.NodeServerSettings(
         name=node.check_name(arguments.name or socket.gethostname()),
         folder=folder,
@@ -146,6 +146,16 @@ def tls_files(arguments: argparse.Namespace) -> TlsFiles | None:
         if not path.is_file():
             raise ConfigError(f"expected a PEM file, found none at {path}")
     return TlsFiles(*(path.absolute() for path in given))
+
+
+def _host(host: str) -> str:
+    """Return the node's address. Raises ConfigError for one that Ray replaces, since then nothing finds its actor."""
+    if host in ("localhost", "127.0.0.1", "::1"):
+        raise ConfigError(
+            f"--host: expected an address that other nodes reach, found {host}, in whose place Ray takes another; "
+            "127.0.0.2 stays on this machine"
+        )
+    return host
 
 
 def _reached_from(head: str | None) -> str:
