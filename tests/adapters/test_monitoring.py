@@ -56,8 +56,7 @@ def test_they_ask_for_metrics_that_a_running_function_and_its_node_agent_have(
     assert re.search(r'medusa_info{runtime="\d[^"]*",engine="torch",weights="[0-9a-f]{16}",model="pydoc-lm"} 1\n', page)
     assert 'medusa_node_agent_used{model="pydoc-lm"} 0\n' in page
     assert 'medusa_fetch_retries_total{model="pydoc-lm"} 0\n' in page
-    agent = _page(node, port)
-    assert f'medusa_node_model_in_use_by{{model="{EXAMPLE}"}} 1\n' in agent
+    agent = _page(node, port, f'medusa_node_model_in_use_by{{model="{EXAMPLE}"}} 1\n')
     no_session: Any = None
     gateway = Gateway(GatewayOptions(("head:1",), PeerAccess("t" * 16)), no_session, "")
     gateway.metrics.of("lm").requests["/v1/completions", 200] += 1
@@ -97,12 +96,16 @@ def test_the_agents_metrics_come_back_when_their_process_ends(start_node: Callab
         open_listener(port)
 
 
-def _page(node: Any, port: int) -> str:
+def _page(node: Any, port: int, part: str = "") -> str:
+    """Return the page, once it has this part: it is made once a second."""
+    page = ""
     for _ in range(100):
         with contextlib.suppress(urllib.error.URLError, ConnectionError):
-            return str(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read().decode())
+            page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60).read().decode()
+            if part in page:
+                return page
         time.sleep(0.05)
-    pytest.fail(node.output())
+    pytest.fail(page + node.output())
 
 
 def test_every_alert_says_what_to_do_and_every_panel_has_its_place() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from medusa_runtime.errors import ConfigError, MedusaError
+from medusa_runtime.errors import ConfigError
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.prometheus import Labels, gauge
 
+from ..platforms.metrics_server import serve_forever
+
 _NO_REFUSALS = {"Node.Refused": 0, "Weights.TooLarge": 0, "Node.Failed": 0}  # so that the first one is an increase
-_CLIENT_S = 5.0  # how long a client may take to send its request, and to read the answer
+_FRESH_S = 1.0
 
 
 def open_listener(port: int) -> socket.socket:
@@ -25,38 +29,28 @@ def open_listener(port: int) -> socket.socket:
 
 def serve(listener: socket.socket, path: str) -> int:
     """Answer ``GET /metrics`` with the status of the agent at ``path``, for ever."""
+    serve_forever(_Page(path), listener)
+    return 0
 
-    class Handler(BaseHTTPRequestHandler):
-        timeout = _CLIENT_S
 
-        def do_GET(self) -> None:
-            if self.path.partition("?")[0] != "/metrics":
-                self._answer(404, "expected /metrics\n")
-                return
-            try:
-                client = NodeClient(path)
+class _Page:
+    """The page, which is made once a second at most: everyone who reaches the port may ask."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._text, self._made_at = "", -_FRESH_S
+
+    def __call__(self) -> str:
+        """Return the page. Raises NodeError if the agent does not answer."""
+        with self._lock:
+            if time.monotonic() - self._made_at >= _FRESH_S:
+                client = NodeClient(self._path)
                 try:
-                    self._answer(200, exposition(client.status()))
+                    self._text, self._made_at = exposition(client.status()), time.monotonic()
                 finally:
                     client.close()
-            except MedusaError as error:
-                self._answer(503, f"{error}\n")
-
-        def _answer(self, status: int, text: str) -> None:
-            body = text.encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("", 0), Handler, bind_and_activate=False)
-    server.socket.close()
-    server.socket = listener
-    server.serve_forever()
-    return 0
+            return self._text
 
 
 def exposition(status: Mapping[str, Any]) -> str:
@@ -82,7 +76,10 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
         ("in_use_by", "Functions that use a model."),
         ("retries_total", "Requests for a model to its store that were tried again."),
     ):
-        yield from gauge(f"medusa_node_model_{name}", text, *_by("model", ((r["url"], r[name]) for r in regions)))
+        sums: Counter[str] = Counter()  # users with other rights have regions of their own
+        for region in regions:
+            sums[region["url"]] += region[name]
+        yield from gauge(f"medusa_node_model_{name}", text, *_by("model", sums.items()))
     yield from gauge(
         "medusa_node_fetches_total", "Fetches that ended, by how.", *_by("result", status["fetches"].items())
     )

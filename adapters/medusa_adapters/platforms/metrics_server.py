@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from medusa_runtime.errors import MedusaError
 from medusa_runtime.process import hang_up
 from medusa_runtime.prometheus import Histogram, gauge
 
@@ -53,15 +54,31 @@ def serve(page: Callable[[], str], host: str, port: int) -> None:
 
     If the port is taken, there are no metrics, but the function runs.
     """
+    if not port:
+        return
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        logger.warning("no metrics on port %d: %s", port, error.strerror)
+        return
+    threading.Thread(target=serve_forever, args=(page, listener), name="metrics", daemon=True).start()
+
+
+def serve_forever(page: Callable[[], str], listener: socket.socket) -> None:
+    """Answer ``GET /metrics`` with what ``page`` returns, or 503 if it raises a MedusaError."""
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # 15 ms
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 10  # seconds a client may be silent
 
         def do_GET(self) -> None:
-            found = self.path.partition("?")[0] == "/metrics"
-            body = page().encode() if found else b"there is only /metrics\n"
-            self.send_response(200 if found else 404)
+            try:
+                found = self.path.partition("?")[0] == "/metrics"
+                status, text = (200, page()) if found else (404, "there is only /metrics\n")
+            except MedusaError as error:
+                status, text = 503, f"{error}\n"
+            body = text.encode()
+            self.send_response(status)
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -75,7 +92,9 @@ def serve(page: Callable[[], str], host: str, port: int) -> None:
         def __init__(self) -> None:
             self._lock = threading.Lock()
             self._open: dict[socket.socket, None] = {}  # the oldest first
-            super().__init__((host, port), Handler)
+            super().__init__(("", 0), Handler, bind_and_activate=False)
+            self.socket.close()
+            self.socket = listener
 
         def process_request(self, request: Any, client_address: Any) -> None:
             with self._lock:
@@ -92,11 +111,4 @@ def serve(page: Callable[[], str], host: str, port: int) -> None:
 
         def handle_error(self, *_: object) -> None: ...  # of a client that left, whose traceback could fill the log
 
-    if not port:
-        return
-    try:
-        server = Server()
-    except OSError as error:
-        logger.warning("no metrics on port %d: %s", port, error.strerror)
-        return
-    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+    Server().serve_forever()

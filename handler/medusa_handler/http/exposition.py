@@ -87,7 +87,7 @@ def _lines(service: Service) -> Iterator[str]:
         )
     yield from _processes(service)
     yield from _engine(service)
-    yield from _start(service.timeline.stages())
+    yield from _start(service.timeline.stages(), ready=service.ready)
 
 
 def _weights_version(service: Service) -> str:
@@ -100,8 +100,8 @@ def _weights_version(service: Service) -> str:
         return ""
 
 
-def _start(stages: list[Stage]) -> Iterator[str]:
-    if ready_at(stages) is not None:
+def _start(stages: list[Stage], *, ready: bool) -> Iterator[str]:
+    if ready and ready_at(stages) is not None:
         began_ns, ended_ns = window(stages)
         yield from gauge(
             "medusa_cold_start_seconds",

@@ -26,6 +26,7 @@ from gunicorn.app.base import BaseApplication
 from gunicorn.http import errors
 from gunicorn.workers.gthread import ThreadWorker
 from medusa_runtime.errors import ConfigError
+from medusa_runtime.json_log import current_request_id
 from medusa_runtime.resource_limits import as_limit_error
 
 from ..faults import ApiError, compact
@@ -252,6 +253,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
     def handle_request(self, req: Any, conn: Any) -> Any:
         _correct(req, self.app.max_body_bytes)
+        current_request_id.set("")  # this thread's last one
         grant = Grant(self.app.body_budget, conn.sock)
         self.app.serving.request, self.app.serving.grant = req, grant
         try:

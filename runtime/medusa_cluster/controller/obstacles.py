@@ -21,7 +21,7 @@ def obstacle(deployment: Deployment, nodes: Iterable[KnownNode]) -> str | None:
     of_kind = f" with --device-kind {kind}" if kind else ""
     if gpus and deployment.device == "cuda" and not any(gpus):
         return f"{name} starts on no node: expected one{of_kind} with a GPU for --set device=cuda, found none"
-    if gpus and deployment.device != "cpu" and all(0 < count < deployment.gpus for count in gpus):
+    if any(gpus) and deployment.device != "cpu" and max(gpus) < deployment.gpus:  # CPUs are for clusters without GPUs
         needed = f"{deployment.gpus} GPUs for --set tensor-parallel={deployment.gpus}"
         return f"{name} starts on no node: expected one{of_kind} with {needed}, found {max(gpus)} at most"
     return None

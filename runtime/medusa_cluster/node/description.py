@@ -53,11 +53,19 @@ def kv_bytes_per_token(config: bytes) -> int:
         raw = json.loads(config)
         found: Mapping[str, Any] = raw.get("text_config", raw)
         heads = int(found["num_attention_heads"])
-        kv_heads = int(found.get("num_key_value_heads") or heads)
+        kv_heads = int(found.get("num_key_value_heads") or _falcon_kv_heads(found) or heads)
         head_dim = int(found.get("head_dim") or int(found["hidden_size"]) // heads)
         return max(int(found["num_hidden_layers"]) * 2 * kv_heads * head_dim * 2, 0)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return 0
+
+
+def _falcon_kv_heads(found: Mapping[str, Any]) -> int:
+    if found.get("model_type") not in ("falcon", "RefinedWeb", "RefinedWebModel"):
+        return 0
+    if found.get("new_decoder_architecture"):
+        return int(found.get("num_kv_heads") or found.get("n_head_kv") or 0)
+    return int(found.get("multi_query", True))
 
 
 def _times(store: Store) -> StageTimes | None:

@@ -232,8 +232,11 @@ class _Tick:
             self._renew(count, old)
 
     def _renew(self, count: RoleCount, old: list[Instance]) -> None:
-        """Replace one instance of an older version. The new one starts first, if there is room for it."""
-        if any(node.free_slots for node in self._state.nodes.values()):
+        """Replace one instance of an older version. The new one starts first, if it can then compute on the same."""
+        deployment, nodes = count.deployment, self._state.nodes
+        node = self._placement.choose(deployment, self._fetches.target(deployment.url))
+        used = {nodes[one.node].processor(deployment.device).on_gpu for one in old if one.node in nodes}
+        if node is not None and (not used or nodes[node].processor(deployment.device).on_gpu in used):
             self._start(count, 1)
         else:
             self._stop(min(old, key=_dispensable), _REPLACED)

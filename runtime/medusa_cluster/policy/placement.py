@@ -38,6 +38,7 @@ class Placement:
     _offers: dict[str, CandidateNode] = field(
         default_factory=dict
     )  # node → the bandwidth and memory that it has for one more fetch
+    _ending: list[Node] | None = None
     _too_large: dict[str, bool] = field(default_factory=dict)  # deployment → whether no accelerator has room for it
 
     def free_slots(self, name: str) -> int:
@@ -142,12 +143,52 @@ class Placement:
     def choose(self, deployment: Deployment, planned: str | None = None) -> str | None:
         """Return the node for a whole instance, or None if no slot is free or the weights fit nowhere.
 
-        Where the deployment may use an accelerator, a node with a free one comes first. If no node has the model, it is
-        the best of the first servers on which nothing else is fetched.
+        Where the deployment may use an accelerator, a node with a free one comes first, and one that becomes free is
+        waited for; where it may not, a node without any. If no node has the model, it is the best of the first servers
+        on which nothing else is fetched.
         """
         accelerated = self.on_accelerators(deployment)
-        found = None if accelerated is None else self._choose(accelerated, planned)
-        return found or self._choose(deployment, planned)
+        if accelerated is not None:
+            found = self._choose(accelerated, planned)
+            if found is not None or self.waits(accelerated):
+                return found
+        found = self._choose(deployment, planned)
+        if found is not None and deployment.device == "cpu" and self.nodes[found].devices:
+            return self._without_accelerator(deployment) or found
+        return found
+
+    def waits(self, deployment: Deployment) -> bool:
+        """Return whether a start waits for an accelerator where processors are free.
+
+        It does if it computes on several, and if an instance ends on a node whose accelerators are large enough.
+        """
+        if deployment.devices > 1:
+            return True
+        needed = deployment.size_bytes + deployment.kv_bytes
+        return any(
+            self._is_for(node, deployment)
+            and (not node.device_bytes or _for_model(node.device_bytes, deployment) >= needed)
+            for node in self._emptying()
+        )
+
+    def _emptying(self) -> list[Node]:
+        """Return the nodes on which an instance ends. They are looked for once."""
+        if self._ending is None:
+            self._ending = [
+                node
+                for node in self.nodes.values()
+                if node.state == "alive" and any(instance.state == "draining" for instance in node.instances)
+            ]
+        return self._ending
+
+    def _without_accelerator(self, deployment: Deployment) -> str | None:
+        """Return a node without accelerators, which leaves those of others to deployments that use them."""
+        for name in self.index.by_link:
+            node = self.nodes[name]
+            space = room(node, self.by_url) if node.memory_bytes else math.inf
+            if not node.devices and space >= deployment.size_bytes and self.can_hold(name, deployment):
+                return name
+        return None
 
     def _choose(self, deployment: Deployment, planned: str | None) -> str | None:
         for server in self.holders(deployment, planned):

@@ -38,8 +38,11 @@ class Schemes:
         if deployment.times is None or deployment.layers < 2:
             return None
         accelerated = self._placement.on_accelerators(deployment)
-        found = None if accelerated is None else self._choose(accelerated, number)
-        return found if found is not None and found.meets else self._choose(deployment, number)
+        if accelerated is not None:
+            found = self._choose(accelerated, number)
+            if (found is not None and found.meets) or self._placement.waits(accelerated):
+                return found
+        return self._choose(deployment, number)
 
     def _choose(self, deployment: Deployment, number: int) -> Scheme | None:
         placement = self._placement

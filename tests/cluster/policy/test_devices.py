@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from cluster_model import ClusterModel, model, of
 from medusa_cluster.policy.decide import Options
 from medusa_cluster.policy.sizing import CandidateNode, Goal, choose
-from medusa_cluster.policy.state import Copy, Instance, Measured, Node, Processor, StartInstance
+from medusa_cluster.policy.state import Copy, Instance, Measured, Node, Processor, StartInstance, StopInstance
 from medusa_runtime.state.stage_times import StageTimes
 
 GB = 10**9
@@ -140,3 +141,37 @@ def test_an_instance_relieves_one_that_computes_on_the_same() -> None:
         cluster.load("m", waiting=8, running=8)
         (start,) = of(StartInstance, cluster.tick())
         assert (start.node, start.partner) == ("b0", partner)
+
+
+def decided(made: list[Node], deployment: Any) -> list[Any]:
+    cluster = ClusterModel(made, [deployment], OPTIONS)
+    cluster.load(deployment.name, waiting=1)
+    return [one for one in cluster.tick() if isinstance(one, StartInstance | StopInstance)]
+
+
+def test_a_new_version_does_not_leave_the_gpu_for_a_free_processor() -> None:
+    head = Node("a", link_bytes_per_s=2 * GB, memory_bytes=100 * GB)
+    old = Instance("i", "m", "g0", "ready", version="1")
+    given = large(version="2", min=1, max=1, ttft_slo_s=math.inf)
+    (stop,) = decided([head, *gpus(1, instances=(old,), device_free_bytes=())], given)
+    assert (stop.id, type(stop)) == ("i", StopInstance)
+    ending = replace(old, state="draining")
+    assert decided([head, *gpus(1, instances=(ending,), device_free_bytes=())], given) == [], "the GPU is waited for"
+    (start,) = decided([head, *gpus(1)], given)
+    assert start.node == "g0"
+
+
+def test_a_new_version_makes_room_where_a_free_slot_is_not_enough() -> None:
+    old = Instance("i", "m", "g0", "ready", version="1", slots=2)
+    given = large(version="2", min=1, max=1, devices=2, device="cuda")
+    (stop,) = decided(gpus(1, devices=3, instances=(old,), device_free_bytes=(24 * GB,)), given)
+    assert stop.id == "i"
+
+
+def test_a_model_that_uses_no_gpu_leaves_them_to_others() -> None:
+    processors = [Node(f"z{number}", link_bytes_per_s=GB, memory_bytes=100 * GB) for number in range(2)]
+    given = large(device="cpu", ttft_slo_s=math.inf, times=None)
+    assert [start.node for start in started([*gpus(2), *processors], given)] == ["z0"]
+    assert [start.node for start in started(gpus(2), given)] == ["g0"]
+    two = large(devices=2, ttft_slo_s=math.inf)
+    assert decided([*gpus(2), *processors], two) == [], "a processor is no place for a model of two GPUs"

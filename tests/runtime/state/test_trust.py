@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from medusa_runtime.config import Settings, from_env
-from medusa_runtime.errors import ConfigError
+from medusa_runtime.errors import ConfigError, StateError
 from medusa_runtime.state.bundle.locate import FOLDER
 from medusa_runtime.state.bundle.manifest import Artifact, Manifest
+from medusa_runtime.state.bundle.own_mark import is_own, make_mark
 from medusa_runtime.state.bundle.signing import Signer
 from medusa_runtime.state.bundle.writer import BundleWriter
 from medusa_runtime.state.kinds import KV_PLAN
@@ -201,6 +202,17 @@ def test_what_this_user_has_materialized_is_trusted_wherever_it_lies(folder: Pat
     assert "not signed" in str(local(tmp_path / "elsewhere", Trust(own_bundles=False)))  # the node agent's
     assert local(tmp_path / "elsewhere", Trust((str(tmp_path),), own_bundles=False)) is None
     assert oct(key_file().stat().st_mode)[-3:] == "600"
+
+
+def test_a_user_without_a_home_has_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder may be an unpacked archive, with a key in it."""
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StateError, match="no home folder"):
+        make_mark(b"message")
+    assert not is_own("mark", b"message")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_downloaded_bundle_is_nobodys_own(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

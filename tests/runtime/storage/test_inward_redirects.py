@@ -11,7 +11,7 @@ import sys
 import pytest
 
 INSIDE = """
-import json, subprocess, sys, threading
+import json, socket, subprocess, sys, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
 from medusa_runtime.errors import MedusaError
@@ -21,7 +21,17 @@ from medusa_runtime.storage.retry import RetryPolicy
 ORIGIN, METADATA, LOOPBACK = "10.9.8.7", "169.254.169.254", "127.0.0.1"
 for words in ("link set lo up", f"addr add {ORIGIN}/32 dev lo", f"addr add {METADATA}/32 dev lo"):
     subprocess.run(["ip", *words.split()], check=True)
-asked = []
+asked, names = [], {"feb.test": ORIGIN, "127.test": ORIGIN, "moved.test": ORIGIN}
+find = socket.getaddrinfo
+
+def look_up(host, *more, **options):
+    host = host.decode() if isinstance(host, bytes) else host
+    address = names.get(host, host)
+    if host == "moved.test":
+        names[host] = LOOPBACK  # its next answer
+    return find(address, *more, **options)
+
+socket.getaddrinfo = look_up
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
@@ -41,7 +51,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_): ...
 
-servers = [ThreadingHTTPServer((host, 80), Handler) for host in (ORIGIN, METADATA, LOOPBACK)]
+places = ((ORIGIN, 80), (METADATA, 80), (LOOPBACK, 80), (LOOPBACK, 81))
+servers = [ThreadingHTTPServer(place, Handler) for place in places]
 for server in servers:
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
@@ -60,6 +71,9 @@ print(json.dumps({
     "loopback": read(f"http://{ORIGIN}/to", LOOPBACK),
     "localhost": read(f"http://{ORIGIN}/to", "localhost"),
     "mapped": read(f"http://{ORIGIN}/to", f"[::ffff:{METADATA}]"),
+    "likeness": read("http://feb.test/to", METADATA),
+    "like loopback": read("http://127.test/to", LOOPBACK),
+    "rebound": read("http://moved.test/to", "moved.test:81"),
     "itself": read(f"http://{ORIGIN}/to", ORIGIN),
     "named": read(f"http://{METADATA}", "credentials"),
     "own": read(f"http://{LOOPBACK}", "credentials"),
@@ -81,7 +95,7 @@ def test_no_redirect_leads_to_what_only_this_machine_reaches() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    for name in ("metadata", "loopback", "localhost", "mapped"):
+    for name in ("metadata", "loopback", "localhost", "mapped", "likeness", "like loopback", "rebound"):
         text, asked = found[name]
         assert "which only this machine can reach" in text, (name, text)
         assert asked == ["10.9.8.7"], "no request may get there"

@@ -13,6 +13,7 @@ import json
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from ...process import die_with_parent, wait_readable
 
 CPU_S = 3.0
 MEMORY_BYTES = 256 << 20
+_FORKING = threading.Lock()  # a child of another thread's would keep the pipe open
 _WAIT_S = 20.0  # limit for a process that gets no CPU time; shorter than the engine's own wait
 _MOST_CHARACTERS = 2000
 _PAGE_BYTES = resource.getpagesize()
@@ -40,16 +42,17 @@ class Trial(NamedTuple):
 
 def try_grammar(make: Callable[[], Any], cpu_s: float = CPU_S) -> Trial:
     """Make a matcher, with ``make``, and its first mask in a forked process with limits on CPU time and memory."""
-    reading, writing = os.pipe()
     parent = os.getpid()
-    pid = os.fork()
-    if not pid:
-        try:
-            die_with_parent(parent)
-            os.write(writing, json.dumps(_try_grammar(make, cpu_s)).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
+    with _FORKING:
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if not pid:
+            try:
+                die_with_parent(parent)
+                os.write(writing, json.dumps(_try_grammar(make, cpu_s)).encode())
+            finally:
+                os._exit(0)
+        os.close(writing)
     in_time = wait_readable(reading, _WAIT_S)
     if not in_time:
         os.kill(pid, signal.SIGKILL)

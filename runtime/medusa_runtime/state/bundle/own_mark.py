@@ -6,6 +6,7 @@ checkpoint that was downloaded, cloned or unpacked belongs to the user as well.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -21,13 +22,14 @@ _PURPOSE = b"medusa own state bundle\n"
 
 def make_mark(message: bytes) -> str:
     """Return the mark of a manifest's message. Makes this user's key if there is none. Raises StateError."""
-    path = _key_path()
+    path = None
     try:
+        path = _key_path()
         if _read_key(path) is None:
             _make_key(path)
         key = _read_key(path)
     except OSError as error:
-        raise StateError(f"{path} cannot be written: {error.strerror}") from None
+        raise StateError(f"{path or 'the key of own bundles'} cannot be written: {error.strerror}") from None
     if key is None:
         raise StateError(f"expected a key of this user's in {path}, which nobody else can read; remove the file")
     return _mark(key, message)
@@ -53,6 +55,8 @@ def _mark(key: bytes, message: bytes) -> str:
 def _key_path() -> Path:
     folder = os.environ.get("XDG_STATE_HOME", "")
     place = Path(folder) if os.path.isabs(folder) else Path(os.path.expanduser("~/.local/state"))
+    if not place.is_absolute():  # without HOME and an entry in passwd; below the working folder may lie anybody's files
+        raise FileNotFoundError(errno.ENOENT, "this user has no home folder; expected HOME or XDG_STATE_HOME")
     return place / "medusa" / "bundle.key"
 
 

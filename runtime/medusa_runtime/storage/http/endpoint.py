@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 # Metadata services of clouds, which give a machine's credentials to every program on it, at other addresses.
-_METADATA = ("fd00:ec2::254", "100.100.100.200", "168.63.129.16")
+_METADATA = ("fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "100.100.100.200", "168.63.129.16")
 
 
 class Endpoint(NamedTuple):
@@ -32,17 +32,19 @@ class Endpoint(NamedTuple):
         return self.host.lower() == other.host.lower() and (self.port == other.port or standard)
 
 
-def is_link_local(address: str) -> bool:
-    """Return whether an address is of this link alone, or of a cloud's metadata service, which most have there."""
-    plain = _unmapped(address)
-    return plain in _METADATA or plain.startswith(("169.254.", "fe8", "fe9", "fea", "feb"))
+def is_link_local(host: str) -> bool:
+    """Return whether a host is an address of this link alone, or a cloud's metadata service, which most have there."""
+    address = _address(host)
+    return address in _METADATA or address.startswith(("169.254.", "fe8", "fe9", "fea", "feb"))
 
 
 def is_loopback(host: str) -> bool:
     """Return whether an address, or a name without looking it up, is that of this machine for itself."""
-    plain = _unmapped(host)
-    return plain in ("localhost", "::1") or plain.startswith("127.")
+    address = _address(host)
+    return address == "::1" or address.startswith("127.") or host.lower().rstrip(".") == "localhost"
 
 
-def _unmapped(address: str) -> str:
-    return address.lower().removeprefix("::ffff:")
+def _address(host: str) -> str:
+    """Return an address in one form, or "" for a name: anybody can have names that begin like an address."""
+    plain = host.lower().removeprefix("::ffff:")
+    return plain if ":" in plain or plain.replace(".", "").isdecimal() else ""

@@ -332,6 +332,8 @@ class HttpStore:
 
     def _connect(self, key: str, endpoint: Endpoint) -> Connection:
         proxy = self._proxies.choose(endpoint)
+        if proxy is not None:  # which may be on this machine; names are for it to look up
+            self._refuse_inside(key, endpoint, endpoint.host)
         try:
             connection = Connection(
                 endpoint, self.retries.stall_s, least_bytes_per_s=self.retries.least_bytes_per_s, proxy=proxy
@@ -340,23 +342,29 @@ class HttpStore:
             raise TransientError(
                 UnreachableError(f"{self.name(key)}: cannot reach {endpoint.host} port {endpoint.port}: {error}")
             ) from None
-        if proxy is None and self._leads_inside(endpoint, address := connection.peer_address):
-            connection.close()
-            raise ForbiddenError(
-                f"{self.name(key)}: led to {address} port {endpoint.port}, which only this machine can reach; expected "
-                "another address, or a URL with this one in it"
-            )
+        if proxy is None:
+            try:
+                self._refuse_inside(key, endpoint, connection.peer_address)
+            except ForbiddenError:
+                connection.close()
+                raise
         return connection
 
-    def _leads_inside(self, endpoint: Endpoint, address: str) -> bool:
-        """Return whether a name or redirect leads to a service of this machine or link that the URL does not name.
+    def _refuse_inside(self, key: str, endpoint: Endpoint, address: str) -> None:
+        """Raise ForbiddenError if a name or redirect leads to a service of this machine or link that the URL lacks.
 
         Such are a cloud's credentials. The server behind the URL must not choose what is read there.
         """
         home = self._home.endpoint
         if is_link_local(address):
-            return not is_link_local(home.host)
-        return is_loopback(address) and not is_loopback(home.host) and endpoint.host.lower() != home.host.lower()
+            inside = not is_link_local(home.host)
+        else:
+            inside = is_loopback(address) and not is_loopback(home.host) and not home.is_same_host(endpoint)
+        if inside:
+            raise ForbiddenError(
+                f"{self.name(key)}: led to {address} port {endpoint.port}, which only this machine can reach; expected "
+                "another address, or a URL with this one in it"
+            )
 
     def _follow(self, key: str, target: Target, location: str) -> Target:
         endpoint = target.endpoint
