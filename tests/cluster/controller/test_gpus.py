@@ -119,7 +119,7 @@ def test_a_model_for_more_gpus_than_any_node_has_says_so(run: Run) -> None:
         await until(lambda: events(cluster, "no-node") == [f"m starts on no node: {why}"])
         assert not cluster.state.instances
 
-    run(scenario, "g1")
+    run(scenario, "g1", "c1")  # also beside a node without GPUs
 
 
 @pytest.mark.parametrize(("engine", "workers"), [("torch", 3), ("vllm", 1)])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Iterator
 from ctypes import CDLL
 from pathlib import Path
+from typing import Any
 
 import pytest
 from medusa_cluster.deployment import Deployment
+from medusa_cluster.node.description import kv_bytes_per_token
 from medusa_cluster.node.gpus import Gpus, visible_gpus
 from medusa_cluster.node.instances import Instances
 from medusa_cluster.node.settings import NodeServerSettings
@@ -136,3 +139,18 @@ def test_an_instance_has_its_gpu_until_its_process_has_ended(tmp_path: Path) -> 
         await asyncio.gather(*starts, return_exceptions=True)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        ({"num_key_value_heads": 8}, 8),
+        ({}, 71),
+        ({"model_type": "falcon"}, 1),
+        ({"model_type": "falcon", "multi_query": False}, 71),
+        ({"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 8}, 8),
+    ],
+)
+def test_keys_and_values_are_counted_by_their_heads(config: dict[str, Any], heads: int) -> None:
+    of_falcon = {"num_hidden_layers": 32, "num_attention_heads": 71, "hidden_size": 4544}
+    assert kv_bytes_per_token(json.dumps(of_falcon | config).encode()) == 32 * 2 * heads * 64 * 2
