@@ -131,15 +131,16 @@ def _hosts_models(name: str, environ: Mapping[str, str]) -> bool:
 def configure_logging(level: str, log_format: str = "text") -> None:
     import logging
 
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s" if level == "debug" else "%(levelname)s: %(message)s"
+    formatter = logging.Formatter(form)
     if log_format == "json":
         from medusa_runtime.json_log import JsonFormatter
 
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(JsonFormatter())
-        logging.basicConfig(level=level.upper(), handlers=[handler])
+        formatter = JsonFormatter()
         logging.captureWarnings(True)
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s" if level == "debug" else "%(levelname)s: %(message)s"
-    logging.basicConfig(level=level.upper(), format=form, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=level.upper(), handlers=[handler])
     if level == "info":  # at which it names its source of credentials at each look at a store
         logging.getLogger("botocore").setLevel(logging.WARNING)
 

@@ -69,7 +69,7 @@ class Index:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether some of the nodes that are alive have accelerators, and some have none."""
+        """Whether there are nodes with accelerators and nodes without, among those that are alive."""
         return len({processor.on_gpu for processor, count in self.processors.items() if count}) == 2
 
     def count_processors(self, deployment: Deployment) -> int:

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
 
 from .contention import Fetching, newcomer_bytes_per_s
@@ -38,7 +39,6 @@ class Placement:
     _offers: dict[str, CandidateNode] = field(
         default_factory=dict
     )  # node → the bandwidth and memory that it has for one more fetch
-    _ending: list[Node] | None = None
     _too_large: dict[str, bool] = field(default_factory=dict)  # deployment → whether no accelerator has room for it
 
     def free_slots(self, name: str) -> int:
@@ -88,9 +88,12 @@ class Placement:
 
     def _offer(self, name: str) -> CandidateNode:
         node = self.nodes[name]
-        space = float(room(node, self.by_url)) if node.memory_bytes else math.inf
-        server = self._offers[name] = CandidateNode(name, self.bytes_per_s(name), free_bytes=space)
+        server = self._offers[name] = CandidateNode(name, self.bytes_per_s(name), free_bytes=self._space(node))
         return server
+
+    def _space(self, node: Node) -> float:
+        """Return the bytes of a node's memory in which weights may lie."""
+        return room(node, self.by_url) if node.memory_bytes else math.inf
 
     def _on_device(self, server: CandidateNode, deployment: Deployment) -> CandidateNode:
         """Return the server with what its accelerator, if the deployment uses one, has for a worker."""
@@ -116,20 +119,15 @@ class Placement:
         """
         if not self._can_run(name, deployment):
             return False
-        needed, node = deployment.size_bytes + deployment.kv_bytes, self.nodes[name]
-        if self._device_room(node, deployment) >= needed:
-            return True
-        return self._is_too_large(deployment)
+        return self._device_room(self.nodes[name], deployment) >= _needed(deployment) or self._is_too_large(deployment)
 
     def _is_too_large(self, deployment: Deployment) -> bool:
         """Return whether no node has an accelerator with so much memory, or can do without one."""
         found = self._too_large.get(deployment.name)
         if found is None:
-            needed = deployment.size_bytes + deployment.kv_bytes
             found = self._too_large[deployment.name] = not any(
-                not other.device_bytes or _for_model(other.device_bytes, deployment) >= needed
+                other.state == "alive" and self._is_for(other, deployment) and _is_large_enough(other, deployment)
                 for other in self.nodes.values()
-                if other.state == "alive" and self._is_for(other, deployment)
             )
         return found
 
@@ -164,29 +162,22 @@ class Placement:
         """
         if deployment.devices > 1:
             return True
-        needed = deployment.size_bytes + deployment.kv_bytes
-        return any(
-            self._is_for(node, deployment)
-            and (not node.device_bytes or _for_model(node.device_bytes, deployment) >= needed)
-            for node in self._emptying()
-        )
+        return any(self._is_for(node, deployment) and _is_large_enough(node, deployment) for node in self._emptying)
 
+    @cached_property
     def _emptying(self) -> list[Node]:
-        """Return the nodes on which an instance ends. They are looked for once."""
-        if self._ending is None:
-            self._ending = [
-                node
-                for node in self.nodes.values()
-                if node.state == "alive" and any(instance.state == "draining" for instance in node.instances)
-            ]
-        return self._ending
+        """The nodes on which an instance ends."""
+        return [
+            node
+            for node in self.nodes.values()
+            if node.state == "alive" and any(instance.state == "draining" for instance in node.instances)
+        ]
 
     def _without_accelerator(self, deployment: Deployment) -> str | None:
         """Return a node without accelerators, which leaves those of others to deployments that use them."""
         for name in self.index.by_link:
             node = self.nodes[name]
-            space = room(node, self.by_url) if node.memory_bytes else math.inf
-            if not node.devices and space >= deployment.size_bytes and self.can_hold(name, deployment):
+            if not node.devices and self._space(node) >= deployment.size_bytes and self.can_hold(name, deployment):
                 return name
         return None
 
@@ -207,9 +198,7 @@ class Placement:
     def _slow_node(self, deployment: Deployment) -> str | None:
         """Return a node where the start is slow, or makes other starts slow. It is better than none."""
         for name in self._candidates():
-            node = self.nodes[name]
-            space = room(node, self.by_url) if node.memory_bytes else math.inf
-            if space >= deployment.size_bytes and self.can_hold(name, deployment):
+            if self._space(self.nodes[name]) >= deployment.size_bytes and self.can_hold(name, deployment):
                 return name
         return self._after_eviction(deployment)
 
@@ -284,6 +273,16 @@ class Placement:
             return math.inf
         share = node.link_bytes_per_s / max(len(self._fetching(node)), 1)
         return share * max(deployment.size_bytes, missing) / missing
+
+
+def _needed(deployment: Deployment) -> int:
+    """Return the bytes that a whole instance takes of its accelerators, beside the overhead of each."""
+    return deployment.size_bytes + deployment.kv_bytes
+
+
+def _is_large_enough(node: Node, deployment: Deployment) -> bool:
+    """Return whether a whole instance has room on a node's accelerators when they are empty, or needs none."""
+    return not node.device_bytes or _for_model(node.device_bytes, deployment) >= _needed(deployment)
 
 
 def _for_model(device_bytes: int, deployment: Deployment) -> int:
