@@ -237,7 +237,8 @@ class _Tick:
         node = self._placement.choose(deployment, self._fetches.target(deployment.url))
         used = {nodes[one.node].processor(deployment.device).on_gpu for one in old if one.node in nodes}
         if node is not None and (not used or nodes[node].processor(deployment.device).on_gpu in used):
-            self._start(count, 1)
+            if self._resume(count, 1):
+                self._start_on(count, node, _REPLACED)
         else:
             self._stop(min(old, key=_dispensable), _REPLACED)
 
@@ -317,7 +318,7 @@ class _Tick:
             self._start_on(count, node, "the load needs more" if count.current else "a request waits", predicted_s)
             number -= 1
 
-    def _start_on(self, count: RoleCount, node: str, reason: str, predicted_s: float) -> None:
+    def _start_on(self, count: RoleCount, node: str, reason: str, predicted_s: float = 0.0) -> None:
         deployment = count.deployment
         self._placement.take(node, deployment)
         if not is_target(self._index, deployment, node):

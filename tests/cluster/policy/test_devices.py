@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from cluster_model import ClusterModel, model, of
 from medusa_cluster.policy.decide import Options
+from medusa_cluster.policy.placement import Placement
 from medusa_cluster.policy.sizing import CandidateNode, Goal, choose
 from medusa_cluster.policy.state import Copy, Instance, Measured, Node, Processor, StartInstance, StopInstance
 from medusa_runtime.state.stage_times import StageTimes
@@ -159,6 +160,22 @@ def test_a_new_version_does_not_leave_the_gpu_for_a_free_processor() -> None:
     assert decided([head, *gpus(1, instances=(ending,), device_free_bytes=())], given) == [], "the GPU is waited for"
     (start,) = decided([head, *gpus(1)], given)
     assert start.node == "g0"
+
+
+def test_a_new_version_starts_on_the_node_that_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[str | None] = []
+
+    def choose(placement: Placement, *arguments: Any) -> str | None:
+        monkeypatch.setattr(Placement, "choose", lambda *_: None)  # what it would find by now
+        chosen.append(found(placement, *arguments))
+        return chosen[0]
+
+    found = Placement.choose
+    monkeypatch.setattr(Placement, "choose", choose)
+    old = Instance("i", "m", "g0", "ready", version="1")
+    given = large(version="2", min=1, max=1, ttft_slo_s=math.inf)
+    (start,) = decided(gpus(2, devices=2, instances=(old,)), given)
+    assert chosen == [start.node]
 
 
 def test_a_new_version_makes_room_where_a_free_slot_is_not_enough() -> None:
