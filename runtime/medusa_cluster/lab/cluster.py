@@ -16,6 +16,7 @@ from typing import Any
 
 from medusa_runtime.errors import LabError, UnauthorizedError, from_code
 
+from ..node.gpus import gpu_environment, visible_gpus
 from .laboratory import SWITCH, Laboratory
 
 DATA_PORT = 8114
@@ -29,12 +30,21 @@ class LabCluster:
     """A cluster whose head is the laboratory's first node. Node servers end with the laboratory, or with ``stop``.
 
     ``flags`` are further flags of ``medusa cluster start``, and ``environment`` further variables, for all nodes.
+    ``gpus`` are the names of this machine's GPUs, which are divided among the nodes: each lends its own to one instance
+    at a time. None: all that are visible here.
     """
 
     def __init__(
-        self, lab: Laboratory, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
+        self,
+        lab: Laboratory,
+        flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        gpus: Sequence[str] | None = None,
     ) -> None:
         self.lab = lab
+        names = visible_gpus(os.environ) if gpus is None else gpus
+        count = len(lab.nodes)
+        self.gpus = {node: tuple(names[number::count]) for number, node in enumerate(lab.nodes)} if names else {}
         self.head = lab.nodes[0]
         self.servers: dict[str, subprocess.Popen[bytes]] = {}
         self.gateways: list[subprocess.Popen[bytes]] = []
@@ -77,7 +87,22 @@ class LabCluster:
             command += ["--link-bytes-per-s", f"{self.lab.link.bytes_per_s:.0f}"]
         log = self.log(node)
         self._began[node] = log.stat().st_size if log.exists() else 0
-        self.servers[node] = self._medusa(node, [*command, *self._flags], log)
+        self.servers[node] = self._medusa(node, [*command, *self._flags], log, self._gpu_environment(node))
+
+    def _gpu_environment(self, node: str) -> dict[str, str]:
+        """Return the variables that show a node its GPUs, and no others."""
+        if not self.gpus:
+            return {}
+        return gpu_environment(self.gpus[node]) | {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus[node])}
+
+    def describe_gpus(self) -> str | None:
+        """Return a line that says which node has which of this machine's GPUs, or None if it has no GPU."""
+        if not self.gpus:
+            return None
+        having = [f"{node} has {', '.join(names)}" for node, names in self.gpus.items() if names]
+        without = [node for node, names in self.gpus.items() if not names]
+        rest = [f"none is left for {', '.join(without)}"] if without else []
+        return f"GPUs of this machine: {'; '.join(having + rest)}"
 
     def wait_ready(self, node: str) -> None:
         server = self.servers[node]
@@ -139,7 +164,9 @@ class LabCluster:
         """Return the file with a node server's output. The logs of its processes are in the node's folder."""
         return self.lab.node_folder(SWITCH) / f"{node}.log"
 
-    def _medusa(self, node: str, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    def _medusa(
+        self, node: str, command: Sequence[str], log: Path, more: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("MEDUSA_", "RAY_"))}
         with open(log, "ab") as output:
             return self.lab.popen(
@@ -148,7 +175,7 @@ class LabCluster:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment | self._environment | {"PYTHONUNBUFFERED": "1"},
+                env=environment | dict(more or {}) | self._environment | {"PYTHONUNBUFFERED": "1"},
             )
 
     def _answers(self, port: int) -> bool:

@@ -77,6 +77,8 @@ def _cluster(lab: Laboratory, arguments: argparse.Namespace) -> int:
 
     flags = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("prewarm", "memory-budget")]
     cluster = LabCluster(lab, [flag for flag in flags if not flag.endswith("=None")])
+    if gpus := cluster.describe_gpus():
+        _log(gpus)
     try:
         _log("starting the head …")
         cluster.start_head()
