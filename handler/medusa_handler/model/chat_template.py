@@ -55,7 +55,8 @@ class ChatTemplate:
                 "use /v1/completions, or put a chat_template.jinja beside its weights",
                 code="no_chat_template",
             )
-        values = {**self._special, **arguments, "messages": _with_parsed_calls(messages)}
+        messages = _with_parsed_calls(self._with_known_roles(messages))
+        values = {**self._special, **arguments, "messages": messages}
         continuing = values.pop("continue_final_message", False)
         try:
             text = self._template(name).render(values)
@@ -64,6 +65,19 @@ class ChatTemplate:
                 400, f"the model's chat template refuses these messages: {error}", param="messages", code="bad_messages"
             ) from error
         return _cut_behind(text, messages[-1]["content"]) if continuing else text
+
+    def _with_known_roles(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages with the role system for developer, which many templates would leave out, as vLLM does.
+
+        OpenAI's newer clients write it so.
+        """
+        if not any(message.get("role") == "developer" for message in messages):
+            return messages
+        if re.search("[\"']developer[\"']", self.source):
+            return messages
+        return [
+            {**message, "role": "system"} if message.get("role") == "developer" else message for message in messages
+        ]
 
     def _template(self, name: str) -> Template:
         if name not in self._compiled:

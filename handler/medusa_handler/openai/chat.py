@@ -73,8 +73,10 @@ def template_arguments(body: Body) -> dict[str, Any]:
     prompted = flag(body, "add_generation_prompt", not continuing)
     if continuing and prompted:
         raise invalid("add_generation_prompt", "false with continue_final_message", prompted)
+    # Some templates have a switch instead of degrees. As in vLLM, an effort also sets that.
+    reasoning = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     return {
-        **({} if effort is None else {"reasoning_effort": effort}),
+        **reasoning,
         **extra,
         "tools": None if tools.choice == "none" else tools.offered or None,
         "documents": documents,

@@ -5,22 +5,63 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flask import Response
 from medusa_runtime.engine.base import Delta, GenerateRequest
 from medusa_runtime.errors import RequestError
 
-from ..faults import ClientDisconnectedError, compact, stream_error
+from ..faults import ApiError, ClientDisconnectedError, compact, stream_error
 from ..http import sse
 from ..merge import Item
 from ..model.generation import Generation
-from .answer import Choice, ChoiceFormatter, Envelope, usage
+from .answer import Choice, Envelope, usage
 
 if TYPE_CHECKING:
     from ..service import Service
 
 logger = logging.getLogger(__name__)
+
+
+class Answer(Protocol):
+    """An answer that grows with the deltas of its sequences. It is read whole, or as the events of a stream."""
+
+    @property
+    def id(self) -> str: ...
+
+    def add(self, number: int, delta: Delta) -> None:
+        """Add a delta of the sequence with this number."""
+
+    def whole(self) -> dict[str, Any]:
+        """Return the whole answer, once all deltas have been added."""
+
+    def opening(self) -> Iterator[bytes]:
+        """Yield the events before the first delta."""
+
+    def stream(self, number: int, delta: Delta) -> Iterator[bytes]:
+        """Add a delta of a sequence, and yield the events for it."""
+
+    def closing(self) -> Iterator[bytes]:
+        """Yield the events behind the last delta."""
+
+    def failure(self, error: ApiError) -> Iterator[bytes]:
+        """Yield the events that end a stream with an error."""
+
+
+class Plan(Protocol):
+    """What to generate for a request, and the form of the answer."""
+
+    @property
+    def requests(self) -> list[GenerateRequest]: ...
+
+    @property
+    def streams(self) -> bool: ...
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The engine's names of fields → the body's."""
+
+    def answer(self) -> Answer: ...
 
 
 @dataclass(frozen=True)
@@ -31,93 +72,119 @@ class GenerationPlan:
     envelope: Envelope
     per_prompt: int
     keep: int
-    stream: bool
+    streams: bool
     include_usage: bool
     usage_in_chunks: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)  # the engine's names of fields → the body's
+    names: Mapping[str, str] = field(default_factory=dict)
 
-    def name_field(self, error: BaseException) -> None:
-        if isinstance(error, RequestError) and error.param is not None:
-            error.param = self.names.get(error.param, error.param)
+    def answer(self) -> Answer:
+        return _Choices(self)
 
 
-def respond(service: Service, plan: GenerationPlan, is_disconnected: Callable[[], bool]) -> Response:
+class _Choices:
+    """The choices of a completion or a chat."""
+
+    def __init__(self, plan: GenerationPlan) -> None:
+        self._plan = plan
+        self._envelope = plan.envelope
+        self._formatter = plan.envelope.formatter
+        self._choices = [Choice() for _ in plan.requests]
+
+    @property
+    def id(self) -> str:
+        return self._envelope.id
+
+    def add(self, number: int, delta: Delta) -> None:
+        self._choices[number].add(delta)
+
+    def whole(self) -> dict[str, Any]:
+        plan, kept = self._plan, []
+        for first in range(0, len(self._choices), plan.per_prompt):
+            group = self._choices[first : first + plan.per_prompt]
+            if plan.keep < plan.per_prompt:
+                group = sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)[: plan.keep]
+            kept.extend(group)
+        objects = [self._formatter.choice(index, choice) for index, choice in enumerate(kept)]
+        return self._envelope.whole(objects, usage(self._choices, plan.per_prompt))
+
+    def opening(self) -> Iterator[bytes]:
+        for index in range(len(self._choices)):
+            for opening in self._formatter.first_chunks(index):
+                yield self._chunk(opening)
+
+    def stream(self, number: int, delta: Delta) -> Iterator[bytes]:
+        self.add(number, delta)
+        yield self._chunk(self._formatter.chunk(number, self._choices[number], delta))
+
+    def closing(self) -> Iterator[bytes]:
+        if self._plan.include_usage:
+            yield sse.event(self._envelope.chunk([]) | {"usage": usage(self._choices, self._plan.per_prompt)})
+        yield sse.DONE
+
+    def failure(self, error: ApiError) -> Iterator[bytes]:
+        yield sse.event(error.body())
+        yield sse.DONE
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        plan, used = self._plan, {}
+        if plan.include_usage:
+            used = {"usage": usage(self._choices, plan.per_prompt) if plan.usage_in_chunks else None}
+        return sse.event(self._envelope.chunk([choice]) | used)
+
+
+def respond(service: Service, plan: Plan, is_disconnected: Callable[[], bool]) -> Response:
     """Run the plan. An error before the first token has its own status; a later one is an event of the stream."""
     generation = Generation(service.model, plan.requests, is_disconnected)
     try:
-        if not plan.stream:
+        if not plan.streams:
             with generation:
-                return _whole(plan, generation)
+                return _whole(plan.answer(), generation)
         events = generation.events(service.settings.heartbeat_s)
         first = next(events)  # an error before the first token still has its own status
         while first is None and not service.platform.early_heartbeats:
             first = next(events)
     except BaseException as error:
         generation.close()
-        plan.name_field(error)
+        _name_field(plan, error)
         raise
-    response = Response(_chunks(service, plan, first, events), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS)
+    response = Response(_stream(service, plan, first, events), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS)
     response.call_on_close(generation.close)
     return response
 
 
-def _whole(plan: GenerationPlan, generation: Generation) -> Response:
-    choices = [Choice() for _ in plan.requests]
+def _name_field(plan: Plan, error: BaseException) -> None:
+    """Have an engine's error name the body's field."""
+    if isinstance(error, RequestError) and error.param is not None:
+        error.param = plan.names.get(error.param, error.param)
+
+
+def _whole(answer: Answer, generation: Generation) -> Response:
     for item in generation.events():
         if item is not None:
-            choices[item.source].add(item.value)
-    used = usage(choices, plan.per_prompt)
-    kept = []
-    for first in range(0, len(choices), plan.per_prompt):
-        group = choices[first : first + plan.per_prompt]
-        if plan.keep < plan.per_prompt:
-            group = sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)[: plan.keep]
-        kept.extend(group)
-    formatter = plan.envelope.formatter
-    objects = [formatter.choice(index, choice) for index, choice in enumerate(kept)]
-    return Response(compact(plan.envelope.whole(objects, used)), content_type="application/json")
+            answer.add(item.source, item.value)
+    return Response(compact(answer.whole()), content_type="application/json")
 
 
-def _chunks(
-    service: Service, plan: GenerationPlan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]
+def _stream(
+    service: Service, plan: Plan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]
 ) -> Iterator[bytes]:
+    answer = plan.answer()
     try:
-        yield from _events(service, plan, first, events)
+        yield from answer.opening()
+        item = first
+        while True:
+            if item is None:
+                yield sse.heartbeat(service)
+            else:
+                yield from answer.stream(item.source, item.value)
+            try:
+                item = next(events)
+            except StopIteration:
+                break
+        yield from answer.closing()
     except ClientDisconnectedError:
         return
     except Exception as error:  # noqa: BLE001 the status has been sent, so only the stream can report it
-        plan.name_field(error)
-        name = plan.envelope.id
-        known = stream_error(error, name, lambda: logger.exception("request %s failed", name))
-        yield sse.event(known.body())
-    yield sse.DONE
-
-
-def _events(
-    service: Service, plan: GenerationPlan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]
-) -> Iterator[bytes]:
-    choices = [Choice() for _ in plan.requests]
-    formatter: ChoiceFormatter = plan.envelope.formatter
-
-    def used() -> dict[str, Any]:
-        if plan.include_usage and plan.usage_in_chunks:
-            return {"usage": usage(choices, plan.per_prompt)}
-        return {"usage": None} if plan.include_usage else {}
-
-    for index in range(len(choices)):
-        for opening in formatter.first_chunks(index):
-            yield sse.event(plan.envelope.chunk([opening]) | used())
-    item = first
-    while True:
-        if item is None:
-            yield sse.heartbeat(service)
-        else:
-            choices[item.source].add(item.value)
-            chunk = formatter.chunk(item.source, choices[item.source], item.value)
-            yield sse.event(plan.envelope.chunk([chunk]) | used())
-        try:
-            item = next(events)
-        except StopIteration:
-            break
-    if plan.include_usage:
-        yield sse.event(plan.envelope.chunk([]) | {"usage": usage(choices, plan.per_prompt)})
+        _name_field(plan, error)
+        known = stream_error(error, answer.id, lambda: logger.exception("request %s failed", answer.id))
+        yield from answer.failure(known)

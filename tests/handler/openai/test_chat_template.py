@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from medusa_handler.faults import ApiError
 from medusa_handler.model.chat_template import ChatTemplate
+from medusa_handler.openai.chat import template_arguments
 
 MESSAGES = [
     {"role": "system", "content": "Be <short> & kind."},
@@ -147,3 +148,25 @@ def test_a_broken_file_of_the_checkpoint_is_named(name: str, data: bytes, text: 
 def test_a_special_token_without_text_is_empty() -> None:
     files = {"tokenizer_config.json": b'{"bos_token": {}, "chat_template": "<{{ bos_token }}>"}'}
     assert ChatTemplate(files.get).render(MESSAGES, {}) == "<>"
+
+
+def test_a_developers_message_is_the_systems_unless_the_template_knows_the_role() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role in ('system', 'user'ROLES) %}<{{ m.role }}>{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+    asked = [{"role": "developer", "content": "Be short."}, {"role": "user", "content": "Hi"}]
+    for roles, expected in (("", "<system>Be short.<user>Hi"), (", 'developer'", "<developer>Be short.<user>Hi")):
+        found = template({"chat_template.jinja": source.replace("ROLES", roles)}).render(asked, {})
+        assert found == expected
+
+
+def test_an_effort_reaches_the_template_also_as_a_switch() -> None:
+    for body, expected in (
+        ({}, " "),
+        ({"reasoning_effort": "low"}, "low True"),
+        ({"reasoning_effort": "none"}, "none False"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, "low False"),
+    ):
+        found = template({"chat_template.jinja": "{{ reasoning_effort }} {{ enable_thinking }}"})
+        assert found.render(MESSAGES, template_arguments(body)) == expected
