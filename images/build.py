@@ -50,8 +50,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="medusa-image-") as scratch:
         os.environ.update(podman.environment(Path(scratch)))
         base = arguments.base or find_base(Path(scratch))
+        lent = host.build_flags(Path(scratch))
         for name in arguments.variants:
-            build(name, base, Path(scratch), arguments.gpu)
+            build(name, base, lent, Path(scratch), arguments.gpu)
     return 0
 
 
@@ -90,11 +91,14 @@ def make_base(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def build(variant: str, base: str, scratch: Path, gpus: str | None = None) -> None:
-    """Build one variant, with one call of podman per stage. At its end, each frees its extra space (docs/images.md)."""
+def build(variant: str, base: str, lent: list[str], scratch: Path, gpus: str | None = None) -> None:
+    """Build one variant, with one call of podman per stage. At its end, each frees its extra space (docs/images.md).
+
+    ``lent`` are podman's flags for what the host lends to a build.
+    """
     flags = ["--network", "host", "--layers", "--build-arg", f"VARIANT={variant}", "--build-arg", f"BASE_IMAGE={base}"]
     flags += ["--build-arg", f"GPU={gpus}"] if gpus else []
-    flags += host.build_flags(scratch)
+    flags += lent
     for stage in STAGES:
         podman_build(scratch, "--target", stage, *flags)
     tags = [f"{NAME}:{variant}", *([f"{NAME}:latest"] if variant == "slim" else [])]

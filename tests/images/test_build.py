@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +40,7 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
         podman = tmp_path / "podman"
         podman.write_text(PODMAN.format(folder=tmp_path, **({"build": BUILT, "status": 0, "tagged": "new"} | ends)))
         podman.chmod(0o755)
-        module["build"](variant, "base", tmp_path, gpus)
+        module["build"](variant, "base", [], tmp_path, gpus)
 
     return run
 
@@ -51,6 +53,20 @@ def test_each_stage_is_a_call_and_the_last_one_is_tagged(build: Build, tmp_path:
     assert "--target" not in image
     assert "GPU=" not in (tmp_path / "calls").read_text()
     assert "--tag localhost/medusa-runtime:slim --tag localhost/medusa-runtime:latest" in image
+
+
+def test_several_variants_are_built_with_what_pip_uses_here(tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").write_text("a certificate\n")
+    podman = tmp_path / "podman"
+    podman.write_text(PODMAN.format(folder=tmp_path, build=BUILT, status=0, tagged="new"))
+    podman.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PIP_CERT": str(tmp_path / "cert.pem")}
+    command = [sys.executable, str(IMAGES / "build.py"), "--base", "base", "slim", "cpu"]
+    ran = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert ["VARIANT=cpu" in call for call in calls] == [False] * 3 + [True] * 3
+    assert all(":/dev/lent/pip:ro" in call for call in calls)
 
 
 def test_the_gpus_are_passed_to_each_stage(build: Build, tmp_path: Path) -> None:
