@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from medusa_runtime.state.graphs import Blueprints, CudaDriver, MemoryRange, RangeKind, place, restore_graphs
-from medusa_runtime.state.graphs.blob_format import encode
+from medusa_runtime.state.graphs.blob_format import decode_blueprints, encode_blueprints
 from medusa_runtime.state.graphs.blueprint import Edge, GraphBlueprint, KernelRecord, Node, Relocation
 from medusa_runtime.state.graphs.compiled import CALLS, CompiledBundle, DriverCalls
 from medusa_runtime.state.graphs.materialization.images import ImageStore
@@ -93,13 +93,13 @@ def main() -> int:
     driver.call("cuInit", 0)
     driver.call("cuCtxSetCurrent", driver.handle("cuDevicePrimaryCtxRetain", 0))
     stream = driver.handle("cuStreamCreate", 0)
-    data = encode(blueprints(options.graphs, options.nodes, options.images))
+    data = encode_blueprints(blueprints(options.graphs, options.nodes, options.images))
     with tempfile.TemporaryDirectory() as folder:  # it stays loaded
         nothing = calls_of_nothing(Path(folder))
     rows = []
     for _ in range(options.runs):
         start = time.perf_counter()
-        loaded = Blueprints.load(data)
+        loaded = decode_blueprints(data)
         read = time.perf_counter()
         with place(driver, loaded.ranges) as placement:
             keys = [graph.key for graph in loaded.graphs]

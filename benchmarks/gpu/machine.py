@@ -73,15 +73,14 @@ class CudaMachine:
 
     def summary(self, bundle: bytes) -> Mapping[str, object]:
         from medusa_runtime.engine.gpu.graph_state import summary
-        from medusa_runtime.state.graphs.blueprint import Blueprints
+        from medusa_runtime.state.graphs.blob_format import decode_blueprints
 
-        return summary(Blueprints.load(bundle))
+        return summary(decode_blueprints(bundle))
 
     def without_images(self, bundle: bytes) -> bytes:
-        from medusa_runtime.state.graphs.blob_format import encode
-        from medusa_runtime.state.graphs.blueprint import Blueprints
+        from medusa_runtime.state.graphs.blob_format import decode_blueprints, encode_blueprints
 
-        return encode(replace(Blueprints.load(bundle), images={}))
+        return encode_blueprints(replace(decode_blueprints(bundle), images={}))
 
 
 class HostMachine:

@@ -19,6 +19,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu import graph_capture
 from medusa_runtime.errors import EngineError
 from medusa_runtime.state.graphs import Blueprints
+from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
 from medusa_runtime.state.graphs.blueprint import GraphBlueprint
 
 if importlib.util.find_spec("vllm") is None:
@@ -85,7 +86,7 @@ def check(python: Callable[..., None], tmp_path: Path) -> Callable[..., Blueprin
     def check(unchecked: str, **options: Any) -> Blueprints:
         python(**(options or {"pieces": True, "table": True}))
         graph_capture.run(Settings(model="m", engine="vllm"), tmp_path / "out", Path(unchecked), check=True)
-        return Blueprints.load((tmp_path / "out").read_bytes())
+        return decode_blueprints((tmp_path / "out").read_bytes())
 
     return check
 
@@ -156,7 +157,7 @@ def test_a_word_that_matters_leaves_its_graph_out(check: Callable[..., Blueprint
     assert made["astray"]["refused"] == {}
     (pinned,) = made["astray"]["pinned"]
     assert " tokens=2 " in pinned
-    ranges = Blueprints.load(Path(made["astray path"]).read_bytes()).ranges
+    ranges = decode_blueprints(Path(made["astray path"]).read_bytes()).ranges
     checked = check(made["astray path"], where=next(one.address for one in ranges if one.name == "model.weights"))
     assert checked.refused == {pinned: f"output: a replay of {pinned} did not give its stored outputs"}
     assert len(checked.graphs) == 2
@@ -179,7 +180,7 @@ def test_a_word_that_breaks_the_context_leaves_its_graph_out(
     (pinned,) = made["astray"]["pinned"]
     assert f"another process goes on without {pinned}, which ended this one: {_BROKE}" in caplog.text
     assert f"{pinned}: a restored CUDA graph broke the context" in caplog.text
-    checked = Blueprints.load(out.read_bytes())
+    checked = decode_blueprints(out.read_bytes())
     why = "output: the process that checked it broke its CUDA context, or did not end"
     assert checked.refused == {pinned: why}
     found = run("restore", 0x580000000000, {"others": {"bundle": str(out)}})["others"]
@@ -196,16 +197,16 @@ def test_a_piece_that_breaks_the_context_leaves_its_batch_out(
 ) -> None:
     """A forward runs all pieces of a batch, and vLLM captures those of this batch at each start."""
     monkeypatch.setattr("medusa_runtime.device.choice.choose", lambda device, environ: "cuda")
-    unchecked = Blueprints.load(Path(made["pieces path"]).read_bytes())
+    unchecked = decode_blueprints(Path(made["pieces path"]).read_bytes())
     batch = [graph.key for graph in unchecked.graphs if "PIECEWISE tokens=2 " in graph.key]
     assert len(batch) == 2
     graphs = [astray(graph) if graph.key == batch[0] else graph for graph in unchecked.graphs]
-    replace(unchecked, graphs=tuple(graphs)).save(tmp_path / "made")
+    save_blueprints(replace(unchecked, graphs=tuple(graphs)), tmp_path / "made")
     python(pieces=True, before=f'[ "$5" ] || {{ cp {tmp_path}/made "$3"; exit 0; }}')
     out = graph_capture.capture("m", Settings(engine="vllm"), tmp_path)
     assert out is not None
     assert f"another process goes on without {', '.join(batch)}, which ended this one: {_BROKE}" in caplog.text
-    checked = Blueprints.load(out.read_bytes())
+    checked = decode_blueprints(out.read_bytes())
     assert len(checked.graphs) == len(unchecked.graphs) - 2
     assert set(checked.refused) == set(batch)
 

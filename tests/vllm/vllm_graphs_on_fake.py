@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runtime/engine/gpu"))
 from fake_torch_cuda import HOST, FakeCuda, FakeMemPool
 from medusa_runtime.engine.gpu.graph_pool import OTHER_POOL_BASE, POOL_BASE
 from medusa_runtime.engine.gpu.placed_memory import tensor_at
-from medusa_runtime.state.graphs.blueprint import GRAPH_POOL, Blueprints
+from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
+from medusa_runtime.state.graphs.blueprint import GRAPH_POOL
 from medusa_runtime.state.graphs.materialization.images import ImageStore
 from medusa_vllm import engine
 from medusa_vllm.gpu import graph_capture, worker
@@ -357,7 +358,7 @@ def offline(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict
     del other
     runner, manager, recording = record(cuda, config, options)
     made = recording.state.materialize(recording, ImageStore(cuda.kernels.images), second, stream=cuda.current)
-    made.save(Path(options["out"]))
+    save_blueprints(made, Path(options["out"]))
     names = {made.ranges[r.memory_range].name for graph in made.graphs for r in graph.relocations}
     inputs = {made.ranges[piece.memory_range].name for graph in made.graphs for piece in graph.inputs}
     pinned = [graph.key for graph in made.graphs if graph.pinned]
@@ -368,7 +369,7 @@ def offline(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict
 
 
 def online(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict[str, Any]:
-    blueprints = Blueprints.load(Path(options["bundle"]).read_bytes())
+    blueprints = decode_blueprints(Path(options["bundle"]).read_bytes())
     if options.get("other_gpu"):
         blueprints = replace(blueprints, fingerprint={**blueprints.fingerprint, "gpu": "Fake B200"})
     if options.get("without_images"):

@@ -38,7 +38,9 @@ from medusa_runtime.state.graphs import (
     place,
     restore_graphs,
 )
+from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
 from medusa_runtime.state.graphs.blueprint import GraphBlueprint
+from medusa_runtime.state.graphs.compiled import used_ranges
 from medusa_runtime.state.graphs.driver import STICKY, CudaError
 from medusa_runtime.state.graphs.materialization.dump import kernel_of, node_kind, nodes_of
 from medusa_runtime.state.graphs.restoration.build import GraphBuilder
@@ -132,7 +134,7 @@ def capture(ground: Ground, step: Step, folder: Path, *, first: bool) -> None:
     handles = {key: graph.handle for key, graph in captured.items()}
     dump = dump_graphs(ground.driver, handles, ground.ranges(), images=images)
     step.note("refused", dump.refused)
-    dump.save(folder / ("first.dump" if first else "second.dump"))
+    save_blueprints(dump, folder / ("first.dump" if first else "second.dump"))
     for graph in dump.graphs:
 
         def facts(graph: GraphBlueprint = graph) -> Facts:
@@ -250,7 +252,7 @@ def _materialize(
     """Compare with the other process's capture, which may still be under way, and write the bundle."""
     while not (folder / "second.dump").exists() and step.seconds < _PATIENCE_S:
         time.sleep(0.2)
-    second = Blueprints.load((folder / "second.dump").read_bytes()) if (folder / "second.dump").exists() else None
+    second = decode_blueprints((folder / "second.dump").read_bytes()) if (folder / "second.dump").exists() else None
     step.note("second capture", second is not None)
     numbers = {memory_range.name: number for number, memory_range in enumerate(dump.ranges)}
     size = min(ground.memory.ranges[OUTPUTS].size, CHECKED_BYTES)
@@ -270,7 +272,7 @@ def _materialize(
 
     def made(work: Capture = work) -> Facts:
         bundle = materialize_graphs(ground.driver, dump, work, second=second)
-        bundle.save(folder / "bundle")
+        save_blueprints(bundle, folder / "bundle")
         return {
             "graphs": [graph.key for graph in bundle.graphs],
             "refused": bundle.refused,
@@ -292,9 +294,9 @@ def restore(ground: Ground, step: Step, folder: Path, *, at_recorded: bool) -> N
     ``at_recorded``: whether the graphs' pool lies where it was captured.
     """
     ground.prepare()
-    bundle = Blueprints.load((folder / "bundle").read_bytes())
+    bundle = decode_blueprints((folder / "bundle").read_bytes())
     named = {name: one.address for name, one in ground.memory.ranges.items()}
-    used = bundle.used_ranges()
+    used = used_ranges(bundle)
     ours = [
         one for n, one in enumerate(bundle.ranges) if n in used and one.kind in (RangeKind.SLAB, RangeKind.WORKSPACE)
     ]

@@ -69,9 +69,9 @@ def capture(model: str, settings: Settings, folder: Path) -> Path | None:
 def counts(data: bytes) -> dict[str, Any]:
     """Return how many graphs of each kind are in a bundle, and how many were refused for which reason."""
     from medusa_runtime.engine.gpu.graph_state import summary
-    from medusa_runtime.state.graphs.blueprint import Blueprints
+    from medusa_runtime.state.graphs.blob_format import decode_blueprints
 
-    blueprints = Blueprints.load(data)
+    blueprints = decode_blueprints(data)
     keys = [graph.key for graph in blueprints.graphs]
     refused = Counter(f"{kind_of(key)}: {why.partition(':')[0]}" for key, why in blueprints.refused.items())
     return {

@@ -56,17 +56,17 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
     with ModuleRecorder() as recorder:  # before anything is loaded
         from medusa_runtime.engine.gpu.graph_state import summary
         from medusa_runtime.state.graphs import ImageStore
-        from medusa_runtime.state.graphs.blueprint import Blueprints
+        from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
 
         with _recorded(settings, shifted=second is None) as recording:
             logger.info("vLLM has captured its graphs")
             images = ImageStore(recorder.images, recorder.handles)
             logger.info("%d kernel images were loaded", len(images.data))
             if second is None:
-                recording.state.dump(images).save(out)
+                save_blueprints(recording.state.dump(images), out)
             else:
-                made = _materialize(recording, images, Blueprints.load(second.read_bytes()))
-                made.save(out)
+                made = _materialize(recording, images, decode_blueprints(second.read_bytes()))
+                save_blueprints(made, out)
                 print(summary(made))
 
 
@@ -74,18 +74,18 @@ def _check(settings: Settings, out: Path, unchecked: Path) -> None:
     region, timeline = fetch_and_import(settings)
     from medusa_runtime.engine.gpu.attempts import Attempts
     from medusa_runtime.engine.gpu.graph_state import summary
-    from medusa_runtime.state.graphs import Blueprints
+    from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
 
     from ..engine import VllmEngine
     from .graph_check import GraphCheck
     from .worker import GpuWorker
 
-    check = GraphCheck(Blueprints.load(unchecked.read_bytes()), Attempts(out.with_name(ATTEMPTS)))
+    check = GraphCheck(decode_blueprints(unchecked.read_bytes()), Attempts(out.with_name(ATTEMPTS)))
     GpuWorker.check = check
     with closed_after(VllmEngine(region, settings, timeline)) as engine:
         load(engine)
         checked = check.result()
-        checked.save(out)
+        save_blueprints(checked, out)
         logger.info("restored in a process of its own: %s", summary(checked))
 
 

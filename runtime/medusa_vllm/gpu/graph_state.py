@@ -40,6 +40,8 @@ from medusa_runtime.state.graphs import (
     place,
     restore_graphs,
 )
+from medusa_runtime.state.graphs.blob_format import decode_blueprints
+from medusa_runtime.state.graphs.compiled import used_ranges
 from medusa_runtime.state.graphs.driver import STICKY, CudaError
 from medusa_runtime.state.graphs.replay import Replayer
 from medusa_runtime.state.graphs.restoration.restore import log_reasons
@@ -195,8 +197,8 @@ class VllmGraphState:
         context is broken.
         """
         self._validate, self._attempts = validate, attempts
-        blueprints = Blueprints.load(data) if isinstance(data, bytes) else data
-        used = blueprints.used_ranges()
+        blueprints = decode_blueprints(data) if isinstance(data, bytes) else data
+        used = used_ranges(blueprints)
         recorded = {memory_range.name: memory_range for n, memory_range in enumerate(blueprints.ranges) if n in used}
         full = self._manager._capture_descs.get(CUDAGraphMode.FULL, [])
         hidden = self._hidden_states(recorded.get(HIDDEN), full)

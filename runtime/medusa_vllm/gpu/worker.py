@@ -20,6 +20,7 @@ from medusa_runtime.device.built_for import check_gpu
 from medusa_runtime.engine.gpu.device import BundledGraphs, bundled_graphs, full_gpu
 from medusa_runtime.errors import ConfigError, DeviceError, MedusaError
 from medusa_runtime.state.graphs import Blueprints, CudaDriver
+from medusa_runtime.state.graphs.blob_format import decode_blueprints
 from medusa_runtime.timeline import Timeline
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
@@ -143,7 +144,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
             return None
         try:
             data = bundled.read()
-            return Blueprints.load(data) if data is not None else None
+            return decode_blueprints(data) if data is not None else None
         except MedusaError as error:
             logger.warning("CUDA graphs are captured and not restored: %s", error)
             return None

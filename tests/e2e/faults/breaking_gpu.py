@@ -34,9 +34,9 @@ class Bundle:
 
     def code(self, name: str, timeout_s: float | None = None) -> bytes:
         from medusa_runtime.state.graphs import Blueprints
-        from medusa_runtime.state.graphs.blob_format import encode
+        from medusa_runtime.state.graphs.blob_format import encode_blueprints
 
-        return encode(Blueprints())
+        return encode_blueprints(Blueprints())
 
 
 def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:

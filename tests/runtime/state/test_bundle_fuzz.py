@@ -27,7 +27,8 @@ from medusa_runtime.checkpoint.index import Shard, TensorEntry, WeightIndex
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import ConfigError, StateError
 from medusa_runtime.state.bundle.manifest import Artifact, Manifest
-from medusa_runtime.state.graphs.blob_format import VERSION, decode, encode
+from medusa_runtime.state.graphs.blob_format import VERSION, decode_blueprints, encode_blueprints
+from medusa_runtime.state.graphs.compiled import used_ranges
 from medusa_runtime.state.kinds import KINDS
 from medusa_runtime.state.kv_plan import Geometry, KvPlan, plan_kv_cache
 from medusa_runtime.state.stage_times import StageTimes, WorkerRates
@@ -233,17 +234,17 @@ def use_times(data: bytes) -> None:
 
 def use_graphs(data: bytes) -> None:
     """Code, so only from a place that is trusted; but damage there must not become a wrong address either."""
-    blueprints = decode(data)
+    blueprints = decode_blueprints(data)
     for graph in blueprints.graphs:
         for node in graph.nodes:
             for start, stop in blueprints.words(node):
                 assert 0 <= start <= stop <= len(graph.blob)
-    blueprints.used_ranges()
+    used_ranges(blueprints)
     for digest, code in blueprints.images.items():
         assert hashlib.sha256(code).hexdigest() == digest
 
 
-GRAPHS = encode(WHOLE)
+GRAPHS = encode_blueprints(WHOLE)
 _PROLOGUE = struct.Struct("<8s32sIQQQ")
 
 
@@ -375,7 +376,7 @@ def test_a_kernels_parameter_does_not_begin_before_its_graphs_bytes() -> None:
     header = json.loads(json.dumps(HEADER))
     header["kernels"][0][2][0][0] = -8
     with pytest.raises(StateError, match="sizes and addresses"):
-        decode(graphs(header, BODY))
+        decode_blueprints(graphs(header, BODY))
 
 
 def test_a_compile_cache_leaves_its_folder_by_no_name(tmp_path: Path) -> None:

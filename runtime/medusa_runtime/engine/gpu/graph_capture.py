@@ -96,14 +96,14 @@ def _leave_out_pinned(file: Path) -> int:
 
     Their check can break the CUDA context, and that of others in the same process then has no result.
     """
-    from ...state.graphs.blueprint import Blueprints
+    from ...state.graphs.blob_format import decode_blueprints, save_blueprints
     from ...state.graphs.mismatch import Reason
 
-    blueprints = Blueprints.load(file.read_bytes())
+    blueprints = decode_blueprints(file.read_bytes())
     pinned = [graph.key for graph in blueprints.graphs if graph.pinned]
     if pinned:
         why = f"{Reason.ADDRESS}: two captures do not explain it, and the process that replayed such graphs ended"
-        blueprints.without(dict.fromkeys(pinned, why)).save(file)
+        save_blueprints(blueprints.without(dict.fromkeys(pinned, why)), file)
     return len(pinned)
 
 
@@ -226,7 +226,7 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
         preimport(settings)  # as the engines that will restore the graphs
         import torch
 
-        from ...state.graphs.blueprint import Blueprints
+        from ...state.graphs.blob_format import decode_blueprints, save_blueprints
         from ...state.graphs.materialization.images import ImageStore
         from .capture import CudaCapturer
         from .device import Gpu
@@ -263,10 +263,10 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
             images = ImageStore(recorder.images, recorder.handles)
             logger.info("%d kernel images were loaded", len(images.data))
             if second is None:
-                state.dump(capturer, images).save(out)
+                save_blueprints(state.dump(capturer, images), out)
             else:
-                blueprints = state.materialize(capturer, images, Blueprints.load(second.read_bytes()))
-                blueprints.save(out)
+                blueprints = state.materialize(capturer, images, decode_blueprints(second.read_bytes()))
+                save_blueprints(blueprints, out)
                 print(summary(blueprints))
                 taken += sum(map(len, blueprints.images.values()))  # restoring loads a kernel's image a second time
                 _measure(runner, settings, taken, out.with_name(KV_PLAN.name))
@@ -275,7 +275,7 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
 
 def _check(settings: Settings, out: Path, unchecked: Path) -> None:
     preimport(settings)
-    from ...state.graphs.blueprint import Blueprints
+    from ...state.graphs.blob_format import decode_blueprints, save_blueprints
     from .attempts import Attempts
     from .device import Gpu
     from .graph_state import GraphState, summary
@@ -284,10 +284,11 @@ def _check(settings: Settings, out: Path, unchecked: Path) -> None:
     with _loaded(settings, gpu) as runner:
         assert runner.graphs is not None
         state = GraphState(runner.model, runner.graphs, gpu.placed)
-        checked = state.check(Blueprints.load(unchecked.read_bytes()), attempts)
-        checked.save(out)
+        checked = state.check(decode_blueprints(unchecked.read_bytes()), attempts)
+        save_blueprints(checked, out)
         logger.info("restored in a process of its own: %s", summary(checked))
-        state.unpin(checked, Blueprints.load(unchecked.with_name(_SECOND).read_bytes()), attempts).save(out)
+        second = decode_blueprints(unchecked.with_name(_SECOND).read_bytes())
+        save_blueprints(state.unpin(checked, second, attempts), out)
 
 
 @contextmanager

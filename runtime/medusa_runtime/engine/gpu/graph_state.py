@@ -12,7 +12,9 @@ import torch
 
 from ...models import DecoderModel
 from ...state.graphs import CudaDriver
+from ...state.graphs.blob_format import decode_blueprints
 from ...state.graphs.blueprint import Blueprints, MemoryRange, Piece, RangeKind
+from ...state.graphs.compiled import used_ranges
 from ...state.graphs.fingerprint import fingerprint
 from ...state.graphs.materialization.dump import dump_graphs
 from ...state.graphs.materialization.images import ImageStore
@@ -72,8 +74,8 @@ class GraphState:
 
         It is empty if the memory cannot be mapped, and the reason is logged.
         """
-        blueprints = self._without_pinned(Blueprints.load(data) if isinstance(data, bytes) else data)
-        used = blueprints.used_ranges()
+        blueprints = self._without_pinned(decode_blueprints(data) if isinstance(data, bytes) else data)
+        used = used_ranges(blueprints)
         wanted = [
             memory_range
             for n, memory_range in enumerate(blueprints.ranges)

@@ -11,6 +11,7 @@ import json
 import struct
 from collections.abc import Sequence
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 
 from ...errors import StateError
@@ -53,7 +54,7 @@ class _Body:
         return [[piece.memory_range, piece.offset, *self.put(piece.data)] for piece in pieces]
 
 
-def encode(blueprints: Blueprints) -> bytes:
+def encode_blueprints(blueprints: Blueprints) -> bytes:
     body = _Body()
     header = {
         "fingerprint": blueprints.fingerprint,
@@ -93,6 +94,13 @@ def _encode_graph(graph: GraphBlueprint, body: _Body) -> dict[str, Any]:
     }
 
 
+def save_blueprints(blueprints: Blueprints, path: Path) -> None:
+    """Write a file, whole or not at all: the process may end, and another may look for it."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(encode_blueprints(blueprints))
+    part.replace(path)
+
+
 def digest_of(data: bytes) -> str:
     """Return the digest that identifies graphs, from the first ``IDENTITY_BYTES`` of their file. ``decode`` checks it.
 
@@ -104,8 +112,8 @@ def digest_of(data: bytes) -> str:
     return data[len(_MAGIC) : IDENTITY_BYTES].hex()
 
 
-def decode(data: bytes) -> Blueprints:
-    """Read what ``encode`` wrote. Kernel images are checked later, when they are read.
+def decode_blueprints(data: bytes) -> Blueprints:
+    """Read what ``encode_blueprints`` wrote. Kernel images are checked later, when they are read.
 
     Raises StateError if the bytes are damaged, cut or of another version, or if they cannot be checked because the
     compiled library is missing.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from .kernel_images import Image
@@ -153,24 +152,6 @@ class Blueprints:
     results: dict[str, Any] = field(default_factory=dict)
     host: tuple[tuple[int, int], ...] = ()
 
-    def save(self, path: Path) -> None:
-        """Write a file, whole or not at all: the process may end, and another may look for it."""
-        from .blob_format import encode
-
-        part = path.with_name(f"{path.name}.part")
-        part.write_bytes(encode(self))
-        part.replace(path)
-
-    @classmethod
-    def load(cls, data: bytes) -> Blueprints:
-        """Read what ``save`` wrote, but check ``images`` only when they are read.
-
-        Raises StateError if the bytes are damaged, cut or of another version.
-        """
-        from .blob_format import decode
-
-        return decode(data)
-
     def graph(self, key: str) -> GraphBlueprint:
         return next(graph for graph in self.graphs if graph.key == key)
 
@@ -178,13 +159,6 @@ class Blueprints:
         """Return the blueprints without the graphs with these keys, which are in ``refused`` then, with the reasons."""
         graphs = tuple(graph for graph in self.graphs if graph.key not in reasons)
         return replace(self, graphs=graphs, refused={**self.refused, **reasons})
-
-    def used_ranges(self) -> set[int]:
-        """Return the numbers of the ranges into which a graph points, or that a graph pins."""
-        from .compiled import CompiledBundle
-
-        compiled = CompiledBundle(self)
-        return {number for graph in self.graphs for number in (*graph.pinned, *compiled.check(graph).ranges)}
 
     def words(self, node: Node) -> list[tuple[int, int]]:
         """Return the (start, stop) in the blob of each parameter of a node that can hold addresses."""

@@ -179,6 +179,12 @@ class CompiledBundle:
         return job
 
 
+def used_ranges(blueprints: Blueprints) -> set[int]:
+    """Return the numbers of the ranges into which a graph points, or that a graph pins."""
+    bundle = CompiledBundle(blueprints)
+    return {number for graph in blueprints.graphs for number in (*graph.pinned, *bundle.check(graph).ranges)}
+
+
 def driver_calls(driver: CudaDriver) -> DriverCalls:
     """Return the driver's functions for ``CompiledBundle.build``. Raises DeviceError if one is missing."""
     return DriverCalls(*[ctypes.cast(driver.bind(name), _POINTER) for name in CALLS])
@@ -199,4 +205,13 @@ def _packed_attributes(entries: tuple[tuple[int, bytes], ...]) -> ctypes.Array[_
     return packed
 
 
-__all__ = ["CALLS", "BuildJob", "CompiledBundle", "DriverCalls", "NotCompiledError", "Used", "driver_calls"]
+__all__ = [
+    "CALLS",
+    "BuildJob",
+    "CompiledBundle",
+    "DriverCalls",
+    "NotCompiledError",
+    "Used",
+    "driver_calls",
+    "used_ranges",
+]

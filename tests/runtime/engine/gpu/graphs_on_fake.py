@@ -30,8 +30,8 @@ from medusa_runtime.engine.gpu.graph_state import GraphState
 from medusa_runtime.engine.gpu.placed_memory import BASE, OTHER_BASE, PlacedMemory
 from medusa_runtime.engine.torch.kv_cache import KvCache, KvShape
 from medusa_runtime.errors import DeviceError
-from medusa_runtime.state.graphs.blob_format import encode
-from medusa_runtime.state.graphs.blueprint import Blueprints, Piece
+from medusa_runtime.state.graphs.blob_format import decode_blueprints, encode_blueprints, save_blueprints
+from medusa_runtime.state.graphs.blueprint import Piece
 from medusa_runtime.state.graphs.materialization.images import ImageStore
 from torch import Tensor
 
@@ -138,7 +138,7 @@ def full(cuda: FakeCuda, bundle: Path) -> list[dict[str, Any]]:
             cache = KvCache(KvShape(LAYERS, 1, WIDTH, torch.float32), 5, memory)
             graphs = DecodeGraphs(model, cache, CudaCapturer(HOST), sizes=SIZES, max_model_len=64, memory=memory)  # type: ignore[arg-type]
             state = GraphState(model, graphs, memory)  # type: ignore[arg-type]
-            restored = state.restore(Blueprints.load(bundle.read_bytes()), validate="all")
+            restored = state.restore(decode_blueprints(bundle.read_bytes()), validate="all")
             graphs.adopt(restored)
             reasons = state.restored.reasons.values() if state.restored is not None else ()
             end = {"answers": answers(cuda, graphs), "reasons": sorted({str(mismatch) for mismatch in reasons})}
@@ -184,7 +184,7 @@ def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
     graphs = DecodeGraphs(model, cache, capturer, sizes=SIZES, max_model_len=64, memory=memory)  # type: ignore[arg-type]
     state = GraphState(model, graphs, memory)  # type: ignore[arg-type]
     if phase == "check":  # what a third process does, offline
-        blueprints = Blueprints.load(Path(options["bundle"]).read_bytes())
+        blueprints = decode_blueprints(Path(options["bundle"]).read_bytes())
         if broken := options.get("broken"):
             graphs_ = [
                 replace(one, outputs=_other(one.outputs)) if one.key == broken else one for one in blueprints.graphs
@@ -195,14 +195,14 @@ def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
         if options.get("full"):
             os.environ["FAKE_CUDA_MEMORY"] = "0"
         attempts = Attempts(Path(options.get("attempts", os.devnull)))
-        checked = state.check(Blueprints.load(encode(blueprints)), attempts)
+        checked = state.check(decode_blueprints(encode_blueprints(blueprints)), attempts)
         if "second" in options:
-            checked.save(Path(options["out"]))
-            checked = state.unpin(checked, Blueprints.load(Path(options["second"]).read_bytes()), attempts)
-            checked.save(Path(options["out"]))
+            save_blueprints(checked, Path(options["out"]))
+            checked = state.unpin(checked, decode_blueprints(Path(options["second"]).read_bytes()), attempts)
+            save_blueprints(checked, Path(options["out"]))
         return {"kept": [graph.key for graph in checked.graphs], "refused": checked.refused}
     if phase == "restore":
-        blueprints = Blueprints.load(Path(options["bundle"]).read_bytes())
+        blueprints = decode_blueprints(Path(options["bundle"]).read_bytes())
         if options.get("without_images"):
             blueprints = replace(blueprints, images={})
         model.layers_run.clear()
@@ -216,11 +216,11 @@ def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
     while graphs.pending:
         graphs.capture_next()
     if phase == "dump":
-        state.dump(capturer, ImageStore(cuda.kernels.images)).save(Path(options["out"]))
+        save_blueprints(state.dump(capturer, ImageStore(cuda.kernels.images)), Path(options["out"]))
         return {}
-    second = Blueprints.load(Path(options["second"]).read_bytes()) if "second" in options else None
+    second = decode_blueprints(Path(options["second"]).read_bytes()) if "second" in options else None
     made = state.materialize(capturer, ImageStore(cuda.kernels.images), second)
-    made.save(Path(options["out"]))
+    save_blueprints(made, Path(options["out"]))
     names = sorted({made.ranges[one.memory_range].name for graph in made.graphs for one in graph.relocations})
     pinned = sorted({made.ranges[number].name for graph in made.graphs for number in graph.pinned})
     contents = [[made.ranges[one.memory_range].name, len(one.data)] for one in made.contents]

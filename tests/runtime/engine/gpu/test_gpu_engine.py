@@ -30,7 +30,7 @@ from medusa_runtime.engine.torch.kv_cache import SPARE_BLOCKS
 from medusa_runtime.errors import DeviceError, StateError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.state.graphs import Blueprints
-from medusa_runtime.state.graphs.blob_format import encode
+from medusa_runtime.state.graphs.blob_format import encode_blueprints
 from medusa_runtime.state.graphs.restoration.quarantine import FILE
 from medusa_runtime.state.kinds import CUDA_GRAPHS, file_name
 
@@ -283,7 +283,7 @@ class WithGraphs:
 
 
 def test_a_bundles_graphs_are_copied_out_of_the_region_once() -> None:
-    region: Any = WithGraphs(encode(Blueprints()))
+    region: Any = WithGraphs(encode_blueprints(Blueprints()))
     graphs = BundledGraphs(region, Settings(graphs="restore"))
     assert graphs.has_arrived()
     assert graphs.read() == region.data
@@ -295,7 +295,7 @@ def test_graphs_that_broke_a_context_are_known_by_their_digest(tmp_path: Path, m
     """Bundles that differ in nothing but an image are different bundles."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     images = {hashlib.sha256(code).hexdigest(): code for code in (b"kernels", b"fixed kernels")}
-    bundles = [encode(Blueprints(images={digest: code})) for digest, code in images.items()]
+    bundles = [encode_blueprints(Blueprints(images={digest: code})) for digest, code in images.items()]
 
     def of(data: bytes) -> BundledGraphs:
         region: Any = WithGraphs(data)
@@ -321,7 +321,7 @@ def test_a_process_of_the_agents_writes_no_mark_where_a_function_says(
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     region = Region.create()
     region.from_agent = from_agent
-    region.attach_file(file_name(CUDA_GRAPHS.name), encode(Blueprints()))
+    region.attach_file(file_name(CUDA_GRAPHS.name), encode_blueprints(Blueprints()))
     graphs = BundledGraphs(region, Settings(state=str(named), graphs="restore"))
     assert graphs.read()
     assert graphs.quarantine("an illegal address")

@@ -17,7 +17,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu import graph_capture
 from medusa_runtime.engine.torch.engine import TorchEngine
 from medusa_runtime.errors import EngineError
-from medusa_runtime.state.graphs import Blueprints
+from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "state/graphs"))
 
@@ -127,11 +127,12 @@ def broken(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     script = """
 import sys
 from pathlib import Path
+from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
 from medusa_runtime.state.graphs.blueprint import Blueprints
-unchecked = Blueprints.load(Path(sys.argv[2]).read_bytes())
+unchecked = decode_blueprints(Path(sys.argv[2]).read_bytes())
 if any(graph.pinned for graph in unchecked.graphs) or "other" in unchecked.refused:
     sys.exit("the context broke")
-unchecked.save(Path(sys.argv[1]))
+save_blueprints(unchecked, Path(sys.argv[1]))
 """
     (tmp_path / "check.py").write_text(script)
     start = f'shift 2; [ "$3" ] || {{ cp {tmp_path}/made "$1"; exit 0; }}; echo once more >> {tmp_path}/said'
@@ -143,10 +144,10 @@ def test_a_check_that_breaks_the_context_is_done_again_without_pinned_graphs(
     broken: Settings, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pinned, other = replace(GRAPH, key="pinned", pinned=(1,)), replace(GRAPH, key="free")
-    replace(WHOLE, graphs=(pinned, other)).save(tmp_path / "made")
+    save_blueprints(replace(WHOLE, graphs=(pinned, other)), tmp_path / "made")
     out = graph_capture.capture("m", broken, tmp_path)
     assert out is not None
-    checked = Blueprints.load(out.read_bytes())
+    checked = decode_blueprints(out.read_bytes())
     assert [graph.key for graph in checked.graphs] == ["free"]
     why = "address: two captures do not explain it, and the process that replayed such graphs ended"
     assert checked.refused == {"pinned": why}
@@ -162,22 +163,23 @@ def test_if_many_graphs_break_the_context_all_pinned_ones_are_left_out(
 import sys
 from pathlib import Path
 from medusa_runtime.engine.gpu.attempts import Attempts
+from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
 from medusa_runtime.state.graphs.blueprint import Blueprints
 out, unchecked = map(Path, sys.argv[1:3])
 attempts = Attempts(out.with_name("attempts"))
-checked = attempts.without_ended(Blueprints.load(unchecked.read_bytes()))
+checked = attempts.without_ended(decode_blueprints(unchecked.read_bytes()))
 for graph in checked.graphs:
     with attempts.trying("check", graph.key):
         if graph.pinned:
             sys.exit("the context broke")
-checked.save(out)
+save_blueprints(checked, out)
 """
     (tmp_path / "check.py").write_text(script)
     pinned = [replace(GRAPH, key=f"pinned {number}", pinned=(1,)) for number in range(9)]
-    replace(WHOLE, graphs=(*pinned, replace(GRAPH, key="free"))).save(tmp_path / "made")
+    save_blueprints(replace(WHOLE, graphs=(*pinned, replace(GRAPH, key="free"))), tmp_path / "made")
     out = graph_capture.capture("m", broken, tmp_path)
     assert out is not None
-    checked = Blueprints.load(out.read_bytes())
+    checked = decode_blueprints(out.read_bytes())
     assert [graph.key for graph in checked.graphs] == ["free"]
     assert len(checked.refused) == 9
     assert "9 CUDA graphs that two captures do not explain are left out: checking the" in caplog.text
@@ -188,7 +190,7 @@ checked.save(out)
 def test_a_check_that_fails_without_pinned_graphs_is_an_error(
     broken: Settings, tmp_path: Path, pinned: tuple[int, ...], checks: int
 ) -> None:
-    replace(WHOLE, graphs=(replace(GRAPH, pinned=pinned),), refused={"other": ""}).save(tmp_path / "made")
+    save_blueprints(replace(WHOLE, graphs=(replace(GRAPH, pinned=pinned),), refused={"other": ""}), tmp_path / "made")
     expected = r"^checking the materialized CUDA graphs failed: the context broke$"
     with pytest.raises(EngineError, match=expected):
         graph_capture.capture("m", broken, tmp_path)

@@ -20,6 +20,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu import graph_capture
 from medusa_runtime.engine.gpu.graph_pool import POOL_BASE
 from medusa_runtime.state.graphs import Blueprints
+from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
 from medusa_runtime.state.graphs.blueprint import GraphBlueprint
 
 HERE = Path(__file__).parent
@@ -117,12 +118,12 @@ def test_an_old_address_that_nothing_reads_is_found_to_be_one(
 
 @pytest.mark.timeout(600)
 def test_a_word_that_matters_keeps_its_graph_where_it_was(run: Run, stale: dict[str, Any], tmp_path: Path) -> None:
-    second, same = Blueprints.load(Path(stale["second"]).read_bytes()), str(tmp_path / "bundle")
+    second, same = decode_blueprints(Path(stale["second"]).read_bytes()), str(tmp_path / "bundle")
     factor = [struct.pack("<if", 16, factor) for factor in (0.5, 0.25)]  # of the kernel ``scale``, behind its count
     assert all(factor[0] in graph.blob for graph in second.graphs)
     same_factor = second.graph("decode 2")
     others = (replace(one, blob=one.blob.replace(*factor, 1)) for one in second.graphs if one is not same_factor)
-    replace(second, graphs=(*others, same_factor)).save(tmp_path / "second")
+    save_blueprints(replace(second, graphs=(*others, same_factor)), tmp_path / "second")
     checked = run("check", 0x580000000000, bundle=stale["path"], second=str(tmp_path / "second"), out=same)
     assert "1 of 3 pinned graphs can be at other addresses, too" in checked["log"]
     restored = run("restore", 0x590000000000, bundle=same, take=[POOL_BASE])
@@ -204,7 +205,7 @@ def capture(
     def capture(unchecked: Blueprints, second: Blueprints) -> Blueprints:
         made = {"made": unchecked, "dump": second}
         for name, blueprints in made.items():
-            blueprints.save(tmp_path / name)
+            save_blueprints(blueprints, tmp_path / name)
         options = {"bundle": "$4", "out": "$3", "attempts": f"{tmp_path}/attempts", "second": f"{tmp_path}/second.dump"}
         quoted = json.dumps(options).replace('"', '\\"')
         script = f"""#!/bin/sh
@@ -225,7 +226,7 @@ exec {sys.prefix}/bin/python {HERE}/graphs_on_fake.py check "{quoted}"
         with caplog.at_level(logging.INFO):
             out = graph_capture.capture("m", Settings(), tmp_path)
         assert out is not None
-        return Blueprints.load(out.read_bytes())
+        return decode_blueprints(out.read_bytes())
 
     return capture
 
@@ -243,7 +244,7 @@ def test_of_graphs_that_break_the_context_only_these_are_left_out(
     capture: Callable[..., Blueprints], bundle: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each one ends a process, and the next one goes on without it."""
-    made, wrong = Blueprints.load(Path(bundle["path"]).read_bytes()), ("decode 1", "decode 4")
+    made, wrong = decode_blueprints(Path(bundle["path"]).read_bytes()), ("decode 1", "decode 4")
     graphs = (astray(graph) if graph.key in wrong else graph for graph in made.graphs)
     checked = capture(replace(made, graphs=tuple(graphs)), made)
     assert [graph.key for graph in checked.graphs] == ["decode 2"]
@@ -259,10 +260,10 @@ def test_of_pinned_graphs_whose_words_break_the_context_only_these_stay_pinned(
     capture: Callable[..., Blueprints], stale: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """With the second capture's bytes, a kernel runs past the end of its memory."""
-    second = Blueprints.load(Path(stale["second"]).read_bytes())
+    second = decode_blueprints(Path(stale["second"]).read_bytes())
     count = [struct.pack("<if", count, 0.5) for count in (16, 1 << 28)]  # of the kernel ``scale``
     others = (replace(one, blob=one.blob.replace(*count, 1)) if one.key == "decode 2" else one for one in second.graphs)
-    unchecked = Blueprints.load(Path(stale["path"]).read_bytes())
+    unchecked = decode_blueprints(Path(stale["path"]).read_bytes())
     checked = capture(unchecked, replace(second, graphs=tuple(others)))
     assert "another process goes on without decode 2, which ended this one: " in caplog.text
     assert checked.refused == {}

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from medusa_runtime.state.graphs import Blueprints
+from medusa_runtime.state.graphs.blob_format import decode_blueprints
 
 
 def with_damaged_image(data: bytes, variable: str, other: str) -> Blueprints:
     """Read a bundle after a byte of the image with this variable has changed. The ``other`` graph does not use it."""
-    whole = Blueprints.load(data)
+    whole = decode_blueprints(data)
     image = next(one.name.partition(":")[0] for one in whole.ranges if one.name.endswith(f":{variable}"))
     made = bytearray(data)
     made[data.index(whole.images[image]) + 1000] ^= 1
-    read = Blueprints.load(bytes(made))
+    read = decode_blueprints(bytes(made))
     graphs = []
     for graph in read.graphs:
         if graph.key == other:

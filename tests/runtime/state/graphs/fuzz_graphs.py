@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fuzzing import fuzz
 from hypothesis import strategies as st
 from medusa_runtime.errors import StateError
-from medusa_runtime.state.graphs import Blueprints
 from medusa_runtime.state.graphs import compiled as compiled_graphs
-from medusa_runtime.state.graphs.blob_format import encode
+from medusa_runtime.state.graphs.blob_format import decode_blueprints, encode_blueprints
 from medusa_runtime.state.graphs.blueprint import Edge
+from medusa_runtime.state.graphs.compiled import used_ranges
 from medusa_runtime.state.graphs.tables import EdgeTable, NodeTable, RelocationTable
 from recording_driver import RecordingDriver, expected_calls, is_right
 from small_graph import GRAPH, WHOLE
@@ -65,11 +65,11 @@ def build_from_file(data: bytes) -> None:
     sizes = min(header, len(sealed)), max(len(sealed) - header, 0), len(data) - len(sealed)
     rest = WRITTEN[40:44] + struct.pack("<QQQ", *sizes) + sealed
     try:
-        blueprints = Blueprints.load(WRITTEN[:8] + hashlib.sha256(rest).digest() + rest + data[len(sealed) :])
+        blueprints = decode_blueprints(WRITTEN[:8] + hashlib.sha256(rest).digest() + rest + data[len(sealed) :])
         assert {hashlib.sha256(code).hexdigest() for code in blueprints.images.values()} == set(blueprints.images)
     except StateError:
         return
-    blueprints.used_ranges()
+    used_ranges(blueprints)
     for graph in blueprints.graphs:
         assert is_right(blueprints, graph)
         RecordingDriver(blueprints).build(graph)
@@ -99,7 +99,7 @@ def corners() -> list[bytes]:
 
 
 CODE = b"kernels"
-WRITTEN = encode(replace(WHOLE, images={hashlib.sha256(CODE).hexdigest(): CODE}))
+WRITTEN = encode_blueprints(replace(WHOLE, images={hashlib.sha256(CODE).hexdigest(): CODE}))
 BODY_END = BODY_AT + sum(struct.unpack_from("<QQ", WRITTEN, 44))
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from medusa_runtime.errors import StateError
 from medusa_runtime.state.graphs import Blueprints, GraphMismatch, MemoryRange, Piece, RangeKind, Reason
-from medusa_runtime.state.graphs.blob_format import decode, digest_of, encode
+from medusa_runtime.state.graphs.blob_format import decode_blueprints, digest_of, encode_blueprints, save_blueprints
 from medusa_runtime.state.graphs.blueprint import (
     Edge,
     GraphBlueprint,
@@ -26,7 +26,7 @@ from medusa_runtime.state.graphs.kernel_images import address_of
 NODE = Node(0, 1, 0, (2, 3, 4), (5, 6, 7), 8, 0, 16)
 MEMSET = Node(2, 0, -1, (0, 0, 0), (0, 0, 0), 0, 16, 40)
 GRAPH = GraphBlueprint(
-    "decode-1",
+    "decode_blueprints-1",
     (NODE, MEMSET),
     (Edge(0, 1, bytes(range(8))),),
     bytes(range(56)),
@@ -48,19 +48,21 @@ WHOLE = Blueprints(
     graphs=(GRAPH,),
     images={DIGEST: CUBIN},
     contents=(Piece(1, 8, b"magic"),),
-    refused={"decode-2": "node-kind: it has a host node"},
+    refused={"decode_blueprints-2": "node-kind: it has a host node"},
 )
 
 
 def test_round_trip() -> None:
-    assert decode(encode(WHOLE)) == WHOLE
-    assert decode(encode(Blueprints())) == Blueprints()
+    assert decode_blueprints(encode_blueprints(WHOLE)) == WHOLE
+    assert decode_blueprints(encode_blueprints(Blueprints())) == Blueprints()
 
 
 def test_equal_graphs_are_stored_once() -> None:
     def size(count: int) -> int:
         large = replace(GRAPH, blob=bytes(100_000))
-        return len(encode(replace(WHOLE, graphs=tuple(replace(large, key=f"decode-{n}") for n in range(count)))))
+        return len(
+            encode_blueprints(replace(WHOLE, graphs=tuple(replace(large, key=f"decode-{n}") for n in range(count))))
+        )
 
     assert size(8) < size(1) + 10_000
 
@@ -95,7 +97,7 @@ def changed(**fields: Any) -> Blueprints:
 )
 def test_references_to_nothing(wrong: Blueprints) -> None:
     with pytest.raises(StateError, match="malformed"):
-        decode(encode(wrong))
+        decode_blueprints(encode_blueprints(wrong))
 
 
 POOL = MemoryRange("graph pool", RangeKind.SLAB, 0x6800_0000_0000, 4 << 20)
@@ -113,9 +115,9 @@ POOL = MemoryRange("graph pool", RangeKind.SLAB, 0x6800_0000_0000, 4 << 20)
     ],
 )
 def test_ranges_that_cannot_be(pool: MemoryRange, why: str) -> None:
-    assert decode(encode(replace(WHOLE, ranges=(*WHOLE.ranges, POOL)))).ranges[-1] == POOL
+    assert decode_blueprints(encode_blueprints(replace(WHOLE, ranges=(*WHOLE.ranges, POOL)))).ranges[-1] == POOL
     with pytest.raises(StateError, match="malformed") as caught:
-        decode(encode(replace(WHOLE, ranges=(*WHOLE.ranges, pool))))
+        decode_blueprints(encode_blueprints(replace(WHOLE, ranges=(*WHOLE.ranges, pool))))
     assert why in str(caught.value)
 
 
@@ -123,10 +125,10 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     from medusa_runtime.state.graphs import blob_format
 
     monkeypatch.setattr(blob_format, "VERSION", 6)
-    data = encode(WHOLE)
+    data = encode_blueprints(WHOLE)
     monkeypatch.undo()
     with pytest.raises(StateError, match="expected CUDA graphs in format 5, found 6"):
-        decode(data)
+        decode_blueprints(data)
 
 
 def with_image(code: bytes) -> Blueprints:
@@ -134,35 +136,39 @@ def with_image(code: bytes) -> Blueprints:
 
 
 def test_every_flipped_bit_is_seen() -> None:
-    data = encode(with_image(b"another, at a multiple of 16"))
+    data = encode_blueprints(with_image(b"another, at a multiple of 16"))
     for at in range(len(data)):
         with pytest.raises(StateError, match="materialize again"):
-            dict(decode(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]).images)
+            dict(decode_blueprints(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]).images)
     for size in range(len(data)):
         with pytest.raises(StateError, match="materialize again"):
-            decode(data[:size])
+            decode_blueprints(data[:size])
     with pytest.raises(StateError, match="materialize again"):
-        decode(data + b"\0")
+        decode_blueprints(data + b"\0")
 
 
 def test_a_damaged_image_is_never_read(tmp_path: Path) -> None:
-    data = encode(with_image(b"damaged"))
-    read = decode(data.replace(b"damaged", b"dAmaged"))
+    data = encode_blueprints(with_image(b"damaged"))
+    read = decode_blueprints(data.replace(b"damaged", b"dAmaged"))
     digest = hashlib.sha256(b"damaged").hexdigest()
     assert digest in read.images
     assert read.images[DIGEST] == CUBIN
     for _ in range(2):
         with pytest.raises(StateError, match=f"kernel image {digest[:16]} is damaged"):
             read.images[digest]
-    for readers in (lambda: list(read.images.values()), lambda: encode(read), lambda: read.save(tmp_path / "bundle")):
+    for readers in (
+        lambda: list(read.images.values()),
+        lambda: encode_blueprints(read),
+        lambda: save_blueprints(read, tmp_path / "bundle"),
+    ):
         with pytest.raises(StateError, match="is damaged"):
             readers()
     assert not (tmp_path / "bundle").exists()
 
 
 def test_images_are_read_where_they_lie() -> None:
-    data = encode(with_image(b"another"))
-    images = decode(data).images
+    data = encode_blueprints(with_image(b"another"))
+    images = decode_blueprints(data).images
     for digest, code in images.items():
         assert address_of(code) == address_of(data) + data.index(bytes(code)), "nothing is copied"
         assert (address_of(code) - address_of(data)) % 16 == 0
@@ -172,19 +178,19 @@ def test_images_are_read_where_they_lie() -> None:
 @pytest.mark.parametrize("sizes", [{DIGEST: 8}, {DIGEST: 10}, {DIGEST: -7}, {DIGEST: "9"}, {}, {DIGEST: 9, "": 0}, [9]])
 def test_sizes_of_images_that_cannot_be(sizes: Any) -> None:
     """A digest that a broken writer has made right: each byte of a file belongs to something."""
-    data = encode(WHOLE)
+    data = encode_blueprints(WHOLE)
     size, body, images = struct.unpack_from("<QQQ", data, 44)
     header = json.dumps(json.loads(data[68 : 68 + size]) | {"images": sizes}).encode()
     rest = data[40:44] + struct.pack("<QQQ", len(header), body, images) + header + data[68 + size : 68 + size + body]
     with pytest.raises(StateError, match="malformed"):
-        decode(data[:8] + hashlib.sha256(rest).digest() + rest + data[68 + size + body :])
+        decode_blueprints(data[:8] + hashlib.sha256(rest).digest() + rest + data[68 + size + body :])
 
 
 def test_the_digest_tells_files_apart() -> None:
-    assert digest_of(encode(WHOLE)) == digest_of(encode(WHOLE))
+    assert digest_of(encode_blueprints(WHOLE)) == digest_of(encode_blueprints(WHOLE))
     made = [WHOLE, with_image(b"one"), with_image(b"two"), replace(WHOLE, graphs=()), changed(blob=bytes(56))]
-    assert len({digest_of(encode(one)) for one in made}) == len(made)
-    for other in (b"", b"graphs", encode(WHOLE)[:39]):
+    assert len({digest_of(encode_blueprints(one)) for one in made}) == len(made)
+    for other in (b"", b"graphs", encode_blueprints(WHOLE)[:39]):
         with pytest.raises(StateError, match="expected materialized CUDA graphs, found"):
             digest_of(other)
 

@@ -13,9 +13,9 @@ import pytest
 from medusa_runtime.errors import StateError
 from medusa_runtime.state.graphs import Blueprints, CudaDriver, GraphMismatch, restore_graphs
 from medusa_runtime.state.graphs import compiled as compiled_graphs
-from medusa_runtime.state.graphs.blob_format import encode
+from medusa_runtime.state.graphs.blob_format import decode_blueprints, encode_blueprints
 from medusa_runtime.state.graphs.blueprint import Edge, GraphBlueprint, Relocation
-from medusa_runtime.state.graphs.compiled import CALLS, CompiledBundle
+from medusa_runtime.state.graphs.compiled import CALLS, CompiledBundle, used_ranges
 from medusa_runtime.state.graphs.placement import Placement
 from medusa_runtime.state.graphs.restoration.build import GraphBuilder
 from medusa_runtime.state.graphs.tables import EdgeTable, NodeTable, RelocationTable
@@ -27,7 +27,7 @@ from small_graph import GRAPH, PLAIN, PROGRAMMATIC, WHOLE
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_call_of_the_driver(packed: bool) -> None:
-    blueprints = Blueprints.load(encode(WHOLE)) if packed else WHOLE
+    blueprints = decode_blueprints(encode_blueprints(WHOLE)) if packed else WHOLE
     driver = RecordingDriver(blueprints)
     job = driver.build(blueprints.graphs[0])
     assert job.result == 0
@@ -48,7 +48,8 @@ def test_what_a_graph_uses() -> None:
         replace(GRAPH, nodes=GRAPH.nodes[:5], edges=(), relocations=GRAPH.relocations[1:2])
     )
     assert used == ((0, 1), (1,))
-    assert replace(WHOLE, graphs=(replace(GRAPH, relocations=(Relocation(0, 2, 0),), pinned=(1,)),)).used_ranges() == {
+    pointing = replace(GRAPH, relocations=(Relocation(0, 2, 0),), pinned=(1,))
+    assert used_ranges(replace(WHOLE, graphs=(pointing,))) == {
         1,
         2,
     }
@@ -88,7 +89,7 @@ def test_a_range_that_was_not_placed() -> None:
 
 
 def test_tables_are_sequences() -> None:
-    packed = Blueprints.load(encode(WHOLE)).graphs[0]
+    packed = decode_blueprints(encode_blueprints(WHOLE)).graphs[0]
     for table, rows in ((packed.nodes, GRAPH.nodes), (packed.edges, GRAPH.edges)):
         assert table == rows
         assert rows == table
@@ -110,8 +111,8 @@ def test_no_row_is_read_by_a_restore(monkeypatch: pytest.MonkeyPatch, toy: Any, 
 
     for table in (NodeTable, EdgeTable, RelocationTable):
         monkeypatch.setattr(table, "_row", never)
-    blueprints = Blueprints.load(data)
-    assert blueprints.used_ranges()
+    blueprints = decode_blueprints(data)
+    assert used_ranges(blueprints)
     driver = RecordingDriver(blueprints)
     for graph in blueprints.graphs:
         assert driver.build(replace(graph)).result == 0
@@ -129,7 +130,7 @@ def without_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
 @pytest.mark.usefixtures("without_library")
 def test_without_the_library_graphs_are_captured(fake_cuda: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(StateError, match=r"they need libmedusa_kernels.so \(.*\); `python -m medusa_runtime.kernels"):
-        Blueprints.load(encode(WHOLE))
+        decode_blueprints(encode_blueprints(WHOLE))
     driver = CudaDriver(str(fake_cuda))
     with caplog.at_level(logging.WARNING):
         restored = restore_graphs(

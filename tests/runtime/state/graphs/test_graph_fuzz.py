@@ -16,7 +16,7 @@ import pytest
 from medusa_runtime.errors import StateError
 from medusa_runtime.state.graphs import Blueprints
 from medusa_runtime.state.graphs import compiled as compiled_graphs
-from medusa_runtime.state.graphs.blob_format import VERSION, encode
+from medusa_runtime.state.graphs.blob_format import VERSION, decode_blueprints, encode_blueprints
 from medusa_runtime.state.graphs.materialization.cubin import parse_cubin
 from sanitizers import run_watched
 
@@ -62,13 +62,13 @@ def sealed(data: bytes, image_bytes: int) -> bytes:
 
 def read(data: bytes) -> tuple[Blueprints, dict[str, bytes]]:
     """Read all of a file, and the images, too."""
-    blueprints = Blueprints.load(data)
+    blueprints = decode_blueprints(data)
     return blueprints, {digest: bytes(code) for digest, code in blueprints.images.items()}
 
 
 def test_blobs(materialized: dict[str, Any]) -> None:
-    whole = Blueprints.load(Path(materialized["path"]).read_bytes())
-    data = encode(whole)
+    whole = decode_blueprints(Path(materialized["path"]).read_bytes())
+    data = encode_blueprints(whole)
     header, body, images = struct.unpack_from("<QQQ", data, 44)
     body_at, end = HEADER_AT + header, HEADER_AT + header + body
     assert sealed(data, images) == data

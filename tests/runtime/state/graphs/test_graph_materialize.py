@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from medusa_runtime.state.graphs import Blueprints, MemoryRange, RangeKind
+from medusa_runtime.state.graphs.blob_format import decode_blueprints
 from medusa_runtime.state.graphs.blueprint import GraphBlueprint, Relocation
 from medusa_runtime.state.graphs.materialization.poison import _pieces
 
@@ -62,7 +63,7 @@ def test_stale_addresses_of_pinned_memory_are_replaced(toy: Any, tmp_path: Path,
     assert made["refused"] == {}
     replaced = b"\0\0\0\0\0\0\xad\xde"  # of the toy's address 4096 bytes into its buffer
     gemvs = {"decode-1": 3, "decode-2": 6, "decode-4": 12}
-    graphs = Blueprints.load(Path(bundle).read_bytes()).graphs
+    graphs = decode_blueprints(Path(bundle).read_bytes()).graphs
     assert {graph.key: graph.blob.count(replaced) for graph in graphs} == gemvs
     assert f"{sum(gemvs.values())} words with addresses of pinned memory of the host are replaced" in made["log"]
     assert toy("restore", {"bundle": bundle, "validate": "all"}, base=OTHER_BASE)["answers"] == made["answers"]

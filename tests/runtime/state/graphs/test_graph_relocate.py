@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 from medusa_runtime.state.graphs import Blueprints, GraphMismatch, MemoryRange, RangeKind, Reason
 from medusa_runtime.state.graphs.blueprint import Edge, GraphBlueprint, KernelRecord, Node
+from medusa_runtime.state.graphs.compiled import used_ranges
 from medusa_runtime.state.graphs.fingerprint import check_fingerprint
 from medusa_runtime.state.graphs.materialization.relocate import find_relocations
 from medusa_runtime.state.graphs.placement import _spans
@@ -121,7 +122,7 @@ def test_addresses_of_what_was_given_back_are_stale() -> None:
     assert proof.blueprints.graphs[0].pinned == ()
     lost = find_relocations(first, dump([0x9000_0000, OTHER["weights"]], ELSEWHERE))
     assert lost.opaque == {"k": 1}
-    assert lost.blueprints.used_ranges() == {0, 1, 2}, "what is pinned is placed, and free memory is not"
+    assert used_ranges(lost.blueprints) == {0, 1, 2}, "what is pinned is placed, and free memory is not"
 
 
 def test_stale_words_of_the_stack_are_kept() -> None:

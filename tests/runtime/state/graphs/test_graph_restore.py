@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_runtime.state.graphs import Blueprints
+from medusa_runtime.state.graphs.blob_format import decode_blueprints
 
 KEYS = ["decode-1", "decode-2", "decode-4"]
 OTHER_BASE = 0x580000000000
 
 
 def test_everything_of_a_graph_is_in_the_blueprint(materialized: dict[str, Any]) -> None:
-    blueprints = Blueprints.load(Path(materialized["path"]).read_bytes())
+    blueprints = decode_blueprints(Path(materialized["path"]).read_bytes())
     graph = blueprints.graph("decode-1")
     assert {node.kind for node in graph.nodes} == {0, 1, 2}
     assert {edge.data for edge in graph.edges} == {bytes(8), bytes([1, 0, 1, 0, 0, 0, 0, 0])}
@@ -75,7 +75,7 @@ def more(toy: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_variants_of_a_kernel_keep_their_own_images(toy: Any, more: dict[str, Any]) -> None:
     """Triton compiles one name for several constants, and then name, parameters and registers are all alike."""
-    blueprints = Blueprints.load(Path(more["path"]).read_bytes())
+    blueprints = decode_blueprints(Path(more["path"]).read_bytes())
     variants = [kernel for kernel in blueprints.kernels if kernel.name == "attend"]
     assert len({kernel.image for kernel in variants}) == len(variants) == 2
     assert len({(kernel.parameters, kernel.attributes) for kernel in variants}) == 1

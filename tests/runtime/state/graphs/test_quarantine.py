@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from medusa_runtime.config import Settings
 from medusa_runtime.state.graphs import Blueprints
-from medusa_runtime.state.graphs.blob_format import digest_of, encode
+from medusa_runtime.state.graphs.blob_format import digest_of, encode_blueprints
 from medusa_runtime.state.graphs.restoration import quarantine as quarantine
 from medusa_runtime.state.graphs.restoration.quarantine import FILE, Quarantine
 
@@ -104,7 +104,7 @@ def test_inspect_tells_it(tmp_path: Path, environ: dict[str, str], inline: bool)
 
     checkpoint = open_checkpoint(str(Path(__file__).parents[4] / "examples/pydoc-lm"))
     settings = Settings(state=str(tmp_path), device="cpu")
-    data = encode(Blueprints())
+    data = encode_blueprints(Blueprints())
     name = hashlib.sha256(data).hexdigest()
     artifact = Artifact(CUDA_GRAPHS.name, {}, name, len(data), data if inline else None)
     (tmp_path / "manifest.json").write_bytes(Manifest((artifact,)).to_json())

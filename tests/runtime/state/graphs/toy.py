@@ -21,7 +21,6 @@ from typing import Any
 from medusa_runtime.device.cupti import ModuleRecorder
 from medusa_runtime.errors import DeviceError
 from medusa_runtime.state.graphs import (
-    Blueprints,
     Capture,
     CudaDriver,
     GraphMismatch,
@@ -36,6 +35,7 @@ from medusa_runtime.state.graphs import (
     restore_graphs,
 )
 from medusa_runtime.state.graphs import driver as bindings
+from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
@@ -357,7 +357,7 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
         images.add(twin(toy.images[1]))
     dump = dump_graphs(driver, graphs, ranges, images=images)
     if "dump" in options:
-        dump.save(Path(options["dump"]))
+        save_blueprints(dump, Path(options["dump"]))
         return {"refused": dump.refused}
     launches = {}
     for key, graph in graphs.items():
@@ -378,9 +378,9 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
     facts = fingerprint(driver, {"torch": "2.13"})
     reads_host = options.get("reads_host", True)
     capture = Capture(launches, inputs, outputs, stream, images, fingerprint=facts, reads_host=reads_host)
-    second = Blueprints.load(Path(options["second"]).read_bytes()) if "second" in options else None
+    second = decode_blueprints(Path(options["second"]).read_bytes()) if "second" in options else None
     blueprints = materialize_graphs(driver, dump, capture, second=second)
-    blueprints.save(Path(options["out"]))
+    save_blueprints(blueprints, Path(options["out"]))
     toy.trace.save(Path(options["out"] + ".trace"))
     return {
         "refused": blueprints.refused,
@@ -397,7 +397,7 @@ def online(options: dict[str, Any]) -> dict[str, Any]:
     keys = options.get("keys", ["decode-1", "decode-2", "decode-4"])
     facts = fingerprint(driver, {"torch": options.get("torch", "2.13")})
     try:
-        blueprints = Blueprints.load(data)
+        blueprints = decode_blueprints(data)
         if "damage" in options:
             blueprints = with_damaged_image(data, options["damage"], keys[-1])
         if options.get("change"):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 
 from ....errors import DeviceError, StateError
+from ..blob_format import decode_blueprints
 from ..blueprint import Blueprints, GraphBlueprint, MemoryRange, Piece, RangeKind
 from ..compiled import NotCompiledError
 from ..driver import CudaDriver, CudaError
@@ -99,7 +100,7 @@ class GraphRestorer:
         self._filled = False  # whether permanent contents are in place
         self._builder: GraphBuilder | None = None
         try:
-            self._blueprints = Blueprints.load(blueprints) if isinstance(blueprints, bytes) else blueprints
+            self._blueprints = decode_blueprints(blueprints) if isinstance(blueprints, bytes) else blueprints
             check_fingerprint(self._blueprints.fingerprint, fingerprint)
             self._builder = GraphBuilder(driver, self._blueprints)
         except NotCompiledError as error:
