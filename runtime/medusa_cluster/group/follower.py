@@ -146,8 +146,6 @@ class _Session:
         layers = follower.layers
         forward = follower.runner.forward(spans, incoming.tensor())
         forward.run_layers(layers.start, layers.stop)
-        if not self._member.stages_sent:
-            follower._timeline.record("first_forward", began, time.monotonic_ns())
         if not layers.is_last:
             if self._next is None:
                 raise EngineError("a step came before the group was formed")
@@ -161,7 +159,8 @@ class _Session:
                 sampled = follower.runner.sample(logits, [spans[place].sequence for place in ends])
             tokens = tokens_body(sampled)
             leader.send(json_message(Kind.TOKENS, self._number, tokens, step=message.step, rank=self._plan.rank))
-        if not self._member.stages_sent:
+        if not self._member.stages_sent:  # here, because on a GPU the layers have run only once their result is read
+            follower._timeline.record("first_forward", began, time.monotonic_ns())
             self._member.send_timeline()
 
     def _take(self, messages: queue.SimpleQueue[Message | None], leader: TcpChannel) -> Message | None:

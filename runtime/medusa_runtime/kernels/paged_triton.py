@@ -36,7 +36,13 @@ def _named(name: str, *constants: str) -> Callable[[Any], str]:
     return named
 
 
-@triton.jit(repr=_named("_attend", "SPLITS", "WINDOW"))  # type: ignore[untyped-decorator]
+# Neither the width of the block tables nor the place of the contexts makes a variant of its own: an eager step would wait for
+# its compilation, most of a second, whenever the longest text fills another block.
+@triton.jit(  # type: ignore[untyped-decorator]
+    repr=_named("_attend", "SPLITS", "WINDOW"),
+    do_not_specialize=["table_row"],
+    do_not_specialize_on_alignment=["contexts"],
+)
 def _attend(  # type: ignore[no-untyped-def]
     q, keys, values, tables, contexts, out, sums, maxima,
     scale,

@@ -1,4 +1,7 @@
-"""Run by test_paged_triton.py: ``interpret`` compares with torch, ``compile`` makes a cubin for sm_90 without a GPU."""
+"""Run by test_paged_triton.py: ``interpret`` compares with torch, ``compile`` makes a cubin for sm_90 without a GPU.
+
+``variants`` counts how often triton would compile each kernel for the steps of one model.
+"""
 
 from __future__ import annotations
 
@@ -86,5 +89,41 @@ def compile_it(shape: dict[str, Any]) -> dict[str, Any]:
     return {"target": "sm_90", "cubin_bytes": total, "shared_bytes": shared, "names": sorted(names)}
 
 
+def variants(shape: dict[str, Any]) -> dict[str, Any]:
+    """Steps of 1 to 3 sequences, with block tables of several widths, each in the places that ``GpuAttention`` has."""
+    from types import SimpleNamespace
+
+    import torch
+    import triton
+    from medusa_runtime.kernels import paged_triton
+    from triton.backends.compiler import GPUTarget
+
+    target = GPUTarget("cuda", 90, 32)
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+    compiled: dict[str, set[str]] = {"_attend": set(), "_write": set()}
+    for name, seen in compiled.items():
+        kernel = getattr(paged_triton, name)
+        bind = kernel.create_binder()[-1]
+
+        def run(*args: Any, seen: Any = seen, bind: Any = bind, grid: Any, warmup: Any, **kwargs: Any) -> None:
+            seen.add(repr(bind(*args, debug=False, **kwargs)[1:]))
+
+        kernel.run = run
+    paged_triton._combine.run = lambda *args, **kwargs: None
+    paged_triton.splits_for = lambda programs, processors: 4
+    pools = [torch.empty(64, 16, shape["kv_heads"], shape["head_dim"], dtype=torch.bfloat16) for _ in range(2)]
+    for count in (1, 2, 3):
+        slots, lengths = torch.ones((2, count + 5), dtype=torch.long)
+        q = torch.empty(count, shape["heads"], shape["head_dim"], dtype=torch.bfloat16)
+        k, v = (q.new_empty(count, shape["kv_heads"], shape["head_dim"]) for _ in range(2))
+        paged_triton.write(pools[0].flatten(0, 1), pools[1].flatten(0, 1), slots[:count], k, v)
+        for width in (1, 9, 16, 32):
+            tables = torch.zeros((count, width), dtype=torch.int32)
+            paged_triton.decode(q, *pools, tables, lengths[:count], scale=0.1, window=None)
+    return {name: len(seen) for name, seen in compiled.items()}
+
+
+MODES = {"interpret": interpret, "compile": compile_it, "variants": variants}
+
 if __name__ == "__main__":
-    print(json.dumps({"interpret": interpret, "compile": compile_it}[sys.argv[1]](json.loads(sys.argv[2]))))
+    print(json.dumps(MODES[sys.argv[1]](json.loads(sys.argv[2]))))

@@ -52,3 +52,7 @@ def test_it_compiles_for_hopper(name: str, tmp_path: Path) -> None:
     attends = [f"_attend_splits{splits}_window{window}" for splits in (1, 4)]
     expected = [*attends, "_combine_splits1", "_combine_splits4", "_write"]
     assert found["names"] == expected, "variants must not share a name"
+
+
+def test_no_step_waits_for_another_variant_of_a_kernel() -> None:
+    assert run("variants", SHAPES["half"]) == {"_attend": 1, "_write": 1}
