@@ -1,5 +1,6 @@
 /* NVIDIA's management library of a few calls, told by environment variables what to be:
-   FAKE_GPUS  a line for each GPU: name,UUID,MB in all,MB free,generation of PCIe,lanes; 0 MB: not supported
+   FAKE_GPUS  a line for each GPU: name,UUID,MB in all,MB free,generation of PCIe,lanes; 0 MB: not supported. A UUID "error N"
+              fails with N. Lines whose UUID begins with MIG- are the parts of the GPU before them, or with MIG-0 of none
    FAKE_NVML  the function that fails, with error 999 */
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,15 +36,48 @@ static int opened; /* calls between init and shutdown, and no others, are allowe
 int nvmlInit_v2(void) { return failing("nvmlInit_v2") ? 999 : !++opened; }
 int nvmlShutdown(void) { return opened-- > 0 ? 0 : 1; }
 int fake_opened(void) { return opened; }
+static int is_part(void) { return !strncmp(found.uuid, "MIG-", 4); }
+
+/* Return the line of the GPU of this number, or with `parent` >= 0 of this part of the GPU in that line; -1: there is none. */
+static int line_of(int number, int parent)
+{
+    for (int line = parent + 1; read_gpu(line) < 0; line++) {
+        if (is_part() != (parent >= 0))
+            if (parent >= 0)
+                break;
+            else
+                continue;
+        else if (!number--)
+            return line;
+    }
+    return -1;
+}
 int nvmlDeviceGetCount_v2(unsigned *count)
 {
-    *count = read_gpu(-1);
+    for (*count = 0; line_of(*count, -1) >= 0; ++*count)
+        ;
     return opened > 0 ? failing("nvmlDeviceGetCount_v2") : 1;
 }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device)
 {
-    *device = (void *)(size_t)(index + 1);
-    return read_gpu(index) < 0 ? failing("nvmlDeviceGetHandleByIndex_v2") : 2;
+    int line = line_of(index, -1), code;
+    *device = (void *)(size_t)(line + 1);
+    if (line >= 0 && sscanf(found.uuid, "error %d", &code) == 1)
+        return code;
+    return line >= 0 ? failing("nvmlDeviceGetHandleByIndex_v2") : 2;
+}
+int nvmlDeviceGetMigMode(void *device, unsigned *now, unsigned *pending)
+{
+    read_gpu((size_t)device - 1);
+    *now = *pending = read_gpu((size_t)device) < 0 && is_part();
+    return failing("nvmlDeviceGetMigMode");
+}
+int nvmlDeviceGetMaxMigDeviceCount(void *device, unsigned *count) { *count = 7; return 0; }
+int nvmlDeviceGetMigDeviceHandleByIndex(void *device, unsigned index, void **part)
+{
+    int line = index ? line_of(index - 1, (int)(size_t)device - 1) : -1; /* the first is in no use */
+    *part = (void *)(size_t)(line + 1);
+    return line < 0 || !strcmp(found.uuid, "MIG-0") ? 6 : 0;
 }
 static int copy(const char *from, char *text, unsigned size) { snprintf(text, size, "%s", from); return 0; }
 int nvmlDeviceGetName(void *device, char *text, unsigned size) { read_gpu((size_t)device - 1); return copy(found.name, text, size); }

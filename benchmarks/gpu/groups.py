@@ -37,8 +37,8 @@ _TOKENS, _AFTER = 384, 48  # of the long answer, and of a sampled one behind it
 _SWITCH_AT = 32  # when the long answer has so many tokens, the group may become one instance
 _START_S = 60.0
 _POLL_S = 0.005
-# One sequence at a time, so that all compute products of the same number of rows: an instance's graph for 8 sequences rounds
-# differently on a GPU than the group's eager step, and with random weights two tokens are often about equally likely.
+# One sequence at a time, so that all compute products of the same number of rows: an instance's graph for 8 sequences
+# rounds differently on a GPU than the group's eager step, and with random weights two tokens are often equally likely.
 _SETTINGS = {"STATE": "none", "MAX_MODEL_LEN": "1024", "MAX_CONCURRENCY": "1", "KV_CACHE_MB": "1024"}
 
 

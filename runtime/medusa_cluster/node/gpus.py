@@ -28,8 +28,8 @@ def visible_gpus(
 ) -> tuple[str, ...]:
     """Return the names of the GPUs on which instances here can compute, as CUDA_VISIBLE_DEVICES takes them.
 
-    They are numbers in the order of PCI addresses, or else the words of CUDA_VISIBLE_DEVICES. None where engines would
-    choose the CPU; ``torch`` is the folder of torch's package.
+    They are numbers in the order of PCI addresses, or UUIDs where a GPU is in MIG mode, or else the words of
+    CUDA_VISIBLE_DEVICES. None where engines would choose the CPU; ``torch`` is the folder of torch's package.
     """
     if obstacle(environ, root, torch) is not None:
         return ()
@@ -38,7 +38,10 @@ def visible_gpus(
         return tuple(dict.fromkeys(words[: words.index("-1")] if "-1" in words else words))
     try:
         with closing(Nvml(library)) as nvml:  # the node server is forked afterwards
-            count = len(nvml.gpus())
+            found = nvml.gpus()
+        if any(gpu.is_part for gpu in found):  # by numbers, CUDA reaches one part alone
+            return tuple(gpu.uuid for gpu in found if not gpu.lost)
+        count = len(found)
     except DeviceError as error:
         logger.warning("the memory of this machine's GPUs is not known, and counts as large enough: %s", error)
         try:
@@ -71,6 +74,7 @@ class Gpus:
         self._library = library
         self._loans: dict[str, GpuLoan] = {}  # by GPU
         self._seen: dict[str, GpuInfo] = {}
+        self._lost = 0  # how many the log has named so far
         self._stop = threading.Event()
 
     def begin(self) -> None:
@@ -84,12 +88,15 @@ class Gpus:
     def lend(self, instance_id: str, deployment: Deployment) -> GpuLoan:
         """Lend an instance as many GPUs as it computes on. Raises InstanceError if too few are free."""
         count = deployment.gpus if self._names and deployment.device != "cpu" else 0
-        free = [name for name in self._names if name not in self._loans]
+        usable = self._usable()
+        free = [name for name in usable if name not in self._loans]
         if len(free) < count:
             holders = ", ".join(sorted({loan.holder for loan in self._loans.values()}))
+            lost = len(self._names) - len(usable)
             raise InstanceError(
                 f"expected {count} free GPU{'s' * (count > 1)}, found {len(free)} of {len(self._names)}"
                 + (f"; the others are lent to {holders}" if holders else "")
+                + (f"; {lost} fell off the bus (`nvidia-smi` says which)" if lost else "")
             )
         lent = sorted(free, key=lambda name: (-self._free_bytes(name), self._names.index(name)))[:count]
         only = len(self._names) == 1 or not count
@@ -103,16 +110,21 @@ class Gpus:
 
     def status(self) -> dict[str, Any]:
         """Return the GPUs' part of the node's status. What is not known is left out."""
-        found: dict[str, Any] = {"devices": len(self._names)}
-        seen = [info for info in map(self._seen.get, self._names) if info is not None]
-        if not seen or len(seen) < len(self._names):
+        usable = self._usable()
+        found: dict[str, Any] = {"devices": len(usable)}
+        seen = [info for info in map(self._seen.get, usable) if info is not None]
+        if not seen or len(seen) < len(usable):
             return found
         found["device_name"] = " and ".join(sorted({info.name for info in seen}))
         if total := min(info.total_bytes for info in seen):
-            free = [self._free_bytes(name) for name in self._names if name not in self._loans]
+            free = [self._free_bytes(name) for name in usable if name not in self._loans]
             found |= {"device_bytes": total, "device_free_bytes": sorted(free, reverse=True)}
         link = self._link_bytes_per_s or min(info.link_bytes_per_s for info in seen)
         return found | ({"load_bytes_per_s": link} if link else {})
+
+    def _usable(self) -> list[str]:
+        """Return the GPUs that the driver has not lost, as far as is known."""
+        return [name for name in self._names if name not in self._seen or not self._seen[name].lost]
 
     def _free_bytes(self, name: str) -> int:
         return self._seen[name].free_bytes if name in self._seen else 0
@@ -124,6 +136,9 @@ class Gpus:
                 nvml = nvml or Nvml(self._library)
                 gpus = nvml.gpus()
                 self._seen = {name: info for name in self._names if (info := _named(name, gpus)) is not None}
+                if (lost := len(self._names) - len(self._usable())) != self._lost:
+                    self._lost = lost
+                    logger.warning("%d of the node's %d GPUs have fallen off the bus", lost, len(self._names))
             except DeviceError as error:
                 self._seen = {}
                 if failure != str(error):
@@ -132,9 +147,15 @@ class Gpus:
 
 
 def _named(name: str, gpus: Sequence[GpuInfo]) -> GpuInfo | None:
-    """Return the GPU that CUDA_VISIBLE_DEVICES would call by this name: by its number, or how its UUID begins."""
+    """Return the GPU that CUDA_VISIBLE_DEVICES would call by this name: by its number, or how its UUID begins.
+
+    None if that is not known. CUDA's own order begins with the fastest GPU, and may be another one than that of PCI
+    addresses where GPUs differ.
+    """
     if name.isdecimal():
-        return gpus[int(name)] if int(name) < len(gpus) else None
+        alike = len({(gpu.name, gpu.total_bytes) for gpu in gpus if not gpu.lost}) <= 1
+        by_address = not os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+        return gpus[int(name)] if int(name) < len(gpus) and (alike or by_address) else None
     return next((gpu for gpu in gpus if gpu.uuid.startswith(name)), None)
 
 

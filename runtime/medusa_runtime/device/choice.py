@@ -44,7 +44,7 @@ def obstacle(environ: Mapping[str, str], root: Path = _ROOT, torch: Path | None 
     """Return why no GPU can be used here, and what to do; None if one can be used."""
     if not any((root / node).exists() for node in _NODES):
         return "expected a GPU's device files (/dev/nvidiactl), found none; give the container a GPU"
-    if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in _HIDDEN:
+    if environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in _HIDDEN:  # CUDA ignores what follows
         return f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']!r} hides all GPUs"
     cuda = _cuda_of(torch or _installed_torch())
     return None if cuda else "expected a torch built for CUDA, found one for CPUs; install torch from its CUDA index"

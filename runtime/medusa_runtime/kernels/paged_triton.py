@@ -36,8 +36,8 @@ def _named(name: str, *constants: str) -> Callable[[Any], str]:
     return named
 
 
-# Neither the width of the block tables nor the place of the contexts makes a variant of its own: an eager step would wait for
-# its compilation, most of a second, whenever the longest text fills another block.
+# Neither the width of the block tables nor the place of the contexts makes a variant of its own: an eager step would
+# wait for its compilation, most of a second, when the longest text has come to another width.
 @triton.jit(  # type: ignore[untyped-decorator]
     repr=_named("_attend", "SPLITS", "WINDOW"),
     do_not_specialize=["table_row"],

@@ -86,6 +86,47 @@ def test_a_node_says_what_its_gpus_have(watched: Watched, monkeypatch: pytest.Mo
     assert mixed == {"devices": 2, "device_name": "A10 and L4", "load_bytes_per_s": 5e9}
 
 
+def test_the_parts_of_a_gpu_in_mig_mode_are_lent_by_their_uuids(
+    tmp_path: Path, fake_nvml: str, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()
+    (tmp_path / "version.py").write_text("cuda = '13.0'\n")
+    parts = "H100 1g,MIG-a,10000,9000,0,0\nH100 1g,MIG-b,10000,9500,0,0"
+    monkeypatch.setenv("FAKE_GPUS", f"H100,GPU-x,80000,70000,5,16\n{parts}")
+    names = visible_gpus({}, root=tmp_path, torch=tmp_path, library=fake_nvml)
+    assert names == ("MIG-a", "MIG-b")
+    gpus = watched(*names)
+    assert gpus.status()["device_free_bytes"] == [9.5e9, 9e9], "of the part, not of the whole GPU"
+    assert gpus.lend("i", TORCH).environment == {"CUDA_VISIBLE_DEVICES": "MIG-b"}
+
+
+def test_a_lost_gpu_is_lent_to_nobody(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FAKE_GPUS", "A10,error 15,0,0,4,16\nA10,GPU-bb,24000,23000,4,16")
+    gpus = watched("0", "1")
+    assert gpus.status()["devices"] == 1
+    assert gpus.status()["device_free_bytes"] == [23 * 10**9]
+    assert gpus.lend("i", TORCH).environment == {"CUDA_VISIBLE_DEVICES": "1"}
+    with pytest.raises(InstanceError, match=r"found 0 of 2; the others are lent to i; 1 fell off the bus"):
+        gpus.lend("j", TORCH)
+    assert "1 of the node's 2 GPUs have fallen off the bus" in caplog.text
+
+
+def test_numbers_of_gpus_that_differ_are_those_of_addresses(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_GPUS", "A10,GPU-aa,24000,9000,4,16\nL4,GPU-bb,12000,11000,4,16")
+    assert watched("1").status()["device_name"] == "L4"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")  # in CUDA's own order
+    gpus = Gpus(("1", "0"), library=watched("GPU-b")._library)
+    gpus.begin()
+    time.sleep(0.2)
+    gpus.close()
+    assert gpus.status() == {"devices": 2}, "it is not known which is which"
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert watched("1").status()["device_name"] == "L4"
+
+
 def test_of_gpus_that_the_driver_does_not_describe_only_the_number_is_said(
     fake_nvml: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -37,6 +37,7 @@ def test_auto_takes_a_gpu_that_torch_can_use(tmp_path: Path, node: str) -> None:
         ({"cuda": None}, {}, "expected a torch built for CUDA"),
         ({}, {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES='' hides all GPUs"),
         ({}, {"CUDA_VISIBLE_DEVICES": "-1"}, "CUDA_VISIBLE_DEVICES='-1' hides all GPUs"),
+        ({}, {"CUDA_VISIBLE_DEVICES": "-1,0"}, "CUDA_VISIBLE_DEVICES='-1,0' hides all GPUs"),
     ],
 )
 def test_what_stands_against_it(
