@@ -48,7 +48,7 @@ _SAMPLING = {
     ),
 }
 _OTHERS = (
-    *("stop_token_ids", "logit_bias", "logprobs", "response_format", "structured_outputs"),
+    *("stop_token_ids", "logit_bias", "logprobs", "prompt_logprobs", "response_format", "structured_outputs"),
     *("user", "metadata", "store"),
 )
 _MESSAGE = {

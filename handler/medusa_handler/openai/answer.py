@@ -7,15 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from medusa_runtime.engine.base import Delta, TokenLogprob
+from medusa_runtime.engine.base import Delta, PromptLogprobs, TokenLogprob
 
 
 @dataclass
 class Choice:
-    """The text and tokens that one sequence has produced so far."""
+    """The text and tokens that one sequence has produced so far.
+
+    ``offset`` is where the next token begins in the text of a stream's tokens.
+    """
 
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    offset: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_tokens: int = 0
@@ -25,6 +30,7 @@ class Choice:
     def add(self, delta: Delta) -> None:
         self.text += delta.text
         self.logprobs.extend(delta.logprobs)
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.stop_reason = delta.stop_reason if delta.stop_reason is not None else self.stop_reason
         self.prompt_tokens = max(self.prompt_tokens, delta.prompt_tokens)
@@ -33,7 +39,7 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        return sum(token.logprob for token in self.logprobs) / max(1, len(self.logprobs))
+        return sum(token.logprob or 0.0 for token in self.logprobs) / max(1, len(self.logprobs))
 
 
 class ChoiceFormatter(Protocol):
@@ -46,6 +52,9 @@ class ChoiceFormatter(Protocol):
     def chunk_object(self) -> str: ...
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]: ...
+
+    def beside(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the fields that stand beside the choices of a whole answer."""
 
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
         """Return the chunks that a stream sends before a choice's first delta."""

@@ -35,7 +35,7 @@ _STREAM_OPTIONS = frozenset(("include_usage", "continuous_usage_stats", "include
 
 def complete(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
     """Answer a completion."""
-    fields.check_fields(body, fields.COMPLETION)
+    fields.check_generation_fields(body, fields.COMPLETION, can_relay=service.can_relay)
     model = check_model(service, body)
     prompts = completion.prompts(body)
     keep = parameters.count(body, "n", 1, 1, _MOST_SEQUENCES)
@@ -45,26 +45,31 @@ def complete(service: Service, body: Body, is_disconnected: Callable[[], bool]) 
         raise invalid("best_of", "n, because a stream cannot be ranked", per_prompt)
     logprobs = parameters.logprob_count(body, "logprobs")
     echo = parameters.flag(body, "echo")
-    if echo and logprobs is not None:
-        raise UnsupportedRequestError(
-            400, "echo: log-probabilities of the prompt are not supported", param="echo", code="unsupported_parameter"
-        )
+    max_tokens = parameters.count(body, "max_tokens", 16)
+    if echo and service.can_relay and (logprobs is not None or not max_tokens):
+        raise UnsupportedRequestError(400, "echo: the engine's own server scores prompts", param="echo")
+    if not max_tokens and not echo:
+        raise invalid("max_tokens", "a whole number of at least 1, or 0 with echo", 0)
+    asked = parameters.prompt_logprob_count(body)
+    scored = [count for count in (asked, logprobs if echo else None) if count is not None]
     params = parameters.sampling(
         body,
-        max_tokens=parameters.count(body, "max_tokens", 16, 1),
+        max_tokens=max_tokens,
         logprobs=0 if per_prompt > keep and logprobs is None else logprobs,
+        prompt_logprobs=max(scored, default=None),
     )
     constraint = output_constraint(body)
     if constraint is not None:
         params = replace(params, structured_outputs=constraint.outputs)
     echoes = [_text(service, prompt) for prompt in prompts for _ in range(keep)] if echo else []
     name = f"cmpl-{os.urandom(16).hex()}"
-    requests = _requests(name, prompts, params, per_prompt, parameters.flag(body, "add_special_tokens", True))
+    requests = _requests(name, prompts, params, per_prompt, parameters.flag(body, "add_special_tokens", True), stream)
     requests = _with_adapter(service, model, requests)
-    envelope = Envelope(name, model, completion.CompletionFormatter(logprobs, echoes))
+    envelope = Envelope(name, model, completion.CompletionFormatter(logprobs, echoes, asked))
+    names = _field_names(constraint) | ({"prompt_logprobs": "logprobs"} if asked is None else {})
     return respond(
         service,
-        GenerationPlan(requests, envelope, per_prompt, keep, stream, *_usage(body), _field_names(constraint)),
+        GenerationPlan(requests, envelope, per_prompt, keep, stream, *_usage(body), names),
         is_disconnected,
     )
 
@@ -75,7 +80,7 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     from .tools.choice import tools_of
     from .tools.formats import format_of
 
-    fields.check_fields(body, fields.CHAT)
+    fields.check_generation_fields(body, fields.CHAT, can_relay=service.can_relay)
     model = check_model(service, body)
     messages = chat.messages(body)
     arguments = chat.template_arguments(body)
@@ -90,7 +95,8 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     constraint = _output_constraint(body, tools)
     template = service.model.chat_template(is_disconnected)
     parser = tools.parser(format_of(service.settings.tool_call_parser, template.source))
-    params = parameters.sampling(body, max_tokens=limit, logprobs=logprobs)
+    scored = parameters.prompt_logprob_count(body)
+    params = parameters.sampling(body, max_tokens=limit, logprobs=logprobs, prompt_logprobs=scored)
     if constraint is not None:
         params = replace(params, structured_outputs=constraint.outputs)
     elif parser is not None:  # what marks a call may be a special token
@@ -106,11 +112,11 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
             )  # fmt: skip
     name = f"chatcmpl-{os.urandom(16).hex()}"
     # The template writes the special tokens itself.
-    requests = _requests(name, [prompt], params, count, parameters.flag(body, "add_special_tokens", False))
+    stream = parameters.flag(body, "stream")
+    requests = _requests(name, [prompt], params, count, parameters.flag(body, "add_special_tokens", False), stream)
     requests = _with_adapter(service, model, requests)
     named = tools.choice == "named"
-    envelope = Envelope(name, model, chat.ChatFormatter(logprobs, parser, tools.parallel, named))
-    stream = parameters.flag(body, "stream")
+    envelope = Envelope(name, model, chat.ChatFormatter(logprobs, parser, tools.parallel, named, scored))
     names = {"prompt": "messages", "logprobs": "top_logprobs"} | _field_names(constraint)
     if body.get("max_completion_tokens") is not None:
         names["max_tokens"] = "max_completion_tokens"
@@ -173,7 +179,12 @@ def _require_base_model(service: Service, model: str) -> str:
 
 
 def _requests(
-    name: str, prompts: list[completion.Prompt], params: SamplingParams, per_prompt: int, add_special_tokens: bool
+    name: str,
+    prompts: list[completion.Prompt],
+    params: SamplingParams,
+    per_prompt: int,
+    add_special_tokens: bool,
+    stream: bool,
 ) -> list[GenerateRequest]:
     if len(prompts) * per_prompt > _MOST_SEQUENCES:
         raise ApiError(
@@ -186,6 +197,8 @@ def _requests(
         for number in range(per_prompt):
             # The sequences of one prompt must differ from each other, but be the same for another request of this seed.
             own = params if params.seed is None or not number else replace(params, seed=params.seed + number)
+            if number and not stream:  # a whole answer has the scores of the first one for all
+                own = replace(own, prompt_logprobs=None)
             requests.append(GenerateRequest(f"{name}-{len(requests)}", prompt, own, add_special_tokens))
     return requests
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from medusa_runtime.errors import json_excerpt
 from ..faults import UnsupportedRequestError, invalid
 from .answer import Choice
 from .body.parameters import Body, flag
-from .logprobs import chat_logprobs
+from .logprobs import chat_logprobs, prompt_logprobs
 from .tools.choice import tools_of
 from .tools.formats import CallDelta, Parsed, ToolParser
 
@@ -91,12 +91,14 @@ class ChatFormatter:
 
     ``logprobs`` is the number of alternatives, or None for no log-probabilities. ``parser`` makes a parser for the
     calls in one answer; unless ``parallel``, only the first call counts. With ``named``, one certain call is forced.
+    ``prompt_logprobs`` is the number of alternatives for each of the prompt's tokens.
     """
 
     logprobs: int | None
     parser: Callable[[], ToolParser] | None = None
     parallel: bool = True
     named: bool = False
+    prompt_logprobs: int | None = None
     object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
     _streams: dict[int, _CallParsing] = field(default_factory=dict)
@@ -119,6 +121,12 @@ class ChatFormatter:
             "finish_reason": reason,
             "stop_reason": choice.stop_reason,
         }
+
+    def beside(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        if self.prompt_logprobs is None:
+            return {}
+        found = choices[0].prompt_logprobs
+        return {"prompt_logprobs": None if found is None else prompt_logprobs(found, self.prompt_logprobs)}
 
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
         return [_chunk(index, {"role": "assistant", "content": ""})]

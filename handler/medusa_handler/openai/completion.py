@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from medusa_runtime.engine.base import Delta
+from medusa_runtime.engine.base import Delta, PromptLogprobs, TokenLogprob
 
 from ..faults import invalid
 from .answer import Choice
 from .body.parameters import Body, token_ids
-from .logprobs import completion_logprobs
+from .logprobs import completion_logprobs, prompt_logprobs
 
 Prompt = str | tuple[int, ...]
 
@@ -41,46 +41,60 @@ def prompts(body: Body) -> list[Prompt]:
 class CompletionFormatter:
     """Makes the choices of a completion's answer.
 
-    ``logprobs`` is the number of alternatives, or None for no log-probabilities. ``echoes`` has the text to put before
-    each choice, or is empty.
+    ``logprobs`` is the number of alternatives, or None for no log-probabilities; ``prompt_logprobs`` is that of each of
+    the prompt's tokens. ``echoes`` has the text to put before each choice, or is empty.
     """
 
     logprobs: int | None
     echoes: Sequence[str] = ()
+    prompt_logprobs: int | None = None
     object: str = "text_completion"
     chunk_object: str = "text_completion"
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        echo = self._echo(index)
+        found = choice.prompt_logprobs
         logprobs = None
         if self.logprobs is not None:
-            logprobs = completion_logprobs(choice.logprobs, len(echo), self.logprobs)
+            logprobs = completion_logprobs(self._tokens(found, choice.logprobs), 0, self.logprobs)
         return {
             "index": index,
-            "text": echo + choice.text,
+            "text": self._echo(index) + choice.text,
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
-        }
+        } | (
+            {}
+            if self.prompt_logprobs is None
+            else {"prompt_logprobs": None if found is None else prompt_logprobs(found, self.prompt_logprobs)}
+        )
+
+    def beside(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        return {}
 
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
-        if not self._echo(index):
+        if not self._echo(index) or self.logprobs is not None:  # with the first token come those of the prompt
             return []
         return [{"index": index, "text": self._echo(index), "logprobs": None, "finish_reason": None}]
 
     def chunk(self, index: int, choice: Choice, delta: Delta) -> dict[str, Any]:
-        logprobs = None
+        logprobs, text = None, delta.text
         if self.logprobs is not None:
-            before = choice.logprobs[: len(choice.logprobs) - len(delta.logprobs)]
-            offset = len(self._echo(index)) + sum(len(token.text) for token in before)
-            logprobs = completion_logprobs(delta.logprobs, offset, self.logprobs)
+            tokens = self._tokens(delta.prompt_logprobs, delta.logprobs)
+            logprobs = completion_logprobs(tokens, choice.offset, self.logprobs)
+            choice.offset += sum(len(token.text) for token in tokens)
+            if delta.prompt_logprobs is not None:
+                text = self._echo(index) + text
         return {
             "index": index,
-            "text": delta.text,
+            "text": text,
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+
+    def _tokens(self, prompt: PromptLogprobs | None, generated: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
+        """Return the tokens of a choice's text, which begins with the prompt if it is echoed."""
+        return generated if prompt is None or not self.echoes else [*prompt.tokens(), *generated]
 
     def _echo(self, index: int) -> str:
         return self.echoes[index] if self.echoes else ""

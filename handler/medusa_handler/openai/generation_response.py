@@ -101,11 +101,14 @@ class _Choices:
         plan, kept = self._plan, []
         for first in range(0, len(self._choices), plan.per_prompt):
             group = self._choices[first : first + plan.per_prompt]
+            for choice in group[1:]:
+                choice.prompt_logprobs = group[0].prompt_logprobs  # only the first is asked for them
             if plan.keep < plan.per_prompt:
                 group = sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)[: plan.keep]
             kept.extend(group)
         objects = [self._formatter.choice(index, choice) for index, choice in enumerate(kept)]
-        return self._envelope.whole(objects, usage(self._choices, plan.per_prompt))
+        whole = self._envelope.whole(objects, usage(self._choices, plan.per_prompt))
+        return whole | self._formatter.beside(kept)
 
     def opening(self) -> Iterator[bytes]:
         for index in range(len(self._choices)):

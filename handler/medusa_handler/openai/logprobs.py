@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from medusa_runtime.engine.base import TokenLogprob
+from medusa_runtime.engine.base import PromptLogprobs, TokenLogprob
 
 _LEAST = -9999.0  # JSON has no infinity; OpenAI sends this for it
 
@@ -18,13 +18,13 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int, alternative
         offset += len(token.text)
     return {
         "tokens": [token.text for token in tokens],
-        "token_logprobs": [_finite(token.logprob) for token in tokens],
+        "token_logprobs": [None if token.logprob is None else _finite(token.logprob) for token in tokens],
         "top_logprobs": [
-            # The chosen token is always listed, even if it is not one of the likeliest.
-            {text: _finite(logprob) for _, text, logprob in token.top[:alternatives]}
-            | {token.text: _finite(token.logprob)}
-            if alternatives
-            else None
+            # The token itself is always listed, even if it is not one of the likeliest.
+            None
+            if token.logprob is None
+            else {token.text: _finite(token.logprob)}
+            | {text: _finite(logprob) for _, text, logprob in token.top[:alternatives]}
             for token in tokens
         ],
         "text_offset": offsets,
@@ -36,13 +36,29 @@ def chat_logprobs(tokens: Sequence[TokenLogprob], alternatives: int) -> dict[str
     return {
         "content": [
             {
-                **_entry(token.text, token.logprob),
+                **_entry(token.text, token.logprob or 0.0),
                 "top_logprobs": [_entry(text, logprob) for _, text, logprob in token.top[:alternatives]],
             }
             for token in tokens
         ],
         "refusal": None,
     }
+
+
+def prompt_logprobs(found: PromptLogprobs, alternatives: int) -> list[dict[str, Any] | None]:
+    """Return vLLM's form of a prompt's log-probabilities, by token id. The first token has none."""
+    _, *others = found.tokens()
+    listed: list[dict[str, Any] | None] = [None]
+    for token, rank in zip(others, found.ranks, strict=True):
+        own = (token.token_id, token.text, token.logprob)
+        entries = ((rank, own), *enumerate(token.top[:alternatives], 1))
+        listed.append(
+            {
+                str(number): {"logprob": _finite(logprob or 0.0), "rank": place, "decoded_token": text}
+                for place, (number, text, logprob) in entries
+            }
+        )
+    return listed
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:

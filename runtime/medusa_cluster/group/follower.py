@@ -151,13 +151,14 @@ class _Session:
                 raise EngineError("a step came before the group was formed")
             self._next.send(hidden_states(self._number, message.step, self._plan.rank, forward.hidden()))
         else:
+            forward.score_prompts()
             ends = ending_spans(values, spans)
             sampled = []
             if ends:
                 logits = forward.logits(ends)
                 forbid(logits, values, ends)
                 sampled = follower.runner.sample(logits, [spans[place].sequence for place in ends])
-            tokens = tokens_body(sampled)
+            tokens = tokens_body(sampled, spans)
             leader.send(json_message(Kind.TOKENS, self._number, tokens, step=message.step, rank=self._plan.rank))
         if not self._member.stages_sent:  # here, because on a GPU the layers have run only once their result is read
             follower._timeline.record("first_forward", began, time.monotonic_ns())

@@ -28,7 +28,7 @@ from .consolidation import Consolidation
 from .forming import Worker, form
 from .gathering import BlockSource, Gathering
 from .plan import GroupPlan, PlanFile
-from .steps import StepWriter, has_prompts, packed_bits, read_tokens, undo_draw
+from .steps import StepWriter, has_prompts, packed_bits, read_scores, read_tokens, undo_draw
 from .wire.message import Kind, Message, hidden_states, json_message
 from .worker_connections import WorkerConnections
 from .worker_engine import WorkerEngine
@@ -258,7 +258,9 @@ class Leader(WorkerEngine):
         if in_flight is None:
             return
         try:
-            sampled = read_tokens(message.values(), len(in_flight.ends), self.info.vocab_size)
+            values = message.values()
+            sampled = read_tokens(values, len(in_flight.ends), self.info.vocab_size)
+            read_scores(values, in_flight.spans, self.info.vocab_size)
         except MedusaError as error:
             self._in_flight[message.step] = in_flight
             self._fall_back(str(error))

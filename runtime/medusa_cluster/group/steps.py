@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import itertools
+from array import array
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -65,6 +66,8 @@ class StepWriter:
             known.blocks, known.count = sequence.blocks, 0
         description |= {"number": known.number, "keep": known.count, "blocks": sequence.blocks[known.count :]}
         known.count = len(sequence.blocks)
+        if sequence.prompt_scores is not None and stop < len(sequence.tokens):
+            description["next"] = sequence.tokens[stop]  # its score is that of the last token before it
         if stop == len(sequence.tokens):
             description["ends"] = True
             if sequence.params.temperature >= GREEDY_BELOW:
@@ -116,6 +119,8 @@ class StepReader:
         if len(sequence.tokens) != start:
             raise ValueError(f"{len(sequence.tokens)} tokens are known, and {start} are expected")
         sequence.tokens += map(int, description["tokens"])
+        if "next" in description:
+            sequence.tokens.append(int(description["next"]))
         sequence.blocks = [*sequence.blocks[: description["keep"]], *map(int, description["blocks"])]
         if "roll" in description:
             sequence.random_stream = _DrawnNumber(float(description["roll"]))  # type: ignore[assignment]
@@ -168,9 +173,34 @@ def forbid(logits: Tensor, values: dict[str, Any], ends: list[int]) -> None:
         logits[row].masked_fill_(~allowed.to(logits.device), float("-inf"))
 
 
-def tokens_body(sampled: list[SampledToken]) -> dict[str, Any]:
-    """Return the body of a tokens message."""
-    return {"tokens": [[one.token, one.logprob, list(one.top)] for one in sampled]}
+def tokens_body(sampled: list[SampledToken], spans: list[Span]) -> dict[str, Any]:
+    """Return the body of a tokens message, with the scores of the spans' prompts since the last one."""
+    taken = [
+        (place, span.sequence.prompt_scores.take())
+        for place, span in enumerate(spans)
+        if span.sequence.prompt_scores is not None
+    ]
+    scores = [[place, *(base64.b64encode(part).decode() for part in parts)] for place, parts in taken if parts[-1]]
+    return {"tokens": [[one.token, one.logprob, list(one.top)] for one in sampled], "scores": scores}
+
+
+def read_scores(values: dict[str, Any], spans: list[Span], vocab_size: int) -> None:
+    """Add the scores in a tokens message to the prompts of the step's spans. Raises EngineError for wrong ones."""
+    try:
+        for place, *encoded in values.get("scores", ()):
+            sequence = spans[place].sequence
+            scores = sequence.prompt_scores
+            ids, logprobs, ranks = map(base64.b64decode, encoded)
+            found = array("i", ids), array("f", logprobs), array("i", ranks)
+            if scores is None or scores.scored + len(found[2]) >= sequence.prompt_length:
+                raise ValueError("there are more scores than tokens")  # noqa: TRY301
+            if not len(found[0]) == len(found[1]) == (scores.count + 1) * len(found[2]):
+                raise ValueError("the scores are incomplete")  # noqa: TRY301
+            if not all(0 <= token < vocab_size for token in found[0]):
+                raise ValueError("expected tokens of the vocabulary")  # noqa: TRY301
+            scores.add(*found)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"the scores of a group's step could not be read: {error!r}") from None
 
 
 def read_tokens(values: dict[str, Any], count: int, vocab_size: int) -> list[SampledToken]:
@@ -205,6 +235,7 @@ __all__ = [
     "forbid",
     "has_prompts",
     "packed_bits",
+    "read_scores",
     "read_tokens",
     "tokens_body",
     "undo_draw",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Event
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from array import array
 
 
 class StructuredOutputs(NamedTuple):
@@ -22,7 +25,8 @@ class StructuredOutputs(NamedTuple):
 class SamplingParams:
     """How to sample. Names and defaults are vLLM's.
 
-    ``temperature=0`` is greedy. ``logprobs`` is how many of the most likely tokens are reported with each token.
+    ``temperature=0`` is greedy. ``logprobs`` is how many of the most likely tokens are reported with each token, and
+    ``prompt_logprobs`` with each of the prompt's. ``max_tokens=0`` computes the prompt and generates nothing.
     """
 
     max_tokens: int | None = 16
@@ -61,12 +65,45 @@ class GenerateRequest:
 
 
 class TokenLogprob(NamedTuple):
-    """A sampled token, its log-probability, and the most likely alternatives as (id, text, logprob)."""
+    """A token, its log-probability, and the most likely alternatives as (id, text, logprob).
+
+    The first token of a prompt has no log-probability.
+    """
 
     token_id: int
     text: str
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, str, float], ...] = ()
+
+
+class PromptLogprobs(NamedTuple):
+    """The log-probabilities of a prompt's tokens, from the second one on, in flat arrays: a prompt may be long.
+
+    Each token has ``width`` places in ``token_ids`` (int32) and ``logprobs`` (float32): its own, then those of the
+    most likely tokens. ``ranks`` (int32) has one place for each token: how many tokens are at least as likely.
+    ``texts`` has the text of each token id, and ``texts_here`` those of places whose text depends on what is before.
+    """
+
+    first: tuple[int, str]  # id and text of the prompt's first token
+    width: int
+    token_ids: array[int]
+    logprobs: array[float]
+    ranks: array[int]
+    texts: dict[int, str]
+    texts_here: dict[int, str]
+
+    def tokens(self) -> Iterator[TokenLogprob]:
+        """Yield the prompt's tokens with their alternatives."""
+        yield TokenLogprob(*self.first, None)
+        for at in range(0, len(self.token_ids), self.width):
+            own, *top = (
+                (self.token_ids[place], self._text(place), self.logprobs[place]) for place in range(at, at + self.width)
+            )
+            yield TokenLogprob(*own, tuple(top))
+
+    def _text(self, place: int) -> str:
+        text = self.texts_here.get(place)
+        return self.texts.get(self.token_ids[place], "") if text is None else text
 
 
 class Delta(NamedTuple):
@@ -81,6 +118,7 @@ class Delta(NamedTuple):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: tuple[str, str] | None = None  # (code, message) of a MedusaError, with finish_reason "error"
+    prompt_logprobs: PromptLogprobs | None = None  # once, with the first token
 
 
 class EngineInfo(NamedTuple):

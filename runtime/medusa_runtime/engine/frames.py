@@ -13,6 +13,7 @@ A client that wants the engine's own HTTP server sends ``http {}`` as the only f
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import socket
@@ -24,7 +25,15 @@ from typing import Any
 from ..bounded_json import MOST_VALUES, count_values, parse_json
 from ..errors import EngineError, OverloadedError, RequestError, from_code
 from ..process import receive_descriptors
-from .base import Delta, EngineInfo, GenerateRequest, SamplingParams, StructuredOutputs, TokenLogprob
+from .base import (
+    Delta,
+    EngineInfo,
+    GenerateRequest,
+    PromptLogprobs,
+    SamplingParams,
+    StructuredOutputs,
+    TokenLogprob,
+)
 
 Frame = dict[str, Any]
 
@@ -175,7 +184,29 @@ def request_from_frame(frame: Frame) -> GenerateRequest:
 
 
 def delta_to_frame(delta: Delta) -> Frame:
-    return {"type": "delta", "id": delta.request_id, "values": delta[1:]}
+    frame = {"type": "delta", "id": delta.request_id, "values": delta[1:-1]}
+    if delta.prompt_logprobs is not None:
+        frame["prompt_logprobs"] = _packed(delta.prompt_logprobs)
+    return frame
+
+
+def _packed(found: PromptLogprobs) -> list[Any]:
+    """Encode a prompt's log-probabilities: arrays as base64, since a long prompt has a million values."""
+    arrays = [base64.b64encode(values).decode() for values in (found.token_ids, found.logprobs, found.ranks)]
+    return [found.first, found.width, *arrays, found.texts, found.texts_here]
+
+
+def _unpacked(values: list[Any]) -> PromptLogprobs:
+    from array import array  # no start waits for it
+
+    (first, text), width, *encoded, texts, texts_here = values
+    first_data, second_data, third_data = map(base64.b64decode, encoded)
+    token_ids, logprobs, ranks = array("i", first_data), array("f", second_data), array("i", third_data)
+    width = int(width)
+    if width < 1 or not len(token_ids) == len(logprobs) == width * len(ranks):
+        raise ValueError("a prompt's log-probabilities are incomplete")
+    tables = ({int(number): str(text) for number, text in table.items()} for table in (texts, texts_here))
+    return PromptLogprobs((int(first), str(text)), width, token_ids, logprobs, ranks, *tables)
 
 
 def delta_from_frame(frame: Frame) -> Delta:
@@ -225,4 +256,5 @@ def _delta(frame: Frame) -> Delta:
         prompt_tokens,
         completion_tokens,
         (error[0], error[1]) if error else None,
+        _unpacked(frame["prompt_logprobs"]) if "prompt_logprobs" in frame else None,
     )

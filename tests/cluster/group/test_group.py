@@ -21,7 +21,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 1.0, "seed": 9},
     {"temperature": 1.0, "top_p": 0.9, "seed": 9, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
-    {"stop": ("e",), "logprobs": 3, "logit_bias": {5: 1.0}, "min_tokens": 3},
+    {"stop": ("e",), "logprobs": 3, "logit_bias": {5: 1.0}, "min_tokens": 3, "prompt_logprobs": 2},
 )
 SPLITS = (("0:2", "2:4"), ("0:1", "1:2", "2:4"), ("0:1", "1:2", "2:3", "3:4"))
 DEVICES = (*((split, None) for split in SPLITS), *((split, host_gpu) for split in SPLITS[:2]))
@@ -38,11 +38,19 @@ def seen(answers: list[Any]) -> list[Any]:
         [
             answer.text,
             answer.tokens,
-            answer.last._replace(request_id="", logprobs=()),
+            answer.last._replace(request_id="", logprobs=(), prompt_logprobs=None),
+            scores(answer),
             [[one.token_id, *(top[0] for top in one.top)] for delta in answer.deltas for one in delta.logprobs],
         ]
         for answer in answers
     ]
+
+
+def scores(answer: Any) -> list[Any]:
+    """The log-probabilities of the prompt, if it was scored, to a precision that rounding does not change."""
+    found = answer.deltas[0].prompt_logprobs
+    tokens = () if found is None else found.tokens()
+    return [(token.text, token.logprob and pytest.approx(token.logprob, abs=1e-3), len(token.top)) for token in tokens]
 
 
 @pytest.mark.parametrize(("split", "gpu"), DEVICES)
@@ -60,7 +68,7 @@ def test_tokens_are_those_of_one_engine(
 
 
 def test_chunked_prefill_and_preemption_change_no_token(group: Callable[..., Group], serve: Any) -> None:
-    params = {"max_tokens": 120, "temperature": 0.7, "top_k": 2, "seed": 5}
+    params = {"max_tokens": 120, "temperature": 0.7, "top_k": 2, "seed": 5, "prompt_logprobs": 1}
     expected = seen(ask(serve(), **params))
     small = group("0:1", "1:3", "3:4", kv_cache_mb=1, max_batched_tokens=24, max_model_len=500).start()
     for worker in small.workers:

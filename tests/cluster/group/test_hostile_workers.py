@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import queue
@@ -9,6 +10,7 @@ import resource
 import socket
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from medusa_cluster.group.gathering import send_blocks
 from medusa_cluster.group.identity import disagreement
 from medusa_cluster.group.live.handover import HandoverReader, prompts_of
-from medusa_cluster.group.steps import StepReader, ending_spans, forbid, read_tokens
+from medusa_cluster.group.steps import StepReader, ending_spans, forbid, read_scores, read_tokens
 from medusa_cluster.group.wire.channel import Greeting, Listener, connect
 from medusa_cluster.group.wire.handshake import is_answer, make_challenge, make_greeting, read_greeting
 from medusa_cluster.group.wire.message import HEADER_BYTES, Kind, Message, hidden_states, json_message, parse_header
@@ -194,13 +196,18 @@ def test_fuzzed_messages_end_in_one_error() -> None:
     """Whatever a worker that has the token sends: each reader takes it, or refuses it with an EngineError."""
     cache = KvCache(KvShape(2, 1, 4, torch.float32), 4)
     request = frames.request_to_frame(GenerateRequest("a", (), SamplingParams()))
+    scored_request = frames.request_to_frame(GenerateRequest("a", (), SamplingParams(prompt_logprobs=1)))
     spans = [{"number": 1, "start": 0, "stop": 2, "tokens": [1, 2], "keep": 0, "blocks": [0], "prompt": 2,
               "ends": True, "roll": 0.5, "allowed": "/w==", "request": request}]  # fmt: skip
     asked = make_challenge(GROUP)
+    scored = StepReader(()).read({"gone": [], "spans": [spans[0] | {"request": scored_request, "prompt": 90}]})
+    one_score = [
+        base64.b64encode(values).decode() for values in (array("i", [3, 4]), array("f", [-1, -2]), array("i", [1]))
+    ]
     seeds = [
         make_greeting(TOKEN, asked, GROUP, 1, {"purpose": "steps"}),
         json_message(Kind.STEP, GROUP, {"spans": spans, "gone": [3]}, step=1),
-        json_message(Kind.TOKENS, GROUP, {"tokens": [[3, -0.5, [[4, -1.0]]]]}, step=1),
+        json_message(Kind.TOKENS, GROUP, {"tokens": [[3, -0.5, [[4, -1.0]]]], "scores": [[0, *one_score]]}, step=1),
         json_message(Kind.HEARTBEAT, GROUP, {"sent": 1, "echo": [1, 2], "loaded": True}),
         json_message(Kind.OFFER, GROUP, {"prompts": [[1, 2], [3]]}, step=1),
         json_message(Kind.HANDOVER, GROUP, {"parts": [1], "lengths": [2]}, step=1),
@@ -233,6 +240,8 @@ def test_fuzzed_messages_end_in_one_error() -> None:
     def _tokens(message: Message) -> None:
         for one in read_tokens(message.values(), 1, 8):
             assert 0 <= one.token < 8
+        read_scores(message.values(), scored, 8)
+        assert all(0 <= token < 8 for token in scored[0].sequence.prompt_scores._token_ids)
 
     def _handover(message: Message) -> None:
         reader = HandoverReader(lambda number: [2] if number == 1 else None)

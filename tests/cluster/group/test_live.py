@@ -79,6 +79,11 @@ def pair(slow: SlowRegion, group: Callable[..., Group], checkpoint: Path) -> Ite
     whole.filling.close()
 
 
+def first_scores(answer: Any) -> list[float]:
+    """The log-probabilities of the prompt's tokens."""
+    return list(answer.wait().deltas[0].prompt_logprobs.logprobs)
+
+
 @pytest.mark.parametrize(
     ("params", "schedule", "gpu"),
     [
@@ -91,6 +96,7 @@ def test_tokens_are_those_of_one_engine(
 ) -> None:
     alone, prompts = serve(), PROMPTS if gpu is None else PROMPTS[::6]
     expected = [alone.ask(prompt, max_tokens=12, **params).tokens for prompt in prompts]
+    scores = [first_scores(alone.ask(prompt, prompt_logprobs=1)) for prompt in prompts]
     made = pair(schedule=schedule, gpu=gpu)
     target = made.workers[1].engine
     for number, part in enumerate(["embed", *(f"layers.{layer}." for layer in range(4))]):
@@ -98,6 +104,9 @@ def test_tokens_are_those_of_one_engine(
         until(lambda number=number: target.loaded_layers() == number)  # type: ignore[attr-defined, misc]
         answers = [made.leader.ask(prompt, max_tokens=12, **params) for prompt in prompts]
         assert [answer.tokens for answer in answers] == expected
+        scored = [made.leader.ask(prompt, prompt_logprobs=1) for prompt in prompts]
+        for answer, own in zip(scored, scores, strict=True):
+            assert first_scores(answer) == pytest.approx(own, abs=1e-3)
     until(lambda: made.leader.ask(prompts[0], max_tokens=1) and made.leader.engine.stats()["layers_helped"] > 0)
     with pytest.raises(OverloadedError, match="works for another one"):
         made.workers[1].ask("A")

@@ -241,7 +241,6 @@ def test_a_bad_chat_is_refused(served: Any, body: dict[str, Any], text: str) -> 
     [
         ("allowed_token_ids", [1]),
         ("bad_words", ["x"]),
-        ("prompt_logprobs", 1),
         ("guided_decoding", {"regex": "a"}),
         ("use_beam_search", True),
         ("length_penalty", 2),

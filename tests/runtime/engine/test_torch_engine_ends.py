@@ -102,7 +102,8 @@ def test_logprobs_are_the_models(serve: Any, checkpoint: Path) -> None:
         assert found.logprob == pytest.approx(float(expected[found.token_id]), abs=1e-3)
         assert [token for token, _, _ in found.top] == best.tolist()
         assert [value for _, _, value in found.top] == pytest.approx(values.tolist(), abs=1e-3)
-        assert [text for _, text, _ in found.top] == [served.engine.detokenize([token]) for token in best.tolist()]
+        texts = [served.engine.detokenize([token]) for token in best.tolist()]  # a part of a character has none
+        assert [text for _, text, _ in found.top] == ["" if text.endswith("\ufffd") else text for text in texts]
     assert served.ask(PROMPT, max_tokens=1, logprobs=0).last.logprobs[0].top == ()
 
 
@@ -118,10 +119,10 @@ def test_logprobs_are_the_models(serve: Any, checkpoint: Path) -> None:
         ({"repetition_penalty": 0.0}, "repetition_penalty: expected a number above 0, found 0.0"),
         ({"presence_penalty": 3.0}, r"presence_penalty: expected a number in \[-2, 2\], found 3.0"),
         ({"frequency_penalty": -3.0}, "frequency_penalty"),
-        ({"max_tokens": 0}, "max_tokens: expected 1 or more, found 0"),
+        ({"max_tokens": -1}, "max_tokens: expected 0 or more, found -1"),
         ({"min_tokens": 20}, "min_tokens: expected .* at most max_tokens, found 20"),
         ({"logprobs": 21}, "logprobs: expected between 0 and 20, found 21"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs: expected to be absent"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs: expected between 0 and 20, found 21"),
         ({"seed": 1.5}, "seed: expected a whole number"),
         ({"seed": 1 << 64}, "seed: expected a whole number of at most 64 bits"),  # it ended vLLM's engine
         ({"seed": -(1 << 63) - 1}, "seed: expected a whole number of at most 64 bits"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_fixtures import SETTINGS, Served
+from medusa_runtime.engine.torch import prompt_scoring
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -112,6 +113,34 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path, serv
     served = serve(tmp_path, max_batched_tokens=max(12, SETTINGS.max_concurrency))  # prompts come in chunks
     answers = [served.ask(prompt, max_tokens=TOKENS, logit_bias={2: -100.0}) for prompt in PROMPTS]
     assert [answer.tokens for answer in answers] == [expected(model, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_prompts_are_scored_as_by_transformers_in_small_steps(
+    case: str, tmp_path: Path, serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_scoring, "_MOST_LOGITS", 97 * 5)
+    model = write(case, tmp_path)
+    served = serve(tmp_path)
+    rows: list[int] = []
+    run = served.engine._model.run
+    monkeypatch.setattr(
+        served.engine._model, "run", lambda *step: rows.append(0 if step[3] is None else len(step[3])) or run(*step)
+    )
+    company = served.ask(PROMPTS[0], max_tokens=12)
+    prompts = (*PROMPTS, [7])
+    answers = [served.ask(prompt, prompt_logprobs=2, max_tokens=3) for prompt in prompts]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            reference = torch.log_softmax(model(torch.tensor([prompt])).logits[0, :-1].float(), -1)
+        found = list(answer.wait().deltas[0].prompt_logprobs.tokens())
+        assert [token.token_id for token in found] == list(prompt)
+        for token, row in zip(found[1:], reference, strict=True):
+            assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-3)
+            assert [value for _, _, value in token.top] == pytest.approx(row.topk(2)[0].tolist(), abs=1e-3)
+        assert answer.tokens == served.ask(prompt, max_tokens=3).tokens
+    assert company.last.finish_reason == "length"
+    assert max(rows) <= 5 + len(prompts) + 1  # of the tokens that are scored, and the last ones
 
 
 LEANLY = """

@@ -21,8 +21,9 @@ def _names(text: str) -> frozenset[str]:
 _SAMPLING = _names(
     "model stream stream_options n temperature top_p top_k min_p max_tokens min_tokens seed stop stop_token_ids "
     "include_stop_str_in_output ignore_eos skip_special_tokens add_special_tokens repetition_penalty presence_penalty "
-    "frequency_penalty logit_bias logprobs response_format structured_outputs"
+    "frequency_penalty logit_bias logprobs prompt_logprobs response_format structured_outputs"
 )
+OF_RELAYING_ENGINES = _names("prompt_logprobs")  # the engine's own server answers where there is one
 _TEMPLATE = _names(
     "messages tools add_generation_prompt continue_final_message chat_template_kwargs documents reasoning_effort"
 )
@@ -61,7 +62,7 @@ _MEDIA = Refusal("this model takes text only")
 REFUSED: dict[str, Refusal] = {
     "allowed_token_ids": Refusal("tokens cannot be restricted to a list; logit_bias makes single tokens unlikely"),
     "bad_words": Refusal("words cannot be forbidden; logit_bias makes single tokens unlikely"),
-    "prompt_logprobs": Refusal("log-probabilities of the prompt are not supported"),
+    "prompt_logprobs": Refusal("the engine's own server scores prompts"),
     "logprob_token_ids": Refusal("log-probabilities are those of the likeliest tokens; send logprobs"),
     "suffix": Refusal("insertion is not supported"),
     "use_beam_search": Refusal("beam search is not supported"),
@@ -119,6 +120,11 @@ _TAKEN_BY_NONE = _names(
     "web_search_options"
 )
 _ECHO = Refusal("a chat does not repeat its messages")  # /v1/completions has it
+
+
+def check_generation_fields(body: Body, known: frozenset[str], *, can_relay: bool) -> None:
+    """Check the fields of a completion or chat like ``check_fields``. With ``can_relay``, some are for the engine."""
+    check_fields(body, known - OF_RELAYING_ENGINES if can_relay else known)
 
 
 def check_fields(body: Body, known: frozenset[str]) -> None:

@@ -66,7 +66,9 @@ def flag(body: Body, name: str, default: bool = False) -> bool:
     return value
 
 
-def sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+def sampling(
+    body: Body, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+) -> SamplingParams:
     """Return the sampling parameters of a body. Raises ApiError 400."""
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -84,6 +86,7 @@ def sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> Sam
         ignore_eos=flag(body, "ignore_eos"),
         min_tokens=count(body, "min_tokens", 0),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         skip_special_tokens=flag(body, "skip_special_tokens", True),
         logit_bias=_logit_bias(body),
     )
@@ -103,6 +106,14 @@ def token_ids(value: Any, name: str) -> tuple[int, ...]:
 
 def logprob_count(body: Body, name: str) -> int | None:
     return integer(body, name, None, 0, _MOST_LOGPROBS)
+
+
+def prompt_logprob_count(body: Body) -> int | None:
+    """Return ``prompt_logprobs``. As in vLLM, a stream does not have them."""
+    value = logprob_count(body, "prompt_logprobs")
+    if value is not None and flag(body, "stream"):
+        raise invalid("prompt_logprobs", "no stream with it, since a stream does not have them", value)
+    return value
 
 
 def _stop(body: Body) -> tuple[str, ...]:

@@ -228,6 +228,7 @@ class SourceEngine(TorchEngine):
         self._pull_or_release(pair)  # the next batch arrives while the last layer runs
         forward.run_layers(last, total)
         self.layers_helped += handover.done
+        forward.score_prompts()
         ends = [index for index, span in enumerate(alive) if span.stop == len(span.sequence.tokens)]
         sequences = [alive[index].sequence for index in ends]
         self._constraints.request_masks(alive)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from ..base import Delta, TokenLogprob
+from ..base import Delta, PromptLogprobs, TokenLogprob
 from .sequence import SampledToken, Sequence
+from .token_texts import BEFORE_TOKENS
 from .tokenizer import Tokenizer
 
 
 def advance(sequence: Sequence, sampled: SampledToken, tokenizer: Tokenizer) -> Delta:
     """Append a token to its sequence, and return the delta. It has a ``finish_reason`` if the sequence ends.
 
+    With ``max_tokens=0`` the token is dropped. The first delta has the prompt's log-probabilities, if asked for.
     As in vLLM, a token that ends a sequence is among the delta's token ids but not in its text. With
     ``include_stop_str_in_output``, a token of ``stop_token_ids`` is in the text too.
     """
     token, params, transcript = sampled.token, sequence.params, sequence.transcript
+    prompt_logprobs = None if sequence.prompt_scores is None else take_prompt_logprobs(sequence, tokenizer)
+    if len(sequence.tokens) >= sequence.limit:
+        return final_delta(sequence, "length")._replace(prompt_logprobs=prompt_logprobs)
     sequence.tokens.append(token)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -32,7 +37,7 @@ def advance(sequence: Sequence, sampled: SampledToken, tokenizer: Tokenizer) -> 
             text += transcript.finish()
     if transcript.stopped_by is not None:
         finish_reason, stop_reason = "stop", transcript.stopped_by
-    logprobs = () if sampled.logprob is None else (_logprob(sampled, sampled.logprob, tokenizer),)
+    logprobs = () if sampled.logprob is None else (_logprob(sampled, sampled.logprob, sequence, tokenizer),)
     return Delta(
         sequence.id,
         text,
@@ -42,7 +47,14 @@ def advance(sequence: Sequence, sampled: SampledToken, tokenizer: Tokenizer) -> 
         stop_reason,
         sequence.prompt_length,
         sequence.generated,
+        prompt_logprobs=prompt_logprobs,
     )
+
+
+def take_prompt_logprobs(sequence: Sequence, tokenizer: Tokenizer) -> PromptLogprobs | None:
+    """Return the log-probabilities of a computed prompt, the first time; None if the request asked for none."""
+    scores, sequence.prompt_scores = sequence.prompt_scores, None
+    return None if scores is None else scores.logprobs(sequence.tokens[: sequence.prompt_length], tokenizer)
 
 
 def final_delta(sequence: Sequence, reason: str, error: tuple[str, str] | None = None) -> Delta:
@@ -57,9 +69,11 @@ def final_delta(sequence: Sequence, reason: str, error: tuple[str, str] | None =
     )
 
 
-def _logprob(sampled: SampledToken, logprob: float, tokenizer: Tokenizer) -> TokenLogprob:
+def _logprob(sampled: SampledToken, logprob: float, sequence: Sequence, tokenizer: Tokenizer) -> TokenLogprob:
+    before = sequence.tokens[-1 - BEFORE_TOKENS : -1]
+
     def text(token: int) -> str:
-        return tokenizer.decode([token]) if tokenizer.present else ""
+        return tokenizer.texts.after(before, token) if tokenizer.present else ""
 
     top = tuple((token, text(token), value) for token, value in sampled.top)
     return TokenLogprob(sampled.token, text(sampled.token), logprob, top)

@@ -12,13 +12,13 @@ from ...config import Settings
 from ...errors import EngineError, MedusaError, OverloadedError, RequestError, from_code
 from ...timeline import Timeline
 from ..base import Delta, EngineInfo, GenerateRequest
-from .completion import advance, final_delta
+from .completion import advance, final_delta, take_prompt_logprobs
 from .detokenizer import Detokenizer
 from .sequence import SampledToken, Sequence
 from .throughput import Throughput
 from .tokenizer import Tokenizer
 from .transcript import Transcript
-from .validation import check_params, check_prompt
+from .validation import check_params, check_prompt, check_prompt_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Requests:
         delta = advance(sequence, sampled, self._tokenizer)
         if not self.generated_tokens:
             self._timeline.mark("first_token")
-        self.generated_tokens += 1
+        self.generated_tokens += len(delta.token_ids)
         self.deliver(sequence, delta)
         return delta
 
@@ -120,7 +120,10 @@ class Requests:
     def end(self, sequence: Sequence, reason: str, error: MedusaError | None = None) -> None:
         """End a sequence with this ``finish_reason``, unless it has ended already."""
         if self.get(sequence.id) is sequence:
-            self.deliver(sequence, final_delta(sequence, reason, None if error is None else (error.code, str(error))))
+            delta = final_delta(sequence, reason, None if error is None else (error.code, str(error)))
+            if reason == "stop" and sequence.prompt_scores is not None:  # a grammar has ended it before its first token
+                delta = delta._replace(prompt_logprobs=take_prompt_logprobs(sequence, self._tokenizer))
+            self.deliver(sequence, delta)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence and free what it holds, without delivering another delta."""
@@ -182,8 +185,9 @@ class Requests:
 
     def _sequence(self, request: GenerateRequest, prompt: list[int], sink: Sink) -> Sequence:
         params = request.params
-        check_prompt(prompt, self._info)
         check_params(params, self._info, has_text=self._tokenizer.present)
+        check_prompt(prompt, self._info, room=0 if params.max_tokens == 0 else 1)
+        check_prompt_logprobs(params, len(prompt))
         detokenizer = None
         if self._tokenizer.present:
             skip = params.skip_special_tokens

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..base import Delta, GenerateRequest
 from ..torch.kv_cache import BLOCK_TOKENS
+from .prompt_scores import PromptScores
 from .transcript import Transcript
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class Sequence:
         self.cancelled = False
         self.constraint: Constraint | None = None
         self.adapter: Adapter | None = None
+        count = request.params.prompt_logprobs
+        self.prompt_scores = None if count is None else PromptScores(count)  # until they are delivered
         seed = request.params.seed
         self.random_stream = RandomStream(int.from_bytes(os.urandom(8), "little") if seed is None else seed)
 

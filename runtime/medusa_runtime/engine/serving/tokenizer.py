@@ -12,6 +12,7 @@ from ...errors import ContextLengthError, CorruptError, EngineError, MedusaError
 from ...resource_limits import as_limit_error
 from ...timeline import Timeline
 from ..base import EngineInfo
+from .token_texts import TokenTexts
 from .validation import check_token_ids
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Tokenizer:
         self._data = data
         self._timeline = timeline
         self._tokenizer: Any = None
+        self.texts = TokenTexts(self)
         self._longest_piece: int | None = None
         self._error: MedusaError | None = None
         self._thread = threading.Thread(target=self._load, name="tokenizer", daemon=True)
@@ -148,6 +150,17 @@ class Tokenizer:
             else:
                 [text] = tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
+
+    def decode_each(self, token_ids: list[int]) -> list[str]:
+        """Return the text of each token alone."""
+        with _failures_as_errors():
+            texts: list[str] = self._loaded().decode_batch([[token] for token in token_ids], skip_special_tokens=False)
+        return texts
+
+    def pieces(self, token_ids: list[int]) -> list[str | None]:
+        """Return each token as the vocabulary has it; None for an id without one."""
+        tokenizer = self._loaded()
+        return [tokenizer.id_to_token(token) for token in token_ids]
 
     def _for_text(self) -> Any:
         """Return the loaded tokenizer. Raises RequestError without a tokenizer.json."""

@@ -11,6 +11,7 @@ from ..base import EngineInfo, SamplingParams
 
 _MOST_LOGPROBS = 20
 _LARGEST = sys.float_info.max  # JSON allows larger whole numbers, which no float can hold
+_MOST_PROMPT_LOGPROBS = 1 << 20  # with their texts, each takes up to 100 bytes of an answer
 _MOST_STOPS = 32
 _MOST_TOP_K = 1 << 31
 _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
@@ -23,18 +24,19 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
-def check_prompt(prompt: list[int], info: EngineInfo) -> None:
+def check_prompt(prompt: list[int], info: EngineInfo, *, room: int = 1) -> None:
     """Check a prompt's token ids.
 
     Raises RequestError for an empty prompt and for ids outside the vocabulary, and ContextLengthError for a prompt that
-    leaves no room for a token.
+    leaves no room for ``room`` tokens.
     """
     if not prompt:
         raise RequestError("prompt: expected at least one token, found an empty prompt", "prompt")
-    if len(prompt) >= info.max_model_len:
+    if len(prompt) + room > info.max_model_len:
+        without = "which leaves no room for an answer" if room else "which is more"
         raise ContextLengthError(
             f"this model's maximum context length is {info.max_model_len} tokens, and the prompt has {len(prompt)}, "
-            "which leaves no room for an answer; expected a shorter prompt",
+            f"{without}; expected a shorter prompt",
             "prompt",
         )
     check_token_ids("prompt", prompt, info)
@@ -51,7 +53,8 @@ def check_params(params: SamplingParams, info: EngineInfo, *, has_text: bool) ->
     for name, (accepted, good) in _NUMBERS.items():
         _number(name, getattr(params, name), accepted, good)
     _count("top_k", params.top_k, -1, _MOST_TOP_K, "0 or -1 (all tokens), or 1 and more")
-    _count("max_tokens", params.max_tokens, 1, None, "1 or more")
+    scores = info.engine == "torch"  # others' tokens are scored by vLLM's own HTTP routes
+    _count("max_tokens", params.max_tokens, 0 if scores else 1, None, f"{0 if scores else 1} or more")
     if params.max_tokens is not None and params.max_tokens > info.max_model_len:
         # Only more than the whole context is an error. Otherwise, as in vLLM, it is cut to the room that is left.
         raise ContextLengthError(
@@ -61,10 +64,12 @@ def check_params(params: SamplingParams, info: EngineInfo, *, has_text: bool) ->
         )
     _count("min_tokens", params.min_tokens, 0, params.max_tokens, "0 or more, and at most max_tokens")
     _count("logprobs", params.logprobs, 0, _MOST_LOGPROBS, f"between 0 and {_MOST_LOGPROBS}")
-    if params.logprobs is not None and params.logprobs > info.vocab_size:
-        raise _error("logprobs", f"at most the vocabulary's {info.vocab_size}", params.logprobs)
-    if params.prompt_logprobs is not None:
+    if params.prompt_logprobs is not None and not scores:
         raise _error("prompt_logprobs", "to be absent (only vLLM's own HTTP routes give them)", params.prompt_logprobs)
+    _count("prompt_logprobs", params.prompt_logprobs, 0, _MOST_LOGPROBS, f"between 0 and {_MOST_LOGPROBS}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > info.vocab_size:
+            raise _error(name, f"at most the vocabulary's {info.vocab_size}", getattr(params, name))
     if params.seed is not None and not (isinstance(params.seed, int) and -(1 << 63) <= params.seed < 1 << 64):
         raise _error("seed", "a whole number of at most 64 bits", params.seed)  # the limit of torch's generators
     _check_stops(params, info, has_text)
@@ -80,6 +85,15 @@ def check_params(params: SamplingParams, info: EngineInfo, *, has_text: bool) ->
     for token, bias in (params.logit_bias or {}).items():
         _token("logit_bias", token, info)
         _number("logit_bias", bias, "values in [-100, 100]", lambda x: -100 <= x <= 100)
+
+
+def check_prompt_logprobs(params: SamplingParams, prompt_tokens: int) -> None:
+    """Raise RequestError if a prompt is so long that its log-probabilities with all alternatives are too many."""
+    if params.prompt_logprobs and prompt_tokens * (params.prompt_logprobs + 1) > _MOST_PROMPT_LOGPROBS:
+        most = _MOST_PROMPT_LOGPROBS // prompt_tokens - 1
+        raise _error(
+            "prompt_logprobs", f"at most {max(most, 0)} for a prompt of {prompt_tokens} tokens", params.prompt_logprobs
+        )
 
 
 def _check_stops(params: SamplingParams, info: EngineInfo, has_text: bool) -> None:
@@ -103,7 +117,7 @@ def _number(name: str, value: Any, accepted: str, good: Callable[[float], bool])
 
 
 def _count(name: str, value: Any, least: int, most: int | None, accepted: str) -> None:
-    if value is None and name in ("max_tokens", "logprobs"):
+    if value is None and name in ("max_tokens", "logprobs", "prompt_logprobs"):
         return
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < least or (most is not None and value > most):

@@ -37,6 +37,7 @@ from ..structured.constraints import Constraints
 from .adapters import Adapters
 from .kv_cache import BLOCK_TOKENS, KvCache, KvShape
 from .kv_size import kv_plan, previous_kv_tokens
+from .prompt_scoring import most_rows
 from .runner import CpuRunner, Runner
 from .scheduler import Scheduler
 
@@ -102,6 +103,7 @@ class TorchEngine:
             self._cache.blocks,
             max_concurrency=settings.max_concurrency,
             max_batched_tokens=settings.max_batched_tokens,
+            most_scored_tokens=most_rows(config.vocab_size) if config.is_foreign else None,
         )
         self._inbox = Inbox()
         self._requests = Requests(settings, self._tokenizer, self.info, timeline, self._release_sequence)

@@ -12,6 +12,7 @@ from ...models import Attention, DecoderModel
 from ..serving.sequence import SampledToken, Sequence, Span
 from .kv_cache import KvCache
 from .paged_attention import PagedAttention
+from .prompt_scoring import needs_scores, score_prompts, scored_rows
 from .sampler import sample
 from .transfers import on_host
 
@@ -82,6 +83,13 @@ class Forward:
         """Return the logits [ends, vocab], on the device, of the last tokens of the spans with these indices."""
         return self._model.logits(select_rows(self._hidden, self._spans, ends))
 
+    def score_prompts(self) -> None:
+        """Score the tokens of the spans' prompts, for sequences that ask for it, once the last layer has run."""
+        vocab_size = self._model.config.vocab_size
+        score_prompts(
+            self._spans, lambda rows: self._model.logits(self._hidden[rows.to(self._hidden.device)]), vocab_size
+        )
+
     def hidden(self) -> Tensor:
         """Return the hidden states [tokens, hidden] in the host's memory. On a GPU, waits for the layers."""
         return on_host(self._hidden)
@@ -96,8 +104,11 @@ def run_step(
     """Run the spans, and return the logits [rows, vocab] of each sequence's last token, and these sequences.
 
     Sequences of which a span does not reach the last token are left out; if none is left, the logits are None.
-    Afterwards the keys and values of all spans are in the cache and count as computed.
+    Afterwards the keys and values of all spans are in the cache and count as computed, and the tokens of prompts are
+    scored for sequences that ask for it.
     """
+    if needs_scores(spans):
+        return _run_scored_step(model, cache, spans, make_attention)
     device = cache.pool.device
     attention = make_attention(cache, spans)
     places = positions_of(spans).to(device)
@@ -107,6 +118,45 @@ def run_step(
     for span in spans:
         span.sequence.computed = span.stop
     return logits, [spans[place].sequence for place in ends]
+
+
+def _run_scored_step(
+    model: DecoderModel, cache: KvCache, spans: list[Span], make_attention: Callable[[KvCache, list[Span]], Attention]
+) -> tuple[Tensor | None, list[Sequence]]:
+    """Run a step like ``run_step``, with prompts whose tokens are scored."""
+    ends = [place for place, (sequence, _, stop) in enumerate(spans) if stop == len(sequence.tokens)]
+    if model.config.is_foreign:
+        logits = _run_scored_at_once(model, cache, spans, ends, make_attention)
+    else:
+        forward = Forward(model, cache, spans, make_attention=make_attention)
+        forward.run_layers(0, len(model.layers))
+        forward.score_prompts()
+        logits = forward.logits(ends) if ends else None
+    for span in spans:
+        span.sequence.computed = span.stop
+    return logits, [spans[place].sequence for place in ends]
+
+
+def _run_scored_at_once(
+    model: DecoderModel,
+    cache: KvCache,
+    spans: list[Span],
+    ends: list[int],
+    make_attention: Callable[[KvCache, list[Span]], Attention],
+) -> Tensor | None:
+    """Run a step of a model that computes all logits in one call, as transformers' do, and score its prompts.
+
+    The scheduler keeps the prompts' chunks small for such a model. Returns the logits of the spans' ``ends``.
+    """
+    last = last_rows(spans, ends).tolist()
+    rows = sorted({*last, *scored_rows(spans)})
+    place = {row: number for number, row in enumerate(rows)}
+    attention = make_attention(cache, spans)
+    logits = model.run(tokens_of(spans), positions_of(spans), attention, torch.tensor(rows, dtype=torch.long))
+    assert logits is not None
+    found = logits
+    score_prompts(spans, lambda wanted: found[[place[row] for row in wanted.tolist()]], model.config.vocab_size)
+    return found[[place[row] for row in last]] if ends else None
 
 
 def tokens_of(spans: list[Span]) -> Tensor:
@@ -130,7 +180,7 @@ def last_rows(spans: list[Span], ends: list[int]) -> Tensor:
         row += stop - start
         if place in ends:
             rows.append(row)
-    return torch.tensor(rows)
+    return torch.tensor(rows, dtype=torch.long)
 
 
 def select_rows(hidden: Tensor, spans: list[Span], ends: list[int]) -> Tensor:

@@ -16,11 +16,16 @@ class Scheduler:
     When blocks run out, the sequence that came last is preempted: it gives its blocks back and is recomputed later.
     """
 
-    def __init__(self, pool: BlockPool, *, max_concurrency: int, max_batched_tokens: int) -> None:
+    def __init__(
+        self, pool: BlockPool, *, max_concurrency: int, max_batched_tokens: int, most_scored_tokens: int | None = None
+    ) -> None:
+        """Schedule at most ``most_scored_tokens`` in a step of prompts whose tokens are scored."""
         self._pool = pool
         self._max_concurrency = max_concurrency
         # Every running sequence can decode in one step, so that none of them starves.
         self._max_batched_tokens = max(max_batched_tokens, max_concurrency)
+        self._most_scored_tokens = most_scored_tokens or self._max_batched_tokens
+        self._scored_budget = 0  # what is left of it in the step that is being scheduled
         self.running: list[Sequence] = []  # by arrival
         self.waiting: deque[Sequence] = deque()
         self.preemptions = 0
@@ -58,6 +63,7 @@ class Scheduler:
                 decodes.append(Span(sequence, sequence.computed, sequence.computed + 1))
                 budget -= 1
         prefills: list[Span] = []
+        self._scored_budget = self._most_scored_tokens
         for sequence in self.running:
             if len(sequence.tokens) - sequence.computed > 1 and sequence not in busy:
                 budget -= self._prefill(sequence, budget, prefills)
@@ -91,11 +97,14 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             budget -= self._prefill(sequence, budget, prefills)
 
-    @staticmethod
-    def _prefill(sequence: Sequence, budget: int, prefills: list[Span]) -> int:
+    def _prefill(self, sequence: Sequence, budget: int, prefills: list[Span]) -> int:
+        if sequence.prompt_scores is not None:
+            budget = min(budget, self._scored_budget)
         stop = min(sequence.computed + budget, len(sequence.tokens))
         if stop > sequence.computed:
             prefills.append(Span(sequence, sequence.computed, stop))
+        if sequence.prompt_scores is not None:
+            self._scored_budget -= stop - sequence.computed
         return stop - sequence.computed
 
     def _make_room(self, sequence: Sequence) -> bool:

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 def run_gathered(
     model: TransformersDecoder, token_ids: Tensor, positions: Tensor, attention: Any, rows: Tensor | None
 ) -> Tensor | None:
-    """Run a step like ``DecoderModel.run``, for an attention with ``spans`` and a ``cache``.
-
-    Each of ``rows`` must be the last token of a span.
-    """
+    """Run a step like ``DecoderModel.run``, for an attention with ``spans`` and a ``cache``."""
     wanted = set() if rows is None else set(rows.tolist())
     found: dict[int, Tensor] = {}
     starts: list[int] = []
@@ -36,16 +33,21 @@ def run_gathered(
     for batch in ([decodes] if decodes else []) + prefills:
         size = attention.spans[batch[0]].stop - attention.spans[batch[0]].start
         places = torch.tensor([list(range(starts[n], starts[n] + size)) for n in batch])
-        logits = _run_batch(model, token_ids[places], positions[places], attention, [attention.spans[n] for n in batch])
+        keep = 1 if wanted.isdisjoint(places[:, :-1].flatten().tolist()) else size
+        spans = [attention.spans[n] for n in batch]
+        logits = _run_batch(model, token_ids[places], positions[places], attention, spans, keep)
         for row, n in enumerate(batch):
-            last = starts[n] + size - 1
-            if last in wanted:
-                found[last] = logits[row, -1]
+            for at in range(1, keep + 1):
+                place = starts[n] + size - at
+                if place in wanted:
+                    found[place] = logits[row, -at]
     return None if rows is None else torch.stack([found[row] for row in rows.tolist()])
 
 
-def _run_batch(model: TransformersDecoder, ids: Tensor, positions: Tensor, attention: Any, spans: list[Any]) -> Tensor:
-    """Run spans that all have the same number of tokens; return the logits [sequences, 1, vocab] of the last ones."""
+def _run_batch(
+    model: TransformersDecoder, ids: Tensor, positions: Tensor, attention: Any, spans: list[Any], keep: int
+) -> Tensor:
+    """Run spans of the same number of tokens; return the logits [sequences, keep, vocab] of the last ``keep``."""
     from transformers.cache_utils import DynamicCache
 
     size = ids.shape[1]
@@ -69,7 +71,7 @@ def _run_batch(model: TransformersDecoder, ids: Tensor, positions: Tensor, atten
                 pair.append((held if absent is None else held.masked_fill(absent, 0)).transpose(1, 2))
             cache.update(*pair, layer)
     past_tokens = {model.cache_argument: cache}
-    logits = model.call(ids, positions, attention_mask=mask, use_cache=True, logits_to_keep=1, **past_tokens)
+    logits = model.call(ids, positions, attention_mask=mask, use_cache=True, logits_to_keep=keep, **past_tokens)
     slots = torch.tensor([slot for span in spans for slot in span.sequence.slots(span.start, span.stop)])
     for layer in layers:
         held = cache.layers[layer]
