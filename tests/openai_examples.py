@@ -83,6 +83,32 @@ def responses(client: openai.OpenAI, model: str) -> None:
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
 
 
+def responses_tools_loop(client: openai.OpenAI, model: str) -> None:
+    """Call, run the tool, answer with its result; all input is sent again, as OpenAI's guide does without state."""
+    asked: dict[str, Any] = {"model": model, "tools": [{"type": "function", **WEATHER["function"]}]}
+    items: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
+    with client.responses.stream(
+        input=items, tool_choice="required", parallel_tool_calls=False, max_output_tokens=200,
+        extra_body={"seed": 1}, **asked,
+    ) as events:  # fmt: skip
+        first = events.get_final_response()
+    items += first.output
+    for call in first.output:
+        assert call.type == "function_call"
+        assert json.loads(call.arguments)["place"] in ("Paris", "Rome")
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
+    second = client.responses.create(input=items, tool_choice="none", max_output_tokens=6, **asked)
+    assert second.output_text
+
+
+def responses_parse(client: openai.OpenAI, model: str) -> None:
+    answer = client.responses.parse(
+        model=model, input="What is on today?", text_format=Event, max_output_tokens=100, extra_body={"seed": 1}
+    )
+    assert answer.output_parsed is not None
+    assert answer.output_parsed.guests in (1, 2, 3)
+
+
 def embeddings(client: openai.OpenAI, model: str) -> None:
     answer = client.embeddings.create(model=model, input=["one text", "another one"])
     assert [item.index for item in answer.data] == [0, 1]
@@ -91,3 +117,4 @@ def embeddings(client: openai.OpenAI, model: str) -> None:
 
 
 GENERATING = (chat, streaming, tools_loop, parse)
+RESPONDING = (responses, responses_tools_loop, responses_parse)

@@ -17,6 +17,6 @@ def test_the_official_clients_examples_run(start: Callable[..., Any], example: P
     serving = start("--model", example)
     url = f"http://127.0.0.1:{serving.port}/v1"
     with openai.OpenAI(base_url=url, api_key="none", timeout=60, max_retries=0) as client:
-        for shown in openai_examples.GENERATING:
+        for shown in (*openai_examples.GENERATING, *openai_examples.RESPONDING):
             shown(client, client.models.list().data[0].id)
     assert serving.stop() == 0

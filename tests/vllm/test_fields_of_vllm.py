@@ -5,7 +5,15 @@ from __future__ import annotations
 import importlib
 
 import pytest
-from medusa_handler.openai.body.fields import CHAT, COMPLETION, EMBEDDINGS, REFUSED, WITHOUT_EFFECT
+from medusa_handler.openai.body.fields import (
+    CHAT,
+    COMPLETION,
+    EMBEDDINGS,
+    REFUSED,
+    REFUSED_FOR_RESPONSES,
+    RESPONSES,
+    WITHOUT_EFFECT,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -15,6 +23,7 @@ pytestmark = pytest.mark.vllm
     [
         ("openai.chat_completion", "ChatCompletionRequest", CHAT | {"echo"}),
         ("openai.completion", "CompletionRequest", COMPLETION),
+        ("openai.responses", "ResponsesRequest", RESPONSES | set(REFUSED_FOR_RESPONSES)),
         ("pooling.embed", "EmbeddingCompletionRequest", EMBEDDINGS),
     ],
 )

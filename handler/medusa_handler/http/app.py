@@ -191,8 +191,8 @@ def _suggestion(service: Service) -> str:
     """Return a hint at the route that the client probably meant (a base URL may lack /v1), or at the list of routes."""
     from difflib import get_close_matches
 
-    if request.path == "/v1/responses":  # which clients of today may try first
-        return "expected /v1/chat/completions, or a function with --engine vllm, which has this route"
+    if request.path.startswith("/v1/responses/"):
+        return "responses are not stored; POST /v1/responses makes one"
     known = sorted({rule.rule for rule in current_app.url_map.iter_rules() if _is_model_route(service, rule.rule)})
     close = get_close_matches(request.path, known, n=1, cutoff=0.8)
     return f"did you mean {close[0]}?" if close else "GET /openapi.json lists those that there are"

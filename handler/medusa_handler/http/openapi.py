@@ -85,6 +85,59 @@ _CHAT = {
     },
     "additionalProperties": False,
 }
+_LONG_COUNT = _COUNT | {"maximum": 2**63 - 1}
+_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"}
+_CALL_ID = {"type": "string"}
+_PART_LIST = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["type", "text"],
+        "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
+        "additionalProperties": False,
+    },
+}
+_CONTENT = {"anyOf": [{"type": "string"}, _PART_LIST]}
+
+
+def _item(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    properties = {**required, **optional, "id": _ANY, "status": _ANY}
+    return {"type": "object", "required": list(required), "properties": properties, "additionalProperties": False}
+
+
+_ITEM = {
+    "anyOf": [
+        _item(
+            {"role": {"enum": ["user", "assistant", "system", "developer"]}, "content": _CONTENT},
+            type={"const": "message"},
+        ),
+        _item(
+            {"type": {"const": "function_call"}, "call_id": _CALL_ID, "name": _NAME, "arguments": {"type": "string"}}
+        ),
+        _item({"type": {"const": "function_call_output"}, "call_id": _CALL_ID, "output": _CONTENT}),
+    ]
+}
+_RESPONSE = {
+    "type": "object",
+    "required": ["input"],
+    "properties": {
+        "input": {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "minItems": 1, "items": _ITEM}]},
+        "instructions": _or_null({"type": "string"}),
+        "max_output_tokens": _or_null(_LONG_COUNT),
+        "max_tool_calls": _or_null(_LONG_COUNT),
+        "top_logprobs": _or_null({"type": "integer", "minimum": 0, "maximum": 20}),
+        "truncation": {"enum": ["auto", "disabled", None]},
+        **{name: schema for name, schema in _SAMPLING.items() if name not in ("n", "max_tokens", "stream_options")},
+        **dict.fromkeys(
+            (
+                *("tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "include", "metadata"),
+                *("chat_template_kwargs", "structured_outputs", "stop_token_ids", "logit_bias", "user", "store"),
+            ),
+            _ANY,
+        ),
+    },
+    "additionalProperties": False,
+}
 _TEXT = _INPUT = {"type": "string", "minLength": 1}
 
 
@@ -129,6 +182,7 @@ def _labels(vocab_size: int | None) -> dict[str, Any]:
 _SUMMARIES = {
     "/v1/completions": "A completion",
     "/v1/chat/completions": "A chat",
+    "/v1/responses": "A response",
     "/v1/embeddings": "Vectors",
     "/classify": "The labels of texts",
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "Documents by how well they fit a query"),
@@ -169,6 +223,8 @@ def _bodies(service: Service) -> dict[str, dict[str, Any]]:
     vocab_size = None if info is None else info.vocab_size
     embeds = {"/v1/embeddings": _embeddings(vocab_size)}
     writes = {"/v1/completions": _COMPLETION, "/v1/chat/completions": _CHAT}
+    if not service.can_relay:
+        writes["/v1/responses"] = _RESPONSE
     if info is None:
         return writes | embeds
     return {"encoder": embeds, "classifier": _labels(vocab_size)}.get(info.architecture, writes)

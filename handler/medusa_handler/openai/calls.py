@@ -6,14 +6,14 @@ The modules of chats, embeddings and classifiers are imported at the first such 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
-from medusa_runtime.errors import RequestError, json_excerpt
+from medusa_runtime.errors import ContextLengthError, RequestError, json_excerpt
 
-from ..faults import ApiError, UnsupportedRequestError, invalid
+from ..faults import ApiError, UnsupportedRequestError, compact, invalid
 from . import completion
 from .answer import Envelope
 from .body import fields, parameters
@@ -25,6 +25,7 @@ from .requested_model import adapter_of, check_model
 if TYPE_CHECKING:
     from flask import Response
 
+    from ..model.chat_template import ChatTemplate
     from ..service import Service
     from .tools.choice import Tools
 
@@ -92,24 +93,15 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     logprobs = (alternatives or 0) if has_logprobs else None
     limit = parameters.integer(body, "max_completion_tokens", parameters.integer(body, "max_tokens", None, 1), 1)
     tools = tools_of(body)
-    constraint = _output_constraint(body, tools)
+    constraint = _forced_constraint(body, tools, output_constraint(body))
     template = service.model.chat_template(is_disconnected)
     parser = tools.parser(format_of(service.settings.tool_call_parser, template.source))
     scored = parameters.prompt_logprob_count(body)
     params = parameters.sampling(body, max_tokens=limit, logprobs=logprobs, prompt_logprobs=scored)
-    if constraint is not None:
-        params = replace(params, structured_outputs=constraint.outputs)
-    elif parser is not None:  # what marks a call may be a special token
-        params = replace(params, skip_special_tokens=False)
+    params = _with_form(params, constraint, parsed=parser is not None)
     prompt = template.render(messages, arguments)
     # If tool_choice forces a call, the answer's constraint contains the tools, so the template need not show them.
-    for field, given in (("tools", tools.choice == "auto" and tools.offered), ("documents", arguments["documents"])):
-        if given and not template.takes(field):
-            raise ApiError(
-                400, f"{field}: the model's chat template has no place for them, so the model would not see them; "
-                "expected none, or a chat_template.jinja that shows them beside the weights", param=field,
-                code="unsupported_value",
-            )  # fmt: skip
+    _check_shown(template, {"tools": tools.choice == "auto" and tools.offered, "documents": arguments["documents"]})
     name = f"chatcmpl-{os.urandom(16).hex()}"
     # The template writes the special tokens itself.
     stream = parameters.flag(body, "stream")
@@ -123,6 +115,57 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     return respond(
         service, GenerationPlan(requests, envelope, count, count, stream, *_usage(body), names), is_disconnected
     )
+
+
+def create_response(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
+    """Answer a request of the Responses API."""
+    from .responses.answer import ResponsePlan
+    from .responses.output import Output
+    from .responses.request import ResponsesRequest
+    from .responses.truncation import truncate
+    from .tools.formats import format_of
+
+    asked = ResponsesRequest.parse(body)
+    model = check_model(service, body)
+    tools, constraint = asked.tools, _forced_constraint(body, asked.tools, asked.constraint)
+    template = service.model.chat_template(is_disconnected)
+    parser = tools.parser(format_of(service.settings.tool_call_parser, template.source))
+    params = parameters.sampling(body, max_tokens=asked.max_tokens, logprobs=asked.alternatives)
+    params = _with_form(params, constraint, parsed=parser is not None)
+    _check_shown(template, {"tools": tools.choice == "auto" and tools.offered})
+    special = parameters.flag(body, "add_special_tokens", False)
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        try:
+            return template.render(messages, asked.template_arguments)
+        except ApiError as error:
+            error.param = "input" if error.param == "messages" else error.param
+            raise
+
+    messages = asked.messages
+    if asked.truncates:
+        limit = service.model.wait_info(is_disconnected).max_model_len - (asked.max_tokens or 1)
+        messages = truncate(messages, lambda kept: _fits(service, render(kept), special, limit))
+    name = f"resp_{os.urandom(16).hex()}"
+    requests = _with_adapter(service, model, [GenerateRequest(f"{name}-0", render(messages), params, special)])
+    output = Output(None if parser is None else parser(), parallel=tools.parallel, alternatives=asked.alternatives)
+    head = {"id": name, "object": "response", "model": model, **asked.shown}
+    try:
+        compact(head)
+    except RecursionError:
+        raise invalid("tools", "objects of less depth", "ones that are nested too deeply") from None
+    names = {"prompt": "input", "logprobs": "top_logprobs", "max_tokens": "max_output_tokens"}
+    plan = ResponsePlan(requests[0], head, output, asked.streams, names | _field_names(constraint))
+    return respond(service, plan, is_disconnected)
+
+
+def _fits(service: Service, prompt: str, special: bool, limit: int) -> bool:
+    """Return whether a prompt has at most ``limit`` tokens."""
+    assert service.engine is not None
+    try:
+        return len(service.engine.tokenize(prompt, special)) <= limit
+    except ContextLengthError:  # it is too long to be tokenized at all
+        return False
 
 
 def embed_texts(service: Service, body: Body, is_disconnected: Callable[[], bool]) -> Response:
@@ -203,15 +246,34 @@ def _requests(
     return requests
 
 
-def _output_constraint(body: Body, tools: Tools) -> OutputConstraint | None:
+def _forced_constraint(body: Body, tools: Tools, requested: OutputConstraint | None) -> OutputConstraint | None:
     """Return the constraint on a chat's answer, if the tools or the body ask for one. Raises ApiError 400."""
-    requested, forced = output_constraint(body), tools.output_constraint()
+    forced = tools.output_constraint()
     if forced is None:
         return requested
     if requested is not None:
         expected = "nothing where tool_choice forces a call"
-        raise invalid(requested.field, expected, body[requested.field])
+        raise invalid(requested.field, expected, body[requested.field.partition(".")[0]])
     return OutputConstraint(forced, "tools")
+
+
+def _with_form(params: SamplingParams, constraint: OutputConstraint | None, *, parsed: bool) -> SamplingParams:
+    """Return the parameters for an answer of this form; with ``parsed``, calls are looked for in its text."""
+    if constraint is not None:
+        return replace(params, structured_outputs=constraint.outputs)
+    # What marks a call may be a special token.
+    return replace(params, skip_special_tokens=False) if parsed else params
+
+
+def _check_shown(template: ChatTemplate, given: Mapping[str, Any]) -> None:
+    """Raise ApiError 400 for a field with a value that the template does not show to the model."""
+    for field, value in given.items():
+        if value and not template.takes(field):
+            raise ApiError(
+                400, f"{field}: the model's chat template has no place for them, so the model would not see them; "
+                "expected none, or a chat_template.jinja that shows them beside the weights", param=field,
+                code="unsupported_value",
+            )  # fmt: skip
 
 
 def _field_names(constraint: OutputConstraint | None) -> dict[str, str]:

@@ -11,18 +11,21 @@ from flask import Response
 from ..contract import load_json
 from ..faults import ApiError, compact
 from ..http.body import as_json_object
+from .body.parameters import Body
 from .relay import answer_or_relay
 
 if TYPE_CHECKING:
     from ..contract import Request
     from ..service import Service
 
+_Call = Callable[["Service", Body, Callable[[], bool]], Response]
+
 
 def infer(service: Service, called: Request, is_disconnected: Callable[[], bool]) -> Response:
     """Answer a JSON body like the route that it fits. Any other body is a prompt.
 
-    ``messages`` make it a chat, ``query`` with ``documents`` a ranking, and ``input`` a classification by a classifier
-    or else a request for embeddings. The rest are completions.
+    ``messages`` make it a chat, and ``query`` with ``documents`` a ranking. Of an ``input``, a classifier has the
+    labels, an encoder a vector, and any other model a response to it. The rest are completions.
     """
     if called.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
         return _answer(service, as_json_object(called.body), is_disconnected)
@@ -36,25 +39,31 @@ def infer(service: Service, called: Request, is_disconnected: Callable[[], bool]
 def _answer(service: Service, body: dict[str, object], is_disconnected: Callable[[], bool]) -> Response:
     from . import calls  # imported here, so that the app does not wait for it
 
+    answer: _Call
     if "messages" in body:
         answer, target = calls.complete_chat, "/v1/chat/completions"
     elif "documents" in body and "query" in body:
         answer, target = calls.rerank_texts, "/rerank"
-    elif "input" in body and _classifies(service, is_disconnected):
-        answer, target = calls.classify_texts, "/classify"
     elif "input" in body:
-        answer, target = calls.embed_texts, "/v1/embeddings"
+        answer, target = _of_input(service, is_disconnected)
     else:
         answer, target = calls.complete, "/v1/completions"
     own = partial(answer, service, body, is_disconnected)
     return answer_or_relay(service, own, is_disconnected, target, compact(body))
 
 
-def _classifies(service: Service, is_disconnected: Callable[[], bool]) -> bool:
-    """Return whether the model is a classifier, which has labels for an input instead of a vector."""
+def _of_input(service: Service, is_disconnected: Callable[[], bool]) -> tuple[_Call, str]:
+    """Return the call that answers an ``input``, and its path on an engine's own server."""
+    from . import calls
+
     if service.can_relay:  # the engine's own server has a route for each
-        return False
-    return service.model.wait_info(is_disconnected).architecture == "classifier"
+        return calls.embed_texts, "/v1/embeddings"
+    architecture = service.model.wait_info(is_disconnected).architecture
+    if architecture == "classifier":
+        return calls.classify_texts, "/classify"
+    if architecture == "encoder":
+        return calls.embed_texts, "/v1/embeddings"
+    return calls.create_response, "/v1/responses"
 
 
 def _object(text: str) -> dict[str, object]:

@@ -6,6 +6,7 @@ request models of the installed vLLM and of the openai client.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from medusa_runtime.errors import json_excerpt, printable
@@ -29,6 +30,12 @@ _TEMPLATE = _names(
 )
 COMPLETION = _SAMPLING | {"prompt", "best_of", "echo"}
 CHAT = _SAMPLING | _TEMPLATE | {"max_completion_tokens", "top_logprobs", "tool_choice", "parallel_tool_calls"}
+RESPONSES = (_SAMPLING - _names("n max_tokens logprobs prompt_logprobs response_format")) | _names(
+    "input instructions tools tool_choice parallel_tool_calls text reasoning max_output_tokens top_logprobs include "
+    "truncation max_tool_calls chat_template_kwargs"
+)
+REASONING = frozenset(("effort",))
+TEXT = frozenset(("format",))
 EMBEDDINGS = frozenset(("model", "input", "encoding_format", "dimensions", "truncate_prompt_tokens"))
 CLASSIFY = frozenset(("model", "input", "truncate_prompt_tokens"))
 RERANK = frozenset(("model", "query", "documents", "top_n", "truncate_prompt_tokens"))
@@ -113,6 +120,40 @@ REFUSED: dict[str, Refusal] = {
     "embed_dtype": Refusal("vectors are float32", ("float32",)),
     "endianness": Refusal("vectors are little-endian", ("little", "native")),
 }
+_STATE = Refusal("nothing is kept between requests; send all of the input with each")
+_OPENAIS = Refusal("it belongs to OpenAI's own service")
+REFUSED_FOR_RESPONSES = REFUSED | {
+    "previous_response_id": _STATE,
+    "conversation": _STATE,
+    "background": Refusal(
+        "nothing is kept, so that the response could not be fetched later; wait for it, or stream it"
+    ),
+    "background_options": Refusal("responses are not made in the background"),
+    "prompt": Refusal("there are no stored prompts; send the text as input"),
+    "context_management": Refusal(
+        'conversations are not compacted; "truncation": "auto" leaves out their oldest turns'
+    ),
+    "access_programs": _OPENAIS,
+    "image": _MEDIA,
+    "messages": Refusal("send them as input"),
+    "n": Refusal("a response has one answer; send the request again for another", (1,)),
+    "max_tokens": Refusal("use max_output_tokens"),
+    "max_completion_tokens": Refusal("use max_output_tokens"),
+    "response_format": Refusal("use text.format"),
+    "reasoning_effort": Refusal("use reasoning.effort"),
+    "prompt_logprobs": Refusal("chats and completions have them"),
+    "logprobs": Refusal('use include, with "message.output_text.logprobs" in it'),
+    "enable_response_messages": Refusal("the prompt is not part of an answer"),
+    "previous_input_messages": Refusal("send them as input"),
+}
+_NO_SUMMARY = Refusal("reasoning is not told from the rest of an answer, so there is no summary of it")
+REFUSED_REASONING = {
+    "summary": _NO_SUMMARY,
+    "generate_summary": _NO_SUMMARY,
+    "mode": Refusal("it belongs to OpenAI's own models", ("standard",)),
+    "context": Refusal("it belongs to OpenAI's own models", ("auto",)),
+}
+REFUSED_TEXT = {"verbosity": REFUSED["verbosity"]}
 # Fields of OpenAI's interface or of old ones, which vLLM's server would silently ignore.
 _TAKEN_BY_NONE = _names(
     "audio early_stopping function_call functions guided_choice guided_decoding guided_decoding_backend guided_grammar "
@@ -127,7 +168,7 @@ def check_generation_fields(body: Body, known: frozenset[str], *, can_relay: boo
     check_fields(body, known - OF_RELAYING_ENGINES if can_relay else known)
 
 
-def check_fields(body: Body, known: frozenset[str]) -> None:
+def check_fields(body: Body, known: frozenset[str], refused: Mapping[str, Refusal] = REFUSED) -> None:
     """Raise ApiError 400 for the first field that would change the answer and is not among the ``known`` ones.
 
     It is an UnsupportedRequestError if an engine's own server may know the field.
@@ -135,7 +176,7 @@ def check_fields(body: Body, known: frozenset[str]) -> None:
     for name, value in body.items():
         if name in known or name in WITHOUT_EFFECT:
             continue
-        refusal = _ECHO if name == "echo" and "messages" in known else REFUSED.get(name)
+        refusal = _ECHO if name == "echo" and "messages" in known else refused.get(name)
         if refusal is None:
             raise _unknown(name, known)
         if not refusal.allows(value):
@@ -143,11 +184,22 @@ def check_fields(body: Body, known: frozenset[str]) -> None:
             raise kind(400, f"{name}: {refusal.reason}", param=name, code="unsupported_parameter")
 
 
-def check_inner_fields(found: Body, parent: str, known: frozenset[str]) -> None:
-    """Raise ApiError 400 for a field of an object inside the body that is none of the ``known`` ones."""
-    for name in found:
-        if name not in known:
+def check_inner_fields(
+    found: Body, parent: str, known: frozenset[str], refused: Mapping[str, Refusal] | None = None
+) -> None:
+    """Raise ApiError 400 for a field of an object inside the body that is none of the ``known`` ones.
+
+    One of the ``refused`` ones may have a value that asks for nothing.
+    """
+    for name, value in found.items():
+        if name in known:
+            continue
+        refusal = (refused or {}).get(name)
+        if refusal is None:
             raise _unknown(name, known, f"{parent}.")
+        if not refusal.allows(value):
+            param = f"{parent}.{name}"
+            raise ApiError(400, f"{param}: {refusal.reason}", param=param, code="unsupported_value")
 
 
 def _unknown(name: str, known: frozenset[str], prefix: str = "") -> ApiError:

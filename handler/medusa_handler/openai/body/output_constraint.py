@@ -9,9 +9,13 @@ from medusa_runtime.engine.base import StructuredOutputs
 
 from ...faults import invalid
 from ...model.structured_outputs import json_object, json_schema, parse_structured_outputs
+from .fields import REFUSED_TEXT, TEXT, check_inner_fields
 from .parameters import Body
 
 _EXPECTED = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": …}}'
+
+_EXPECTED_FORMAT = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "name": …, "schema": …}'
+_FORMAT = frozenset(("type", "name", "schema", "strict", "description"))
 
 
 class OutputConstraint(NamedTuple):
@@ -23,14 +27,45 @@ class OutputConstraint(NamedTuple):
 
 def output_constraint(body: Body) -> OutputConstraint | None:
     """Return the constraint in a body; None if any text will do. Raises ApiError 400."""
+    return _one_constraint(body, _response_format(body), "response_format")
+
+
+def text_constraint(body: Body) -> OutputConstraint | None:
+    """Return the constraint in a body of /v1/responses, as ``output_constraint`` does. Raises ApiError 400."""
+    return _one_constraint(body, _text_format(body), "text.format")
+
+
+def _one_constraint(body: Body, formatted: StructuredOutputs | None, field: str) -> OutputConstraint | None:
     value = body.get("structured_outputs")
     structured = None if value is None else parse_structured_outputs(value)
-    formatted = _response_format(body)
     if structured is not None and formatted is not None:
-        raise invalid("structured_outputs", "no response_format with it", value)
+        raise invalid("structured_outputs", f"no {field} with it", value)
     if structured is not None:
         return OutputConstraint(structured, "structured_outputs")
-    return None if formatted is None else OutputConstraint(formatted, "response_format")
+    return None if formatted is None else OutputConstraint(formatted, field)
+
+
+def _text_format(body: Body) -> StructuredOutputs | None:
+    text = body.get("text")
+    if text is None:
+        return None
+    if not isinstance(text, Mapping):
+        raise invalid("text", "an object", text)
+    check_inner_fields(text, "text", TEXT, REFUSED_TEXT)
+    value = text.get("format")
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise invalid("text.format", _EXPECTED_FORMAT, value)
+    check_inner_fields(value, "text.format", _FORMAT if kind == "json_schema" else frozenset(("type",)))
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return json_object()
+    if not isinstance(value.get("name"), str):
+        raise invalid("text.format.name", "text", value.get("name"))
+    return json_schema(value.get("schema"), "text.format.schema")
 
 
 def _response_format(body: Body) -> StructuredOutputs | None:

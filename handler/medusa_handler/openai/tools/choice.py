@@ -11,10 +11,22 @@ from typing import Any
 from medusa_runtime.engine.base import StructuredOutputs
 
 from ...faults import ApiError, invalid
+from ..body.fields import Refusal, check_inner_fields
 from ..body.parameters import Body, flag
 from .formats import ForcedCallsParser, Format, NamedCallParser, ToolParser
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_EXPECTED_FLAT_CHOICE = (
+    '"auto", "none", "required", {"type": "function", "name": …} or {"type": "allowed_tools", "mode": …, "tools": …}'
+)
+_FUNCTION = frozenset(("type", "name", "description", "parameters", "strict"))
+_LATER = Refusal("all tools are shown to the model at once, and called by it alone")
+_REFUSED_OF_FUNCTION = {
+    "defer_loading": _LATER,
+    "allowed_callers": Refusal(_LATER.reason, (["direct"],)),
+    "async": _LATER,
+    "output_schema": Refusal("chat templates show no schemas of what a function returns"),
+}
 
 
 @dataclass(frozen=True)
@@ -78,12 +90,33 @@ class Tools:
 
 def tools_of(body: Body) -> Tools:
     """Return the tools of a body. Raises ApiError 400."""
+    tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(_tools(body))]
+    return _chosen(body, tools, body.get("tool_choice"))
+
+
+def flat_tools_of(body: Body) -> Tools:
+    """Return the tools of a body of /v1/responses, where a tool is the function itself. Raises ApiError 400."""
+    tools = [_flat_tool(tool, f"tools[{number}]") for number, tool in enumerate(_tools(body))]
+    choice = body.get("tool_choice")
+    if not isinstance(choice, Mapping):
+        return _chosen(body, tools, choice)
+    if choice.get("type") == "allowed_tools":
+        return _chosen(body, _allowed(choice, tools), choice.get("mode"))
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+        raise invalid("tool_choice", _EXPECTED_FLAT_CHOICE, choice)
+    check_inner_fields(choice, "tool_choice", frozenset(("type", "name")))
+    return _chosen(body, tools, {"type": "function", "function": {"name": choice["name"]}})
+
+
+def _tools(body: Body) -> list[Any]:
     offered = body.get("tools")
     if offered is not None and not isinstance(offered, list):
         raise invalid("tools", "a list of objects", offered)
-    tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(offered or [])]
+    return offered or []
+
+
+def _chosen(body: Body, tools: list[dict[str, Any]], choice: Any) -> Tools:
     parallel = flag(body, "parallel_tool_calls", True)
-    choice = body.get("tool_choice")
     if choice is None:
         choice = "auto" if tools else "none"
     forced = ""
@@ -99,17 +132,49 @@ def tools_of(body: Body) -> Tools:
     return Tools(tools, "named" if isinstance(choice, Mapping) else choice, forced, parallel)
 
 
+def _allowed(choice: Mapping[str, Any], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tools that a choice of type ``allowed_tools`` allows. Raises ApiError 400."""
+    check_inner_fields(choice, "tool_choice", frozenset(("type", "mode", "tools")))
+    if choice.get("mode") not in ("auto", "required"):
+        raise invalid("tool_choice.mode", '"auto" or "required"', choice.get("mode"))
+    allowed = choice.get("tools")
+    if not isinstance(allowed, list) or not allowed:
+        raise invalid("tool_choice.tools", "a list of at least one tool", allowed)
+    known = {tool["function"]["name"]: tool for tool in tools}
+    found = {}
+    for number, tool in enumerate(allowed):
+        name = tool.get("name") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+        if not isinstance(name, str) or name not in known:
+            expected = '{"type": "function", "name": …}, with the name of one of the tools'
+            raise invalid(f"tool_choice.tools[{number}]", expected, tool)
+        found[name] = known[name]
+    return list(found.values())
+
+
 def _tool(tool: Any, name: str) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
         raise invalid(name, '{"type": "function", "function": {"name": …}}', tool)
+    _check_function(function, f"{name}.function")
+    return {**tool, "type": "function"}
+
+
+def _flat_tool(tool: Any, name: str) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        raise invalid(name, '{"type": "function", "name": …}, the only type of tools here', tool)
+    check_inner_fields(tool, name, _FUNCTION, _REFUSED_OF_FUNCTION)
+    _check_function(tool, name)
+    function = {field: tool[field] for field in tool if field in _FUNCTION and field != "type"}
+    return {"type": "function", "function": function}
+
+
+def _check_function(function: Mapping[str, Any], name: str) -> None:
     if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
         expected = "a name of letters, digits and any of _ - . : /, of at most 128 characters"
-        raise invalid(f"{name}.function.name", expected, function.get("name"))
+        raise invalid(f"{name}.name", expected, function.get("name"))
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise invalid(f"{name}.function.parameters", "a JSON schema", parameters)
-    return {**tool, "type": "function"}
+        raise invalid(f"{name}.parameters", "a JSON schema", parameters)
 
 
 def _named(choice: Mapping[str, Any], tools: list[dict[str, Any]]) -> str:

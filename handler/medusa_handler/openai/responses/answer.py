@@ -1,0 +1,116 @@
+"""The response object, whole or as the events of a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from medusa_runtime.engine.base import Delta, GenerateRequest
+
+from ...faults import ApiError
+from ...http import sse
+from ..answer import Choice
+from ..generation_response import Answer
+from .output import Event, Output
+
+# The codes that a response's error may have.
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+_FAILED = "server_error"
+
+
+@dataclass(frozen=True)
+class ResponsePlan:
+    """What to generate for a response. ``head`` are the fields that the response object shares with its request."""
+
+    request: GenerateRequest
+    head: Mapping[str, Any]
+    output: Output
+    streams: bool
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def requests(self) -> list[GenerateRequest]:
+        return [self.request]
+
+    def answer(self) -> Answer:
+        return _ResponseAnswer(self.head, self.output)
+
+
+class _ResponseAnswer:
+    def __init__(self, head: Mapping[str, Any], output: Output) -> None:
+        self._head = head
+        self._output = output
+        self._choice = Choice()
+        self._created = int(time.time())
+        self._events = 0
+
+    @property
+    def id(self) -> str:
+        return str(self._head["id"])
+
+    def add(self, number: int, delta: Delta) -> None:
+        for _ in self._add(delta):
+            pass
+
+    def whole(self) -> dict[str, Any]:
+        for _ in self._output.finish(self._status):
+            pass
+        return self._object(self._status)
+
+    def opening(self) -> Iterator[bytes]:
+        yield self._event({"type": "response.created", "response": self._object("in_progress")})
+        yield self._event({"type": "response.in_progress", "response": self._object("in_progress")})
+
+    def stream(self, number: int, delta: Delta) -> Iterator[bytes]:
+        yield from map(self._event, self._add(delta))
+
+    def closing(self) -> Iterator[bytes]:
+        yield from map(self._event, self._output.finish(self._status))
+        yield self._event({"type": f"response.{self._status}", "response": self._object(self._status)})
+
+    def failure(self, error: ApiError) -> Iterator[bytes]:
+        known = error.body()["error"]
+        found = {
+            "code": _CODES.get(error.status, _FAILED),
+            **{name: known[name] for name in ("message", "type", "param")},
+        }
+        yield self._event({"type": "response.failed", "response": self._object("failed", found)})
+
+    def _add(self, delta: Delta) -> Iterator[Event]:
+        self._choice.add(delta)
+        return self._output.add(delta)
+
+    @property
+    def _status(self) -> str:
+        return "completed" if self._choice.finish_reason == "stop" else "incomplete"
+
+    def _event(self, event: Event) -> bytes:
+        """Return an event with its number. Its name also stands in a line of its own, as OpenAI sends it."""
+        numbered = {"type": event["type"], "sequence_number": self._events, **event}
+        self._events += 1
+        return f"event: {event['type']}\n".encode() + sse.event(numbered)
+
+    def _object(self, status: str, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        is_cut = self._choice.finish_reason == "length"
+        return {
+            **self._head,
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" and is_cut else None,
+            "output": list(self._output.items),
+            "usage": None if status == "in_progress" else self._usage(),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        used, written = self._choice.prompt_tokens, self._choice.completion_tokens
+        return {
+            "input_tokens": used,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": written,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": used + written,
+        }

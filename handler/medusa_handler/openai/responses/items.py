@@ -1,0 +1,119 @@
+"""The ``input`` of a request: text or items, which become the messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from medusa_runtime.errors import json_excerpt
+
+from ...faults import ApiError, invalid
+from ..body.fields import check_inner_fields
+
+_ROLES = ("user", "assistant", "system", "developer")
+_PARTS = ("input_text", "output_text", "refusal")
+_KINDS = ("message", "function_call", "function_call_output")
+_HINTS = {
+    **dict.fromkeys(("input_image", "input_file", "input_audio"), "this model takes text only"),
+    "text": "OpenAI's name of it in chats",
+    "item_reference": "nothing is kept from earlier responses; send the item itself",
+    "reasoning": "reasoning is not told from the rest of an answer here, and so is no item",
+}
+# The fields of each kind of item. Of those that are not used, clients return what they were given.
+_MESSAGE = frozenset(("type", "role", "content", "id", "status", "phase"))
+_CALL = frozenset(("type", "call_id", "name", "arguments", "id", "status", "parsed_arguments"))
+_OUTPUT = frozenset(("type", "call_id", "output", "id", "status", "name"))
+_PART = frozenset(("type", "text", "refusal", "annotations", "logprobs", "parsed", "prompt_cache_breakpoint"))
+
+
+def messages(value: Any, instructions: str | None) -> list[dict[str, Any]]:
+    """Return the messages of a chat for ``input`` and ``instructions``. Raises ApiError 400, which names the item."""
+    found = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(value, str):
+        if not value:
+            raise invalid("input", "text that is not empty, or a list of items", value)
+        return [*found, {"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise invalid("input", "text, or a list of at least one item", value)
+    calls: set[str] = set()
+    for number, item in enumerate(value):
+        name = f"input[{number}]"
+        if not isinstance(item, Mapping):
+            raise invalid(name, "an object with a type", item)
+        kind = item.get("type", "message" if "role" in item else None)
+        if kind == "message":
+            found.append(_message(item, name))
+        elif kind == "function_call":
+            call = _call(item, name)
+            calls.add(call["id"])
+            _add_call(found, call)
+        elif kind == "function_call_output":
+            found.append(_output(item, name, calls))
+        else:
+            raise _unsupported(f"{name}.type", kind, _KINDS)
+    return found
+
+
+def _message(item: Mapping[str, Any], name: str) -> dict[str, Any]:
+    check_inner_fields(item, name, _MESSAGE)
+    role = item.get("role")
+    if role not in _ROLES:
+        raise invalid(f"{name}.role", f"one of {', '.join(_ROLES)}", role)
+    return {"role": role, "content": _text(item.get("content"), f"{name}.content")}
+
+
+def _call(item: Mapping[str, Any], name: str) -> dict[str, Any]:
+    check_inner_fields(item, name, _CALL)
+    call_id, called, arguments = (_required(item, field, name) for field in ("call_id", "name", "arguments"))
+    return {"id": call_id, "type": "function", "function": {"name": called, "arguments": arguments}}
+
+
+def _add_call(found: list[dict[str, Any]], call: dict[str, Any]) -> None:
+    """Add a call to the assistant's message before it, if there is one: templates expect them in one message."""
+    if found and found[-1]["role"] == "assistant":
+        found[-1].setdefault("tool_calls", []).append(call)
+    else:
+        found.append({"role": "assistant", "content": "", "tool_calls": [call]})
+
+
+def _output(item: Mapping[str, Any], name: str, calls: set[str]) -> dict[str, Any]:
+    check_inner_fields(item, name, _OUTPUT)
+    call_id = _required(item, "call_id", name)
+    if call_id not in calls:
+        raise invalid(
+            f"{name}.call_id",
+            "the call_id of a function_call before it in the input (nothing is kept from earlier responses)",
+            call_id,
+        )
+    return {"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output"), f"{name}.output")}
+
+
+def _required(item: Mapping[str, Any], field: str, name: str) -> str:
+    value = item.get(field)
+    if not isinstance(value, str):
+        raise invalid(f"{name}.{field}", "text", value)
+    return value
+
+
+def _text(content: Any, name: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid(name, "text or a list of parts", content)
+    texts = []
+    for number, part in enumerate(content):
+        place = f"{name}[{number}]"
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in _PARTS:
+            raise _unsupported(f"{place}.type", kind, _PARTS)
+        check_inner_fields(part, place, _PART)
+        texts.append(_required(part, "refusal" if kind == "refusal" else "text", place))
+    return "\n".join(texts)
+
+
+def _unsupported(param: str, kind: Any, known: tuple[str, ...]) -> ApiError:
+    hint = f" ({_HINTS[kind]})" if isinstance(kind, str) and kind in _HINTS else ""
+    expected = f"expected {', '.join(known[:-1])} or {known[-1]}"
+    return ApiError(
+        400, f"{param}: {expected}, found {json_excerpt(kind)}{hint}", param=param, code="unsupported_value"
+    )

@@ -1,0 +1,185 @@
+"""The output of a response, which grows with the model's text, and the events that report it to a stream.
+
+An item is a message or a call of a function. One follows the other: a text behind a call begins a new message.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from medusa_runtime.engine.base import Delta, TokenLogprob
+
+from ..logprobs import chat_logprobs
+from ..tools.formats import CallDelta, ToolParser
+
+Event = dict[str, Any]
+
+
+class Output:
+    """The items of one response. ``alternatives`` is how many log-probabilities come with each token; None for none.
+
+    ``parser`` finds calls in the text; without one, all of it is a message. Unless ``parallel``, only the first call
+    counts.
+    """
+
+    def __init__(self, parser: ToolParser | None, *, parallel: bool, alternatives: int | None) -> None:
+        self.items: list[dict[str, Any]] = []  # those that are complete
+        self._parser = parser
+        self._parallel = parallel
+        self._alternatives = alternatives
+        self._open: _Message | _Call | None = None
+        self._tokens: list[TokenLogprob] = []  # their text has not been reported yet
+
+    def add(self, delta: Delta) -> Iterator[Event]:
+        """Add a piece of the text, and yield the events for it."""
+        if self._alternatives is not None:
+            self._tokens.extend(delta.logprobs)
+        if self._parser is None:
+            yield from self._add_text(delta.text)
+            return
+        text = ""
+        for character in delta.text:  # one by one, so that texts and calls stay in order
+            content, calls = self._parser.push(character)
+            text += content
+            if calls:
+                yield from self._add_text(text)
+                text = ""
+                yield from self._add_calls(calls)
+        yield from self._add_text(text)
+
+    def finish(self, status: str) -> Iterator[Event]:
+        """Yield the events behind the last piece. ``status`` is that of an item that is not whole."""
+        if self._parser is not None:
+            content, calls = self._parser.finish()
+            yield from self._add_text(content)
+            yield from self._add_calls(calls)
+        if not self.items and self._open is None:
+            yield from self._begin(_Message(0))
+        if isinstance(self._open, _Message) and self._tokens:  # such as the one that ended the answer
+            yield self._open.add("", self._take_logprobs())
+        yield from self._end(status)
+
+    def _add_text(self, text: str) -> Iterator[Event]:
+        if not text:
+            return
+        if not isinstance(self._open, _Message):
+            yield from self._end("completed")
+            yield from self._begin(_Message(len(self.items)))
+        assert isinstance(self._open, _Message)
+        yield self._open.add(text, self._take_logprobs())
+
+    def _add_calls(self, calls: list[CallDelta]) -> Iterator[Event]:
+        for call in calls:
+            self._tokens.clear()  # they are not a text's
+            if call.number and not self._parallel:
+                continue
+            if call.name is not None:
+                yield from self._end("completed")
+                yield from self._begin(_Call(len(self.items), call.id or "", call.name))
+            assert isinstance(self._open, _Call)
+            if call.arguments:
+                yield self._open.add(call.arguments)
+
+    def _begin(self, item: _Message | _Call) -> Iterator[Event]:
+        self._open = item
+        yield from item.begin()
+
+    def _end(self, status: str) -> Iterator[Event]:
+        if self._open is not None:
+            yield from self._open.end(status)
+            self.items.append(self._open.item)
+            self._open = None
+
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        tokens, self._tokens = self._tokens, []
+        found: list[dict[str, Any]] = chat_logprobs(tokens, self._alternatives or 0)["content"]
+        return found
+
+
+class _Message:
+    """A message with one text."""
+
+    def __init__(self, index: int) -> None:
+        self.item: dict[str, Any] = {
+            "id": f"msg_{os.urandom(16).hex()}",
+            "type": "message",
+            "status": "in_progress",
+            "role": "assistant",
+            "content": [],
+        }
+        self._of_item = {"item_id": self.item["id"], "output_index": index, "content_index": 0}
+        self._index = index
+        self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+
+    def begin(self) -> Iterator[Event]:
+        yield {"type": "response.output_item.added", "output_index": self._index, "item": dict(self.item)}
+        yield {"type": "response.content_part.added", **self._of_item, "part": self._part()}
+
+    def add(self, text: str, logprobs: list[dict[str, Any]]) -> Event:
+        self._texts.append(text)
+        self._logprobs += logprobs
+        shown = _without_bytes(logprobs)
+        return {"type": "response.output_text.delta", **self._of_item, "delta": text, "logprobs": shown}
+
+    def end(self, status: str) -> Iterator[Event]:
+        part = self._part()
+        self.item |= {"status": status, "content": [part]}
+        done = {"text": part["text"], "logprobs": _without_bytes(self._logprobs)}
+        yield {"type": "response.output_text.done", **self._of_item, **done}
+        yield {"type": "response.content_part.done", **self._of_item, "part": part}
+        yield {"type": "response.output_item.done", "output_index": self._index, "item": self.item}
+
+    def _part(self) -> dict[str, Any]:
+        text = "".join(self._texts)
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
+
+
+class _Call:
+    """A call of a function."""
+
+    def __init__(self, index: int, call_id: str, name: str) -> None:
+        self.item: dict[str, Any] = {
+            "id": f"fc_{os.urandom(16).hex()}",
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": call_id,
+            "name": name,
+            "arguments": "",
+        }
+        self._of_item = {"item_id": self.item["id"], "output_index": index}
+        self._index = index
+        self._arguments: list[str] = []
+
+    def begin(self) -> Iterator[Event]:
+        yield {"type": "response.output_item.added", "output_index": self._index, "item": dict(self.item)}
+
+    def add(self, arguments: str) -> Event:
+        self._arguments.append(arguments)
+        return {"type": "response.function_call_arguments.delta", **self._of_item, "delta": arguments}
+
+    def end(self, status: str) -> Iterator[Event]:
+        arguments = "".join(self._arguments)
+        self.item |= {"status": "completed" if _is_whole(arguments) else status, "arguments": arguments}
+        yield {"type": "response.function_call_arguments.done", **self._of_item, "arguments": arguments}
+        yield {"type": "response.output_item.done", "output_index": self._index, "item": self.item}
+
+
+def _without_bytes(logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return log-probabilities in the form of events, which unlike the part do not have the tokens' bytes."""
+    return [
+        {"token": each["token"], "logprob": each["logprob"],
+         "top_logprobs": [{"token": top["token"], "logprob": top["logprob"]} for top in each["top_logprobs"]]}
+        for each in logprobs
+    ]  # fmt: skip
+
+
+def _is_whole(arguments: str) -> bool:
+    try:
+        json.loads(arguments)
+    except (ValueError, RecursionError):
+        return False
+    return True
