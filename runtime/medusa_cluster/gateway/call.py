@@ -17,10 +17,10 @@ _MOST_VALUES = 1_000_000  # in a body; no other request is served while it is pa
 _PROMPT_BYTES, _MOST_FOR_PROMPT = 8192, 4.0  # each 8 KiB of a body cost as much as a sequence, up to four sequences
 
 # The routes of an instance. Those in SAMPLING_ROUTES take a seed, with which a second run draws the same tokens.
-SAMPLING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
+SAMPLING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 OTHER_ROUTES = frozenset(
     {
-        "/v1/responses", "/v1/messages",
+        "/v1/messages",
         "/v1/embeddings", "/v1/rerank", "/v1/score", "/rerank", "/score", "/classify", "/pooling",
         "/tokenize", "/detokenize", "/medusa/describe", "/medusa/call",
     }
@@ -72,7 +72,7 @@ def _prompt(route: str, body: dict[str, Any]) -> tuple[int, int]:
         return 0, 0
     tokens, text_bytes = 0, 0
     request = body["frame"] if route == FRAME_ROUTE else body
-    left = [request.get("prompt"), request.get("messages"), request.get("tools")]
+    left = [request.get(name) for name in ("prompt", "messages", "input", "instructions", "tools")]
     while left:
         part = left.pop()
         if isinstance(part, str):

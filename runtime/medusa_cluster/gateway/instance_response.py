@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import NamedTuple
@@ -19,6 +20,9 @@ _END_S = 0.5
 _LARGEST_ANSWER_BYTES = 256 << 20
 _KEPT_HEADERS = ("Content-Type", "Retry-After", "Server-Timing", "X-Request-Id", "Allow", "Cache-Control")
 _BUSY_CODES = ("not_ready", "overloaded")
+# A stream of chunks ends with [DONE], one of the Responses API with one of these.
+_FAILED = b"event: response.failed\n"
+_LAST = (b"event: response.completed\n", b"event: response.incomplete\n", _FAILED)
 _ENGINE_CODES = ("Engine.Failed", "Device.", "Limit.", "Cluster.")
 # Codes that mean the instance has not begun the request and never will.
 _ABSENT_CODES = ("Cluster.NoInstance", "Cluster.Unauthorized")
@@ -71,7 +75,7 @@ class InstanceResponse:
         return Answer(status, self.head(), body)
 
     async def events(self) -> AsyncGenerator[Event]:
-        """Yield the events of a stream, up to ``[DONE]``. Raises InstanceLostError if the stream ends before it."""
+        """Yield the events of a stream, up to the last one. Raises InstanceLostError if the stream ends before it."""
         splitter = Splitter()
         while True:
             async with self._health.watch(self._instance):
@@ -86,9 +90,11 @@ class InstanceResponse:
                 raise InstanceLostError(f"it sent {error}", began=True) from None
             for event in events:
                 if event.data is not None and event.data.startswith(b'{"error"'):
-                    _raise_if_error_event(event.data)
+                    _raise_if_given_up(error_code(event.data))
+                elif event.data is not None and event.raw.startswith(_FAILED):
+                    _raise_if_given_up(_code_of_failure(event.data))
                 yield event
-                if event.raw == DONE:
+                if event.raw == DONE or event.raw.startswith(_LAST):
                     self._done = True
                     return
 
@@ -160,7 +166,14 @@ def _describe_error(status: int, body: bytes) -> str:
     return ": ".join(parts) or str(status)
 
 
-def _raise_if_error_event(data: bytes) -> None:
-    code = error_code(data)
+def _code_of_failure(data: bytes) -> str:
+    """Return the stable code in a failed response, or an empty text. OpenAI's own code is less exact."""
+    try:
+        return str(json.loads(data)["response"]["error"]["type"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return ""
+
+
+def _raise_if_given_up(code: str) -> None:
     if code in _BUSY_CODES or code.startswith(_ENGINE_CODES):
         raise InstanceLostError(f"it gave up ({code})", began=True)

@@ -206,8 +206,11 @@ class Relay:
         if call.route in SAMPLING_ROUTES and answer.status == 200:
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 usage, metrics = json.loads(answer.body)["usage"], self._metrics.of(call.model)
-                prompt_tokens = _token_count(usage["prompt_tokens"])
-                metrics.generated(_token_count(usage["completion_tokens"]))
+                read, written = ("prompt_tokens", "completion_tokens")
+                if read not in usage:  # the Responses API has other names
+                    read, written = ("input_tokens", "output_tokens")
+                prompt_tokens = _token_count(usage[read])
+                metrics.generated(_token_count(usage[written]))
                 metrics.prefilled.note(prompt_tokens)
                 if not call.prompt_tokens:
                     metrics.learn(call.prompt_bytes, prompt_tokens)

@@ -363,7 +363,7 @@ def test_a_lost_engine_fails_the_stream(serve: Serve) -> None:
     assert (failed.status, failed.error.code, failed.error.type) == (
         "failed",
         "server_error",
-        "service_unavailable_error",
+        "Engine.Failed",
     )
     assert "the engine process ended" in failed.error.message
 

@@ -71,10 +71,13 @@ class _ResponseAnswer:
         yield self._event({"type": f"response.{self._status}", "response": self._object(self._status)})
 
     def failure(self, error: ApiError) -> Iterator[bytes]:
+        """Yield a failed response. Its code is one of OpenAI's few, and its type our own code."""
         known = error.body()["error"]
         found = {
             "code": _CODES.get(error.status, _FAILED),
-            **{name: known[name] for name in ("message", "type", "param")},
+            "message": known["message"],
+            "type": known["code"] or known["type"],
+            "param": known["param"],
         }
         yield self._event({"type": "response.failed", "response": self._object("failed", found)})
 

@@ -16,6 +16,7 @@ from .other_events import DivergedError, OtherEvents
 from .sse import event
 
 _SILENT = ("role", "content", "refusal")  # fields of a chat's delta that are not compared as other fields
+_DELTAS = ("response.output_text.delta", "response.function_call_arguments.delta")  # of a token each
 
 
 @dataclass
@@ -78,6 +79,7 @@ class Transcript:
         if chunk.get("choices"):
             return self._take_chunk(raw, chunk)
         sent = self._others.take(raw, data, chunk)
+        self.tokens += sent is not None and chunk.get("type") in _DELTAS
         return sent if sent is None or self.runs == 1 or not self._head else event(chunk | self._head)
 
     def _take_chunk(self, raw: bytes, chunk: dict[str, Any]) -> bytes | None:
