@@ -56,10 +56,13 @@ def _sampling(params: SamplingParams, sequence: Sequence, vocab_size: int) -> An
         ignore_eos=params.ignore_eos,
         logprobs=None if params.logprobs is None else min(params.logprobs, vocab_size),
         logit_bias=params.logit_bias or None,
+        allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
+        bad_words=list(params.bad_words),
         structured_outputs=None if params.structured_outputs is None else vllm_params(params.structured_outputs),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
+    sampling._bad_words_token_ids = sequence.bad_words or None  # vLLM's front end reads them with its own tokenizer
     # vLLM's own front end passes the tokens that end a text in the same way.
     sampling.update_from_generation_config({"eos_token_id": sorted(sequence.eos_token_ids)})
     return sampling

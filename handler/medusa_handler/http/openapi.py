@@ -48,7 +48,8 @@ _SAMPLING = {
     ),
 }
 _OTHERS = (
-    *("stop_token_ids", "logit_bias", "logprobs", "prompt_logprobs", "response_format", "structured_outputs"),
+    *("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs"),
+    *("response_format", "structured_outputs"),
     *("user", "metadata", "store"),
 )
 _MESSAGE = {

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from medusa_runtime.engine import frames
 from medusa_runtime.engine.base import GenerateRequest
-from medusa_runtime.engine.serving.sequence import RandomStream, SampledToken, Sequence, Span
+from medusa_runtime.engine.serving.sequence import NO_TOKEN, RandomStream, SampledToken, Sequence, Span
 from medusa_runtime.engine.serving.transcript import Transcript
 from medusa_runtime.engine.torch.sampler import GREEDY_BELOW
 from medusa_runtime.errors import EngineError
@@ -62,6 +62,8 @@ class StepWriter:
             known = self._known[sequence] = _SentState(next(self._numbers), sequence.blocks)
             description["request"] = frames.request_to_frame(GenerateRequest(sequence.id, (), sequence.params))
             description["prompt"] = sequence.prompt_length
+            if sequence.bad_words:
+                description["bad_words"] = sequence.bad_words
         elif known.blocks is not sequence.blocks:
             known.blocks, known.count = sequence.blocks, 0
         description |= {"number": known.number, "keep": known.count, "blocks": sequence.blocks[known.count :]}
@@ -134,6 +136,7 @@ class StepReader:
             limit=0,
             eos_token_ids=self._eos_token_ids,
             transcript=Transcript(None, (), include_stop=False),
+            bad_words=[list(map(int, word)) for word in description.get("bad_words", ())],
         )
         sequence.prompt_length = int(description["prompt"])
         return sequence
@@ -214,7 +217,7 @@ def read_tokens(values: dict[str, Any], count: int, vocab_size: int) -> list[Sam
         ]
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise EngineError(f"the tokens of a group's step could not be read: {error!r}") from None
-    named = [number for one in found for number in (one.token, *(token for token, _ in one.top))]
+    named = [number for one in found for number in (one.token, *(token for token, _ in one.top)) if number != NO_TOKEN]
     if not all(0 <= number < vocab_size for number in named):
         raise EngineError(f"expected tokens below {vocab_size} of a group's step, found others")
     if len(found) != count:

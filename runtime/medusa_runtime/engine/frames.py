@@ -162,8 +162,8 @@ def request_from_frame(frame: Frame) -> GenerateRequest:
     """
     try:
         params = dict(frame["params"])
-        for name in ("stop", "stop_token_ids"):
-            if name in params:
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+            if params.get(name) is not None:
                 params[name] = tuple(params[name])
         if params.get("logit_bias"):
             params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}

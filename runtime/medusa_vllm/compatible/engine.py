@@ -168,6 +168,8 @@ class CompatibleEngine:
             "top_k": max(params.top_k, 0),
             "stop_token_ids": sorted(sequence.end_token_ids),
         }
+        if params.bad_words:
+            body["bad_words"] = list(params.bad_words)
         if params.structured_outputs is not None:
             body["structured_outputs"] = request_field(params.structured_outputs)
         return {name: value for name, value in body.items() if value is not None}
@@ -193,7 +195,7 @@ class CompatibleEngine:
 
 _COMMON_PARAMS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-    "ignore_eos", "min_tokens", "logprobs", "logit_bias",
+    "ignore_eos", "min_tokens", "logprobs", "logit_bias", "allowed_token_ids",
 )  # fmt: skip
 
 

@@ -21,6 +21,8 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 1.0, "seed": 9},
     {"temperature": 1.0, "top_p": 0.9, "seed": 9, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    {"allowed_token_ids": tuple(range(9, 200)), "bad_words": ("e", "the", "r"), "temperature": 1.0, "seed": 9},
+    {"allowed_token_ids": (7,), "bad_words": ("x",), "stop_token_ids": (7,), "min_tokens": 2},
     {"stop": ("e",), "logprobs": 3, "logit_bias": {5: 1.0}, "min_tokens": 3, "prompt_logprobs": 2},
 )
 SPLITS = (("0:2", "2:4"), ("0:1", "1:2", "2:4"), ("0:1", "1:2", "2:3", "3:4"))

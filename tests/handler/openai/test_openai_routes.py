@@ -168,6 +168,14 @@ def test_a_streamed_chat(client: openai.OpenAI) -> None:
         ({"stop": 5}, "stop"),
         ({"logprobs": 1000}, "logprobs"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"allowed_token_ids": {"1": 1}}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1] * ((1 << 20) + 1)}, "allowed_token_ids"),
+        ({"bad_words": "x"}, "bad_words"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": [1]}, "bad_words"),
+        ({"bad_words": ["x"] * 200_000}, "bad_words"),
         ({"logit_bias": {"1": 1000}}, "logit_bias"),
         ({"min_tokens": 50}, "min_tokens"),
         ({"stream": "yes"}, "stream"),
@@ -239,8 +247,6 @@ def test_a_bad_chat_is_refused(served: Any, body: dict[str, Any], text: str) -> 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("allowed_token_ids", [1]),
-        ("bad_words", ["x"]),
         ("guided_decoding", {"regex": "a"}),
         ("use_beam_search", True),
         ("length_penalty", 2),

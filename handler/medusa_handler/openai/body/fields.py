@@ -22,9 +22,11 @@ def _names(text: str) -> frozenset[str]:
 _SAMPLING = _names(
     "model stream stream_options n temperature top_p top_k min_p max_tokens min_tokens seed stop stop_token_ids "
     "include_stop_str_in_output ignore_eos skip_special_tokens add_special_tokens repetition_penalty presence_penalty "
-    "frequency_penalty logit_bias logprobs prompt_logprobs response_format structured_outputs"
+    "frequency_penalty logit_bias allowed_token_ids bad_words logprobs prompt_logprobs response_format "
+    "structured_outputs"
 )
-OF_RELAYING_ENGINES = _names("prompt_logprobs")  # the engine's own server answers where there is one
+# The engine's own server answers them, where there is one.
+OF_RELAYING_ENGINES = _names("prompt_logprobs allowed_token_ids bad_words")
 _TEMPLATE = _names(
     "messages tools add_generation_prompt continue_final_message chat_template_kwargs documents reasoning_effort"
 )
@@ -67,9 +69,7 @@ _GUIDED = Refusal("use structured_outputs, as with vLLM since 0.12")
 _TRANSFER = Refusal("engines here do not exchange keys and values with vLLM's")
 _MEDIA = Refusal("this model takes text only")
 REFUSED: dict[str, Refusal] = {
-    "allowed_token_ids": Refusal("tokens cannot be restricted to a list; logit_bias makes single tokens unlikely"),
-    "bad_words": Refusal("words cannot be forbidden; logit_bias makes single tokens unlikely"),
-    "prompt_logprobs": Refusal("the engine's own server scores prompts"),
+    **dict.fromkeys(OF_RELAYING_ENGINES, Refusal("the engine's own server answers")),
     "logprob_token_ids": Refusal("log-probabilities are those of the likeliest tokens; send logprobs"),
     "suffix": Refusal("insertion is not supported"),
     "use_beam_search": Refusal("beam search is not supported"),

@@ -16,6 +16,8 @@ from ...faults import invalid
 Body = Mapping[str, Any]
 
 _MOST_STOPS = 16
+_MOST_BAD_WORDS = 128  # vLLM's limit
+_MOST_ALLOWED = 1 << 20  # more than any vocabulary has
 _MOST_LOGPROBS = 20
 _LONGEST_INT = 2**63
 _LARGEST = sys.float_info.max  # JSON has whole numbers beyond it
@@ -89,6 +91,8 @@ def sampling(
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=flag(body, "skip_special_tokens", True),
         logit_bias=_logit_bias(body),
+        allowed_token_ids=_allowed_token_ids(body),
+        bad_words=_bad_words(body),
     )
     if max_tokens is not None and params.min_tokens > max_tokens:
         raise invalid("min_tokens", f"at most max_tokens ({max_tokens})", params.min_tokens)
@@ -126,6 +130,30 @@ def _stop(body: Body) -> tuple[str, ...]:
     if len(stops) > _MOST_STOPS:
         raise invalid("stop", f"at most {_MOST_STOPS} strings", len(stops))
     return tuple(stops)
+
+
+def _allowed_token_ids(body: Body) -> tuple[int, ...] | None:
+    value = body.get("allowed_token_ids")
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value:
+        raise invalid("allowed_token_ids", "a list of at least one token id", value)
+    if len(value) > _MOST_ALLOWED:
+        raise invalid("allowed_token_ids", f"at most {_MOST_ALLOWED} ids", len(value))
+    return token_ids(value, "allowed_token_ids")
+
+
+def _bad_words(body: Body) -> tuple[str, ...]:
+    value = body.get("bad_words")
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise invalid("bad_words", "a list of strings, none of them empty", value)
+    if len(value) > _MOST_BAD_WORDS:
+        raise invalid("bad_words", f"at most {_MOST_BAD_WORDS} strings", len(value))
+    if not all(isinstance(word, str) and word for word in value):
+        raise invalid("bad_words", "a list of strings, none of them empty", value)
+    return tuple(value)
 
 
 def _logit_bias(body: Body) -> dict[int, float] | None:

@@ -12,6 +12,7 @@ from ...config import Settings
 from ...errors import EngineError, MedusaError, OverloadedError, RequestError, from_code
 from ...timeline import Timeline
 from ..base import Delta, EngineInfo, GenerateRequest
+from .bad_words import bad_word_tokens
 from .completion import advance, final_delta, take_prompt_logprobs
 from .detokenizer import Detokenizer
 from .sequence import SampledToken, Sequence
@@ -196,7 +197,16 @@ class Requests:
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
         transcript = Transcript(detokenizer, params.stop, include_stop=params.include_stop_str_in_output)
-        return Sequence(request, prompt, sink, limit=limit, eos_token_ids=self._eos_token_ids, transcript=transcript)
+        bad_words = bad_word_tokens(params.bad_words, self._tokenizer) if params.bad_words else ()
+        return Sequence(
+            request,
+            prompt,
+            sink,
+            limit=limit,
+            eos_token_ids=self._eos_token_ids,
+            transcript=transcript,
+            bad_words=bad_words,
+        )
 
 
 __all__ = ["Requests", "Sink"]

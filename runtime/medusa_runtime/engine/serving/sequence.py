@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..base import Delta, GenerateRequest
 from ..torch.kv_cache import BLOCK_TOKENS
@@ -17,8 +17,14 @@ if TYPE_CHECKING:
     from ..torch.adapter import Adapter
 
 
+NO_TOKEN = -1
+
+
 class SampledToken(NamedTuple):
-    """A sampled token. With ``logprobs``, also its log-probability, and the most likely tokens as (id, logprob)."""
+    """A sampled token. With ``logprobs``, also its log-probability, and the most likely tokens as (id, logprob).
+
+    It is ``NO_TOKEN`` if the request forbids every token.
+    """
 
     token: int
     logprob: float | None = None
@@ -29,7 +35,8 @@ class Sequence:
     """A request's prompt and completion (``tokens``). The KV cache holds the first ``computed`` tokens, in ``blocks``.
 
     ``limit`` is the number of tokens, prompt included, at which the sequence ends. ``end_token_ids`` are the token ids
-    that end it (EOS and stop_token_ids). ``sink`` gets its deltas.
+    that end it (EOS and stop_token_ids). ``bad_words`` are token sequences that must not be generated. ``sink`` gets
+    its deltas.
     """
 
     def __init__(
@@ -41,6 +48,7 @@ class Sequence:
         limit: int,
         eos_token_ids: frozenset[int],
         transcript: Transcript,
+        bad_words: Iterable[list[int]] = (),
     ) -> None:
         self.request = request
         self.params = request.params
@@ -51,6 +59,17 @@ class Sequence:
         self.eos_token_ids = frozenset() if request.params.ignore_eos else eos_token_ids
         self.end_token_ids = self.eos_token_ids | frozenset(request.params.stop_token_ids)
         self.transcript = transcript
+        self.bad_words = list(bad_words)
+        params = request.params
+        # Whether its logits are never changed, but for min_tokens. All sequences of all steps are asked.
+        self.is_plain = (
+            params.repetition_penalty == 1
+            and params.presence_penalty == 0
+            and params.frequency_penalty == 0
+            and not params.logit_bias
+            and params.allowed_token_ids is None
+            and not params.bad_words
+        )
         self.computed = 0
         self.blocks: list[int] = []
         self.cancelled = False
@@ -58,6 +77,7 @@ class Sequence:
         self.adapter: Adapter | None = None
         count = request.params.prompt_logprobs
         self.prompt_scores = None if count is None else PromptScores(count)  # until they are delivered
+        self.allowed: Any = None  # the tensor of allowed_token_ids, made by the first step that needs it
         seed = request.params.seed
         self.random_stream = RandomStream(int.from_bytes(os.urandom(8), "little") if seed is None else seed)
 

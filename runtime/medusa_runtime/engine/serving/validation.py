@@ -13,6 +13,8 @@ _MOST_LOGPROBS = 20
 _LARGEST = sys.float_info.max  # JSON allows larger whole numbers, which no float can hold
 _MOST_PROMPT_LOGPROBS = 1 << 20  # with their texts, each takes up to 100 bytes of an answer
 _MOST_STOPS = 32
+_MOST_BAD_WORDS = 128  # vLLM's limit
+_LONGEST_BAD_WORD = 1024  # characters
 _MOST_TOP_K = 1 << 31
 _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "temperature": ("0 or more", lambda x: x >= 0),
@@ -73,6 +75,8 @@ def check_params(params: SamplingParams, info: EngineInfo, *, has_text: bool) ->
     if params.seed is not None and not (isinstance(params.seed, int) and -(1 << 63) <= params.seed < 1 << 64):
         raise _error("seed", "a whole number of at most 64 bits", params.seed)  # the limit of torch's generators
     _check_stops(params, info, has_text)
+    _check_allowed(params, info)
+    _check_bad_words(params, has_text)
     if params.structured_outputs is not None:
         if not all(isinstance(part, str) for part in params.structured_outputs):
             raise _error("structured_outputs", "a kind and a text", params.structured_outputs)
@@ -109,6 +113,30 @@ def _check_stops(params: SamplingParams, info: EngineInfo, has_text: bool) -> No
         )
     for token in params.stop_token_ids:
         _token("stop_token_ids", token, info)
+
+
+def _check_allowed(params: SamplingParams, info: EngineInfo) -> None:
+    ids = params.allowed_token_ids
+    if ids is None:
+        return
+    if not ids or len(ids) > info.vocab_size:
+        raise _error("allowed_token_ids", f"between 1 and the vocabulary's {info.vocab_size} ids", len(ids))
+    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= info.vocab_size:
+        for token in ids:  # there may be many, so only an error looks at each
+            _token("allowed_token_ids", token, info)
+
+
+def _check_bad_words(params: SamplingParams, has_text: bool) -> None:
+    if len(params.bad_words) > _MOST_BAD_WORDS:
+        raise _error("bad_words", f"at most {_MOST_BAD_WORDS} words", len(params.bad_words))
+    for word in params.bad_words:
+        if not isinstance(word, str) or not word or len(word) > _LONGEST_BAD_WORD:
+            raise _error("bad_words", f"words of 1 to {_LONGEST_BAD_WORD} characters", word)
+    if params.bad_words and not has_text:
+        raise RequestError(
+            "bad_words: this checkpoint has no tokenizer.json, so its tokens have no text; use logit_bias instead",
+            "bad_words",
+        )
 
 
 def _number(name: str, value: Any, accepted: str, good: Callable[[float], bool]) -> None:

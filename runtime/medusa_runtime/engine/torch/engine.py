@@ -31,7 +31,7 @@ from ..checkpoint_files import read_config, read_eos_token_ids
 from ..gpu.device import Gpu, bundled_graphs, full_gpu, open_gpu
 from ..serving.inbox import Inbox
 from ..serving.requests import Requests, Sink
-from ..serving.sequence import SampledToken, Sequence, Span
+from ..serving.sequence import NO_TOKEN, SampledToken, Sequence, Span
 from ..serving.tokenizer import Tokenizer
 from ..structured.constraints import Constraints
 from .adapters import Adapters
@@ -50,6 +50,10 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.2  # how often an idle engine looks at its stop event, which a signal handler may set
 _MOST_FAILED_STEPS = 3
+_NO_TOKEN_LEFT = (
+    "expected a token that the request allows next, found none; with its other parameters, expected more "
+    "allowed_token_ids or fewer bad_words"
+)
 _DECODES = 8  # how many of the first pure decode steps are timed; a cluster's predictions use their median
 
 
@@ -347,6 +351,10 @@ class TorchEngine:
 
         ``request_next_masks`` says that the next step continues the same sequences, so their masks can be prepared now.
         """
+        for sequence, sampled_token in zip(sequences, sampled, strict=True):
+            if sampled_token.token == NO_TOKEN and not sequence.cancelled:
+                sequence.cancelled = True
+                self._requests.end(sequence, "error", RequestError(_NO_TOKEN_LEFT))
         self._constraints.add_tokens(sequences, sampled, request_next=request_next_masks)
         self._steps += 1
         if self._steps == 1:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..serving.sequence import SampledToken, Sequence
-from .penalties import adjust
+from ..serving.sequence import NO_TOKEN, SampledToken, Sequence
+from .penalties import adjust, stuck_rows
 
 _CANDIDATES = 1024  # how many of the most likely tokens are tried before the whole vocabulary is sorted
 
@@ -20,6 +20,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
     Log-probabilities are those of the model, before penalties and temperature, as in vLLM.
     """
     plain = all(_is_plain(sequence) for sequence in sequences)
+    stuck: list[int] = []
     raw = logits
     if not plain:
         logits = logits.float()
@@ -27,6 +28,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
             logits = logits.clone()
         for row, sequence in zip(logits, sequences, strict=True):
             adjust(row, sequence)
+        stuck = stuck_rows(logits, sequences)
     tokens = logits.argmax(-1)
     random = [row for row, sequence in enumerate(sequences) if sequence.params.temperature >= GREEDY_BELOW]
     if random:
@@ -34,23 +36,18 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         drawn = _draw(logits[rows].float(), [sequences[row] for row in random])
         tokens = tokens.index_copy(0, rows, drawn)
     chosen: list[int] = tokens.tolist()
+    for row in stuck:
+        chosen[row] = NO_TOKEN
     return [
         SampledToken(token)
-        if sequence.params.logprobs is None
+        if sequence.params.logprobs is None or token == NO_TOKEN
         else _with_logprobs(raw[row], token, sequence.params.logprobs)
         for row, (token, sequence) in enumerate(zip(chosen, sequences, strict=True))
     ]
 
 
 def _is_plain(sequence: Sequence) -> bool:
-    params = sequence.params
-    return (
-        params.repetition_penalty == 1
-        and params.presence_penalty == 0
-        and params.frequency_penalty == 0
-        and not params.logit_bias
-        and sequence.generated >= params.min_tokens
-    )
+    return sequence.is_plain and sequence.generated >= sequence.params.min_tokens
 
 
 def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:

@@ -1,0 +1,119 @@
+"""allowed_token_ids and bad_words: what may not come does not come, together with other parameters too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from medusa_runtime.engine.base import StructuredOutputs
+from medusa_runtime.errors import RequestError
+
+PROMPT = "Tokens flow from storage"
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "top_k": 2, "seed": 3}])
+def test_only_allowed_tokens_come(serve: Any, params: dict[str, Any]) -> None:
+    served = serve()
+    company = served.ask("A", max_tokens=30)
+    answer = served.ask(PROMPT, allowed_token_ids=(7, 90, 211), max_tokens=30, logprobs=4, **params)
+    assert set(answer.tokens) <= {7, 90, 211}
+    assert company.tokens == served.ask("A", max_tokens=30).tokens
+    # Log-probabilities are those of the model, so the likeliest tokens are others.
+    assert {token for one in answer.deltas for token, _, _ in one.logprobs[0].top} - {7, 90, 211}
+
+
+def test_all_tokens_allowed_change_nothing(serve: Any) -> None:
+    served = serve()
+    expected = served.ask(PROMPT, max_tokens=20).tokens
+    assert served.ask(PROMPT, max_tokens=20, allowed_token_ids=tuple(range(320))).tokens == expected
+
+
+def test_bias_and_penalties_choose_among_allowed_tokens(serve: Any) -> None:
+    served = serve()
+    allowed = {"allowed_token_ids": (7, 90), "max_tokens": 8}
+    assert set(served.ask(PROMPT, **allowed, logit_bias={90: 100.0, 5: 100.0}).tokens) == {90}
+    assert served.ask(PROMPT, **allowed, ignore_eos=False, min_tokens=4, stop_token_ids=(7,)).tokens[:4] == [90] * 4
+
+
+def words_of(served: Any, ids: list[int]) -> str:
+    return str(served.engine.detokenize(ids))
+
+
+def test_a_bad_word_does_not_come(serve: Any) -> None:
+    served = serve()
+    for word in ("e", "the", "memory", "é"):
+        free = served.ask(PROMPT, max_tokens=1, logit_bias={served.engine.tokenize(word, False)[0]: 100.0}).text
+        assert free
+        text = served.ask(PROMPT, max_tokens=60, bad_words=(word,), temperature=1.0, seed=1).tokens
+        for form in (word, " " + word):
+            ids = served.engine.tokenize(form, False)
+            if form == word or len(ids) == len(served.engine.tokenize(word, False)):
+                assert not any(text[at : at + len(ids)] == ids for at in range(len(text)))
+
+
+def test_a_bad_word_of_several_tokens_keeps_only_its_last_token_away(serve: Any) -> None:
+    served = serve()
+    free = served.ask(PROMPT, max_tokens=6).tokens
+    word = words_of(served, free[1:4])
+    assert served.engine.tokenize(word, False) == free[1:4] or pytest.skip("the text has other tokens")
+    found = served.ask(PROMPT, max_tokens=6, bad_words=(word,)).tokens
+    assert found[:3] == free[:3]
+    assert found[3] != free[3]
+
+
+def test_where_nothing_may_come_the_request_ends_with_an_error(serve: Any) -> None:
+    served = serve()
+    company = served.ask("A", max_tokens=30)
+    for params in ({"temperature": 0.0}, {"temperature": 1.0, "top_k": 3}):
+        answer = served.ask(
+            PROMPT, allowed_token_ids=(7,), stop_token_ids=(7,), min_tokens=2, max_tokens=5, logprobs=1, **params
+        )
+        assert answer.last.finish_reason == "error"
+        assert "found none" in answer.last.error[1]
+    only = served.ask(PROMPT, allowed_token_ids=tuple(served.engine.tokenize("e", False)), bad_words=("e",))
+    assert only.last.finish_reason == "error"
+    assert company.last.finish_reason == "length"
+    assert served.engine.stats()["kv_tokens_used"] == 0
+
+
+def test_with_a_grammar_both_hold(serve: Any) -> None:
+    pytest.importorskip("llguidance")
+    served = serve()
+    form = StructuredOutputs("regex", "(a|e)(a|e)")
+    options = {"structured_outputs": form, "ignore_eos": False, "max_tokens": 4}
+    (a,), (e,) = served.engine.tokenize("a", False), served.engine.tokenize("e", False)
+    assert served.ask(PROMPT, bad_words=("a",), **options).text == "ee"
+    assert served.ask(PROMPT, allowed_token_ids=(a, 1), **options).text == "aa"
+    assert served.ask(PROMPT, allowed_token_ids=(a, e, 1), bad_words=("e",), **options).text == "aa"
+    assert served.ask(PROMPT, allowed_token_ids=(7,), **options).last.finish_reason == "error"
+    assert served.ask(PROMPT, **options).last.finish_reason == "stop"  # the grammars' process is still there
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"allowed_token_ids": ()}, "allowed_token_ids: expected between 1 and the vocabulary's 320 ids, found 0"),
+        ({"allowed_token_ids": (1,) * 321}, "allowed_token_ids: expected between 1 .* found 321"),
+        ({"allowed_token_ids": (1, 320)}, "allowed_token_ids: expected token ids between 0 and 319, found 320"),
+        ({"allowed_token_ids": (1, -1)}, "allowed_token_ids: expected token ids .* found -1"),
+        ({"allowed_token_ids": (1, True)}, "allowed_token_ids: expected token ids .* found true"),
+        ({"allowed_token_ids": (1, "2")}, "allowed_token_ids: expected token ids"),
+        ({"bad_words": ("a",) * 129}, "bad_words: expected at most 128 words, found 129"),
+        ({"bad_words": ("",)}, "bad_words: expected words of 1 to 1024 characters"),
+        ({"bad_words": ("a" * 1025,)}, "bad_words: expected words of 1 to 1024 characters"),
+        ({"bad_words": (3,)}, "bad_words: expected words of 1 to 1024 characters, found 3"),
+        ({"bad_words": ("  ",)}, "bad_words: expected words of at least one token"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(serve: Any, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        serve().ask(PROMPT, **params)
+
+
+def test_forms_after_a_space_count_among_the_words(serve: Any) -> None:
+    served = serve()
+    letter = next(each for each in "fmsabt" if len(served.engine.tokenize(f" {each}", False)) == 1)
+    words = tuple(f"{letter}{number}" for number in range(10, 75))
+    served.ask(PROMPT, bad_words=words[:64])
+    with pytest.raises(RequestError, match="bad_words: expected at most 128 with their forms after a space, found 130"):
+        served.ask(PROMPT, bad_words=words)
