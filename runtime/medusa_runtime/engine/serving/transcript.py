@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .detokenizer import Detokenizer
+from .stop_string import StopString
 
 
 class Transcript:
@@ -15,7 +16,7 @@ class Transcript:
 
     def __init__(self, detokenizer: Detokenizer | None, stop: Iterable[str], *, include_stop: bool) -> None:
         self._detokenizer = detokenizer
-        self._stop = tuple(stop)
+        self._stops = tuple(map(StopString, stop))
         self._include_stop = include_stop
         self._held = ""
         self.stopped_by: str | None = None
@@ -39,22 +40,17 @@ class Transcript:
 
     def _release(self, new: str, may_stop: bool) -> str:
         text = self._held + new
-        if not self._stop or not may_stop:
+        if not self._stops or not may_stop:
             self._held = ""
+            for stop in self._stops:
+                stop.reset()
             return text
-        found = min(((text.find(stop), stop) for stop in self._stop if stop in text), default=None)
-        if found is not None:
-            start, self.stopped_by = found
+        ends = [(stop.read(new), stop.text) for stop in self._stops]
+        found = [(len(self._held) + end - len(stop), stop) for end, stop in ends if end is not None]
+        if found:
+            start, self.stopped_by = min(found)
             self._held = ""
             return text[: start + len(self.stopped_by)] if self._include_stop else text[:start]
-        keep = max(_overlap(text, stop) for stop in self._stop)
+        keep = max(stop.matched for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of ``text`` with which ``stop`` begins."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

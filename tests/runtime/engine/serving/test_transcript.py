@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 from medusa_runtime.engine.serving.detokenizer import Detokenizer
@@ -52,3 +53,30 @@ def test_a_stop_string_does_not_count_before_it_may() -> None:
     assert transcript.stopped_by is None
     assert transcript.push(ord("b")) == ""
     assert transcript.stopped_by == "b"
+
+
+def test_the_same_text_is_held_back_as_by_comparing_the_whole_text() -> None:
+    rng = random.Random(2)
+    for _ in range(300):
+        stops = tuple("".join(rng.choice("ab") for _ in range(rng.randrange(1, 9))) for _ in range(3))
+        transcript, text, sent = Transcript(Detokenizer(decode, []), stops, include_stop=False), "", ""
+        while len(text) < 40:
+            piece = rng.choice("ab")
+            text += piece
+            sent += transcript.push(ord(piece))
+            if transcript.stopped_by is not None:
+                assert text.endswith(transcript.stopped_by)
+                break
+            assert not any(stop in text for stop in stops)
+            beginnings = [length for stop in stops for length in range(len(stop)) if text.endswith(stop[:length])]
+            assert len(text) - len(sent) == max(beginnings)
+
+
+def test_long_stop_strings_that_are_nearly_reached_cost_little_for_each_token() -> None:
+    length = 30_000
+    stops = ("a" * length + "b", *("~" * length + str(number) for number in range(15)))
+    transcript = Transcript(Detokenizer(lambda ids: "a" * len(ids), []), stops, include_stop=False)
+    began = time.process_time()
+    assert not any(transcript.push(1) for _ in range(length))
+    assert time.process_time() - began < 5  # comparing took minutes
+    assert len(transcript.finish()) == length
