@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -130,6 +131,33 @@ def test_penalties_are_those_of_a_plain_reference() -> None:
         expected[token] -= 0.5 * count + 0.25
     adjust(row, given)
     assert row.tolist() == pytest.approx(expected)
+
+
+def test_penalties_follow_the_tokens_that_are_added() -> None:
+    given = sequence(prompt=(3, 4, 4), repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.25)
+    for step in range(12):
+        row, tokens = torch.ones(VOCAB), given.tokens
+        counts = Counter(tokens[3:])
+        adjust(row, given)
+        expected = [(1 / 1.3 if token in tokens else 1) - 0.5 * counts[token] for token in range(VOCAB)]
+        expected = [value - (0.25 if counts[token] else 0) for token, value in enumerate(expected)]
+        assert row.tolist() == pytest.approx(expected)
+        tokens.extend([4, 7 + step % 3][: 1 + step % 2])
+
+
+def test_a_large_bias_and_many_stop_tokens_cost_others_little() -> None:
+    vocab, steps = 150_000, 20
+    rows = logits(vocab=vocab)
+    large = sequence(
+        temperature=0,
+        logit_bias=dict.fromkeys(range(vocab), 1.0),
+        min_tokens=10**6,
+        stop_token_ids=tuple(range(vocab - 1)),
+    )
+    began = time.process_time()
+    for _ in range(steps):
+        assert sample(rows, [large])[0].token == vocab - 1
+    assert (time.process_time() - began) / steps < 0.03  # it took 0.08 s when it was made anew for each token
 
 
 def test_penalties_change_neither_other_rows_nor_logprobs() -> None:

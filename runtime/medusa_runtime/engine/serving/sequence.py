@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..base import Delta, GenerateRequest
 from ..torch.kv_cache import BLOCK_TOKENS
@@ -15,6 +15,7 @@ from .transcript import Transcript
 if TYPE_CHECKING:
     from ..structured.constraint import Constraint
     from ..torch.adapter import Adapter
+    from ..torch.penalties import Adjustment
 
 
 NO_TOKEN = -1
@@ -77,7 +78,7 @@ class Sequence:
         self.adapter: Adapter | None = None
         count = request.params.prompt_logprobs
         self.prompt_scores = None if count is None else PromptScores(count)  # until they are delivered
-        self.allowed: Any = None  # the tensor of allowed_token_ids, made by the first step that needs it
+        self.adjustment: Adjustment | None = None  # of its logits, made when the first token is chosen
         seed = request.params.seed
         self.random_stream = RandomStream(int.from_bytes(os.urandom(8), "little") if seed is None else seed)
 

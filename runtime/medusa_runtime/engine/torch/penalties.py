@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 from torch import Tensor
 
@@ -17,28 +15,73 @@ def adjust(logits: Tensor, sequence: Sequence) -> None:
     presence penalty. The repetition penalty is CTRL's (Keskar et al., 2019, section 4.1), and counts the prompt's
     tokens too. The other two are OpenAI's, and count only those of the completion.
     """
-    params = sequence.params
-    if params.allowed_token_ids is not None:
-        if sequence.allowed is None:
-            sequence.allowed = torch.tensor(params.allowed_token_ids)
-        kept = logits[sequence.allowed]
-        logits.fill_(float("-inf"))
-        logits[sequence.allowed] = kept
-    if sequence.bad_words:
-        forbidden = [word[-1] for word in sequence.bad_words if _would_complete(sequence, word)]
-        logits[torch.tensor(forbidden, dtype=torch.long)] = float("-inf")
-    if params.logit_bias:
-        logits[torch.tensor(list(params.logit_bias))] += torch.tensor(list(params.logit_bias.values()))
-    if sequence.generated < params.min_tokens and sequence.end_token_ids:
-        logits[torch.tensor(sorted(sequence.end_token_ids))] = float("-inf")
-    if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(sequence.tokens)))
-        found, penalty = logits[seen], float(params.repetition_penalty)  # a whole number may be too large for a tensor
-        logits[seen] = torch.where(found > 0, found / penalty, found * penalty)
-    if sequence.generated and (params.frequency_penalty or params.presence_penalty):
-        counts = Counter(sequence.tokens[sequence.prompt_length :])
-        times = torch.tensor(list(counts.values()), dtype=torch.float32)
-        logits[torch.tensor(list(counts))] -= params.frequency_penalty * times + params.presence_penalty
+    if sequence.adjustment is None:
+        sequence.adjustment = Adjustment(sequence)
+    sequence.adjustment.apply(logits, sequence)
+
+
+class Adjustment:
+    """What changes a sequence's logits, as tensors.
+
+    They are kept from token to token. To make them anew takes 50 ms for a bias of 150,000 tokens, in which all other
+    sequences wait.
+    """
+
+    def __init__(self, sequence: Sequence) -> None:
+        params = sequence.params
+        allowed = params.allowed_token_ids
+        self._allowed = None if allowed is None else torch.tensor(allowed, dtype=torch.long)
+        bias = params.logit_bias or {}
+        self._biased, self._biases = torch.tensor(list(bias), dtype=torch.long), torch.tensor(list(bias.values()))
+        ends = sorted(sequence.end_token_ids) if params.min_tokens else []
+        self._ends = torch.tensor(ends, dtype=torch.long)
+        self._seen = _Tally(0)
+        self._generated = _Tally(sequence.prompt_length)
+
+    def apply(self, logits: Tensor, sequence: Sequence) -> None:
+        params = sequence.params
+        if self._allowed is not None:
+            kept = logits[self._allowed]
+            logits.fill_(float("-inf"))
+            logits[self._allowed] = kept
+        if sequence.bad_words:
+            forbidden = [word[-1] for word in sequence.bad_words if _would_complete(sequence, word)]
+            logits[torch.tensor(forbidden, dtype=torch.long)] = float("-inf")
+        if len(self._biased):
+            logits[self._biased] += self._biases
+        if sequence.generated < params.min_tokens and len(self._ends):
+            logits[self._ends] = float("-inf")
+        if params.repetition_penalty != 1:
+            seen = self._seen.read(sequence.tokens).token_ids
+            found, penalty = logits[seen], float(params.repetition_penalty)  # a whole number may be too large
+            logits[seen] = torch.where(found > 0, found / penalty, found * penalty)
+        if sequence.generated and (params.frequency_penalty or params.presence_penalty):
+            generated = self._generated.read(sequence.tokens)
+            logits[generated.token_ids] -= params.frequency_penalty * generated.times + params.presence_penalty
+
+
+class _Tally:
+    """The different tokens of a sequence from the place ``start`` on, and how often each of them occurs."""
+
+    def __init__(self, start: int) -> None:
+        self._read = start
+        self._places: dict[int, int] = {}
+        self.token_ids = torch.empty(0, dtype=torch.long)
+        self.times = torch.empty(0)
+
+    def read(self, tokens: list[int]) -> _Tally:
+        """Count the tokens that have been added since the last call."""
+        added, self._read = tokens[self._read :], len(tokens)
+        new = [token for token in dict.fromkeys(added) if token not in self._places]
+        for token in new:
+            self._places[token] = len(self._places)
+        if new:
+            self.token_ids = torch.cat((self.token_ids, torch.tensor(new)))
+            self.times = torch.cat((self.times, torch.zeros(len(new))))
+        if added:
+            places = torch.tensor([self._places[token] for token in added])
+            self.times.index_add_(0, places, torch.ones(len(added)))
+        return self
 
 
 def stuck_rows(logits: Tensor, sequences: list[Sequence]) -> list[int]:
