@@ -14,6 +14,7 @@ from .faults import Fault
 
 _SEED_BITS = 48  # so that every JSON parser reads the seed exactly
 _MOST_VALUES = 1_000_000  # in a body; no other request is served while it is parsed
+_MOST_COUNTED = 20_000  # lists and objects in which a prompt is looked for; with more, its size is underestimated
 _PROMPT_BYTES, _MOST_FOR_PROMPT = 8192, 4.0  # each 8 KiB of a body cost as much as a sequence, up to four sequences
 
 # The routes of an instance. Those in SAMPLING_ROUTES take a seed, with which a second run draws the same tokens.
@@ -56,8 +57,7 @@ def parse_call(route: str, raw: bytes, request_headers: Mapping[str, str]) -> Ca
     sequences = 1.0
     if route in SAMPLING_ROUTES:
         if body.get("seed") is None:
-            body["seed"] = secrets.randbits(_SEED_BITS)
-            raw = _rewritten(body)
+            raw = _seeded(raw, body)
         sequences = _sequences(body)
     elif route == FRAME_ROUTE:
         raw = _seeded_frame(body)
@@ -72,18 +72,29 @@ def _prompt(route: str, body: dict[str, Any]) -> tuple[int, int]:
         return 0, 0
     tokens, text_bytes = 0, 0
     request = body["frame"] if route == FRAME_ROUTE else body
-    left = [request.get(name) for name in ("prompt", "messages", "input", "instructions", "tools")]
-    while left:
+    left: list[Any] = [[request.get(name) for name in ("prompt", "messages", "input", "instructions", "tools")]]
+    for _ in range(_MOST_COUNTED):
+        if not left:
+            break
         part = left.pop()
-        if isinstance(part, str):
-            text_bytes += len(part.encode("utf-8", "surrogatepass"))
-        elif isinstance(part, list):
-            left += part
-        elif isinstance(part, dict):
-            left += [value for name, value in part.items() if name not in _NO_TEXT]
-        elif type(part) is int:
-            tokens += 1
+        values = part if isinstance(part, list) else [value for name, value in part.items() if name not in _NO_TEXT]
+        kinds = list(map(type, values))
+        tokens += kinds.count(int)
+        if str in kinds:
+            text = "".join(value for value in values if isinstance(value, str))
+            text_bytes += len(text.encode("utf-8", "surrogatepass"))
+        if list in kinds or dict in kinds:
+            left += [value for value in values if isinstance(value, list | dict)]
     return tokens, text_bytes
+
+
+def _seeded(raw: bytes, body: dict[str, Any]) -> bytes:
+    """Return the text of a body with a random seed. To write all of it anew would take as long as to parse it."""
+    seed = secrets.randbits(_SEED_BITS)
+    if "seed" in body or b"\0" in raw[:4] or not raw.lstrip().startswith(b"{"):  # null, in UTF-16, or behind a mark
+        return _rewritten(body | {"seed": seed})
+    begin = raw.index(b"{") + 1
+    return b'%s"seed":%d,%s' % (raw[:begin], seed, raw[begin:])
 
 
 def _seeded_frame(body: dict[str, Any]) -> bytes:
@@ -98,6 +109,9 @@ def _seeded_frame(body: dict[str, Any]) -> bytes:
 
 def _rewritten(body: dict[str, Any]) -> bytes:
     try:
+        # Escapes would make the text three times as large.
+        return json.dumps(body, separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # lone surrogates
         return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
     except ValueError:  # such as 1e999, of which Python makes Infinity
         raise Fault(400, "expected finite numbers, found one that is none", code="invalid_value") from None
@@ -116,9 +130,13 @@ def _sequences(body: dict[str, Any]) -> float:
     return float(count)
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name}, which JSON does not have")
+
+
 def _object(raw: bytes) -> dict[str, Any]:
     try:
-        body = parse_json(raw, _MOST_VALUES)
+        body = parse_json(raw, _MOST_VALUES, parse_constant=_refuse_constant)
     except TooManyValuesError as error:
         raise Fault(413, f"the body is too large: {error}", code="body_too_large") from None
     except RecursionError:

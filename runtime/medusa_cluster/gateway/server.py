@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import HttpVersion11, web
@@ -45,7 +45,7 @@ class GatewayServer:
         self._options = gateway.options
         self.draining = False
         self.in_flight = 0
-        self._body_bytes = 0
+        self._bodies = _BodyMemory()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -87,8 +87,9 @@ class GatewayServer:
         model, status = "", 500
         with self._counted():
             try:
-                async with self._read(request) as raw:
-                    call = parse_call(request.path, raw, request.headers)
+                async with self._read(request) as body:
+                    call = parse_call(request.path, body.take(), request.headers)
+                    body.count(len(call.body))
                     # Requests for an adapter go to the instances of its model.
                     model = (await self._deployed(call.model)).name
                     request[MODEL] = model
@@ -152,7 +153,7 @@ class GatewayServer:
         return (request.content_length or 0) > self._options.max_body_bytes
 
     @asynccontextmanager
-    async def _read(self, request: web.Request) -> AsyncIterator[bytes]:
+    async def _read(self, request: web.Request) -> AsyncIterator[_Body]:
         """Read the body, and count it as used memory for as long as the block runs. Raises Fault."""
         if self._is_too_large(request):
             raise _too_large(self._options.max_body_mb)
@@ -160,24 +161,21 @@ class GatewayServer:
             # A thousand times as many bytes may be in it, and no other request is served while they are unpacked.
             text = f"expected the body as it is, found it encoded ({encoding[:60]}); send it uncompressed"
             raise Fault(415, text, code="bad_body")
-        pieces: list[bytes] = []
-        size = 0
+        body = _Body(self._bodies)
         try:
             try:
                 async with asyncio.timeout(self._options.read_timeout_s):
                     async for piece in request.content.iter_any():
-                        size += len(piece)
-                        self._body_bytes += len(piece)
-                        self._check_size(size)
-                        pieces.append(piece)
+                        body.add(piece)
+                        self._check_size(body.size)
             except TimeoutError:
                 raise Fault(408, "the body came too slowly", code="incomplete_body") from None
             except web.RequestPayloadError:
                 text = "the body cannot be read by its Transfer-Encoding"
                 raise Fault(400, text, code="bad_body") from None
-            yield b"".join(pieces)
+            yield body
         finally:
-            self._body_bytes -= size
+            body.count(0)
 
     def _check_size(self, size: int) -> None:
         """Raise Fault if a body is too large, or too large for the memory that is left.
@@ -186,7 +184,7 @@ class GatewayServer:
         """
         if size > self._options.max_body_bytes:
             raise _too_large(self._options.max_body_mb)
-        if self._body_bytes > self._options.body_memory_mb * 10**6:
+        if self._bodies.size_bytes > self._options.body_memory_mb * 10**6:
             text = "the bodies of other requests take the memory there is; try again later"
             raise Fault(503, text, code="body_memory", retry_after_s=1.0)
 
@@ -273,6 +271,36 @@ class GatewayServer:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), token.encode()):
             raise Fault(401, "expected this gateway's token as Authorization: Bearer …", code="invalid_api_key")
+
+
+@dataclass(slots=True)
+class _BodyMemory:
+    """The memory that the bodies of all requests take."""
+
+    size_bytes: int = 0
+
+
+class _Body:
+    """The body of one request, while it arrives and until it is parsed. ``size`` is what it counts in ``memory``."""
+
+    def __init__(self, memory: _BodyMemory) -> None:
+        self._memory = memory
+        self._pieces: list[bytes] = []
+        self.size = 0
+
+    def add(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self.count(self.size + len(piece))
+
+    def take(self) -> bytes:
+        """Return the whole body, and keep nothing of it: a request may wait for minutes, and has a body of its own."""
+        pieces, self._pieces = self._pieces, []
+        return b"".join(pieces)
+
+    def count(self, size: int) -> None:
+        """Let the body count as so many bytes."""
+        self._memory.size_bytes += size - self.size
+        self.size = size
 
 
 class _Client:

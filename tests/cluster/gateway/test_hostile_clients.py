@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gateway_fixtures import GatewayProcess, until
+import pytest
+from cluster_stand_in import StandIn
+from gateway_fixtures import NAME, GatewayProcess, until
+from medusa_cluster.gateway.call import parse_call
 
 Start = Callable[..., GatewayProcess]
 _CHUNK = b"100000\r\n" + b"x" * (1 << 20) + b"\r\n"
@@ -93,3 +98,26 @@ def test_a_head_without_end_takes_no_memory(start_gateway: Start) -> None:
         for number in range(20_000):
             connection.sendall(b"X-%d: " % number + b"y" * 4000 + b"\r\n")
     assert resident_mb(gateway.process.pid) - before_mb < 20
+
+
+def test_bodies_of_requests_that_wait_take_their_size_once(cluster: StandIn, start_gateway: Start) -> None:
+    cluster.deploy(NAME)  # there is no instance, so its requests wait
+    gateway = start_gateway()
+    body = json.dumps({"model": NAME, "prompt": "é" * 14_000_000}, ensure_ascii=False).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Length: %d\r\n\r\n" % len(body)
+    before_mb, count = resident_mb(gateway.process.pid), 10
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(send(gateway, head + body))
+        until(lambda: gateway.metric("medusa_gateway_waiting", model=NAME) == count, gateway.output)
+        assert resident_mb(gateway.process.pid) - before_mb < 1.3 * count * len(body) / 1e6 + 100  # it was five times
+
+
+@pytest.mark.parametrize("part", ["1,", "[],", '"",', '{"a":1},'])
+def test_a_body_of_many_values_costs_little_more_than_its_parsing(part: str) -> None:
+    raw = f'{{"model": "m", "prompt": [{part * (900_000 // (part.count(":") + part.count(",") + 1))}1]}}'.encode()
+    began = time.process_time()
+    json.loads(raw)
+    parsed = time.process_time()
+    parse_call("/v1/completions", raw, {})
+    assert time.process_time() - parsed < 3 * (parsed - began) + 0.05

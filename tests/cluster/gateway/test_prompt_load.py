@@ -11,6 +11,7 @@ import pytest
 from cluster_stand_in import StandIn
 from gateway_fixtures import GatewayProcess, until
 from medusa_cluster.gateway.call import parse_call
+from medusa_cluster.gateway.faults import Fault
 from medusa_cluster.gateway.metrics import ModelMetrics, Rate
 
 _LOAD = ("waiting", "running", "tokens_per_s", "prefilled_per_s", "decoded_per_s")
@@ -43,6 +44,39 @@ _LOAD = ("waiting", "running", "tokens_per_s", "prefilled_per_s", "decoded_per_s
 def test_a_prompt_is_measured_in_ids_and_bytes(route: str, body: dict[str, Any], expected: tuple[int, int]) -> None:
     call = parse_call(route, json.dumps({"model": "m", **body}).encode(), {})
     assert (call.prompt_tokens, call.prompt_bytes) == expected
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b' { "model": "m", "prompt": "\xc3\xa9", "n": 2}\n',
+        b'{"seed": null, "model": "m", "prompt": "\xc3\xa9", "n": 2}',
+        b'\xef\xbb\xbf{"model": "m", "prompt": "\xc3\xa9", "n": 2}',
+        '{"model": "m", "prompt": "é", "n": 2}'.encode("utf-16"),
+        '{"model": "m", "prompt": "é", "n": 2}'.encode("utf-16-le"),
+        '{"model": "m", "prompt": "é", "n": 2}'.encode("utf-32-be"),
+    ],
+)
+def test_a_body_without_a_seed_gets_one_and_stays_as_it_is(raw: bytes) -> None:
+    body = parse_call("/v1/completions", raw, {}).body
+    found = json.loads(body)
+    assert isinstance(found.pop("seed"), int)
+    assert found == {"model": "m", "prompt": "é", "n": 2}
+    assert body.count(b"seed") == 1
+    assert len(body) < len(raw) + 40
+
+
+def test_lone_surrogates_and_a_given_seed_reach_the_instance() -> None:
+    lone = b'{"model": "m", "prompt": "\\ud800", "seed": null}'
+    assert json.loads(parse_call("/v1/completions", lone, {}).body)["prompt"] == "\ud800"
+    given = b'{"model": "m", "prompt": "a", "seed": 5}'
+    assert parse_call("/v1/completions", given, {}).body == given
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity"])
+def test_what_is_no_number_is_refused(number: str) -> None:
+    with pytest.raises(Fault, match="JSON does not have"):
+        parse_call("/v1/completions", f'{{"model": "m", "temperature": {number}}}'.encode(), {})
 
 
 def test_tokens_of_text_are_estimated_and_learned_from_answers() -> None:
