@@ -72,7 +72,7 @@ class Group:
         plan = {**self.plan, "rank": rank}
         if rank == 0:
             plan["full"] = True
-        plan |= {key: changes.pop(key) for key in tuple(changes) if key in plan or key in ("full", "mode", *FILES)}
+        plan |= {key: changes.pop(key) for key in tuple(changes) if key in plan or key in ("full", "mode", "listen", *FILES)}
         path = self.folder / f"{self.plan['group']}-{rank}.json"
         path.write_text(json.dumps(plan))
         region, gpu = changes.pop("region", None), changes.pop("gpu", self.gpu)

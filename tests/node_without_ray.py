@@ -63,6 +63,9 @@ class Neighbours:
     async def forget(self, _: str) -> None:
         pass
 
+    def group_token(self, group: str) -> str:
+        return f"secret of {group}"
+
     async def request_nodes(self, _: int) -> None:
         pass
 

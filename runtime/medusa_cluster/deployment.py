@@ -33,7 +33,8 @@ class Deployment:
 
     ``url`` is the checkpoint's, or an absolute path. ``min`` and ``max`` bound the number of instances. ``ttft_slo_s``
     and ``tpot_slo_s`` are the wanted seconds to the first token and per output token; None means no wish. With
-    ``live_scaling``, an instance that is added under load helps another one while its own layers arrive. Instances
+    ``live_scaling``, an instance that is added under load helps another one while its own layers arrive. With
+    ``disaggregated``, prefill and decode are on instances of their own, and ``min`` and ``max`` count each. Instances
     start on nodes of ``device_kind``, or of any kind if it is empty. ``settings`` are options of ``medusa serve`` as
     text, by field name.
     """
@@ -46,6 +47,7 @@ class Deployment:
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     live_scaling: bool = False
+    disaggregated: bool = False
     device_kind: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
 
@@ -90,11 +92,14 @@ class Deployment:
         self.environment(settings_name)
         if not isinstance(self.device_kind, str) or not (self.device_kind == "" or _NAME.fullmatch(self.device_kind)):
             raise ConfigError(f"device_kind: expected up to 64 letters, digits and . _ -, found {self.device_kind!r}")
-        if not isinstance(self.live_scaling, bool):
-            raise ConfigError(f"live_scaling: expected true or false, found {self.live_scaling!r}")
-        if self.live_scaling and not (self.engine == "torch" and self.may_be_shared()):
-            found = f"the engine {self.engine}" + (" and adapters" if self.adapters() else "")
-            raise ConfigError(f"live_scaling: expected the engine torch without adapters, found {found}")
+        for name, wanted in (("live_scaling", self.live_scaling), ("disaggregated", self.disaggregated)):
+            if not isinstance(wanted, bool):
+                raise ConfigError(f"{name}: expected true or false, found {wanted!r}")
+            if wanted and not (self.engine == "torch" and self.may_be_shared()):
+                found = f"the engine {self.engine}" + (" and adapters" if self.adapters() else "")
+                raise ConfigError(f"{name}: expected the engine torch without adapters, found {found}")
+        if self.live_scaling and self.disaggregated:
+            raise ConfigError("expected one of live_scaling and disaggregated, found both")
 
     @property
     def device(self) -> Device:

@@ -6,6 +6,7 @@ This module has only what needs Ray: keeping the process running, listing the li
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
 import sys
@@ -114,6 +115,10 @@ class RayNodes:
             found = asyncio.get_running_loop().run_in_executor(self._actor_threads, _make_actor, node)
             self._actors[node] = found
         return await asyncio.shield(found)
+
+    def group_token(self, group: str) -> str:
+        """Derive the group's secret from the cluster's, so that a new controller knows it, too."""
+        return hmac.digest(self._access.token.encode(), b"group " + group.encode(), "sha256").hex()
 
     async def forget(self, node: str) -> None:
         """End the node's actor. Otherwise Ray would wait for ever for a node of this name."""

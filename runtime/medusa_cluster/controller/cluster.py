@@ -105,8 +105,8 @@ class Cluster:
                 self.state.instances[instance_id] = instance
             instance.confirmed, instance.running = True, int(item.get("running", 0))
             instance.version = str(item.get("version", ""))
-            if "helping" in item:
-                instance.loading = item["helping"]
+            if item.get("pair"):
+                instance.set_pair(item["pair"])
             if item.get("start"):
                 self._learn_start(node, instance, item["start"])
             if instance.state != "draining" and item["state"] != instance.state:
@@ -252,11 +252,7 @@ class Cluster:
         self._save(deployments=self.state.deployments | {deployment.name: deployment})
         if before != deployment:
             self.state.record_event("deployed", f"{deployment.name} is deployed from {url}", model=deployment.name)
-        if before is not None and (before.url, before.engine, before.settings) != (
-            deployment.url,
-            deployment.engine,
-            deployment.settings,
-        ):
+        if before is not None and _starts(before) != _starts(deployment):
             self.execution.end_all(deployment.name, "its deployment has changed")
         return deployment.to_json()
 
@@ -364,6 +360,11 @@ class Cluster:
         self.state.loads.keep(deployments)
         self.state.publish()
         self.state.wake()
+
+
+def _starts(deployment: Deployment) -> tuple[Any, ...]:
+    """Return what instances are started with; if it changes, they are replaced."""
+    return deployment.url, deployment.engine, deployment.settings, deployment.disaggregated
 
 
 def _drain_s(arguments: Mapping[str, Any]) -> float | None:

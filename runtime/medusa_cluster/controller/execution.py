@@ -88,9 +88,25 @@ class Execution:
             case SetSpare(node, spare):
                 self._state.set_spare(node, spare=spare)
             case ChangeRole():
-                instance = self._state.instances.get(decision.id)
-                if instance is not None:
-                    instance.role = decision.role
+                self._begin_change(decision)
+
+    def _begin_change(self, decision: ChangeRole) -> None:
+        """Let an instance that prefills for another one decode instead."""
+        instance = self._state.instances.get(decision.id)
+        if instance is not None and instance.helping:
+            instance.role, instance.loading = decision.role, True
+            text = f"{instance.id} will take requests of its own: {decision.reason}"
+            self._state.record_event("role", text, node=instance.node, model=instance.model)
+            self.start_task(("release", instance.id), self._release(instance))
+
+    async def _release(self, instance: KnownInstance) -> None:
+        while instance.helping and self._state.is_wanted(instance):
+            try:
+                await self._nodes.call(instance.node, {"op": "release", "id": instance.id}, _CALL_S)
+                return
+            except MedusaError as error:
+                logger.warning("%s could not be released: %s", instance.id, error)
+                await asyncio.sleep(_SHORTEST_PAUSE_S)
 
     def may_start(self, decision: StartInstance) -> bool:
         """Return whether a start may begin: it is new, and its model has no failed start that was just now."""
@@ -168,7 +184,7 @@ class Execution:
         Perhaps its engine cannot split the model.
         """
         deployment = self._state.deployments.get(instance.model)
-        shares = instance.group is not None or instance.live is not None or instance.helps is not None
+        shares = instance.group is not None or instance.meets is not None or instance.helps is not None
         if shares and deployment is not None:
             self._models.avoid_groups(deployment.url, time.monotonic())
 

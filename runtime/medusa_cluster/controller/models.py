@@ -117,10 +117,13 @@ class Models:
         return len(model.bytes.layers)
 
     def scales_live(self, deployment: Deployment, now: float) -> bool:
-        """Return whether a deployment's instances may help one another. Not for a while after such a start failed."""
+        """Return whether a deployment's instances may help one another while they load."""
+        return deployment.live_scaling and self.may_share(deployment, now)
+
+    def may_share(self, deployment: Deployment, now: float) -> bool:
+        """Return whether instances may share work. Not for a while after such a start failed."""
         model = self._known.get(deployment.url)
-        avoided = model is not None and now < model.no_groups_until
-        return deployment.live_scaling and not avoided
+        return model is None or now >= model.no_groups_until
 
     def avoid_groups(self, url: str, now: float) -> None:
         """Start single instances instead of groups for a while."""

@@ -12,7 +12,9 @@ from ..deployment import Device
 from ..policy.state import Processor
 
 _CALL_S = 10.0
-_FORM_S = 5.0  # how long a new instance tries to reach the one that it helps; after that it only loads
+MOST_PREFILLING = 8  # instances, for one that decodes
+# How long a new instance tries to reach the one that it helps. After that it is an instance like any other.
+_FORM_S = {"live": 5.0, "disaggregated": 60.0}
 
 
 class Nodes(Protocol):
@@ -29,6 +31,9 @@ class Nodes(Protocol):
 
         Raises ClusterError if it cannot be reached.
         """
+
+    def group_token(self, group: str) -> str:
+        """Return the secret by which the members of a group know one another; the same after a restart."""
 
     async def forget(self, node: str) -> None:
         """Release what belongs to a node that is lost or unused. The next call treats it as a new node."""
@@ -80,17 +85,24 @@ class KnownNode:
 
 
 @dataclass(frozen=True, slots=True)
-class LiveRendezvous:
-    """The address at which an instance waits for a helper, and the secret by which it recognizes the helper."""
+class Rendezvous:
+    """The address at which an instance waits for others that help it, and the group to which they belong then.
+
+    ``mode`` is that of a ``GroupPlan``: ``live``, with one helper, or ``disaggregated``.
+    """
 
     group: str
-    token: str
-    leader: str  # HOST:PORT
+    place: str  # HOST:PORT
+    mode: str
 
-    def plan(self, rank: int) -> dict[str, Any]:
-        """Return the ``GroupPlan`` of one of the two, as JSON. Rank 0 waits for a helper; rank 1 is the helper."""
-        pair = {"group": self.group, "token": self.token, "leader": self.leader}
-        return {**pair, "mode": "live", "rank": rank, "size": 2, "form_s": _FORM_S}
+    @property
+    def size(self) -> int:
+        return 2 if self.mode == "live" else 1 + MOST_PREFILLING
+
+    def plan(self, rank: int, token: str) -> dict[str, Any]:
+        """Return the ``GroupPlan`` of rank 0, which waits, or of another rank, which helps it, as JSON."""
+        common = {"group": self.group, "token": token, "leader": self.place, "mode": self.mode}
+        return {**common, "rank": rank, "size": self.size, "form_s": _FORM_S[self.mode], "then": "stay"}
 
 
 @dataclass
@@ -100,7 +112,7 @@ class KnownInstance:
     ``group`` is the group that it is a worker of, with its ``rank`` and ``layers`` there, until the group ends.
     ``predicted_s`` is the predicted time to the first token of a cold start with so many ``workers``. ``loading``: its
     group's leader does not have all layers yet, or it helps the instance ``helps`` until it has all layers itself.
-    ``live`` is where it waits for a helper.
+    ``helping``: it helps that instance, and takes no requests. ``meets`` is where it waits for others that help it.
     """
 
     id: str
@@ -119,8 +131,18 @@ class KnownInstance:
     predicted_s: float = 0.0
     workers: int = 1
     loading: bool = False
-    live: LiveRendezvous | None = None
+    helping: bool = False
+    meets: Rendezvous | None = None
     helps: str | None = None
+
+    def set_pair(self, shown: Mapping[str, Any]) -> None:
+        """Set by the node's status what the instance does for another one, or others for it."""
+        self.helping, self.helps = shown["helping"], shown["helps"]
+        if self.role != "decode":  # else it was told to become one, and that takes a moment
+            self.role = shown["role"]
+        self.loading = self.helping and not (self.role == "prefill" and shown["prefills"])
+        meets, mode = shown["meets"], "live" if shown["role"] == "both" else "disaggregated"
+        self.meets = None if meets is None else Rendezvous(meets["group"], meets["at"], mode)
 
     def set_group(self, shown: Mapping[str, Any]) -> None:
         """Set the group from the node's status, as after a restart of the controller."""

@@ -80,6 +80,17 @@ _GROUP = _object(
     {"id": _text, "rank": _number, "full": _number, "size": _number},
     {"layers": _LAYERS, "state": _text, "keep": _number},
 )
+_PAIR = _object(
+    {
+        "helping": lambda value: isinstance(value, bool),
+        "prefills": lambda value: isinstance(value, bool),
+        "role": lambda value: value in ("both", "prefill", "decode"),
+        "helps": _text_or_none,
+        "meets": lambda value: value is None or _MEETS(value),
+    },
+    {},
+)
+_MEETS = _object({"group": _text, "at": _text}, {})
 _START = _by_name(lambda value: value is None or _number(value) or _text(value))
 _STATUS: dict[str, Check] = {
     **dict.fromkeys(("name", "address", "url", "leaf", "state", "device_kind", "device_name"), _text),
@@ -108,7 +119,7 @@ _STATUS: dict[str, Check] = {
             "running": _number,
             "version": _text_or_none,
             "group": lambda value: not value or _GROUP(value),
-            "helping": lambda value: isinstance(value, bool),
+            "pair": lambda value: not value or _PAIR(value),
             "start": lambda value: not value or _START(value),
         },
     ),

@@ -59,7 +59,8 @@ class State:
             models[name] = {"deployment": deployment.to_json(), "instances": []}
         for item in self.instances.values():
             node = self.nodes.get(item.node)
-            if item.rank == 0 and not item.loading and item.model in models and node is not None and node.url:
+            serves = item.rank == 0 and not item.loading and not item.helping
+            if serves and item.model in models and node is not None and node.url:
                 state = "draining" if item.node in leaving else item.state
                 url = f"{node.url}/instances/{item.id}"
                 models[item.model]["instances"].append({"id": item.id, "node": item.node, "url": url, "state": state})

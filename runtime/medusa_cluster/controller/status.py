@@ -60,7 +60,7 @@ def _node(state: State, node: KnownNode) -> dict[str, Any]:
                 "running": item.running,
                 "group": item.group,
                 "layers": item.layers,
-                "helps": item.helps if item.loading else None,
+                "helps": item.helps if item.helping else None,
             }
             for item in instances
         ],

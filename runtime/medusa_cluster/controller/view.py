@@ -20,6 +20,8 @@ def policy_state(
     instances: dict[str, list[KnownInstance]] = {}
     for item in state.instances.values():
         instances.setdefault(item.node, []).append(item)
+    decoding = {item.helps for item in state.instances.values() if item.helping and item.role == "prefill"}
+    decoding &= {item.id for item in state.instances.values() if item.running}
     decided: dict[str, list[KnownFetch]] = {}
     for fetch in fetches:
         decided.setdefault(fetch.node, []).append(fetch)
@@ -33,6 +35,7 @@ def policy_state(
                 state.deployments,
                 instances.get(name, []),
                 decided.get(name, []),
+                decoding=decoding,
                 draining=name in leaving,
                 drain_s=state.draining.get(name),
                 offset=offset,
@@ -54,6 +57,7 @@ def _policy_node(
     instances: list[KnownInstance],
     fetches: list[KnownFetch],
     *,
+    decoding: Collection[str | None],
     draining: bool,
     drain_s: float | None,
     offset: float,
@@ -81,7 +85,8 @@ def _policy_node(
         load_bytes_per_s=float(status.get("load_bytes_per_s", math.inf)),
         stays=bool(status.get("head")),
         spare=node.spare,
-        serves_out=any(item.running for item in instances) and any(item.role == "prefill" for item in instances),
+        serves_out=any(item.helping and item.role == "prefill" and item.helps in decoding for item in instances),
+        serves_in=any(item.id in decoding for item in instances),
         copies=_copies(node, fetches),
         instances=tuple(
             policy.Instance(
@@ -160,4 +165,5 @@ def _policy_deployment(
         devices=item.gpus,
         kv_bytes=item.kv_bytes(models.kv_bytes_per_token(item.url)),
         gpu_groups=item.engine in GPU_GROUP_ENGINES,
+        disaggregated=item.disaggregated,
     )

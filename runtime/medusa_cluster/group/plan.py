@@ -36,8 +36,9 @@ class GroupPlan:
     keep: how many workers become instances with ``up``, including the leader. 0: all that have the memory.
     form_s: how long the leader waits for the others before it goes on alone, and a worker for its leader.
     mode: ``pipeline``: each worker has a range of layers. ``live``: rank 0 is an instance with all layers, and rank 1 a
-        new one, which helps it while loading them. ``disaggregated``: rank 0 decodes, and the others prefill for it
-        until its file says ``up``.
+        new one, which helps it while loading them. ``disaggregated``: rank 0 decodes, and the others prefill for it.
+        One of them becomes an instance when its own file says ``up``, or when it loses rank 0.
+    listen: ``HOST:PORT`` where one of those others listens once it is an instance, for others that prefill for it.
     schedule: how a new instance helps: ``zigzag``, or the naive ``best-effort`` for comparison.
     silent_s: a worker without a sign of life for so many seconds counts as dead.
     exit: whether a worker's process ends when it is released; otherwise it waits for SIGTERM.
@@ -50,6 +51,7 @@ class GroupPlan:
     rank: int
     size: int
     leader: str
+    listen: str | None = None
     bind: str = "127.0.0.1"
     full: bool = True
     then: str = "down"
@@ -114,8 +116,17 @@ class GroupPlan:
 
     @property
     def leader_address(self) -> tuple[str, int]:
-        host, _, port = self.leader.rpartition(":")
-        return host.strip("[]"), int(port)
+        return _address(self.leader)
+
+    @property
+    def partners_place(self) -> str | None:
+        """``HOST:PORT`` where other instances can come to help this one, or None if none can."""
+        return self.leader if self.rank == 0 and self.mode != "pipeline" else self.listen
+
+    @property
+    def partners_address(self) -> tuple[str, int] | None:
+        place = self.partners_place
+        return None if place is None else _address(place)
 
 
 class PlanFile:
@@ -148,6 +159,11 @@ _ACCEPTED: dict[str, tuple[type, ...]] = {
 }
 
 
+def _address(place: str) -> tuple[str, int]:
+    host, _, port = place.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def _check(plan: GroupPlan, where: str) -> None:
     files = [path for path in (plan.ca_file, plan.cert_file, plan.key_file) if path]
     checks = (
@@ -163,6 +179,13 @@ def _check(plan: GroupPlan, where: str) -> None:
         (len(files) in (0, 3), "ca_file, cert_file, key_file", "all three or none", files),
         (plan.form_s > 0 and plan.silent_s > 0, "form_s, silent_s", "seconds above 0", (plan.form_s, plan.silent_s)),
         (plan.leader.rpartition(":")[2].isdecimal(), "leader", "HOST:PORT", plan.leader),
+        (
+            plan.listen is None
+            or (plan.mode == "disaggregated" and plan.rank > 0 and plan.listen.rpartition(":")[2].isdecimal()),
+            "listen",
+            "HOST:PORT of an instance that prefills for another one",
+            plan.listen,
+        ),
     )
     for right, name, expected, value in checks:
         if not right:

@@ -20,11 +20,13 @@ from .settings import TlsFiles
 class GroupWorker:
     """A worker's place in its group.
 
-    ``layers`` is START:STOP, or None for an instance of a live pair, which will have all layers.
+    ``layers`` is START:STOP, or None for an instance that will have all layers. Such a one may help another instance,
+    with the id ``helps``.
     """
 
     plan: GroupPlan
     layers: str | None
+    helps: str | None = None
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any], host: str, tls: TlsFiles | None = None) -> GroupWorker:
@@ -35,11 +37,14 @@ class GroupWorker:
         layers = values.pop("layers", None)
         if layers is not None and not isinstance(layers, str):
             raise ConfigError(f"group: layers: expected START:STOP, found {layers!r}")
+        helps = values.pop("helps", None)
+        if helps is not None and not isinstance(helps, str):
+            raise ConfigError(f"group: helps: expected the id of an instance, found {helps!r}")
         ours: dict[str, Any] = {"bind": host, "ca_file": None, "cert_file": None, "key_file": None}
         if tls is not None:
             files = {"ca_file": tls.authority, "cert_file": tls.certificate, "key_file": tls.key}
             ours |= {name: str(path.absolute()) for name, path in files.items()}
-        return cls(GroupPlan.parse(values | ours, "group"), layers)
+        return cls(GroupPlan.parse(values | ours, "group"), layers, helps)
 
     def with_keep(self, keep: int) -> GroupWorker:
         """Return the same worker, of a group whose first ``keep`` workers become instances.
@@ -49,6 +54,15 @@ class GroupWorker:
         if self.plan.rank or not 1 <= keep <= self.plan.size:
             raise ConfigError(f"keep: expected 1 to {self.plan.size}, of the group's leader, found {keep}")
         return replace(self, plan=replace(self.plan, then="down" if keep == 1 else "up", keep=keep))
+
+    def released(self) -> GroupWorker:
+        """Return the same worker, as one that becomes an instance instead of prefilling for another one.
+
+        Raises ConfigError if it is none that prefills.
+        """
+        if self.plan.rank == 0 or self.plan.mode != "disaggregated":
+            raise ConfigError(f"expected an instance that prefills for another one, found rank {self.plan.rank}")
+        return replace(self, plan=replace(self.plan, then="up"))
 
     @property
     def is_followed(self) -> bool:
@@ -61,10 +75,15 @@ class GroupWorker:
     def status(self, state: str) -> dict[str, Any]:
         """Return the worker's part of its instance's status. ``state`` is from the timeline, if it is followed."""
         plan = self.plan
-        if plan.mode != "pipeline":
-            return {"helping": state == "serving"} if plan.rank else {}
-        found = {"id": plan.group, "rank": plan.rank, "size": plan.size, "full": plan.full, "layers": self.layers}
-        return {"group": found | ({"state": state, "keep": plan.keep} if plan.rank == 0 else {})}
+        if plan.mode == "pipeline":
+            found = {"id": plan.group, "rank": plan.rank, "size": plan.size, "full": plan.full, "layers": self.layers}
+            return {"group": found | ({"state": state, "keep": plan.keep} if plan.rank == 0 else {})}
+        helping = plan.rank > 0 and state in ("serving", "prefilling")
+        found = {"helping": helping, "helps": self.helps, "prefills": helping and state == "prefilling"}
+        role = "both" if plan.mode == "live" else "prefill" if helping else "decode"
+        place = plan.partners_place
+        meets = None if place is None or helping else {"group": plan.group, "at": place}
+        return {"pair": found | {"role": role, "meets": meets}}
 
     def environment(self, path: Path) -> dict[str, str]:
         """Write the group's file to ``path``, and return the variables that ``medusa serve`` needs for it."""

@@ -57,7 +57,9 @@ class RunningInstance:
     worker: GroupWorker | None = None
     gpus: GpuLoan | None = None
     start: dict[str, float] | None = None  # how long the start took; see timeline_reader.py
-    group_state: str = "serving"  # a leader's becomes consolidated or alone, a helper's released
+    group_state: str = (
+        "serving"  # a leader's becomes consolidated or alone; a helper's perhaps prefilling, then released
+    )
 
     @property
     def port(self) -> int | None:
@@ -187,6 +189,17 @@ class Instances:
         if instance is None or instance.worker is None:
             raise ConfigError(f"id: expected the instance of a group's leader, found {instance_id!r}")
         instance.worker = instance.worker.with_keep(keep)
+        instance.worker.write(self._group_file(instance))
+
+    def release(self, instance_id: str) -> None:
+        """Let an instance that prefills for another one become an instance with requests of its own.
+
+        Raises ConfigError if the id is not that of one that prefills.
+        """
+        instance = self._instances.get(instance_id)
+        if instance is None or instance.worker is None:
+            raise ConfigError(f"id: expected an instance that prefills for another one, found {instance_id!r}")
+        instance.worker = instance.worker.released()
         instance.worker.write(self._group_file(instance))
 
     async def _follow(self, instance: RunningInstance, child: Child) -> None:

@@ -58,6 +58,7 @@ class Operations:
             "start": self._start,
             "group_port": self._group_port,
             "consolidate": self._consolidate,
+            "release": self._release,
             "stop": self._stop,
             "resume": self._resume,
             "pace": self._pace,
@@ -175,6 +176,11 @@ class Operations:
     async def _consolidate(self, request: dict[str, Any]) -> dict[str, Any]:
         """Set how many workers of a group become instances. The id is that of the leader's instance."""
         self._instances.consolidate(str(request["id"]), int(request["keep"]))
+        return {}
+
+    async def _release(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Let an instance that prefills for another one take requests of its own."""
+        self._instances.release(str(request["id"]))
         return {}
 
     async def _stop(self, request: dict[str, Any]) -> dict[str, Any]:

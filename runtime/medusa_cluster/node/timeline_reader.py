@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 _SOON_S, _LATER_S = 0.25, 2.0  # between two readings: during a start, and of an instance that has no request yet
 _START_S = 60.0
 _ENDS = ("alone", "consolidated", "released")  # marks after which an instance no longer shares its model
+_STATES = ("prefilling", *_ENDS)
 _UNREADABLE = (ClientError, TimeoutError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError)
 
 
@@ -39,11 +40,13 @@ class TimelineReader:
 
     def _is_due(self, instance: RunningInstance) -> bool:
         known = instance.start is not None and "decode_s" in instance.start
-        shares = instance.worker is not None and instance.worker.is_followed and instance.group_state == "serving"
+        shares = instance.worker is not None and instance.worker.is_followed and instance.group_state not in _ENDS
         if instance.port is None or instance.failure is not None or not (shares or not known):
             return False
         now = asyncio.get_running_loop().time()
         first = self._first_read_at.setdefault(instance.id, now)
+        if instance.group_state == "prefilling":  # perhaps for hours
+            return (now - first) % _LATER_S < _SOON_S
         if not shares and now - first > _START_S:
             if instance.start is not None:
                 return False  # it has its first token, but decodes too little to measure a step
@@ -56,12 +59,12 @@ class TimelineReader:
             async with session.get(url, headers={"Authorization": f"Bearer {instance.secret}"}) as answer:
                 stages = (await answer.json())["stages"]
             start = start_times(stages, instance.first_request_ns)
-            ends = [stage["name"] for stage in stages if stage["name"] in _ENDS]
+            states = [stage["name"] for stage in stages if stage["name"] in _STATES]
         except _UNREADABLE as error:  # another process may have its port now
             logger.debug("the timeline of %s could not be read: %s", instance.id, error)
             return
         instance.start = start or instance.start
-        instance.group_state = ends[-1] if ends else instance.group_state
+        instance.group_state = states[-1] if states else instance.group_state
 
 
 def start_times(stages: Sequence[Mapping[str, Any]], first_request_ns: int | None) -> dict[str, float] | None:

@@ -180,12 +180,14 @@ class InstanceCounter:
         prefill = [instance for instance in staying if instance.role != "decode"]
         decode = [instance for instance in staying if instance.role == "decode"]
         first = self._count(deployment, "prefill", prefill, replace(load, running=0, kv_use=0.0))
+        most = max(deployment.max, deployment.min)
+        first.wanted = max(first.wanted, min(1, most) if load.running else 0)
         if self._prescale:
             decoding = prescaled(load, first.current, first.wanted)
         else:  # by KV blocks alone: no request counts before it comes to a decode instance
             decoding = replace(load, waiting=0, running=0, tokens_per_s=0.0)
         second = self._count(deployment, "decode", decode, decoding)
-        second.wanted = min(max(second.wanted, 1 if first.wanted else 0), max(deployment.max, deployment.min))
+        second.wanted = min(max(second.wanted, 1 if first.wanted else 0), most)
         return [first, second]
 
     def _count(self, deployment: Deployment, role: Role, instances: list[Instance], load: Load) -> RoleCount:

@@ -26,6 +26,7 @@ class StandInNode:
         self.path = folder / f"{name}.sock"
         self.instances: dict[str, dict[str, Any]] = {}
         self.models: dict[str, dict[str, Any]] = {}
+        self.workers: dict[str, GroupWorker] = {}  # instances that share work, by id
         self.calls: list[dict[str, Any]] = []
         self.starts: asyncio.Event | None = None  # a start waits for it
         self.answers: asyncio.Event | None = None  # a status waits for it
@@ -40,6 +41,7 @@ class StandInNode:
         self.version = "v1"  # of what it fetches
         self.arrives = False  # what it fetches is on its way, until ``arrived``
         self.refuses_groups: str | None = None
+        self.port = 8  # the last one that it gave
         self.server = JsonLinesServer(self.path, self.answer)
 
     async def answer(self, request: dict[str, Any]) -> Any:
@@ -92,10 +94,19 @@ class StandInNode:
     async def group_port(self, _: dict[str, Any]) -> dict[str, Any]:
         if self.refuses_groups:
             raise InstanceError(self.refuses_groups)
-        return {"port": 9}
+        self.port += 1
+        return {"port": self.port}
 
     async def consolidate(self, _: dict[str, Any]) -> dict[str, Any]:
         return {}
+
+    async def release(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.become(request["id"], "released")
+        return {}
+
+    def become(self, instance_id: str, state: str) -> None:
+        """Let an instance that helps another one show this state: serving, prefilling or released."""
+        self.instances[instance_id] |= self.workers[instance_id].status(state)
 
     async def unpin(self, request: dict[str, Any]) -> dict[str, Any]:
         self.models[request["url"]]["pinned"] = False
@@ -117,7 +128,8 @@ class StandInNode:
         started = {"id": request["id"], "model": name, "state": "ready", "since": time.time(), "version": self.version}
         self.instances[request["id"]] = started
         if "group" in request:
-            started |= GroupWorker.from_json(request["group"], "127.0.0.1").status("serving")
+            self.workers[request["id"]] = GroupWorker.from_json(request["group"], "127.0.0.1")
+            self.become(request["id"], "serving")
         return {"port": 1}
 
     async def stop(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -172,6 +184,9 @@ class Net:
             return await asyncio.wait_for(call(self.nodes[node].path, request), timeout_s)
         except OSError as error:
             raise ClusterError(f"{node}: {error}") from error
+
+    def group_token(self, group: str) -> str:
+        return f"secret of {group}"
 
     async def forget(self, node: str) -> None:
         self.forgotten.add(node)

@@ -10,7 +10,7 @@ from medusa_adapters.cli.cluster.status import table
 from medusa_cluster.controller.cluster import Cluster
 from medusa_cluster.controller.live import Live
 from medusa_cluster.controller.models import KnownModel
-from medusa_cluster.controller.nodes import KnownInstance, KnownNode, LiveRendezvous
+from medusa_cluster.controller.nodes import KnownInstance, KnownNode, Rendezvous
 from medusa_cluster.controller.plan_file import ClusterPlan
 from medusa_cluster.controller.state import State
 from medusa_cluster.controller.view import policy_state
@@ -166,13 +166,13 @@ def test_where_the_one_to_help_has_a_helper_another_of_the_same_kind_is_helped()
     state.deployments["m"] = Deployment("m", MODEL["url"], live_scaling=True)  # type: ignore[arg-type]
 
     def instance(node: str, running: int) -> KnownInstance:
-        live = LiveRendezvous(node, "secret", "host:1")
-        state.instances[node] = KnownInstance(node, "m", node, "ready", 0.0, running=running, live=live)
+        meets = Rendezvous(node, "host:1", "live")
+        state.instances[node] = KnownInstance(node, "m", node, "ready", 0.0, running=running, meets=meets)
         return state.instances[node]
 
     instance("g1", 9)
     instance("g2", 8)
-    state.instances["h"] = KnownInstance("h", "m", "g4", "ready", 0.0, helps="g1", loading=True)
+    state.instances["h"] = KnownInstance("h", "m", "g4", "ready", 0.0, helps="g1", helping=True)
     new = KnownInstance("new", "m", "g4", "starting", 0.0)
     live = Live(state, cast(Any, None), cast(Any, None))
     assert live._source(new, "g1") is None

@@ -69,12 +69,12 @@ def test_a_new_instance_helps_the_loaded_one_and_serves_when_it_has_its_weights(
         assert {key: helps[key] for key in ("group", "token", "leader")} == {
             key: waits[key] for key in ("group", "token", "leader")
         }
-        assert (helper.helps, helper.loading) == (source.id, True)
+        assert (helper.helps, helper.helping, helper.loading) == (source.id, True, True)
         assert routed(cluster) == {source.id}
         (model,) = (await cluster.answer({"op": "status"}))["models"]
         assert (model["instances"], model["starting"]) == (1, 1)
         assert waits["token"] not in str(await cluster.answer({"op": "status"}))
-        net.nodes[helper.node].instances[helper.id]["helping"] = False
+        net.nodes[helper.node].become(helper.id, "released")
         await until(lambda: routed(cluster) == {source.id, helper.id})
         assert "live" in [event["kind"] for event in cluster.state.events]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_fixtures import fill_region
-from group_fixtures import Group, host_gpu, until
+from engine_fixtures import Served, fill_region
+from group_fixtures import Group, free_port, host_gpu, until
 from medusa_cluster.group.identity import identity_of
 from medusa_cluster.group.live import target as live_target
 from medusa_cluster.group.live.handover import send_cache, send_handover
 from medusa_cluster.group.live.layer_queue import BestEffort, ZigZag
-from medusa_cluster.group.wire.channel import TcpChannel, connect
+from medusa_cluster.group.wire.channel import TcpChannel, connect, error_of
 from medusa_cluster.group.wire.message import Kind
 from medusa_runtime.errors import OverloadedError
 from medusa_runtime.region.reader import Region
@@ -227,6 +227,11 @@ def disaggregated(group: Callable[..., Group], prefilling: int, gpu: Any = None)
     return made
 
 
+def release(worker: Served) -> None:
+    path = Path(worker.engine._settings.group or "")
+    path.write_text(path.read_text().replace('"stay"', '"up"'))
+
+
 @pytest.mark.parametrize(("params", "gpu"), [({}, None), (SEEDED, None), (SEEDED, host_gpu)])
 def test_others_prefill_and_become_instances(
     params: dict[str, Any], gpu: Any, group: Callable[..., Group], serve: Any
@@ -239,21 +244,50 @@ def test_others_prefill_and_become_instances(
     helped = made.leader.engine.stats()["layers_helped"]
     assert helped > 0
     assert helped % 4 == 0  # whole prefills
-    path = Path(made.leader.engine._settings.group or "")
-    path.write_text(path.read_text().replace('"stay"', '"up"'))
-    for worker in made.workers:
+    for number, worker in enumerate(made.workers[1:]):
+        release(worker)
         worker.engine.wait_ready()
-    until(lambda: made.leader.engine.stats()["paired"] == 0)
+        until(lambda number=number: made.leader.engine.stats()["paired"] == 1 - number)  # type: ignore[misc]
     for worker in made.workers:
         assert worker.ask(PROMPTS[0], max_tokens=12, **params).tokens == expected[0]
         until(lambda worker=worker: worker.engine.stats()["kv_tokens_used"] == 0)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["released", "lost"])
+def test_one_that_has_prefilled_is_an_instance_for_which_others_prefill(
+    lost: bool, group: Callable[..., Group], serve: Any
+) -> None:
+    alone = serve()
+    expected = [alone.ask(prompt, max_tokens=12).tokens for prompt in PROMPTS]
+    made = group("0:4", "0:4", "0:4", mode="disaggregated", form_s=2.0)
+    made.add(0, layers=None)
+    second = made.add(1, layers=None, listen=f"127.0.0.1:{free_port()}")
+    until(lambda: made.leader.engine.stats()["paired"] == 1)
+    until(lambda: "prefilling" in [stage.name for stage in second.timeline.stages()])
+    values = identity(second)
+    busy = connect(second.engine.plan.listen, rank=2, **values)
+    refusal = busy.receive()
+    assert refusal is not None
+    assert "works for another one" in str(error_of(refusal))
+    busy.close()
+    if lost:
+        made.leader.stop.set()
+    else:
+        release(second)
+    second.engine.wait_ready()
+    third = made.add(2, layers=None, leader=second.engine.plan.listen)
+    until(lambda: second.engine.stats()["paired"] == 1)
+    assert [second.ask(prompt, max_tokens=12).tokens for prompt in PROMPTS] == expected
+    assert second.engine.stats()["layers_helped"] > 0
+    with pytest.raises(OverloadedError, match="works for another one"):
+        third.ask("A")
 
 
 def test_a_file_that_cannot_be_read_for_a_moment_is_read_again(
     group: Callable[..., Group], caplog: pytest.LogCaptureFixture
 ) -> None:
     made = disaggregated(group, 1)
-    path = Path(made.leader.engine._settings.group or "")
+    path = Path(made.workers[1].engine._settings.group or "")
     text = path.read_text()
     path.write_text("{")
     until(lambda: "cannot be read" in caplog.text)
@@ -287,14 +321,17 @@ def test_text_follows_its_grammar(group: Callable[..., Group], serve: Any) -> No
     assert made.leader.engine.stats()["layers_helped"] > 0
 
 
+def identity(served: Served) -> dict[str, Any]:
+    """What one says that greets an engine like a target."""
+    engine: Any = served.engine
+    values = identity_of(engine._region, engine._model.config, engine._dtype, size=engine.plan.size)
+    common = {"group": engine.plan.number, "access": engine.plan.access, "purpose": "live"}
+    return {**common, "deadline": time.monotonic() + 60, **values}
+
+
 def partner(made: Group) -> TcpChannel:
     """The channel of one that greets like a target, and sends what a test sends."""
-    source: Any = made.leader.engine
-    values = identity_of(source._region, source._model.config, source._dtype, size=source.plan.size)
-    return connect(
-        source.plan.leader, group=source.plan.number, access=source.plan.access, rank=1, purpose="live",
-        deadline=time.monotonic() + 60, **values,
-    )  # fmt: skip
+    return connect(made.leader.engine.plan.leader, rank=1, **identity(made.leader))  # type: ignore[attr-defined]
 
 
 def test_partners_that_come_at_once_are_no_more_than_there_are_places(group: Callable[..., Group]) -> None:

@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="under load, a new instance helps a running one while its own layers arrive",
     )
     parser.add_argument(
+        "--disaggregated",
+        action="store_true",
+        help="prefill and decode on instances of their own; --min and --max count each of the two",
+    )
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
@@ -58,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         "ttft_slo_s": arguments.ttft_slo,
         "tpot_slo_s": arguments.tpot_slo,
         "live_scaling": arguments.live_scaling,
+        "disaggregated": arguments.disaggregated,
         "device_kind": arguments.device_kind,
         "settings": dict(map(_setting, arguments.set)),
     }

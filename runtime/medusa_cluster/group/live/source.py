@@ -19,14 +19,12 @@ from medusa_runtime.timeline import Timeline
 from torch import Tensor
 
 from ..identity import Heartbeats, disagreement, identity_of
-from ..plan import GroupPlan, PlanFile
+from ..plan import GroupPlan
 from ..wire.channel import Greeting, Listener, TcpChannel, close_with, error_of
 from ..wire.message import Kind, Message, json_message
 from .handover import Batch, Handover, HandoverReader, grouped, offer, read_in
 
 logger = logging.getLogger(__name__)
-
-_PLAN_S = 0.25  # between two readings of the group's file
 
 
 class _Pair:
@@ -53,7 +51,7 @@ class _Pair:
 
 
 class SourceEngine(TorchEngine):
-    """The source's engine, which listens for new instances. Alone it is a torch engine like any other."""
+    """The engine of an instance that others can help, and that listens for them. Alone it is a torch engine."""
 
     def __init__(
         self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan, gpu: Gpu | None = None
@@ -61,48 +59,36 @@ class SourceEngine(TorchEngine):
         self.plan = plan
         self._pairs: list[_Pair] = []
         self._free_slots = threading.BoundedSemaphore(plan.size - 1)  # for accepted partners
-        self._closing = threading.Event()
         self._next_batch = 1
         self.layers_helped = 0  # layers of batches that targets have run
         super().__init__(region, settings, timeline, gpu)
-        host, port = plan.leader_address
-        link = plan.emulated_link()
-        self._pair_listener = Listener(
-            host, port, group=plan.number, access=plan.access, accept=self._accept, link=link
-        )
-        if plan.mode == "disaggregated":
-            threading.Thread(target=self._follow_plan, name="live-plan", daemon=True).start()
+        self._pair_listener: Listener | None = None
+        if plan.partners_address is not None:
+            host, port = plan.partners_address
+            link = plan.emulated_link()
+            self._pair_listener = Listener(
+                host, port, group=plan.number, access=plan.access, accept=self._accept, link=link
+            )
 
     def stats(self) -> dict[str, Any]:
         pairs = list(self._pairs)
         offered = sum(len(pair.offered) for pair in pairs)
         return super().stats() | {"paired": len(pairs), "offered": offered, "layers_helped": self.layers_helped}
 
-    def release(self) -> None:
-        """Let all partners become instances, once they have handed over their batches. Can be called in any thread."""
-        for pair in list(self._pairs):
-            pair.leaving = True
-
     def close(self) -> None:
-        self._closing.set()
-        self._pair_listener.close()
+        if self._pair_listener is not None:
+            self._pair_listener.close()
         for pair in list(self._pairs):
             pair.channel.close()
             pair.heartbeats.close()
         super().close()
 
-    def _follow_plan(self) -> None:
-        """Release the partners when the group's file says so. Runs in a thread of its own."""
-        assert self._settings.group is not None
-        file = PlanFile(self._settings.group, self.plan)
-        while not self._closing.wait(_PLAN_S):
-            if file.reload().then == "up":
-                self.release()
-
     def _accept(self, greeting: Greeting) -> None:
         """Take a new instance as a partner, or refuse it. Called in the listener's thread."""
         ours = identity_of(self._region, self._model.config, self._dtype, size=self.plan.size, gpu=self._gpu)
         reason = disagreement(ours, greeting.values)
+        if reason is None and not self._takes_requests():
+            reason = "this instance works for another one"
         if reason is None and (greeting.purpose != "live" or not self._free_slots.acquire(blocking=False)):
             reason = "this instance has its partners already"
         if reason is not None:
@@ -112,6 +98,10 @@ class SourceEngine(TorchEngine):
             return
         pair = _Pair(greeting.channel, Heartbeats(self.plan.number, 0, greeting.channel.send, dict))
         self._inbox.post(lambda: self._begin_pair(pair))
+
+    def _takes_requests(self) -> bool:
+        """Return whether this is an instance with requests of its own."""
+        return True
 
     def _begin_pair(self, pair: _Pair) -> None:
         self._pairs.append(pair)
@@ -124,7 +114,7 @@ class SourceEngine(TorchEngine):
         try:
             while (message := pair.channel.receive()) is not None:
                 if message.kind is Kind.HEARTBEAT:
-                    pair.leaving |= self.plan.mode == "live" and bool(message.values().get("full"))
+                    pair.leaving |= bool(message.values().get("leaving"))
                 elif message.kind is Kind.ERROR:
                     raise error_of(message)
                 elif (handover := reader.take(message, self._cache)) is not None:

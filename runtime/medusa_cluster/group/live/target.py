@@ -15,7 +15,7 @@ from medusa_runtime.engine.gpu.device import Gpu
 from medusa_runtime.engine.serving.requests import Sink
 from medusa_runtime.engine.serving.sequence import Sequence, Span
 from medusa_runtime.engine.serving.transcript import Transcript
-from medusa_runtime.engine.torch.engine import TorchEngine, step_error
+from medusa_runtime.engine.torch.engine import step_error
 from medusa_runtime.engine.torch.kv_cache import blocks_for
 from medusa_runtime.engine.torch.runner import Forward
 from medusa_runtime.errors import EngineError, MedusaError, OverloadedError
@@ -23,26 +23,32 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
 from ..identity import Heartbeats, identity_of
-from ..plan import GroupPlan
+from ..plan import GroupPlan, PlanFile
 from ..wire.channel import TcpChannel, connect, error_of
 from ..wire.message import Kind, Message
 from .handover import prompts_of, read_out, send_cache, send_handover
 from .layer_queue import layer_queue
+from .source import SourceEngine
 
 logger = logging.getLogger(__name__)
 
 _ARRIVAL_S = 0.005  # between two checks of an idle target for a newly arrived layer
 
 
-class TargetEngine(TorchEngine):
-    """The target's engine. It helps its source until the source releases it, and is an instance after that."""
+class TargetEngine(SourceEngine):
+    """The target's engine. It helps its source until the source releases it, and is an instance after that.
+
+    If its plan says where to ``listen``, others can help that instance.
+    """
 
     def __init__(
         self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan, gpu: Gpu | None = None
     ) -> None:
-        self.plan = plan
         self._instance = threading.Event()
-        super().__init__(region, settings, timeline, gpu)
+        super().__init__(region, settings, timeline, plan, gpu)
+
+    def _takes_requests(self) -> bool:
+        return self._instance.is_set()
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
         if not self._instance.is_set():
@@ -100,6 +106,9 @@ class _Helper:
         self._pull = False
         self._channel: TcpChannel | None = None
         self._heartbeats: Heartbeats | None = None
+        path = target._settings.group
+        self._file = PlanFile(path, target.plan) if path is not None else None
+        self._prefilling = False  # with all layers
 
     def run(self, stop: threading.Event) -> None:
         """Work until the source releases this target. Raises EngineError if the source is lost."""
@@ -111,7 +120,7 @@ class _Helper:
             deadline=time.monotonic() + plan.form_s, stopped=stop.is_set, link=link, **identity,
         )  # fmt: skip
         threading.Thread(target=self._read, args=(channel,), name="live-source", daemon=True).start()
-        self._heartbeats = Heartbeats(plan.number, plan.rank, channel.send, lambda: {"full": target._loader.applied})
+        self._heartbeats = Heartbeats(plan.number, plan.rank, channel.send, self._state)
         idle = True
         while not stop.is_set() and self._handle(channel, idle=idle):
             target._check_loaded()
@@ -120,6 +129,16 @@ class _Helper:
                 self._hand_over(channel, loaded)
             batch = self._queue.next(loaded)
             idle = batch is None or not self._run_layer(batch)
+
+    def _state(self) -> dict[str, Any]:
+        """Return what the source is told of this target, a few times a second: ``leaving``, it wants to be released."""
+        loaded = self._target._loader.applied
+        if self._plan.mode == "live":
+            return {"leaving": loaded}
+        if loaded and not self._prefilling:
+            self._prefilling = True
+            self._target._timeline.mark("prefilling")
+        return {"leaving": self._file is not None and self._file.reload().then == "up"}
 
     def _handle(self, channel: TcpChannel, *, idle: bool) -> bool:
         """Handle the source's messages. Return False if it has released this target."""

@@ -75,6 +75,10 @@ class NodeActor:
     async def consolidate(self, id: str, keep: int) -> dict[str, Any]:
         return await self._forward({"op": "consolidate", "id": id, "keep": keep})
 
+    @_group("control")
+    async def release(self, id: str) -> dict[str, Any]:
+        return await self._forward({"op": "release", "id": id})
+
     @_group("data")
     async def describe(self, url: str) -> dict[str, Any]:
         return await self._forward({"op": "describe", "url": url})

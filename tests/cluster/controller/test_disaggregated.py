@@ -1,0 +1,172 @@
+"""A model whose prefill and decode are on instances of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from medusa_cluster.controller.cluster import Cluster
+from medusa_cluster.policy.state import ChangeRole
+from medusa_runtime.errors import ConfigError
+
+Run = Callable[..., None]
+MODEL = {"name": "m", "url": "http://store/m", "max": 3, "disaggregated": True}
+
+
+async def until(condition: Callable[[], Any]) -> Any:
+    async with asyncio.timeout(20):
+        while not (found := condition()):
+            await asyncio.sleep(0.02)
+    return found
+
+
+async def asked(cluster: Cluster, condition: Callable[[], Any], **load: int) -> Any:
+    """Report a load until the condition holds."""
+
+    def again() -> Any:
+        cluster._report({"gateway": "g", "url": None, "loads": {"m": load}})
+        return condition()
+
+    return await until(again)
+
+
+def confirmed(cluster: Cluster, role: str, *, helping: bool | None = None) -> list[Any]:
+    found = [one for one in cluster.state.instances.values() if one.role == role and one.confirmed]
+    return [one for one in found if helping is None or one.helping == helping]
+
+
+def routed(cluster: Cluster) -> set[str]:
+    return {item["id"] for item in cluster.state.routes.current["models"]["m"]["instances"]}
+
+
+async def started(net: Any, cluster: Cluster) -> tuple[Any, Any]:
+    """Deploy, ask, and return the first instance that decodes and the first that prefills for it."""
+    await cluster.answer({"op": "deploy", "arguments": MODEL})
+    await until(lambda: cluster.models.get(MODEL["url"]))
+
+    def both() -> Any:
+        decoding, prefilling = confirmed(cluster, "decode"), confirmed(cluster, "prefill", helping=True)
+        return decoding and prefilling and (decoding[0], prefilling[0])
+
+    decode, prefill = await asked(cluster, both, waiting=1)
+    net.nodes[prefill.node].become(prefill.id, "prefilling")
+    await until(lambda: not prefill.loading)
+    return decode, prefill
+
+
+def starts(net: Any) -> dict[str, Any]:
+    return {call["id"]: call.get("group") for call in net.calls() if call["op"] == "start"}
+
+
+def test_one_decodes_and_has_the_requests_and_another_one_prefills_for_it(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        decode, prefill = await started(net, cluster)
+        assert routed(cluster) == {decode.id}
+        assert prefill.helps == decode.id
+        waits, helps = starts(net)[decode.id], starts(net)[prefill.id]
+        common = ("group", "token", "leader", "mode", "size")
+        assert [waits[name] for name in common] == [helps[name] for name in common]
+        assert (waits["rank"], helps["rank"], waits["mode"]) == (0, 1, "disaggregated")
+        assert helps["listen"] != helps["leader"]
+        assert waits["token"] not in str(await cluster.answer({"op": "status"}))
+
+    run(scenario, "n1", "n2", "n3")
+
+
+def test_without_a_place_for_both_one_does_both(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        await cluster.answer({"op": "deploy", "arguments": MODEL})
+        (one,) = await asked(cluster, lambda: confirmed(cluster, "decode"), waiting=1)
+        assert routed(cluster) == {one.id}
+        assert starts(net)[one.id]["rank"] == 0
+
+    run(scenario, "n1")
+
+
+def test_when_the_one_that_decodes_dies_its_partner_serves_and_gets_one_itself(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        decode, prefill = await started(net, cluster)
+        decode.since -= 60.0  # else its model would not be started again at once
+        net.nodes[decode.node].instances[decode.id] |= {"state": "failed", "failure": "it was killed"}
+        await until(lambda: decode.id not in cluster.state.instances)
+        net.nodes[prefill.node].become(prefill.id, "released")
+        await until(lambda: prefill.id in routed(cluster))
+        new = await asked(cluster, lambda: confirmed(cluster, "prefill", helping=True), running=1)
+        decoding = {one.id: one for one in confirmed(cluster, "decode")}
+        assert prefill.id in decoding
+        plan = starts(net)[new[0].id]
+        source = decoding[new[0].helps]
+        assert plan["leader"] == source.meets.place
+        if source is prefill:
+            assert plan["leader"] == starts(net)[prefill.id]["listen"]
+
+    run(scenario, "n1", "n2", "n3")
+
+
+def test_one_that_prefills_decodes_when_such_are_missing(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        _, prefill = await started(net, cluster)
+        cluster.execution.begin(ChangeRole(prefill.id, prefill.node, "decode", "decode instances are missing"))
+        assert prefill.id not in routed(cluster)
+        assert (prefill.role, prefill.loading) == ("decode", True)
+        await until(lambda: prefill.id in routed(cluster))
+        assert {"op": "release", "id": prefill.id} in net.calls()
+        assert "role" in [event["kind"] for event in cluster.state.events]
+
+    run(scenario, "n1", "n2", "n3")
+
+
+def test_a_new_controller_knows_who_does_what(run: Run) -> None:
+    nets: list[Any] = []
+
+    async def before(net: Any, cluster: Cluster) -> None:
+        await started(net, cluster)
+        nets.append(net)
+
+    async def after(net: Any, cluster: Cluster) -> None:
+        (decode,) = await asked(cluster, lambda: confirmed(cluster, "decode"), running=1)
+        (prefill,) = confirmed(cluster, "prefill", helping=True)
+        assert prefill.helps == decode.id
+        assert not prefill.loading
+        assert routed(cluster) == {decode.id}
+        old = set(starts(net))
+        third = await asked(
+            cluster, lambda: [one for one in confirmed(cluster, "prefill") if one.id not in old], waiting=9
+        )
+        plan = starts(net)[third[0].id]
+        assert plan["token"] == net.group_token(plan["group"])
+        assert plan["leader"] in {one.meets.place for one in confirmed(cluster, "decode")}
+
+    run(before, "n1", "n2", "n3", "n4")
+    run(after, net=nets[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"disaggregated": 1}, "disaggregated: expected true or false, found 1"),
+        ({"engine": "vllm"}, "disaggregated: expected the engine torch without adapters, found the engine vllm"),
+        ({"live_scaling": True}, "expected one of live_scaling and disaggregated, found both"),
+    ],
+)
+def test_what_cannot_be_apart_is_refused(run: Run, given: dict[str, Any], named: str) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        with pytest.raises(ConfigError, match=named):
+            await cluster.answer({"op": "deploy", "arguments": MODEL | given})
+
+    run(scenario, "n1")
+
+
+def test_nothing_is_started_and_ended_again_while_the_load_stays(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        decode, prefill = await started(net, cluster)
+        calls = len([call for call in net.calls() if call["op"] in ("start", "stop", "release")])
+        end = time.monotonic() + 3
+        await asked(cluster, lambda: time.monotonic() > end, running=1)
+        assert set(cluster.state.instances) == {decode.id, prefill.id}
+        assert len([call for call in net.calls() if call["op"] in ("start", "stop", "release")]) == calls
+
+    run(scenario, "n1", "n2", "n3")
