@@ -80,6 +80,7 @@ _GROUP = _object(
     {"id": _text, "rank": _number, "full": _number, "size": _number},
     {"layers": _LAYERS, "state": _text, "keep": _number},
 )
+_MEETS = _object({"group": _text, "at": _text}, {})
 _PAIR = _object(
     {
         "helping": lambda value: isinstance(value, bool),
@@ -90,7 +91,6 @@ _PAIR = _object(
     },
     {},
 )
-_MEETS = _object({"group": _text, "at": _text}, {})
 _START = _by_name(lambda value: value is None or _number(value) or _text(value))
 _STATUS: dict[str, Check] = {
     **dict.fromkeys(("name", "address", "url", "leaf", "state", "device_kind", "device_name"), _text),

@@ -60,6 +60,7 @@ def _node(state: State, node: KnownNode) -> dict[str, Any]:
                 "running": item.running,
                 "group": item.group,
                 "layers": item.layers,
+                "role": item.role,
                 "helps": item.helps if item.helping else None,
             }
             for item in instances

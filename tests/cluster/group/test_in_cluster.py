@@ -107,6 +107,46 @@ def test_a_stopped_live_instance_costs_no_request(victim: str) -> None:
         cluster.end()
 
 
+@pytest.mark.parametrize("kind", [ClusterWithoutRay, ClusterWithRay])
+@pytest.mark.parametrize("victim", ["decode", "prefill"])
+def test_prefill_and_decode_apart_answer_as_one_instance_also_when_either_is_lost(
+    victim: str, kind: type[ClusterWithRay]
+) -> None:
+    with Laboratory(3, GROUP_LINK, origin={"m": EXAMPLE}) as lab:
+        cluster = kind(lab)
+        url = _started(cluster)
+        cluster.deploy("m", max=1, disaggregated=True, settings=kind.settings | {"max_concurrency": "8"})
+        alone = completion(url)
+        ended = threading.Event()
+
+        def paired() -> bool:
+            helping = [item for item in _shown(cluster) if item["helps"]]
+            try:
+                return len(helping) == 1 and "prefilling" in _marks(cluster, helping[0]["id"])
+            except (KeyError, StopIteration):  # it has just ended
+                return False
+
+        with ThreadPoolExecutor(_CLIENTS) as pool:
+            asked = [pool.submit(_ask_until, ended.is_set, url) for _ in range(_CLIENTS)]
+            try:
+                until(paired, cluster.told)
+                time.sleep(2)  # with prompts that another instance prefills
+                (prefill,) = (item for item in _shown(cluster) if item["helps"])
+                lost = prefill["helps"] if victim == "decode" else prefill["id"]
+                places = {item["id"]: node["name"] for node in cluster.status()["nodes"] for item in node["instances"]}
+                _stop_instance(lab, places[lost])
+                until(lambda: "instance-died" in cluster.kinds(), cluster.told)
+                until(paired, cluster.told)
+            finally:
+                ended.set()
+        assert {text for one in asked for text in one.result()} == {alone}
+        (prefill,) = (item for item in _shown(cluster) if item["helps"])
+        assert "paired" in _marks(cluster, prefill["helps"])
+        cluster.call("remove", name="m")
+        until(lambda: not _shown(cluster), cluster.told)
+        cluster.end()
+
+
 def _started(cluster: ClusterWithRay) -> str:
     """Start a cluster whose nodes are warm, and a gateway; the gateway's URL."""
     cluster.start()
@@ -155,9 +195,11 @@ def _ready(cluster: ClusterWithRay) -> int:
 
 
 def _timeline(cluster: ClusterWithRay, instance: str) -> list[Any]:
-    """The stages of an instance on the head."""
+    """The stages of an instance, on whatever node it is."""
+    nodes = cluster.status()["nodes"]
+    place = next(node["name"] for node in nodes if instance in [item["id"] for item in node["instances"]])
     with cluster.lab.network("switch"):
-        connection = http.client.HTTPConnection(cluster.lab.address(cluster.head), 8114, timeout=20)
+        connection = http.client.HTTPConnection(cluster.lab.address(place), 8114, timeout=20)
         connection.connect()
     with closing(connection):
         headers = {"Authorization": f"Bearer {cluster.token}"}

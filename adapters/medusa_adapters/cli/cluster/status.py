@@ -94,7 +94,8 @@ def _node(node: dict[str, Any]) -> list[str]:
         found.append(f"  copy {copy['url']}: {copy['state']}, {arrived}{pinned}")
     for instance in node["instances"]:
         age_s = max(time.time() - instance["since"], 0)
-        found.append(f"  instance {instance['id']}: {instance['state']} for {age_s:.0f} s")
+        helps = f", helps {instance['helps']}" if instance["helps"] else ""
+        found.append(f"  instance {instance['id']}: {instance['state']} for {age_s:.0f} s{helps}")
     return found
 
 
