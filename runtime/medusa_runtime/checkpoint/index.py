@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -14,7 +15,9 @@ from ..imports.gc_paused import gc_paused
 from .header import DTYPE_BITS, MOST_DIMENSIONS, MOST_TENSORS, HeaderEntry, too_many_tensors
 
 PAGE_BYTES = 4096
+MOST_SHARDS_BYTES = 4 << 20  # of their JSON, for ``read_shards``; ten thousand shards need 2 MB
 _FORMAT = 1
+_BEGINNING = re.compile(rb'\{"format":1,"recorded":(?:true|false),"shards":')  # of ``WeightIndex.to_json``
 
 
 class Shard(NamedTuple):
@@ -116,10 +119,7 @@ class WeightIndex:
     @property
     def version(self) -> str:
         """A digest of the files' names, sizes and versions (such as ETags): 16 hexadecimal digits."""
-        import hashlib
-
-        shards = sorted((shard.name, shard.size_bytes, shard.version) for shard in self.shards)
-        return hashlib.blake2b(repr(shards).encode(), digest_size=8).hexdigest()
+        return version_of(self.shards)
 
     @property
     def total_bytes(self) -> int:
@@ -168,6 +168,30 @@ class WeightIndex:
     __hash__ = None  # type: ignore[assignment]
 
 
+def version_of(shards: Sequence[Shard]) -> str:
+    """Return ``WeightIndex.version`` of an index with these shards."""
+    import hashlib
+
+    found = sorted((shard.name, shard.size_bytes, shard.version) for shard in shards)
+    return hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
+
+
+def read_shards(text: bytes) -> tuple[Shard, ...]:
+    """Read the shards from the beginning of what ``WeightIndex.to_json`` wrote, and none of the tensors.
+
+    Half a million tensors, as a stranger's checkpoint may have, take seconds and 300 MB. ``text`` may end after
+    MOST_SHARDS_BYTES. Raises CorruptError for anything else.
+    """
+    beginning = _BEGINNING.match(text)
+    try:
+        if beginning is None:
+            raise ValueError("another beginning")  # noqa: TRY301
+        found, _ = json.JSONDecoder().raw_decode(text[beginning.end() :].decode(errors="replace"))
+        return tuple(Shard(*raw) for raw in found)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CorruptError(f"expected a weight index with at most 4 MiB of shards, found {str(error)[:100]}") from None
+
+
 def _entry(
     shard: int, start: int, stop: int, dtype: str, shape: list[int], strides: list[int] | None = None
 ) -> TensorEntry:
@@ -205,4 +229,4 @@ def _is_inside(entry: TensorEntry, sizes: Sequence[int]) -> bool:
     return elements * DTYPE_BITS[dtype] == (stop - start) * 8
 
 
-__all__ = ["Shard", "TensorEntry", "WeightIndex"]
+__all__ = ["MOST_SHARDS_BYTES", "Shard", "TensorEntry", "WeightIndex", "read_shards", "version_of"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from functools import partial
 
 from ..errors import MedusaError, NodeError, NodeRefusedError
 from .callers.peer import Caller, Peer
-from .event_loop import EventLoop
+from .event_loop import TURN_S, EventLoop
 from .messages import receive
 from .regions.region_entry import RegionEntry
 from .services import Services
@@ -18,7 +19,8 @@ from .socket_file import SocketFile
 logger = logging.getLogger(__name__)
 
 _HELLO_WITHIN_S = 10.0
-_LOGGED_EVERY_S = 1.0  # the least time between log lines about refusals, and about connections that cannot be accepted
+_LOGGED_EVERY_S = 1.0  # the least time between log lines about an account's refusals, and about failed accepts
+_MOST_LOGGED = 64  # accounts whose refusals are logged within that time
 
 
 class Connections:
@@ -29,9 +31,15 @@ class Connections:
         self._loop = loop
         self._sessions: set[Session] = set()
         self._logged_at = 0.0
+        self._refusal_logged_at: dict[str, float] = {}  # by account
 
     def accept(self, listener: SocketFile) -> None:
-        """Accept one connection on this socket, unless its caller has too many."""
+        """Accept the connections that wait on this socket, unless their callers have too many."""
+        until = time.monotonic() + TURN_S
+        while self._accept_one(listener) and time.monotonic() < until:
+            pass
+
+    def _accept_one(self, listener: SocketFile) -> bool:
         connection = None
         try:
             connection, _ = listener.socket.accept()
@@ -44,9 +52,12 @@ class Connections:
                     self._logged_at = now
                     logger.warning("a connection could not be accepted: %s", error)
                 time.sleep(0.01)  # if there are no descriptors left, the same connection would come again at once
-            return
+            return False
+        self._begin(connection, Caller(peer, listener.path, listener.prefixes))
+        return True
+
+    def _begin(self, connection: socket.socket, caller: Caller) -> None:
         connection.setblocking(False)
-        caller = Caller(peer, listener.path, listener.prefixes)
         session = Session(self._services, connection, caller)
         try:
             self._services.accounts.charge(caller, "connections")
@@ -59,7 +70,7 @@ class Connections:
             connection.close()
             return
         self._sessions.add(session)
-        self._loop.watch(connection, partial(self._read, session))
+        self._loop.watch(connection, partial(self._read, session), caller.account)
 
     def tick(self) -> None:
         """End connections that have not sent a hello in time."""
@@ -106,10 +117,15 @@ class Connections:
 
     def _count_refusal(self, session: Session, error: MedusaError) -> None:
         self._services.accounts.count_refusal(session.caller, error)
-        now = time.monotonic()
-        if now - session.logged_at > _LOGGED_EVERY_S:
-            session.logged_at = now
-            logger.info("refused to %s: %s", session.caller.account, error)
+        account, logged_at, now = session.caller.account, self._refusal_logged_at, time.monotonic()
+        if now - logged_at.get(account, 0.0) < _LOGGED_EVERY_S:
+            return
+        if len(logged_at) >= _MOST_LOGGED:
+            logged_at = {name: at for name, at in logged_at.items() if now - at < _LOGGED_EVERY_S}
+            self._refusal_logged_at = logged_at
+        if len(logged_at) < _MOST_LOGGED:
+            logged_at[account] = now
+            logger.info("refused to %s: %s", account, error)
 
     def _end(self, session: Session) -> None:
         if session in self._sessions:

@@ -42,7 +42,6 @@ class Session:
         self._region_sent = False
         self.greeted = False
         self.connected_at = time.monotonic()
-        self.logged_at = 0.0
 
     def handle(self, message: Message) -> None:
         """Answer one message. If this raises MedusaError, answer with that error (see ``refuse``)."""
@@ -98,11 +97,11 @@ class Session:
             raise NodeRefusedError("expected the agent's own user, or root, to pin a model or to fetch it again")
         if self.entry is not None and self.entry.key != key and not self.caller.trusted:
             raise NodeRefusedError("expected one model for a connection; open another connection for another model")
-        if existing_only and self._services.keeper.regions.get(key) is None:
-            raise NodeError("the node agent holds no such model, and fetches none")
         folder = self._folder(key, message)
         self._release_region()
-        entry = self._services.keeper.get_or_fetch(key, folder=folder, fresh=fresh, caller=self.caller, layers=layers)
+        entry = self._services.keeper.get_or_fetch(
+            key, folder=folder, fresh=fresh, caller=self.caller, layers=layers, existing_only=existing_only
+        )
         entry.pinned = entry.pinned or pin
         self.entry = entry
         entry.leases[self.connection.fileno()] = self.caller

@@ -44,7 +44,10 @@ def runs(chunks: Iterable[int]) -> list[range]:
 
 
 def create_demand_memfd() -> int:
-    """Make a memfd with only a ring, for readers that may not write to the region. Its size is sealed."""
+    """Make a memfd with only a ring, for readers that may not write to the region. Its size is sealed.
+
+    A reader cannot add seals: one against writing would also hold for the agent and the other readers.
+    """
     from .seals import seal_size  # here, because only a node agent needs it, and every start imports this module
 
     fd = os.memfd_create("medusa-demand", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

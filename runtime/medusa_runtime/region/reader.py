@@ -6,6 +6,7 @@ user.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
@@ -13,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..checkpoint.index import PAGE_BYTES, Shard, WeightIndex
+from ..checkpoint.index import MOST_SHARDS_BYTES, PAGE_BYTES, Shard, WeightIndex, read_shards
 from ..errors import MedusaError, ObjectChangedError, StorageError, WeightsError, from_code
 from ..storage.local import file_version
 from .chunks import Chunks
@@ -109,8 +110,10 @@ class Region:
         return self._header.cast("Q")
 
     def _map(self, size_bytes: int) -> memoryview:
-        # Map a read-only file description: the mapping can then never become writable, and allows F_SEAL_WRITE.
-        fd = reopen(self.fd, os.O_RDONLY)
+        # Map a read-only file description: the mapping can then never become writable, and allows F_SEAL_WRITE. An
+        # agent's region is one, and cannot be opened again if another reader, root in a container, has changed its mode.
+        is_read_only = fcntl.fcntl(self.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        fd = os.dup(self.fd) if is_read_only else reopen(self.fd, os.O_RDONLY)
         try:
             flags, protection = self._flags, self._protection
             if size_bytes == HEADER_BYTES:
@@ -153,6 +156,11 @@ class Region:
                 return self._index
             self._check_writer(waiter)
             waiter.pause()
+
+    def shards(self) -> tuple[Shard, ...]:
+        """Return the shards of the index, which must be there, without reading its tensors (see ``read_shards``)."""
+        words = self._words()
+        return read_shards(os.pread(self.fd, min(words[Word.INDEX_BYTES], MOST_SHARDS_BYTES), words[Word.INDEX_OFFSET]))
 
     def file(self, name: str, timeout_s: float | None = None) -> bytes | None:
         """Return a file beside the weights, such as config.json; None if there is none of this name.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import fcntl
 
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034
-SEAL_SHRINK, SEAL_GROW, SEAL_WRITE, SEAL_FUTURE_WRITE = 0x2, 0x4, 0x8, 0x10
+SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_WRITE, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x8, 0x10
 
 
 def seal_size(fd: int) -> None:
-    """Forbid all changes of the memfd's size."""
-    fcntl.fcntl(fd, F_ADD_SEALS, SEAL_SHRINK | SEAL_GROW)
+    """Forbid all changes of the memfd's size, and further seals."""
+    fcntl.fcntl(fd, F_ADD_SEALS, SEAL_SHRINK | SEAL_GROW | SEAL_SEAL)
 
 
 def seal_to_others(fd: int) -> None:

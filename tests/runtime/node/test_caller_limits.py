@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,46 @@ def test_small_files_are_memory(start_node: Start, put_model: Put, origin: Any) 
     assert "takes 4 MB of memory; expected at most what user 1001 may have, 10 MB" in as_user(MALLORY, attack)
     assert node.status()["used_bytes"] > 8e6
     assert as_user(ALICE, lambda: ask(node.socket, f"{origin.url}/c")) == '{"model_type": "c"}'
+
+
+def test_models_that_were_fetched_before_are_memory_of_the_one_that_takes_them(
+    start_node: Start, put_model: Put, origin: Any
+) -> None:
+    urls = [put_model(name, 4 << 20) for name in ("a", "b", "c")]
+    node = start_node("--allow", origin.url, "--memory-budget", "100MB", "--per-caller", "memory=10MB")
+    for url in urls:
+        node.client().region(url).close()  # of the agent's own user, which pays for nothing
+    for client in node.clients:
+        client.close()
+
+    def attack() -> str:
+        clients = [NodeClient(node.socket) for _ in range(3)]
+        for client, url in zip(clients, urls, strict=True):
+            contents(client.region(url))
+        return "had all"
+
+    said = as_user(MALLORY, attack)
+    assert "takes 4 MB of memory; expected at most what user 1001 may have, 10 MB, of which 8 MB are in use" in said
+    with closing(node.client()) as client:
+        client.region(urls[2])
+        assert as_user(MALLORY, lambda: ask(node.socket, urls[2])) == '{"model_type": "c"}', "another one pays for it"
+
+
+def test_refusals_are_logged_once_a_second_for_all_connections_of_a_caller(start_node: Start) -> None:
+    node = start_node()
+
+    def attack() -> float:
+        began = time.monotonic()
+        for _ in range(100):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                connection.connect(node.socket)
+                connection.send(b"no message")
+                connection.recv(1)
+        return time.monotonic() - began
+
+    seconds = float(as_user(MALLORY, attack))
+    assert 1 <= node.output().count("refused to user 1001") <= 1 + seconds
+    assert node.status()["refused_callers"] == {"user 1001": 100}
 
 
 def test_models_are_limited(start_node: Start, put_model: Put, origin: Any) -> None:

@@ -22,7 +22,7 @@ from medusa_runtime.node.client import NodeClient
 from medusa_runtime.node.messages import receive, send
 from medusa_runtime.region.layout import State, Word
 from medusa_runtime.region.reader import Region
-from medusa_runtime.region.seals import F_ADD_SEALS, SEAL_GROW, SEAL_SHRINK, SEAL_WRITE
+from medusa_runtime.region.seals import F_ADD_SEALS, SEAL_FUTURE_WRITE, SEAL_GROW, SEAL_SHRINK, SEAL_WRITE
 from strangers import ALICE, MALLORY, as_user, as_user_raw, ask, contents, raw
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(200), pytest.mark.forked]
@@ -102,6 +102,33 @@ def test_a_done_region_of_no_bytes_does_not_hang_the_agent(start_node: Start, pu
     assert node.stop() == 0, "and SIGTERM is heard"
 
 
+# What one reader can do to the others
+
+
+def test_a_reader_seals_nothing_for_the_others(start_node: Start, put_model: Put) -> None:
+    url = put_model("m")
+    node = start_node("--allow", url)
+
+    def attack() -> str:
+        with closing(NodeClient(node.socket)) as client, closing(client.region(url)) as region:
+            fcntl.fcntl(region.demand_fd, F_ADD_SEALS, SEAL_FUTURE_WRITE)
+        return "sealed"
+
+    assert as_user(MALLORY, attack).startswith("PermissionError")
+    assert as_user(ALICE, lambda: ask(node.socket, url)) == '{"model_type": "m"}'
+
+
+def test_a_reader_that_owns_the_region_as_root_of_a_container_locks_nobody_out(
+    start_node: Start, put_model: Put
+) -> None:
+    url = put_model("m")
+    node = start_node("--allow", url)
+    region = node.client().region(url)
+    os.fchmod(region.fd, 0)
+    assert as_user(ALICE, lambda: ask(node.socket, url)) == '{"model_type": "m"}'
+    region.close()
+
+
 # Files that the asker may not read
 
 
@@ -145,6 +172,16 @@ def test_nobody_is_given_what_was_read_as_another(start_node: Start, folder: Pat
     assert as_user(MALLORY, lambda: ask(node.socket, str(folder))) == "nothing"
     assert as_user(ALICE, lambda: ask(node.socket, str(folder))) == "nothing"
     assert len(node.status()["regions"]) == 3, "one for each of them"
+
+
+def test_nobody_learns_what_others_have_of_folders_that_they_cannot_read(start_node: Start, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir(mode=0o700)
+    (secret / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    node = start_node()
+    node.client().region(str(secret)).close()
+    found = [as_user_raw(node.socket, ("region", {"url": url, "held": True}, [])) for url in (f"{secret}", f"{secret}2")]
+    assert found[0][0] == found[1][0].replace("secret2", "secret")
 
 
 def test_the_askers_groups_count(start_node: Start, folder: Path) -> None:

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_runtime.checkpoint.index import version_of
 from medusa_runtime.config import Settings
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.node.callers.impersonation import Folder, Identity
 from medusa_runtime.node.regions.region_entry import RegionEntry
+from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
+from strangers import ALICE, as_user
 
 OWN = Identity(os.getuid(), os.getgid(), (), confined=True)
 
@@ -36,6 +39,34 @@ def test_files_that_change_are_noticed(entry: RegionEntry) -> None:
     (shard,) = entry.region.wait_index().shards
     os.utime(Path(entry.key, shard.name), ns=(1, 1))
     assert not entry.is_current()
+
+
+def test_the_agent_reads_no_tensors_of_an_index(entry: RegionEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a million of them take seconds, in which it would answer nobody."""
+    assert entry.is_current()
+    shards = entry.region.shards()
+    index = Region(os.dup(entry.region.fd))
+    assert entry.region._index is None
+    assert shards == index.wait_index().shards
+    assert version_of(shards) == index.wait_index().version
+    index.close()
+    monkeypatch.setattr("medusa_runtime.region.reader.MOST_SHARDS_BYTES", 60)
+    assert not entry.is_current(), "with more shards than it reads"
+
+
+@pytest.mark.root
+def test_a_region_whose_mode_was_changed_is_still_handed_out() -> None:
+    def hand_out() -> str:
+        entry = RegionEntry("https://host/m")
+        for descriptor in entry.descriptors():
+            os.fchmod(descriptor, 0)
+            os.close(descriptor)
+        for descriptor in entry.descriptors():
+            os.close(descriptor)
+        entry.close()
+        return "handed out"
+
+    assert as_user(ALICE, hand_out) == "handed out"
 
 
 def test_a_callers_file_system_that_hangs_does_not_stop_the_agent(

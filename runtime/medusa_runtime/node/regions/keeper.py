@@ -110,20 +110,25 @@ class RegionKeeper:
         fresh: bool = False,
         caller: Caller | None = None,
         layers: str | None = None,
+        existing_only: bool = False,
     ) -> RegionEntry:
         """Return the region of a checkpoint. It is fetched if it is not there, if its files changed, or if ``fresh``.
 
         This does not wait: the region may be sealed only later. Functions that hold an old region keep that one.
 
         ``folder`` is that of a local checkpoint, as the caller has opened it. It is taken over. ``caller`` is charged
-        for the fetch; None is the agent itself. ``layers`` (START:STOP) come first if the fetch begins now.
+        for the fetch; None is the agent itself. ``layers`` (START:STOP) come first if the fetch begins now. With
+        ``existing_only``, no fetch begins: NodeError is raised if there is no such region.
         """
         if folder is None and not scheme_of(key):
             folder = _open_own_folder(key)
-        slot = key if folder is None else folder.slot(key)
-        entry = self.regions.get(slot)
         pinned = False
         try:
+            # A region that was read with other rights is none: a caller does not learn what others have.
+            slot = key if folder is None else folder.slot(key)
+            entry = self.regions.get(slot)
+            if entry is None and existing_only:
+                raise NodeError("the node agent holds no such model, and fetches none")
             if caller is not None:
                 self._check_models(slot, caller)
             if entry is not None and (fresh or not entry.is_current(folder)):
@@ -132,6 +137,8 @@ class RegionKeeper:
                 self.regions.drop(entry)
                 entry = None
             if entry is not None:
+                if caller is not None:
+                    self.regions.check_share(entry, caller)
                 if folder is not None:
                     os.close(folder.fd)
                 return entry

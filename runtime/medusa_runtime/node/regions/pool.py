@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ...errors import MedusaError, NodeRefusedError, TooLargeError
 from ...storage.base import redacted
 from ..callers.accounts import Accounts
+from ..callers.peer import Caller
 from ..callers.policy import Policy, is_below_prefix
 from .region_entry import RegionEntry
 
@@ -72,16 +73,18 @@ class RegionPool:
         """Make room for a region of this size. Raises TooLargeError or NodeRefusedError if a limit forbids it."""
         limits = self._limits(entry)
         for limit in limits:  # check all of them before anything is dropped
-            fixed = limit.other_bytes + sum(other.size_bytes for other in limit.others if other.in_use)
-            if size_bytes + fixed > limit.limit_bytes:
-                used = f", of which {_mb(fixed)} are in use" if fixed >= 500_000 else ""
-                raise limit.refusal(
-                    f"{redacted(entry.key)} takes {_mb(size_bytes)} of memory; expected at most {limit.whose}{used}; "
-                    f"raise {limit.flag}"
-                )
+            _check(limit, entry, size_bytes)
         for limit in limits:
             self._make_room(limit, size_bytes)
         entry.size_bytes = size_bytes
+
+    def check_share(self, entry: RegionEntry, caller: Caller) -> None:
+        """Raise NodeRefusedError if this caller would pay for a region that is there, and may not have that much more.
+
+        It pays for one that nobody uses, such as one that it has asked for on an earlier connection.
+        """
+        if entry.payer is None and not entry.pinned and not caller.trusted:
+            _check(self._share(entry, caller), entry, entry.size_bytes)
 
     def charged_bytes(self, account: str) -> int:
         """Return the memory of the regions that are charged to one account."""
@@ -101,12 +104,17 @@ class RegionPool:
             limits.append(_Limit(size_bytes, shared, 0, NodeRefusedError, quota, "--quota"))
         payer = entry.payer
         if payer is not None and not payer.trusted:
-            account, most = payer.account, self._accounts.memory_bytes
-            shared = [other for other in others if other.payer is not None and other.payer.account == account]
-            other_bytes = self._accounts.charged(account, "memory_bytes")
-            share = f"what {account} may have, {_mb(most)}"
-            limits.append(_Limit(most, shared, other_bytes, NodeRefusedError, share, "--per-caller memory=…"))
+            limits.append(self._share(entry, payer))
         return limits
+
+    def _share(self, entry: RegionEntry, payer: Caller) -> _Limit:
+        """Return the limit of one caller, which pays for a region."""
+        account, most = payer.account, self._accounts.memory_bytes
+        regions = (other for other in (*self, *self._left) if other is not entry)
+        shared = [other for other in regions if other.payer is not None and other.payer.account == account]
+        other_bytes = self._accounts.charged(account, "memory_bytes")
+        whose = f"what {account} may have, {_mb(most)}"
+        return _Limit(most, shared, other_bytes, NodeRefusedError, whose, "--per-caller memory=…")
 
     def _make_room(self, limit: _Limit, size_bytes: int) -> None:
         used = limit.other_bytes + sum(other.size_bytes for other in limit.others)
@@ -136,6 +144,17 @@ class RegionPool:
     def close(self) -> None:
         for entry in self:
             self.drop(entry)
+
+
+def _check(limit: _Limit, entry: RegionEntry, size_bytes: int) -> None:
+    """Raise the limit's error if a region of this size does not fit, even if all that is unused made room."""
+    fixed = limit.other_bytes + sum(other.size_bytes for other in limit.others if other.in_use)
+    if size_bytes + fixed > limit.limit_bytes:
+        used = f", of which {_mb(fixed)} are in use" if fixed >= 500_000 else ""
+        raise limit.refusal(
+            f"{redacted(entry.key)} takes {_mb(size_bytes)} of memory; expected at most {limit.whose}{used}; "
+            f"raise {limit.flag}"
+        )
 
 
 def _mb(size_bytes: int) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...errors import MedusaError
+from ...checkpoint.index import version_of
+from ...errors import CorruptError, MedusaError
 from ...liveness import Heartbeats
 from ...region.demand import create_demand_memfd, promote
 from ...region.layout import HEADER_BYTES, reopen
@@ -93,6 +94,7 @@ class RegionEntry:
         self.handouts = 0
         self.sources: dict[str, Any] = {}  # where its bytes came from, in a cluster
         self._version = ""
+        self._readers_fd = -1  # the read-only region that readers get a duplicate of
 
     @property
     def in_use(self) -> bool:
@@ -106,7 +108,8 @@ class RegionEntry:
     def version(self) -> str:
         """A digest of the versions of a store's objects; "" for local files, and before the index is there."""
         if not self._version and self.sealed and self.folder is None and scheme_of(self.key):
-            self._version = self.region.wait_index(1.0).version
+            with suppress(CorruptError):  # more shards than the agent reads
+                self._version = version_of(self.region.shards())
         return self._version
 
     @property
@@ -131,7 +134,9 @@ class RegionEntry:
         """
         opened: list[int] = []
         try:
-            opened.append(reopen(self.region.fd, os.O_RDONLY))
+            if self._readers_fd < 0:  # opened once: a reader that is root in a container can change the memfd's mode
+                self._readers_fd = reopen(self.region.fd, os.O_RDONLY)
+            opened.append(os.dup(self._readers_fd))
             opened.append(os.dup(self.demand_fd))
         except OSError as error:
             close_without_linger(opened)
@@ -153,7 +158,7 @@ class RegionEntry:
         try:
             if folder is not None and ours is not None and file_status(folder.fd) != file_status(ours.fd):
                 return False
-            shards = self.region.wait_index(1.0).shards if self.sealed else []
+            shards = self.region.shards() if self.sealed else ()
         except (OSError, MedusaError):  # TimeoutError is an OSError
             return False
         local = [shard for shard in shards if shard.path is not None]
@@ -183,5 +188,7 @@ class RegionEntry:
 
     def close(self) -> None:
         self.region.close()
+        if self._readers_fd >= 0:
+            os.close(self._readers_fd)
         close_without_linger([self.demand_fd, *self.files, *([self.folder.fd] if self.folder else [])])
         self.files.clear()
