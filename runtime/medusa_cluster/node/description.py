@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 from medusa_runtime.checkpoint.reader import open_checkpoint
@@ -71,11 +72,11 @@ def _falcon_kv_heads(found: Mapping[str, Any]) -> int:
 def _times(store: Store) -> StageTimes | None:
     """Return the stage times that ``medusa materialize`` has recorded, perhaps on another machine."""
     try:
-        bundle = Bundle(store, f"{FOLDER}/")
-        manifest = bundle.manifest()
-        for artifact in () if manifest is None else manifest.artifacts:
-            if artifact.kind == STAGE_TIMES.name:
-                return StageTimes.from_bytes(bundle.read(artifact))
+        with closing(Bundle(store, f"{FOLDER}/")) as bundle:
+            manifest = bundle.manifest()
+            for artifact in () if manifest is None else manifest.artifacts:
+                if artifact.kind == STAGE_TIMES.name:
+                    return StageTimes.from_bytes(bundle.read(artifact))
     except MedusaError as error:
         logger.debug("recorded stage times cannot be used: %s", error)
     return None

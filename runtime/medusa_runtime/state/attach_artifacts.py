@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 
 from ..checkpoint.reader import SMALL_FILES, split_url
@@ -40,15 +41,15 @@ def attach_artifacts(
     try:
         store = open_store(split_url(model)[0])
         try:
-            bundle = Bundle(store, f"{FOLDER}/")
-            text = bundle.manifest_text()
-            if text is None:
-                return
-            manifest = Manifest.parse(text)
-            for kind in KINDS.values():
-                if kind is not WEIGHT_INDEX:
-                    check = partial(bundle.check_trusted, trust or Trust.of(settings), manifest)
-                    _attach_one(region, bundle, manifest, kind, facts, timeline, check)
+            with closing(Bundle(store, f"{FOLDER}/")) as bundle:
+                text = bundle.manifest_text()
+                if text is None:
+                    return
+                manifest = Manifest.parse(text)
+                for kind in KINDS.values():
+                    if kind is not WEIGHT_INDEX:
+                        check = partial(bundle.check_trusted, trust or Trust.of(settings), manifest)
+                        _attach_one(region, bundle, manifest, kind, facts, timeline, check)
         finally:
             store.close()
     except Exception as error:  # noqa: BLE001  a start goes on without the bundle, whatever the error is

@@ -176,7 +176,8 @@ class Materialization:
         A signature covers only what was signed with the same key, and a mark what a start here would run.
         """
         if self._signer is None:
-            ours = Trust.of(self._settings).objection(str(self.folder.absolute()), "", existing) is None
+            held = self._writer.place
+            ours = Trust.of(self._settings).objection(held, "", existing, held=held) is None
             how = "materialized by this user on this machine, nor trusted; materialize it"
         else:
             ours = Trust(keys=(self._signer.public,)).signature_objection(existing) is None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ..errors import StateError
 from ..fetch.prefetcher import RestoredCheckpoint
 from ..storage.base import Store, scheme_of
-from .bundle.locate import BLOBS, FOLDER, MANIFEST, missing_manifest, open_bundle_store, read_manifest
+from .bundle.locate import BLOBS, FOLDER, MANIFEST, hold, missing_manifest, open_bundle_store, read_manifest
 from .kinds import KINDS, WEIGHT_INDEX, file_name
 from .unused import report_unused
 
@@ -53,6 +53,7 @@ class BundleRestorer:
         self._engines = engines or (settings.engine,)
         self._timeline = timeline
         self._store: Store | None = None  # the bundle's own store, if it is not the checkpoint's
+        self._held: Store | None = None  # the bundle's folder, if it is on this machine
         self._bundle: Bundle | None = None
         self._manifest: Manifest | None = None
         self._text = b""  # the manifest's
@@ -78,7 +79,10 @@ class BundleRestorer:
             prefix = f"{FOLDER}/"
             if self._settings.state is not None:
                 self._store, prefix = open_bundle_store(self._settings.state), ""
-            text = read_manifest(self._store or store, prefix)
+            given = self._store or store
+            found, prefix = hold(given, prefix)
+            self._held = None if found is given else found
+            text = read_manifest(found, prefix)
             if text is None:
                 if self._settings.state is not None and self._store is not None:
                     self._error = missing_manifest(self._settings.state, self._store)
@@ -87,7 +91,7 @@ class BundleRestorer:
             from .bundle.manifest import Manifest
             from .bundle.reader import Bundle
 
-            self._bundle = Bundle(self._store or store, prefix)
+            self._bundle = Bundle(found, prefix)
             self._text, self._manifest = text, Manifest.parse(text)
             key.find_machine_facts()
         except Exception as error:  # noqa: BLE001  the start goes on without the bundle, whatever the error is
@@ -224,8 +228,9 @@ class BundleRestorer:
             self._fetching.join()
 
     def close(self) -> None:
-        if self._store is not None:
-            self._store.close()
+        for store in (self._store, self._held):
+            if store is not None:
+                store.close()
 
     def _record_restored(self, kind: str, artifact: Artifact, began_ns: int) -> None:
         self._timeline.record("restore", began_ns, time.monotonic_ns(), artifact=kind, bytes=artifact.size)

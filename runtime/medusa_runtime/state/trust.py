@@ -41,21 +41,25 @@ class Trust:
         """Parse the texts of the two settings. They must have been checked."""
         return cls(tuple(prefixes.split(",") if prefixes else ()), tuple(keys.split(",") if keys else ()), own_bundles)
 
-    def objection(self, url: str, prefix: str, manifest: Manifest) -> str | None:
+    def objection(self, url: str, prefix: str, manifest: Manifest, *, held: str | None = None) -> str | None:
         """Return why code from the bundle at ``prefix`` of the store ``url`` may not be run; None if it may.
+
+        ``held`` is the place of a local bundle's folder that is held open. Without it, the place of a local bundle
+        proves nothing: whoever owns a folder above it can exchange it between this check and the reading.
 
         To trust the manifest is enough: an attacker cannot exchange a blob, since the manifest holds its SHA-256.
         """
-        place = place_of(url, prefix)
+        is_local = scheme_of(url) in ("", "file")
+        place = held if is_local else place_of(url, prefix)
         if place is not None and any(is_below(place, place_of(named) or "") for named in self.prefixes):
             return None
-        local = self.own_bundles and scheme_of(url) in ("", "file")
+        local = self.own_bundles and is_local
         if local and _is_own(manifest):
             return None
         doubt = self.signature_objection(manifest)
         if doubt is None:
             return None
-        where = redacted(place or url)
+        where = redacted(place or place_of(url, prefix) or url)
         reasons = f"this user has not materialized it on this machine; {doubt}" if local else doubt
         return (
             f"it is code, and nothing says that code from {where} may run here ({reasons}); to allow it, set "

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from medusa_runtime.errors import ConfigError, StateError
 from medusa_runtime.state.bundle.locate import FOLDER
 from medusa_runtime.state.bundle.manifest import Artifact, Manifest
 from medusa_runtime.state.bundle.own_mark import is_own, make_mark
+from medusa_runtime.state.bundle.reader import Bundle
 from medusa_runtime.state.bundle.signing import Signer
 from medusa_runtime.state.bundle.writer import BundleWriter
 from medusa_runtime.state.kinds import KV_PLAN
 from medusa_runtime.state.trust import Trust
+from medusa_runtime.storage.local import LocalStore
 from medusa_vllm import COMPILE_CACHE
 
 ARTIFACTS = (Artifact(COMPILE_CACHE.name, {"isa": "x"}, "0" * 64, 4, b"code"), Artifact(KV_PLAN.name, {}, "1" * 64, 2))
@@ -167,6 +170,7 @@ def test_starts_without_a_signature_do_not_import_cryptography(tmp_path: Path) -
     script = """
 import sys
 from medusa_runtime.state.trust import Trust
+from medusa_runtime.storage.local import LocalStore
 from medusa_runtime.state.bundle.locate import read_manifest
 from medusa_runtime.state.bundle.manifest import Manifest
 from medusa_runtime.storage.base import open_store
@@ -180,8 +184,10 @@ assert not any(name.startswith("cryptography") for name in sys.modules)
 
 
 def local(folder: Path, trust: Trust = Trust()) -> str | None:  # noqa: B008
-    text = (folder / FOLDER / "manifest.json").read_bytes()
-    return trust.objection(str(folder), f"{FOLDER}/", Manifest.parse(text))
+    with closing(Bundle(LocalStore(str(folder)), f"{FOLDER}/")) as bundle:
+        manifest = bundle.manifest()
+        assert manifest is not None
+        return bundle.objection(trust, manifest)
 
 
 @pytest.fixture
@@ -202,6 +208,49 @@ def test_what_this_user_has_materialized_is_trusted_wherever_it_lies(folder: Pat
     assert "not signed" in str(local(tmp_path / "elsewhere", Trust(own_bundles=False)))  # the node agent's
     assert local(tmp_path / "elsewhere", Trust((str(tmp_path),), own_bundles=False)) is None
     assert oct(key_file().stat().st_mode)[-3:] == "600"
+
+
+def test_a_link_that_is_exchanged_lends_no_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever owns a folder in the path turns it to a trusted place once the manifest has been read."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    digests = {}
+    for name in ("trusted", "evil"):
+        with BundleWriter(tmp_path / name / FOLDER) as writer:
+            artifact = writer.add(COMPILE_CACHE.name, {}, name.encode() * 100_000)
+            writer.commit(Manifest((artifact._replace(inline=None),)))
+        digests[name] = artifact.sha256
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state of another"))
+    link, trust = tmp_path / "link", Trust((str(tmp_path / "trusted"),))
+    for first, second, allowed in (("trusted", "evil", True), ("evil", "trusted", False)):
+        link.symlink_to(tmp_path / first)
+        with closing(Bundle(LocalStore(str(link)), f"{FOLDER}/")) as bundle:
+            link.unlink()
+            link.symlink_to(tmp_path / second)
+            manifest = bundle.manifest()
+            assert manifest is not None
+            assert manifest.artifacts[0].sha256 == digests[first]
+            assert (bundle.objection(trust, manifest) is None) == allowed
+            assert bundle.read(manifest.artifacts[0]).startswith(first.encode())
+        link.unlink()
+
+
+def test_a_folder_that_is_made_a_link_lends_no_trust(tmp_path: Path) -> None:
+    for name in ("trusted", "mine/m"):
+        with BundleWriter(tmp_path / name / FOLDER) as writer:
+            writer.commit(Manifest(ARTIFACTS[1:]))
+    with closing(Bundle(LocalStore(str(tmp_path / "mine" / "m")), f"{FOLDER}/")) as bundle:
+        (tmp_path / "mine").rename(tmp_path / "moved")
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "m").symlink_to(tmp_path / "trusted")
+        assert bundle.objection(Trust((str(tmp_path / "trusted"),)), Manifest(ARTIFACTS)) is not None
+
+
+def test_a_bundle_that_appears_after_it_was_looked_for_is_not_trusted_by_its_place(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    with closing(Bundle(LocalStore(str(tmp_path / "m")), f"{FOLDER}/")) as bundle:
+        (tmp_path / "m" / FOLDER).mkdir()
+        (tmp_path / "m" / FOLDER / "manifest.json").write_bytes(Manifest(ARTIFACTS).to_json())
+        assert bundle.objection(Trust((str(tmp_path),)), Manifest(ARTIFACTS)) is not None
 
 
 def test_a_user_without_a_home_has_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

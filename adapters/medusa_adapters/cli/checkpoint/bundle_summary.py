@@ -33,8 +33,8 @@ def summarize(checkpoint: Checkpoint, settings: Settings, *, verify: bool) -> di
     says, and StorageError.
     """
     store = checkpoint.store if settings.state is None else open_bundle_store(settings.state)
+    bundle = Bundle(store, f"{FOLDER}/" if settings.state is None else "")
     try:
-        bundle = Bundle(store, f"{FOLDER}/" if settings.state is None else "")
         manifest = bundle.manifest()
         if manifest is None:
             if settings.state is not None:
@@ -54,6 +54,7 @@ def summarize(checkpoint: Checkpoint, settings: Settings, *, verify: bool) -> di
         place = url if settings.state else f"{url.rstrip('/')}/{FOLDER}"
         return {"url": place, "signed": signed, "artifacts": artifacts}
     finally:
+        bundle.close()
         if store is not checkpoint.store:
             store.close()
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from ...errors import StateError, StorageError
 from ...limits import memory_available_bytes
 from ...storage.base import Store
-from .locate import BLOBS, read_manifest
+from .held_folder import HeldFolder
+from .locate import BLOBS, hold, read_manifest
 from .manifest import Artifact, Manifest
 
 if TYPE_CHECKING:
@@ -25,11 +26,14 @@ _MEMORY_SHARE = 0.25
 
 
 class Bundle:
-    """A bundle in a store, below ``prefix``, which is empty or ends in a slash. Thread-safe."""
+    """A bundle in a store, below ``prefix``, which is empty or ends in a slash. Thread-safe.
+
+    A folder on this machine is held open until ``close``. The store is its owner's to close.
+    """
 
     def __init__(self, store: Store, prefix: str = "") -> None:
-        self._store = store
-        self._prefix = prefix
+        self._url, self._given = store.url, store
+        self._store, self._prefix = hold(store, prefix)
 
     def manifest_text(self) -> bytes | None:
         """Read the manifest's text; None if there is no bundle. Raises StateError or StorageError."""
@@ -42,7 +46,13 @@ class Bundle:
 
     def objection(self, trust: Trust, manifest: Manifest) -> str | None:
         """Return why code from this bundle may not be run; None if it may."""
-        return trust.objection(self._store.url, self._prefix, manifest)
+        held = self._store.place if isinstance(self._store, HeldFolder) else None
+        return trust.objection(self._url, self._prefix, manifest, held=held)
+
+    def close(self) -> None:
+        """Close what this object has opened. May be called twice."""
+        if self._store is not self._given:
+            self._store.close()
 
     def check_trusted(self, trust: Trust, manifest: Manifest) -> None:
         """Raise StateError if code from this bundle may not be run."""

@@ -9,14 +9,14 @@ import logging
 import os
 import re
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ...errors import ConfigError, StateError, StorageError
-from ...storage.local import LocalStore
 from ..kinds import is_code
+from .held_folder import HeldFolder
 from .locate import BLOBS, MANIFEST, read_manifest
 from .manifest import Artifact, Manifest
 from .own_mark import make_mark
@@ -95,10 +95,16 @@ class BundleWriter:
     def existing(self) -> Manifest:
         """Read the present manifest. If there is none, or it cannot be read, return an empty one."""
         try:
-            text = read_manifest(LocalStore(str(self._folder)), "")
+            with closing(HeldFolder(os.dup(self._folder_fd))) as folder:
+                text = read_manifest(folder, "")
             return Manifest(()) if text is None else Manifest.parse(text)
         except (StorageError, StateError):
             return Manifest(())
+
+    @property
+    def place(self) -> str:
+        """The folder's path without links."""
+        return os.readlink(f"/proc/self/fd/{self._folder_fd}")
 
     def add(self, kind: str, key: dict[str, str], data: bytes | Path) -> Artifact:
         """Write a blob. It belongs to the bundle once a committed manifest names it."""
