@@ -131,8 +131,10 @@ def _hosts_models(name: str, environ: Mapping[str, str]) -> bool:
 def configure_logging(level: str, log_format: str = "text") -> None:
     import logging
 
+    from .text_log import TextFormatter
+
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s" if level == "debug" else "%(levelname)s: %(message)s"
-    formatter = logging.Formatter(form)
+    formatter: logging.Formatter = TextFormatter(form)
     if log_format == "json":
         from medusa_runtime.json_log import JsonFormatter
 

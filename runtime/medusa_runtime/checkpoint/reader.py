@@ -379,3 +379,5 @@ def _check_inside(what: str, name: str) -> None:
         name.encode()
     except UnicodeEncodeError:
         raise CorruptError(f"{what}: {short_repr(name)} is not a name: it holds half of a character") from None
+    if not name.isprintable():
+        raise CorruptError(f"{what}: {short_repr(name)} is not a name: it holds a character that cannot be shown")

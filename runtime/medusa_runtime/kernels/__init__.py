@@ -152,6 +152,9 @@ def paged_attention(
         and q.is_cpu
         and q.dtype in native.DTYPES
         and q.dtype is keys.dtype is values.dtype
+        and q.shape[1] % keys.shape[2] == 0  # for other shapes torch raises an error, and the kernel would not
+        and q.shape[2] == keys.shape[3]
+        and keys.shape == values.shape
         and q.shape[2] <= native.MAX_HEAD_DIM
         and q.shape[2] % 16 == 0
         and q.stride()[1:] == (q.shape[2], 1)

@@ -2,6 +2,9 @@
 
 Both ways round alike, after every operation. torch needs many operations for each step, and on a busy machine each
 operation that uses OpenMP's threads also waits until the system lets all of them run.
+
+The kernels trust the shapes, which a hostile config.json may have chosen. So they are called only for shapes that fit;
+for others torch's operations raise an error.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, once: bool = False, offse
     ``offset`` is added to the weight. With ``once`` only the result is rounded.
     """
     size = x.shape[-1]
-    if size % LANES == 0 and x.stride()[-1] == 1 and weight.is_contiguous():
+    if size % LANES == 0 and x.stride()[-1] == 1 and weight.numel() == size and weight.is_contiguous():
         kernels = native_kernels_for(x, weight)
         if kernels is not None:
             if x.dim() == 2:
@@ -45,6 +48,9 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     heads = (q.shape[2], 1)
     if (
         cos.shape[2] % (2 * LANES) == 0
+        and cos.shape[2] <= q.shape[2] == k.shape[2]
+        and len(cos) == len(sin) == len(q) == len(k)
+        and cos.shape == sin.shape
         and q.stride()[1:] == heads == k.stride()[1:]
         and cos.is_contiguous()
         and sin.is_contiguous()
@@ -65,7 +71,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up, each [rows, size] (SwiGLU; Shazeer, 2020)."""
-    if gate.dim() == 2 and gate.shape[1] % LANES == 0 and gate.stride(1) == 1 == up.stride(1):
+    if (
+        gate.dim() == 2
+        and gate.shape == up.shape
+        and gate.shape[1] % LANES == 0
+        and gate.stride(1) == 1 == up.stride(1)
+    ):
         kernels = native_kernels_for(gate, up)
         if kernels is not None:
             return kernels.gate(gate, up)
@@ -77,6 +88,9 @@ def write_kv(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) 
     heads = (k.shape[2], 1)
     if (
         k.shape == v.shape
+        and k.shape[1:] == keys.shape[1:]
+        and keys.shape == values.shape
+        and len(slots) == len(k)
         and k.stride()[1:] == heads == v.stride()[1:]
         and keys.is_contiguous()
         and values.is_contiguous()

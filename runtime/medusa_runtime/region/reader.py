@@ -111,7 +111,7 @@ class Region:
 
     def _map(self, size_bytes: int) -> memoryview:
         # Map a read-only file description: the mapping can then never become writable, and allows F_SEAL_WRITE. An
-        # agent's region is one, and cannot be opened again if another reader, root in a container, has changed its mode.
+        # agent's region is one, and cannot be opened again if another reader (a container's root) has changed its mode.
         is_read_only = fcntl.fcntl(self.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
         fd = os.dup(self.fd) if is_read_only else reopen(self.fd, os.O_RDONLY)
         try:

@@ -18,7 +18,8 @@ from medusa_runtime.errors import ConfigError, MismatchError, ModelError
 from medusa_runtime.load.loader import Loader
 from medusa_runtime.load.part_applier import PartApplier
 from medusa_runtime.load.quantized import codes, unpack
-from medusa_runtime.load.quantized.scheme import Quantization
+from medusa_runtime.load.quantized.layouts import QuantizedWeight, _group_of
+from medusa_runtime.load.quantized.scheme import Quantization, Scheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -115,6 +116,17 @@ def test_the_plan_counts_the_memory_of_what_is_made(checkpoint: Path, tmp_path: 
 
 def _numel(entry: TensorEntry) -> int:
     return torch.Size(entry.shape).numel()
+
+
+def test_a_group_index_is_used_as_it_was_checked() -> None:
+    """A local checkpoint's file can change at any time, and a kernel reads the scales at these places unchecked."""
+    index = torch.tensor([1, 0, 1, 0])
+    scheme = Scheme(bits=4, layout="gptq")
+    stored = QuantizedWeight("m", scheme, (8, 4), {})
+    found = _group_of(stored, index, "g_idx", 2)
+    index.fill_(1 << 40)
+    assert found is not None
+    assert found.tolist() == [1, 0, 1, 0]
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

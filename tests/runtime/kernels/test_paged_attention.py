@@ -123,3 +123,11 @@ def test_paged_attention_takes_any_head_dim(head_dim: int) -> None:
         pool.nan_to_num_()
     with torch.inference_mode():
         assert_close(kernels.paged_attention(*b, scale=0.2), b, 0.2, None)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(3, 2, 16), (1, 2, 16), (2, 2, 32)])
+def test_heads_that_do_not_fit_the_cache_are_an_error(heads: int, kv_heads: int, head_dim: int) -> None:
+    """The kernel would leave heads of the result as they are in freed memory, or read past the cache."""
+    b = batch([(2, 2)], heads, kv_heads, 16, torch.float32)._replace(q=torch.zeros(2, heads, head_dim))
+    with torch.inference_mode(), pytest.raises(RuntimeError):
+        kernels.paged_attention(*b, scale=1.0)

@@ -124,3 +124,24 @@ def test_write_kv(dtype: torch.dtype, fused: bool) -> None:
     others = [slot for slot in range(10) if slot not in slots.tolist()]
     assert not pools[0][others].any()
     assert not values[others].any()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: kernels.rms_norm(made(2, 64, dtype=torch.float32), made(8, dtype=torch.float32), 1e-6),
+        lambda: kernels.silu_gate(made(4, 64, dtype=torch.float32), made(2, 64, dtype=torch.float32)),
+        lambda: kernels.rotate(*(made(2, heads, 16, dtype=torch.float32) for heads in (2, 1)), *TURNS),
+        lambda: kernels.write_kv(*(made(16, 1, 16, dtype=torch.float32) for _ in "kv"), SLOTS, *NEW),
+    ],
+    ids=["norm", "gate", "rotate", "write_kv"],
+)
+def test_shapes_that_do_not_fit_are_an_error(call: Callable[[], object], compiled: native.NativeKernels) -> None:
+    """The kernels trust them. A hostile config.json would have them read and write past the end of tensors."""
+    with torch.inference_mode(), pytest.raises(RuntimeError):
+        call()
+
+
+TURNS = [made(2, 1, 64, dtype=torch.float32) for _ in range(2)]
+SLOTS = torch.tensor([0, 1])
+NEW = [made(2, 2, 16, dtype=torch.float32) for _ in range(2)]

@@ -180,7 +180,9 @@ def test_nobody_learns_what_others_have_of_folders_that_they_cannot_read(start_n
     (secret / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     node = start_node()
     node.client().region(str(secret)).close()
-    found = [as_user_raw(node.socket, ("region", {"url": url, "held": True}, [])) for url in (f"{secret}", f"{secret}2")]
+    found = [
+        as_user_raw(node.socket, ("region", {"url": url, "held": True}, [])) for url in (f"{secret}", f"{secret}2")
+    ]
     assert found[0][0] == found[1][0].replace("secret2", "secret")
 
 

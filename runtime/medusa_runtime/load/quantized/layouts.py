@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from medusa_runtime.checkpoint.index import TensorEntry
@@ -262,7 +263,7 @@ def _group_of(stored: QuantizedWeight, index: Tensor | None, part: str, groups: 
     """Return the group of each column, or None if the groups simply follow each other, which all -1 also means."""
     if index is None or bool((index == -1).all()):
         return None
-    index = index.long()
+    index = index.to(torch.int64, copy=True)  # the file may change after the check, and a kernel trusts these places
     if not 0 <= int(index.min()) <= int(index.max()) < groups:
         raise MismatchError(
             f"{stored.module}.{part}: expected groups from 0 to {groups - 1}, "

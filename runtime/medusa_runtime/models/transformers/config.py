@@ -41,13 +41,15 @@ class TransformersConfig(ModelConfig):
         heads, hidden = config.num_attention_heads, config.hidden_size
         if config.num_hidden_layers > MOST_LAYERS:
             raise fields.error("num_hidden_layers", f"at most {MOST_LAYERS}", config.num_hidden_layers)
+        if (kv_heads := _kv_heads(config, heads)) < 1 or heads % kv_heads:
+            raise fields.error("num_key_value_heads", f"a divisor of the {heads} attention heads", kv_heads)
         return cls(
             architecture=found.name,
             vocab_size=config.vocab_size,
             hidden_size=hidden,
             num_layers=config.num_hidden_layers,
             num_heads=heads,
-            num_kv_heads=_kv_heads(config, heads),
+            num_kv_heads=kv_heads,
             head_dim=_head_dim(config, hidden, heads),
             max_positions=next(
                 (value for name in _LONGEST if isinstance(value := getattr(config, name, None), int)), 2048

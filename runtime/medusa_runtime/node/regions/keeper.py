@@ -128,7 +128,7 @@ class RegionKeeper:
             slot = key if folder is None else folder.slot(key)
             entry = self.regions.get(slot)
             if entry is None and existing_only:
-                raise NodeError("the node agent holds no such model, and fetches none")
+                raise NodeError("the node agent holds no such model, and fetches none")  # noqa: TRY301
             if caller is not None:
                 self._check_models(slot, caller)
             if entry is not None and (fresh or not entry.is_current(folder)):
