@@ -46,14 +46,15 @@ class EventLoop:
         turns: defaultdict[str | None, list[selectors.SelectorKey]] = defaultdict(list)
         for key, _ in self._selector.select(timeout_s):
             turns[key.data.account].append(key)
-        for key in turns.pop(None, ()):
-            self._serve(key, before_each)
+        own = turns.pop(None, [])
         for keys in turns.values():
             until = time.monotonic() + TURN_S
             for key in sorted(keys, key=lambda key: key.data.served):
                 self._serve(key, before_each)
                 if time.monotonic() > until:
                     break
+        for key in own:
+            self._serve(key, before_each)
 
     def _serve(self, key: selectors.SelectorKey, before: Callable[[], None]) -> None:
         before()

@@ -9,6 +9,7 @@ import socket
 import sys
 import termios
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..storage.base import scheme_of
 from .callers.impersonation import Folder, Identity, received_folder
 from .callers.peer import Caller, shares_mount_namespace
 from .child import as_node_error
-from .engines.handover import check_descriptors, check_engine, check_rights
+from .engines.handover import check_descriptors, check_engine, check_rights, with_own_threads
 from .messages import VERSION, Message, close_without_linger, flag_field, send, text_field
 from .regions.model_key import model_key
 from .regions.region_entry import RegionEntry
@@ -192,6 +193,7 @@ class Session:
             raise NodeError(f"gpus: expected the text of CUDA_VISIBLE_DEVICES, found {str(gpus)[:40]!r}")
         if not self.caller.trusted:
             check_rights(settings, gpus)
+            settings = with_own_threads(settings)
         check_descriptors(message.descriptors)
         if entry.folder is not None and entry.folder.identity is not None and not entry.files:
             raise NodeRefusedError(f"{entry.key}: expected fewer shards for an engine process of the node agent's")
@@ -219,7 +221,7 @@ class Session:
         self.has_engine = True
         self.answer("engine", {"pid": pid})
 
-    def _charge_engine(self, settings: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    def _charge_engine(self, settings: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
         """Charge the caller for an engine with a KV cache. Return the settings, and the bytes that were charged.
 
         If the function names no size for the KV cache, the settings get one that the caller may have.

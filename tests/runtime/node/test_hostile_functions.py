@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from medusa_runtime.errors import NodeError
+from medusa_runtime.limits import cpu_count
 from medusa_runtime.node.client import NodeClient
+from medusa_runtime.node.engines.handover import with_own_threads
 from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline
 from strangers import ALICE, MALLORY, as_user
@@ -82,6 +84,17 @@ def test_an_engine_process_does_for_others_nothing_but_compute(start_node: Start
         expected = "which was asked for" if "engine" in each else "has its user's rights"
         assert expected in message, each
     assert node.status()["engines"]["torch"]["taken"] == 0
+
+
+def test_an_engine_process_for_others_has_no_more_threads_than_there_are_cpus() -> None:
+    """torch makes all of them, and each takes a process id of the agent's container."""
+    settings = {"threads": 1_000_000, "dtype": "auto"}
+    assert with_own_threads(settings) == {"threads": cpu_count(), "dtype": "auto"}
+    assert with_own_threads({"threads": 1}) == {"threads": 1}
+    assert with_own_threads({"threads": None}) == {"threads": None}
+    for threads in (0, True, "2", 1.5):
+        with pytest.raises(NodeError, match="threads: expected a whole number above 0"):
+            with_own_threads({"threads": threads})
 
 
 def test_the_last_warm_engine_is_left_to_others_by_one_that_has_just_taken_one(

@@ -61,6 +61,11 @@ class Policy:
                     f"{redacted(key)} may not be had by user {user} through the node agent; expected {wanted} (--allow)"
                 )
 
+    @property
+    def serves_others(self) -> bool:
+        """Whether a rule opens models of stores to other users than the agent's own."""
+        return bool(self._open_prefixes)
+
     def allows_redirect(self, url: str) -> bool:
         """Return whether a store may send a fetch to this URL on another host.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...config import Settings
 from ...errors import NodeError, NodeRefusedError
+from ...limits import cpu_count
 from ...region.seals import seals_of
 from ..callers.file_status import file_status
 
@@ -62,6 +63,20 @@ def check_rights(settings: Mapping[str, Any], gpus: str | None) -> None:
             f"{sources[0]}: an engine process of the node agent's has its user's rights, and takes this from that user "
             "alone; the function has to start an engine of its own"
         )
+
+
+def with_own_threads(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings with at most as many threads as there are CPUs here.
+
+    With more, another user's engine process could take all the process ids that the agent and others need. Raises
+    NodeError for a value that is no number of threads.
+    """
+    threads = settings.get("threads")
+    if threads is None:
+        return settings
+    if type(threads) is not int or threads < 1:
+        raise NodeError(f"threads: expected a whole number above 0, found {str(threads)[:40]!r}")
+    return {**settings, "threads": min(threads, cpu_count())}
 
 
 def check_descriptors(descriptors: list[int]) -> None:

@@ -241,7 +241,8 @@ class _Fetch(NamedTuple):
 
         # For all engines, because it is not known yet which functions will use the model.
         bundle = BundleRestorer(settings, self.timeline, engines=engine_names(), for_peers=cluster is not None)
-        writer.demand.listen(entry.demand_fd, paced=self.cluster is not None or settings.layers is not None)
+        paced = self.cluster is not None or settings.layers is not None
+        writer.demand.listen(entry.demand_fd, paced=paced and not self.policy.serves_others)
         store = open_store_of(entry.key, self.policy) if folder is None else _open_folder(entry.key, folder)
         entry.heartbeats.keep("prefetcher")  # not earlier: this starts a thread, which must have the final rights
         sources = None if cluster is None else _open_sources(cluster, entry.key, store, channel)
