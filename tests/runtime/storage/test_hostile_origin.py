@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 from medusa_runtime.checkpoint.reader import open_checkpoint
 from medusa_runtime.errors import ForbiddenError, MedusaError, ObjectChangedError, StorageError
+from medusa_runtime.storage.http.endpoint import Endpoint, is_link_local, is_loopback
 from medusa_runtime.storage.http.store import HttpStore
+from medusa_runtime.storage.http.wire import Connection, WireError
 from medusa_runtime.storage.retry import RetryPolicy
 from medusa_runtime.storage.s3 import S3Store
 from scripted_server import Answer, ScriptedServer
@@ -255,3 +258,41 @@ def test_urls_that_are_odd_are_one_error(tmp_path: Path) -> None:
             HttpStore(url, QUICK, {})
     stored: Any = HttpStore("http://bücher.example/m", QUICK, {})
     assert stored._home.endpoint.host == "xn--bcher-kva.example"
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["2130706433", "0x7f.1", "017700000001", "127.1", "0", "0.0.0.0", "[::ffff:7f00:1]", "[::]", "[0:0::0:1]",
+     "2852039166", "0xa9.0xfe.0xa9fe", "[::ffff:a9fe:a9fe]", "[FE80::1%25eth0]"],
+)  # fmt: skip
+def test_no_spelling_of_this_machine_is_asked_of_a_proxy(host: str) -> None:
+    redirect = head(f"Location: http://{host}/credentials", "Content-Length: 0", status="302 Found")
+    with ScriptedServer(lambda _: redirect) as proxy:
+        store = HttpStore("http://models.example/m", QUICK, {"http_proxy": proxy.url})
+        with pytest.raises(ForbiddenError, match="only this machine can reach"):
+            store.read("w", 0, 4)
+        store.close()
+    assert [request.split(b" ")[1] for request in proxy.requests] == [b"http://models.example/m/w"]
+
+
+def test_names_that_look_like_addresses_are_names() -> None:
+    for host in ("0x7g.1", "127.example", "1.2.3.4.5", "fe80.example", "::1.example"):
+        assert not is_loopback(host), host
+        assert not is_link_local(host), host
+
+
+def test_a_name_with_many_silent_addresses_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address = full.getsockname()
+        waiting = [socket.socket() for _ in range(3)]
+        for one in waiting:  # the kernel drops what comes after these
+            one.setblocking(False)
+            one.connect_ex(address)
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address)] * 1000
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        began = time.monotonic()
+        with pytest.raises(WireError, match="nothing came for too long"):
+            Connection(Endpoint(False, "many.example", address[1]), 0.2)
+        assert time.monotonic() - began < 10
+        for one in waiting:
+            one.close()

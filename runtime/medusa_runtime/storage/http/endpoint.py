@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import NamedTuple
 
 # Metadata services of clouds, which give a machine's credentials to every program on it, at other addresses.
@@ -41,10 +42,19 @@ def is_link_local(host: str) -> bool:
 def is_loopback(host: str) -> bool:
     """Return whether an address, or a name without looking it up, is that of this machine for itself."""
     address = _address(host)
-    return address == "::1" or address.startswith("127.") or host.lower().rstrip(".") == "localhost"
+    # The unspecified address leads to this machine, too.
+    return address in ("::", "::1") or address.startswith(("0.", "127.")) or host.lower().rstrip(".") == "localhost"
 
 
 def _address(host: str) -> str:
-    """Return an address in one form, or "" for a name: anybody can have names that begin like an address."""
-    plain = host.lower().removeprefix("::ffff:")
-    return plain if ":" in plain or plain.replace(".", "").isdecimal() else ""
+    """Return an address in its usual form, or "" for a name: anybody can have names that begin like an address.
+
+    ``0x7f.1`` and ``2130706433`` are 127.0.0.1 to whatever connects, perhaps a proxy, and so is ``::ffff:7f00:1``.
+    """
+    try:
+        if ":" in host:
+            packed = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
+            return socket.inet_ntop(socket.AF_INET6, packed).removeprefix("::ffff:")
+        return socket.inet_ntoa(socket.inet_aton(host.rstrip(".")))
+    except OSError:
+        return ""

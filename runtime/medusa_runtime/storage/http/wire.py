@@ -35,6 +35,7 @@ _LINE_END = b"\r\n"
 _CUT = "the connection was closed before the answer's end"
 _WAKE_BYTES = 512 << 10  # how much to wait for at a time; the kernel's receive buffer grows to hold twice as much
 _UNKNOWN_AUTHORITY = (18, 19, 20, 21)  # OpenSSL's verify codes: self-signed, or by an issuer that is not known here
+_UNANSWERED = 3  # how many of a host's addresses may be silent until the time is over
 _MOMENT_S = 0.25  # bytes that have come are handed on after this time, for others may wait for them
 
 
@@ -379,6 +380,29 @@ def _receive_head(connection: socket.socket, received: bytes, timeout_s: float) 
     return parse_head(bytes(head[:end])), bytes(head[end + 4 :])
 
 
+def _reach(host: str | bytes, port: int, timeout_s: float) -> socket.socket:
+    """Connect to the first of a host's addresses that answers within ``timeout_s``. Raises OSError if none does.
+
+    All of them together get a few times as long, because a name may have thousands.
+    """
+    error = OSError("its name has no address")
+    until = time.monotonic() + _UNANSWERED * timeout_s
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            break
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(min(timeout_s, left_s))
+            connection.connect(address)
+        except OSError as failure:
+            error = failure
+            connection.close()
+        else:
+            return connection
+    raise error
+
+
 def _connect(
     endpoint: Endpoint, timeout_s: float, proxy: Proxy | None, context: ssl.SSLContext | None
 ) -> socket.socket:
@@ -386,7 +410,7 @@ def _connect(
     try:
         # Pass bytes where possible: for a str, Python imports its IDNA tables (5 ms).
         host: str | bytes = reached.host.encode() if reached.host.isascii() else reached.host
-        connection = socket.create_connection((host, reached.port), timeout_s)  # type: ignore[arg-type]
+        connection = _reach(host, reached.port, timeout_s)
     except OSError as error:
         check_files()  # no store is asked again for want of them, and without any a name cannot be looked up
         through = f"the proxy of {proxy.variable}, {reached.authority}: " if proxy else ""
