@@ -37,6 +37,12 @@ class Choice:
         self.counted += len(delta.token_ids)
         self.completion_tokens = max(self.counted, delta.completion_tokens)
 
+    def forget(self) -> None:
+        """Forget the text and log-probabilities so far, which a stream has sent."""
+        self.text = ""
+        self.logprobs.clear()
+        self.prompt_logprobs = None
+
     @property
     def mean_logprob(self) -> float:
         return sum(token.logprob or 0.0 for token in self.logprobs) / max(1, len(self.logprobs))

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MOST_LOGPROBS = 1_000_000  # of a whole answer; each takes 170 bytes until it is sent
+
 
 class Answer(Protocol):
     """An answer that grows with the deltas of its sequences. It is read whole, or as the events of a stream."""
@@ -89,13 +91,19 @@ class _Choices:
         self._envelope = plan.envelope
         self._formatter = plan.envelope.formatter
         self._choices = [Choice() for _ in plan.requests]
+        self._logprobs = 0
 
     @property
     def id(self) -> str:
         return self._envelope.id
 
     def add(self, number: int, delta: Delta) -> None:
+        """Add a delta. Raises ApiError 400 for more log-probabilities than an answer may keep."""
         self._choices[number].add(delta)
+        self._logprobs += sum(1 + len(token.top) for token in delta.logprobs)
+        if self._logprobs > _MOST_LOGPROBS:
+            message = f"logprobs: expected at most {_MOST_LOGPROBS:,} in an answer that is not a stream, found more"
+            raise ApiError(400, f"{message}; expected stream: true, or fewer sequences or tokens", param="logprobs")
 
     def whole(self) -> dict[str, Any]:
         plan, kept = self._plan, []
@@ -116,8 +124,10 @@ class _Choices:
                 yield self._chunk(opening)
 
     def stream(self, number: int, delta: Delta) -> Iterator[bytes]:
-        self.add(number, delta)
-        yield self._chunk(self._formatter.chunk(number, self._choices[number], delta))
+        choice = self._choices[number]
+        choice.add(delta)
+        yield self._chunk(self._formatter.chunk(number, choice, delta))
+        choice.forget()
 
     def closing(self) -> Iterator[bytes]:
         if self._plan.include_usage:
