@@ -236,3 +236,15 @@ def test_without_the_setting_a_trace_is_passed_on_as_it_came(serve: Serve) -> No
     given = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     answer = serve(handler="traced/handler.py").request("POST", "/", b"", {"traceparent": given})[1]
     assert answer == {"traceparent": given, "imported": []}
+
+
+def test_two_slashes_lead_nowhere_else(serve: Serve) -> None:
+    """A redirect would be to the client's Host, by http, and so take the token and the prompt off an encrypted way."""
+    served = serve()
+    for method, path in (("GET", "/v1//models"), ("POST", "/v1//completions"), ("GET", "//evil.example//x")):
+        status, body, headers = served.request(method, path, {"prompt": "a"}, {"Host": "evil.example"})
+        assert (status, body["error"]["code"]) == (404, "not_found"), path
+        assert "location" not in headers
+    function = serve(handler="function/handler.py:handle")
+    function.wait_ready()
+    assert function.request("POST", "/a//b", {"name": "x"})[1]["path"] == "/a//b"

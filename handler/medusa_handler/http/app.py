@@ -59,6 +59,8 @@ def create_app(service: Service, model_routes: Callable[[Service, RequestRunner]
     """Return the app with all routes of one instance. ``model_routes`` makes those of a model that an engine serves."""
     app = Flask("medusa_handler", static_folder=None, template_folder=None)
     app.url_rule_class = _Rule
+    # A redirect from // would lead to whatever host, by http, and a function would not see such a path.
+    app.url_map.merge_slashes = False
     app.config["MAX_CONTENT_LENGTH"] = service.settings.max_body_bytes
     app.json.sort_keys = False  # type: ignore[attr-defined]
     runner = RequestRunner(service)
