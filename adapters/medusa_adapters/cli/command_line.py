@@ -25,6 +25,7 @@ from .flags import add_common_options, chosen_parser, log_level, warn_of_renamed
 _COMMANDS = (
     ("serve", "medusa_adapters.cli.serve", "serve a model or a function, and show where its start's time went"),
     ("run", "medusa_adapters.cli.project.run", "call a handler once, with or without a model"),
+    ("batch", "medusa_adapters.cli.batch.command", "answer a file of requests, in the form of OpenAI's Batch API"),
     ("build", "medusa_adapters.cli.project.build", "build an image of a function, by podman, docker or buildah"),
     ("fetch", "medusa_adapters.cli.checkpoint.fetch", "fetch a checkpoint into a folder or, for timing, into memory"),
     ("new", "medusa_adapters.cli.project.new", "make a small complete project: handler, test, Dockerfile"),
@@ -206,8 +207,8 @@ def _before_program(unknown: Sequence[str], argv: Sequence[str]) -> Sequence[str
 
 
 def _split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split ``medusa serve … -- …`` at ``--``, after which the flags of the engine's own server stand."""
-    if argv[0] != "serve" or "--" not in argv:
+    """Split ``medusa serve … -- …`` (or ``batch``) at ``--``, behind which flags of the engine's own server stand."""
+    if argv[0] not in ("serve", "batch") or "--" not in argv:
         return list(argv), []
     place = list(argv).index("--")
     return list(argv[:place]), list(argv[place + 1 :])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 # These commands handle Ctrl-C themselves: they have processes of their own, and let requests finish.
-_OWN_SIGNALS = (["serve"], ["node"], ["cluster", "start"], ["cluster", "gateway"], ["cluster", "lab"])
+_OWN_SIGNALS = (["serve"], ["batch"], ["node"], ["cluster", "start"], ["cluster", "gateway"], ["cluster", "lab"])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,11 +6,11 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from medusa_runtime.config import OPTIONS, Settings, from_env, misspelt
+from medusa_runtime.config import OPTIONS, Option, Settings, from_env, misspelt
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.registry import is_remote
 
@@ -28,16 +28,19 @@ _LONGEST_STAGES = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    defaults = Settings()
     parser.description = (
         "Serve a model or a function. Every flag has an environment variable; the flag wins. "
         "With --engine vllm, flags of vllm serve follow behind --."
     )
     add_model(parser)
     parser.add_argument("--reload", action="store_true", help="start again when the handler's code changes")
-    for option in OPTIONS:
-        if option.field == "model":
-            continue
+    add_settings(parser, [option for option in OPTIONS if option.field != "model"])
+
+
+def add_settings(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
+    """Add a flag for each of these settings."""
+    defaults = Settings()
+    for option in options:
         default = getattr(defaults, option.field)
         shown = (
             ""
@@ -78,17 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"WARNING: {flag} has no effect with --engine {settings.engine}; it is for --engine {engine}",
                 file=sys.stderr,
             )
-    if arguments.engine_flags:
-        import shlex
-
-        settings = replace(
-            settings, vllm_args=" ".join(filter(None, (settings.vllm_args, shlex.join(arguments.engine_flags))))
-        )
-    if settings.vllm_args and settings.engine not in ("vllm", "vllm-group"):
-        raise ConfigError(
-            "flags of vllm serve (behind --, or in MEDUSA_VLLM_ARGS) need --engine vllm, "
-            f"found --engine {settings.engine}"
-        )
+    settings = with_engine_flags(settings, arguments.engine_flags)
     if arguments.reload:
         from .reload import serve_with_reload
 
@@ -98,6 +91,20 @@ def run(arguments: argparse.Namespace) -> int:
 
     observer = LoggedStart() if settings.log_format == "json" else Console(sys.stdout)
     return serve(settings, _run_function_process, observer)
+
+
+def with_engine_flags(settings: Settings, words: Sequence[str]) -> Settings:
+    """Return the settings with the words behind ``--``, flags of vllm serve. Raises ConfigError for other engines."""
+    if words:
+        import shlex
+
+        settings = replace(settings, vllm_args=" ".join(filter(None, (settings.vllm_args, shlex.join(words)))))
+    if settings.vllm_args and settings.engine not in ("vllm", "vllm-group"):
+        raise ConfigError(
+            "flags of vllm serve (behind --, or in MEDUSA_VLLM_ARGS) need --engine vllm, "
+            f"found --engine {settings.engine}"
+        )
+    return settings
 
 
 def resolve_settings(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:

@@ -1,0 +1,123 @@
+"""The lines of a batch: requests, and results. Their form is that of OpenAI's Batch API."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_runtime.bounded_json import TooManyValuesError, parse_json
+from medusa_runtime.errors import json_excerpt, json_kind
+
+_MOST_VALUES = 1_000_000
+_FIELDS = ("custom_id", "method", "url", "body")
+_PATH = re.compile(r"/[!-\"$->@-~]+")  # without a query
+_LONGEST_ID = 512
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """One request. ``number`` is that of its line, from 1 on."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: bytes
+
+
+class BadLineError(Exception):
+    """A line that is no request. ``custom_id`` is the line's, if it could be read."""
+
+    def __init__(self, number: int, message: str, custom_id: str | None = None) -> None:
+        super().__init__(f"line {number}: {message}")
+        self.custom_id = custom_id
+
+
+def parse_request(number: int, line: bytes | None) -> BatchRequest:
+    """Read a line, which is None if it is too long. Raises BadLineError."""
+    if line is None:
+        raise BadLineError(number, "expected a shorter line (--max-body-mb)")
+    try:
+        found = parse_json(line, _MOST_VALUES, parse_constant=_refuse_constant)
+    except TooManyValuesError as error:
+        raise BadLineError(number, str(error)) from None
+    except RecursionError:
+        raise BadLineError(number, "expected JSON of less depth") from None
+    except ValueError as error:
+        raise BadLineError(number, f"expected a JSON object, found something else ({error})") from None
+    if not isinstance(found, dict):
+        raise BadLineError(number, f"expected a JSON object, found {json_kind(found)}")
+    custom_id = found.get("custom_id")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _LONGEST_ID or custom_id[0] == "\0":
+        expected = f"a custom_id, a text of 1 to {_LONGEST_ID} characters"
+        raise BadLineError(number, f"expected {expected}, found {json_excerpt(custom_id)}")
+
+    def bad(message: str) -> BadLineError:
+        return BadLineError(number, message, custom_id)
+
+    for name in found:
+        if name not in _FIELDS:
+            raise bad(f"expected the fields {', '.join(_FIELDS)}, found {json_excerpt(name)}")
+    if found.get("method") != "POST":
+        raise bad(f'method: expected "POST", found {json_excerpt(found.get("method"))}')
+    url = found.get("url")
+    if not isinstance(url, str) or not _PATH.fullmatch(url):
+        raise bad(f"url: expected a route such as /v1/chat/completions, found {json_excerpt(url)}")
+    body = found.get("body")
+    if not isinstance(body, dict):
+        raise bad(f"body: expected an object, found {json_excerpt(body)}")
+    if body.get("stream"):
+        raise bad("body.stream: expected none or false, since results are whole answers, found true")
+    return BatchRequest(number, custom_id, url, _compact(body))
+
+
+def key_of(line: bytes) -> str:
+    """Return what names the request of a result's line, see ``request_key``. Raises ValueError if it is no result."""
+    found = parse_json(line)
+    try:
+        return request_key(found["custom_id"], "" if found["error"] is None else str(found["error"]["message"]))
+    except (LookupError, TypeError):
+        raise ValueError("expected a result with custom_id and error") from None
+
+
+def request_key(custom_id: str | None, message: str) -> str:
+    """Return the ``custom_id``, or for a line without one a text that no custom_id is, made of the error's message."""
+    return f"\0{message}" if custom_id is None else custom_id
+
+
+def result(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+    """Return the line of an answer. ``body`` is its JSON; what is none becomes a text."""
+    head = {"id": _new_id(), "custom_id": custom_id}
+    response = _compact({"status_code": status, "request_id": request_id})
+    inside = b',"body":' + _one_line(body) + b"}"
+    return _compact(head)[:-1] + b',"response":' + response[:-1] + inside + b',"error":null}\n'
+
+
+def failure(custom_id: str | None, code: str, message: str) -> bytes:
+    """Return the line of a request that has no answer."""
+    error = {"code": code, "message": message}
+    return _compact({"id": _new_id(), "custom_id": custom_id, "response": None, "error": error}) + b"\n"
+
+
+def _new_id() -> str:
+    return f"batch_req_{os.urandom(16).hex()}"
+
+
+def _one_line(body: bytes) -> bytes:
+    """Return a server's JSON as it is, if it stands in one line, or else written anew."""
+    if body.startswith(b"{") and body.endswith(b"}") and b"\n" not in body and b"\r" not in body:
+        return body
+    try:
+        return _compact(parse_json(body))
+    except (ValueError, RecursionError):
+        return _compact(body.decode(errors="replace"))
+
+
+def _compact(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name}, which JSON does not have")
