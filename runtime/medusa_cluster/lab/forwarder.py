@@ -34,6 +34,8 @@ def main(arguments: Sequence[str]) -> int:
 
 async def _serve(server: socket.socket, laboratory: int, target: str) -> None:
     address, _, port = target.rpartition(":")
+    # Once both sides have ended their half, nothing else refers to a connection's task, and it would be collected.
+    running: set[asyncio.Task[None] | None] = set()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -41,7 +43,13 @@ async def _serve(server: socket.socket, laboratory: int, target: str) -> None:
         except OSError:
             writer.transport.abort()  # the client gets a reset
             return
-        await asyncio.gather(_pass_on(reader, there_writer), _pass_on(there_reader, writer))
+        running.add(task := asyncio.current_task())
+        try:
+            await asyncio.gather(_pass_on(reader, there_writer), _pass_on(there_reader, writer))
+        finally:
+            running.discard(task)
+            writer.close()
+            there_writer.close()
 
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(laboratory, ended.set)
