@@ -106,6 +106,8 @@ def test_ray_gets_pinned_ports_and_none_of_our_environment(tmp_path: Path) -> No
     assert "RAY_gcs_storage" not in found  # the head's alone
     assert found["RAY_AUTH_MODE"] == "token"
     assert found["PATH"] == "/bin"
+    files, file_bytes = 1 + int(found["RAY_ROTATION_BACKUP_COUNT"]), int(found["RAY_ROTATION_MAX_BYTES"])
+    assert files * file_bytes < 10 << 20, "they are in a folder that is memory on most machines"
     machine = {"RAY_CLOUD_INSTANCE_ID": "i-1", "RAY_NODE_TYPE_NAME": "worker"}  # by which autoscalers know it
     assert machine.items() <= ray_environment(settings, machine).items()
 

@@ -32,6 +32,9 @@ _LIGHT_OPTIONS = {
     "RAY_worker_niceness": "0",  # the node actor of a busy node must not wait behind its engines
     "RAY_worker_oom_score_adjustment": "0",  # nor be killed before them when memory runs out; Ray's default is 1000
     "RAY_memory_monitor_refresh_ms": "0",
+    # An idle head logs 90 MB a day, into a folder that is memory on most machines. Ray would keep 3 GB of each file.
+    "RAY_ROTATION_MAX_BYTES": str(4 << 20),
+    "RAY_ROTATION_BACKUP_COUNT": "1",
 }
 
 # Variables by which an autoscaler recognizes a node as one of its machines. It sets them when it starts the machine.
