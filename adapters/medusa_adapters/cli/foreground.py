@@ -22,6 +22,8 @@ from medusa_runtime.process import adopt_orphans, die_with_parent, kill_children
 INTERRUPTED = 130
 _GRACE_S = 0.5  # for the command to clean up by itself
 _KILLED_S = 2.0  # for the kernel to end a killed process
+_SCRATCH = "medusa-scratch-"
+_JUST_NOW_S = 10.0  # from a folder's creation to its lock, at most
 _LOOK_S = 0.002  # between two looks whether killed processes have ended
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _WAITED_FOR = (*_PASSED_ON, signal.SIGCHLD)
@@ -98,13 +100,39 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 
 def _scratch() -> Path | None:
-    """Make a folder for the command's temporary files. Return None if that fails: the command itself reports it."""
-    import tempfile  # not for the commands that need no such folder
+    """Make a folder for the command's temporary files. Return None if that fails: the command itself reports it.
+
+    This process and its children hold the folder's lock. A folder whose lock nobody holds any more is that of a command
+    that was killed (SIGKILL), and is removed.
+    """
+    import fcntl  # not for the commands that need no such folder
+    import tempfile
 
     try:
-        return Path(tempfile.mkdtemp(prefix="medusa-"))
+        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH))
+        fcntl.flock(os.open(folder, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_EX)
     except OSError:
         return None
+    for other in folder.parent.glob(f"{_SCRATCH}*"):
+        with suppress(OSError):
+            _remove_if_left(other)
+    return folder
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove a command's folder, unless the command runs or began just now. Raises OSError if it does."""
+    import fcntl
+    import shutil
+
+    found = os.lstat(folder)
+    if found.st_uid != os.geteuid() or time.time() - found.st_mtime < _JUST_NOW_S:
+        return
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    finally:
+        os.close(opened)
 
 
 def _use_scratch(folder: Path) -> None:
