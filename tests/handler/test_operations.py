@@ -248,3 +248,24 @@ def test_two_slashes_lead_nowhere_else(serve: Serve) -> None:
     function = serve(handler="function/handler.py:handle")
     function.wait_ready()
     assert function.request("POST", "/a//b", {"name": "x"})[1]["path"] == "/a//b"
+
+
+def test_a_page_cannot_send_what_its_browser_does_not_ask_for(serve: Serve) -> None:
+    """Otherwise any page that a browser shows could use a server without a token that the browser's machine reaches."""
+    served = serve(cors_origins=PAGE)
+    served.wait_ready()
+    body = {"prompt": "a b c", "max_tokens": 1}
+    for path in ("/v1/completions", "/"):
+        for kind in (
+            "text/plain;charset=UTF-8",
+            "application/x-www-form-urlencoded",
+            "Multipart/Form-Data",
+        ):
+            for origin, status in (("https://evil.example", 415), ("null", 415), (PAGE, 200)):
+                found = served.request("POST", path, body, {"Content-Type": kind, "Origin": origin})
+                assert found[0] == status, (path, kind, origin, found)
+            assert served.request("POST", path, body, {"Content-Type": kind})[0] == 200  # curl -d
+            asked = {"Content-Type": kind, "Origin": "https://evil.example", "Authorization": "Bearer any"}
+            assert served.request("POST", path, body, asked)[0] == 200
+        asked = {"Content-Type": "application/json", "Origin": "https://evil.example"}
+        assert served.request("POST", path, body, asked)[0] == 200

@@ -16,12 +16,14 @@ from werkzeug.exceptions import ClientDisconnected
 from ..contract import Headers, Request, describe_json_error, load_json
 from ..faults import ApiError
 from .environ import FORCE_CLOSE, GRANT, ON_REQUEST_READ, SMALL_BODY_BYTES
+from .origins import listed_origins
 
 if TYPE_CHECKING:
     from .body_budget import Grant
 
 _STEP_BYTES = 1 << 20
 _JSON = re.compile(rb"[\s\0\xef\xbb\xbf\xfe\xff]*[\[{]")  # also in UTF-16 and with a byte order mark
+_UNASKED = frozenset(("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"))
 _WIDE = re.compile(rb"[\xf0-\xff]|\\u")
 
 
@@ -47,6 +49,27 @@ def read_body() -> bytes:
             _reserve_parsed(grant, g.body)
     body: bytes = g.body
     return body
+
+
+def refuse_pages_unasked(cors_origins: str | None) -> None:
+    """Refuse the current request if a browser may have sent it for any web page (CSRF). Raises ApiError 415.
+
+    Before a page sends JSON or a token to another origin, the browser asks that origin (Fetch standard, CORS-preflight
+    fetch). It does not ask for the types in ``_UNASKED``. Pages of ``cors_origins`` may send these, too.
+    """
+    origin = request.headers.get("Origin")
+    if origin is None or request.mimetype not in _UNASKED or "Authorization" in request.headers:
+        return
+    if request.method in ("GET", "HEAD", "OPTIONS"):
+        return
+    if cors_origins is not None and listed_origins(cors_origins) & {origin, "*"}:
+        return
+    raise ApiError(
+        415,
+        f"expected Content-Type: application/json from a web page ({origin[:100]}), found "
+        f"{request.mimetype or 'none'}; --cors-origins names pages that may send others",
+        code="bad_content_type",
+    )
 
 
 def _reserve_parsed(grant: Grant, body: bytes) -> None:

@@ -10,7 +10,7 @@ from flask import Blueprint, Response, jsonify, request
 
 from ..faults import ApiError, invalid
 from ..http.app import ModelRoutes
-from ..http.body import json_object
+from ..http.body import json_object, refuse_pages_unasked
 from .adapters import adapter_models, load_adapter, model_entry, unload_adapter
 from .body import fields, parameters
 from .body.parameters import Body
@@ -36,6 +36,10 @@ def model_routes(service: Service, runner: RequestRunner) -> ModelRoutes:
 def _blueprint(service: Service, runner: RequestRunner) -> Blueprint:
     routes = Blueprint("openai", __name__)
     routes.register_blueprint(engine_routes(service, runner))
+
+    @routes.before_request
+    def refuse_pages() -> None:
+        refuse_pages_unasked(service.settings.cors_origins)
 
     def add(path: str, answer: Callable[[Body, Callable[[], bool]], Response], method: str = "POST") -> None:
         def view(**parameters: str) -> Response:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from ..http.origins import listed_origins
+
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
@@ -20,7 +22,7 @@ def headers_for_origin(origins: str) -> Callable[[str], list[tuple[str, str]]]:
 
     If it is one of ``origins`` (``*`` or a list with commas), the headers let the page read the answer.
     """
-    allowed = frozenset(origin.strip().rstrip("/") for origin in origins.split(","))
+    allowed = listed_origins(origins)
 
     def headers(origin: str) -> list[tuple[str, str]]:
         # A cache must not give a page the answer that another page, or a client without an origin, was given.

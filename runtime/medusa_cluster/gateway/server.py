@@ -34,6 +34,7 @@ _HEARTBEAT_S = 10.0
 _PIECE_BYTES = 64 << 10  # the pieces of a large answer; a smaller one never waits for its client
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # as instances take it
+_UNASKED = ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 _OPEN_PATHS = ("/livez", "/readyz", "/health")
 
 
@@ -155,6 +156,7 @@ class GatewayServer:
     @asynccontextmanager
     async def _read(self, request: web.Request) -> AsyncIterator[_Body]:
         """Read the body, and count it as used memory for as long as the block runs. Raises Fault."""
+        _refuse_pages_unasked(request)
         if self._is_too_large(request):
             raise _too_large(self._options.max_body_mb)
         if (encoding := request.headers.get("Content-Encoding", "identity").lower()) != "identity":
@@ -271,6 +273,14 @@ class GatewayServer:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), token.encode()):
             raise Fault(401, "expected this gateway's token as Authorization: Bearer …", code="invalid_api_key")
+
+
+def _refuse_pages_unasked(request: web.Request) -> None:
+    """Refuse a request that a browser may have sent for any web page without asking first, as instances do."""
+    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if "Origin" in request.headers and "Authorization" not in request.headers and kind in _UNASKED:
+        text = f"expected Content-Type: application/json from a web page, found {kind or 'none'}"
+        raise Fault(415, text, code="bad_content_type")
 
 
 @dataclass(slots=True)

@@ -121,3 +121,18 @@ def test_a_body_of_many_values_costs_little_more_than_its_parsing(part: str) -> 
     parsed = time.process_time()
     parse_call("/v1/completions", raw, {})
     assert time.process_time() - parsed < 3 * (parsed - began) + 0.05
+
+
+def test_a_page_cannot_send_what_its_browser_does_not_ask_for(start_gateway: Start) -> None:
+    gateway = start_gateway()
+    body, page = {"model": "none", "prompt": "a"}, {"Origin": "https://evil.example"}
+
+    def status(**headers: str) -> int:
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        return gateway.exchange("POST", "/v1/completions", body, given)[0]
+
+    for kind in ("text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+        assert status(Content_Type=kind, **page) == 415
+        assert status(Content_Type=kind) == 404  # curl -d
+        assert status(Content_Type=kind, Authorization="Bearer any", **page) == 404
+    assert status(**page) == 404
