@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 _SPINS = 2000  # some 30 µs
 _LONGEST_REPORT_BYTES = 3500  # the kernel writes up to 4096 to a pipe as a whole (pipe(7))
@@ -202,6 +203,16 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # it ended before the call
         os._exit(1)
+
+
+def abort() -> NoReturn:
+    """End this process by SIGABRT, without a core dump.
+
+    A dump has the memory that processes share, such as a region of many GB. While the kernel writes it, a device's
+    memory stays taken.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    os.abort()
 
 
 def terminate(process: subprocess.Popen[Any], within_s: float) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import resource
+import signal
 from contextlib import closing
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 from hanging_files import LOOKUP, HangingFiles
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.instance.children import Children
-from medusa_runtime.process import ReportPipe
+from medusa_runtime.process import ReportPipe, abort
 from medusa_runtime.timeline import Timeline
 
 
@@ -63,3 +66,20 @@ def test_a_child_that_cannot_be_killed_holds_nobody_up(
         children.close()
     assert f"the prefetcher (process {pid}) was killed and has not ended" in caplog.text
     os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("dumps", [True, False])
+def test_a_process_that_aborts_leaves_no_core_dump(dumps: bool, tmp_path: Path) -> None:
+    if Path("/proc/sys/kernel/core_pattern").read_text().startswith(("|", "/", "@")):
+        pytest.skip("this machine keeps core dumps elsewhere")
+    pid = os.fork()
+    if not pid:
+        faulthandler.disable()
+        os.chdir(tmp_path)
+        resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
+        (os.abort if dumps else abort)()
+    status = os.waitpid(pid, 0)[1]
+    assert os.WTERMSIG(status) == signal.SIGABRT
+    if dumps and not os.WCOREDUMP(status):
+        pytest.skip("this machine makes no core dumps")
+    assert os.WCOREDUMP(status) is dumps

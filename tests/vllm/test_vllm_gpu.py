@@ -406,7 +406,7 @@ def test_a_broken_context_is_written_down_and_ends_the_process(
     aborted: list[bool] = []
     monkeypatch.setattr(parts.worker, "VllmGraphState", Breaking)
     monkeypatch.setattr(parts.worker, "CudaDriver", lambda: None)
-    monkeypatch.setattr(parts.worker.os, "abort", lambda: aborted.append(True))
+    monkeypatch.setattr(parts.worker, "abort", lambda: aborted.append(True))
     worker.model_runner = SimpleNamespace()
     worker.__dict__["_blueprints"] = Blueprints()
     worker.__dict__["_bundled"] = bundled = Bundled()
@@ -416,6 +416,26 @@ def test_a_broken_context_is_written_down_and_ends_the_process(
     worker.__dict__["_bundled"] = None
     with pytest.raises(DeviceError):
         adopt(parts, clean(manager), worker.restore_graphs).capture()
+
+
+def test_inputs_are_read_behind_the_work_that_fills_them() -> None:
+    """vLLM fills them on a stream of its own, for which a copy from the device does not wait."""
+    from medusa_runtime.state.graphs import MemoryRange, RangeKind
+    from medusa_vllm.gpu.graph_state import VllmGraphState
+
+    class Driver:
+        contents = b"old"
+
+        def call(self, function: str) -> None:
+            assert function == "cuCtxSynchronize"
+            self.contents = b"new"
+
+        def read(self, address: int, size: int) -> bytes:
+            return self.contents[:size]
+
+    one = MemoryRange("input_buffers.positions", RangeKind.NAMED, 4096, 3)
+    state = VllmGraphState(Driver(), None, None, segments=list)  # type: ignore[arg-type]
+    assert state.read([one]) == ((one, b"new"),)
 
 
 def test_what_is_checked_is_restored_by_a_start_and_what_that_leaves_out_has_the_reason(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -116,8 +116,10 @@ class VllmGraphState:
     def named(self) -> list[MemoryRange]:
         return named_ranges(self._runner, lambda tensor: tensor.device.type == self._device)
 
-    def read(self, memory_range: MemoryRange) -> bytes:
-        return self._driver.read(memory_range.address, memory_range.size)
+    def read(self, ranges: Iterable[MemoryRange]) -> tuple[tuple[MemoryRange, bytes], ...]:
+        """Return the contents of ranges behind all work that has begun, on whichever stream. No capture may run."""
+        self._driver.call("cuCtxSynchronize")  # a copy waits for no stream of torch's
+        return tuple((one, self._driver.read(one.address, one.size)) for one in ranges)
 
     def fingerprint(self) -> dict[str, str]:
         """Return facts that must be equal at a restore. Sizes of memory are compared separately, for each range."""
@@ -216,12 +218,7 @@ class VllmGraphState:
         placement = place(self._driver, wanted, placed=placed)
         self._addresses = {name: memory_range.address for name, memory_range in here.items()} | placement.addresses
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-        before = [
-            (memory_range, self.read(memory_range))
-            for name, memory_range in here.items()
-            if name in recorded and is_input(memory_range)
-        ]
+        before = self.read([one for name, one in here.items() if name in recorded and is_input(one)])
         restorer = GraphRestorer(
             self._driver,
             blueprints,

@@ -119,7 +119,7 @@ class Recording:
             ids.copy_(torch.arange(len(ids), device=ids.device) * 37 % runner.model_config.get_vocab_size())
         if not self._small:  # it is neither made nor moved between two captures
             self._small = [memory_range for memory_range in self.state.named() if is_input(memory_range)]
-        self.inputs[description] = tuple((memory_range, self.state.read(memory_range)) for memory_range in self._small)
+        self.inputs[description] = self.state.read(self._small)
 
 
 def is_input(memory_range: MemoryRange) -> bool:

@@ -8,7 +8,6 @@ shows the free memory, and captures that it throws away. Both are left out; the 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -19,6 +18,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.device.built_for import check_gpu
 from medusa_runtime.engine.gpu.device import BundledGraphs, bundled_graphs, full_gpu
 from medusa_runtime.errors import ConfigError, DeviceError, MedusaError
+from medusa_runtime.process import abort
 from medusa_runtime.state.graphs import Blueprints, CudaDriver
 from medusa_runtime.state.graphs.blob_format import decode_blueprints
 from medusa_runtime.timeline import Timeline
@@ -132,7 +132,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
             if not context_is_lost(error) or bundled is None or not bundled.quarantine(str(error)):
                 raise
             logger.exception("a restored CUDA graph broke the device's context; the next engine captures them")
-            os.abort()  # like a crash: the zygote forks another engine
+            abort()  # like a crash: the zygote forks another engine
 
     @cached_property
     def _blueprints(self) -> Blueprints | None:

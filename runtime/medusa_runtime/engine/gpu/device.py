@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...config import Settings
 from ...errors import DeviceError, StateError
+from ...process import abort
 from ...region.reader import Region
 from ...registry import bundle_engine
 from ...state.kinds import CUDA_GRAPHS, file_name
@@ -218,7 +219,7 @@ class Gpu:
 
     def abort_process(self) -> None:
         """End this process like a crash, so that the zygote forks a new engine. The region keeps the weights."""
-        os.abort()
+        abort()
 
     def as_default_device(self) -> AbstractContextManager[object]:
         """Return a context manager in which new tensors are made on the device."""
