@@ -8,12 +8,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu.device import Gpu
+from medusa_runtime.errors import DeviceError
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.timed_driver import TimedDriver
 
 
 class Machine(Protocol):
@@ -26,6 +30,9 @@ class Machine(Protocol):
 
     def time_ms(self, work: Callable[[], object], repeats: int) -> list[float]:
         """Milliseconds of each of ``repeats`` runs, after one that is not counted."""
+
+    def timed(self, gpu: Gpu) -> TimedDriver | None:
+        """Measure each call of the driver from now on, with which graphs are restored; None if that cannot be done."""
 
     def materialize(self, settings: Settings, folder: Path) -> Path | None: ...
 
@@ -64,6 +71,15 @@ class CudaMachine:
             end.synchronize()
             times.append(begin.elapsed_time(end))
         return times
+
+    def timed(self, gpu: Gpu) -> TimedDriver | None:
+        from benchmarks.gpu.timed_driver import TimedDriver
+
+        try:
+            gpu.placed.driver = timed = TimedDriver(gpu.placed.driver.file)
+        except DeviceError:  # no C compiler
+            return None
+        return timed
 
     def materialize(self, settings: Settings, folder: Path) -> Path | None:
         from medusa_runtime.engine.gpu.graph_capture import capture
@@ -107,6 +123,9 @@ class HostMachine:
             work()
             times.append((time.perf_counter() - begin) * 1e3)
         return times
+
+    def timed(self, gpu: Gpu) -> TimedDriver | None:
+        return None
 
     def materialize(self, settings: Settings, folder: Path) -> Path | None:
         path = folder / "cuda-graphs"

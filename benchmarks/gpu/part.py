@@ -123,7 +123,11 @@ def triggered(machine: Machine, options: Any) -> dict[str, Any]:
 
 
 def _restore(machine: Machine, one: Started, data: bytes) -> dict[str, Any]:
-    """Restore all graphs. Returns the seconds of it all, and of each step; the first two need no weights."""
+    """Restore all graphs.
+
+    Returns the seconds of it all, of each step (the first two need no weights), and of the driver's functions.
+    """
+    timed = machine.timed(one.gpu)
     began = time.perf_counter()
     restorer = one.gpu.restorer(one.runner.model, one.graphs)
     restorer.begin(data)
@@ -133,7 +137,9 @@ def _restore(machine: Machine, one: Started, data: bytes) -> dict[str, Any]:
     one.graphs.adopt(restorer.restore_sizes(one.graphs.sizes, validate="ends"))
     machine.synchronize()
     end = time.perf_counter()
-    steps = {"begin_s": mapped - began, "build_s": built - mapped, "check_s": end - built}
+    steps: dict[str, Any] = {"begin_s": mapped - began, "build_s": built - mapped, "check_s": end - built}
+    if timed is not None:
+        steps["calls"] = timed.times()
     missing = list(one.graphs.pending)
     return {"seconds": end - began, **steps, "graphs": len(one.graphs.graphs), "missing": missing}
 

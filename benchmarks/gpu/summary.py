@@ -18,6 +18,7 @@ from benchmarks.gpu.targets import (
 from benchmarks.gpu.vllm_check.lines import vllm_lines
 
 PROMISED = ("llama-3-8b", "qwen2.5-0.5b", "opt-1.3b")
+_LONGEST = 10  # of the driver's functions, how many are shown
 _DRY = "A DRY RUN, WITHOUT A GPU: none of these numbers means anything."
 # Each row that is promised, and what its line says where there is one.
 _ROWS = {
@@ -152,6 +153,7 @@ def _graphs(shape: str, captured: Results, restored: Results) -> list[str]:
             capture_s / restore_s >= FASTER,
         ),
     ]
+    found += _restore_times(shape, restored["restore"])
     different = differing(captured["hashes"], restored["hashes"])
     replays = min(map(len, restored["hashes"].values()), default=0)
     text = f"{shape}: {len(captured['hashes'])} sizes, {replays} replays of each: sizes whose bits differ"
@@ -166,6 +168,19 @@ def _graphs(shape: str, captured: Results, restored: Results) -> list[str]:
         best = max(step["speedup"] for step in captured["steps"].values())
         found.append(f"{shape}: captured against eager decode: up to {best:.2f} times")
     return found
+
+
+def _restore_times(shape: str, restore: Results) -> list[str]:
+    """Return a line with the steps of a restore, and the driver's functions that took longest; none without them."""
+    steps = [
+        f"{restore[f'{name}_s'] * 1e3:.0f} to {name}" for name in ("begin", "build", "check") if f"{name}_s" in restore
+    ]
+    longest = list(restore.get("calls", {}).items())[:_LONGEST]
+    calls = [f"{name} {one['seconds'] * 1e3:.0f} ({one['calls']})" for name, one in longest]
+    if not steps:
+        return []
+    of_driver = f"; by function of the driver (calls): {', '.join(calls)}" if calls else ""
+    return [f"{shape}: ms of the restore: {', '.join(steps)}{of_driver}"]
 
 
 def differing(captured: dict[str, list[str]], restored: dict[str, list[str]]) -> list[str]:

@@ -184,3 +184,41 @@ def test_checkpoints_are_written_while_earlier_parts_run(tmp_path: Path) -> None
     assert checking.checkpoint("tiny-llama") == tmp_path / "tiny-llama"
     assert (tmp_path / "tiny-llama/config.json").stat().st_mtime_ns == written, "it was written twice"
     assert checking.checkpoint("no such shape") is None
+
+
+def test_the_drivers_functions_are_timed_in_a_restore(fake_cuda: Path) -> None:
+    from medusa_runtime.state.graphs import place, restore_graphs
+
+    from benchmarks.gpu.timed_driver import TimedDriver
+    from benchmarks.graph_restore import blueprints
+
+    driver = TimedDriver(str(fake_cuda))
+    driver.call("cuInit", 0)
+    driver.call("cuCtxSetCurrent", driver.handle("cuDevicePrimaryCtxRetain", 0))
+    made = blueprints(3, 50, 4)
+    keys = [graph.key for graph in made.graphs]
+    stream = driver.handle("cuStreamCreate", 0)
+    with (
+        place(driver, made.ranges) as placement,
+        restore_graphs(driver, made, placement, keys=keys, stream=stream, fingerprint={}, validate="none") as restored,
+    ):
+        assert len(restored.graphs) == 3, restored.reasons
+    times = driver.times()
+    counts = {name: one["calls"] for name, one in times.items()}
+    assert counts["cuGraphAddKernelNode_v2"] == 150
+    assert counts["cuGraphInstantiateWithParams"] == counts["cuGraphAddDependencies_v2"] == 3
+    assert counts["cuLibraryLoadData"] == 5
+    assert all(one["seconds"] > 0 for one in times.values())
+    loads = times["cuLibraryLoadData"]
+    assert loads["from_s"] < loads["to_s"] < times["cuGraphInstantiateWithParams"]["to_s"]
+    restore = {
+        "begin_s": 0.1,
+        "build_s": 0.2,
+        "check_s": 0.03,
+        "calls": {"cuGraphLaunch": {"calls": 4, "seconds": 0.02}},
+    }
+    (line,) = summary._restore_times("tiny", restore)
+    assert line == (
+        "tiny: ms of the restore: 100 to begin, 200 to build, 30 to check; by function of the driver (calls): "
+        "cuGraphLaunch 20 (4)"
+    )

@@ -222,7 +222,7 @@ class VllmGraphState:
         restorer = GraphRestorer(
             self._driver,
             blueprints,
-            placement,
+            placement=placement,
             stream=stream.cuda_stream,
             fingerprint=self.fingerprint() | {KV_BYTES: str(self._kv_bytes())},
             current_stream=lambda: torch.cuda.current_stream().cuda_stream,

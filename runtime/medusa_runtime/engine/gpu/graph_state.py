@@ -66,16 +66,25 @@ class GraphState:
 
         The reasons why others do not fit are logged once.
         """
-        self.begin(data)
-        return self.restore_sizes(self._graphs.sizes, validate=validate)
+        return self.restore_sizes(self.begin(data), validate=validate)
 
     def begin(self, data: Blueprints | bytes) -> tuple[int, ...]:
-        """Map the graphs' memory, and return the batch sizes that the bundle has graphs for.
+        """Map the graphs' memory, begin to load kernel images, and return the sizes that the bundle has graphs for.
 
-        It is empty if the memory cannot be mapped, and the reason is logged.
+        The reasons why it has none for other sizes, or why none fits here, are logged once.
         """
         blueprints = self._without_pinned(decode_blueprints(data) if isinstance(data, bytes) else data)
-        used = used_ranges(blueprints)
+        self._stream = stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        restorer = GraphRestorer(
+            self._driver,
+            blueprints,
+            stream=stream.cuda_stream,
+            fingerprint=self.fingerprint() | self._kv_blocks_fact(blueprints.fingerprint.get(KV_BLOCKS) == _ANY),
+            current_stream=lambda: torch.cuda.current_stream().cuda_stream,
+            trigger=self._trigger,
+        )
+        restorer.begin_loading()  # beside the mapping of memory
+        used = used_ranges(blueprints) if restorer.keys else set()
         wanted = [
             memory_range
             for n, memory_range in enumerate(blueprints.ranges)
@@ -84,23 +93,20 @@ class GraphState:
         try:
             placement = place(self._driver, wanted, placed={one.name: one.address for one in self._named()})
         except GraphMismatch as mismatch:
+            restorer.restored.close()
             logger.warning("CUDA graphs are captured, not restored: %s", mismatch)
             return ()
-        self._placement = placement  # the graphs' memory must live as long as they do
-        self._stream = stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        except BaseException:
+            restorer.restored.close()
+            raise
+        self._placement = restorer.placement = placement  # the graphs' memory must live as long as they do
         torch.cuda.synchronize()
-        self._restorer = GraphRestorer(
-            self._driver,
-            blueprints,
-            placement,
-            stream=stream.cuda_stream,
-            fingerprint=self.fingerprint() | self._kv_blocks_fact(blueprints.fingerprint.get(KV_BLOCKS) == _ANY),
-            current_stream=lambda: torch.cuda.current_stream().cuda_stream,
-            trigger=self._trigger,
-        )
-        self.restored = self._restorer.restored
-        keys = set(self._restorer.keys)
-        return tuple(size for size in self._graphs.sizes if key_of(size) in keys)
+        self._restorer, self.restored = restorer, restorer.restored
+        found, keys = set(restorer.keys), [key_of(size) for size in self._graphs.sizes]
+        absent = [key for key in keys if key not in found]
+        restorer.build(absent)  # only the reasons
+        log_reasons(restorer.restored, absent)
+        return tuple(size for size in self._graphs.sizes if key_of(size) in found)
 
     def build(self, sizes: Sequence[int]) -> None:
         """Load kernel images and build the graphs of these sizes, which needs no weights."""
@@ -171,7 +177,7 @@ class GraphState:
         restorer = GraphRestorer(
             self._driver,
             replace(checked, graphs=variants),
-            self._placement,
+            placement=self._placement,
             stream=self._stream.cuda_stream,
             fingerprint=checked.fingerprint,
         )

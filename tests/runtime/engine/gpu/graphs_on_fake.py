@@ -206,6 +206,13 @@ def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
         if options.get("without_images"):
             blueprints = replace(blueprints, images={})
         model.layers_run.clear()
+        if options.get("begun"):  # as the engine begins, before it knows the weights
+            named = {one.name for one in state._named()}
+            sizes = sorted(state.begin(blueprints))
+            assert state._restorer is not None
+            assert state._placement is not None
+            mapped = sorted(state._placement.addresses.keys() - named)
+            return {"sizes": sizes, "images": len(state._restorer._finder._libraries), "mapped": mapped}
         try:
             graphs.adopt(state.restore(blueprints, validate="all"))
         except DeviceError as error:

@@ -348,3 +348,21 @@ def test_a_size_that_was_not_tried_is_not_taken(run: Run, tmp_path: Path) -> Non
     assert run("restore", 0x580000000000, bundle=bundle)["answers"] == made["answers"]
     restored = run("restore", 0x580000000000, bundle=bundle, blocks=6)
     assert set(restored["reasons"].values()) == {"library: made for kv blocks 21, this is 22"}
+
+
+@pytest.mark.timeout(600)
+def test_a_start_on_another_gpu_says_so_and_maps_nothing(run: Run, bundle: dict[str, Any], tmp_path: Path) -> None:
+    other, reason = tmp_path / "bundle", "gpu: made for gpu Fake B200, this is Fake H200"
+    made = decode_blueprints(Path(bundle["path"]).read_bytes())
+    save_blueprints(replace(made, fingerprint={**made.fingerprint, "gpu": "Fake B200"}), other)
+    restored = run("restore", 0x580000000000, bundle=str(other), begun=True)
+    assert restored == {"sizes": [], "images": 0, "mapped": [], "log": restored["log"]}
+    assert restored["log"].count(f"3 CUDA graphs are captured, not restored: {reason}") == 1
+    restored = run("restore", 0x580000000000, bundle=bundle["path"], begun=True)
+    assert restored == {
+        "sizes": [1, 2, 4],
+        "images": len(made.images),
+        "mapped": ["graph pool"],
+        "log": restored["log"],
+    }
+    assert "not restored" not in restored["log"]

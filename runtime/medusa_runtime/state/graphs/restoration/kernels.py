@@ -34,8 +34,8 @@ class KernelHandle(NamedTuple):
 class KernelFinder:
     """Loads each image once, and finds kernels in it. ``close`` unloads the images, so no graph may use them then.
 
-    When the first kernel is looked for, several threads begin to check and load all images, which are tens of
-    MB for a model. A damaged one is not loaded, so graphs that use it are not restored.
+    Several threads check and load all images, which are tens of MB for a model, from ``begin_loading`` on, or from when
+    the first kernel is looked for. A damaged one is not loaded, so graphs that use it are not restored.
     """
 
     def __init__(self, driver: CudaDriver, blueprints: Blueprints, trigger: Trigger | None = None) -> None:
@@ -56,8 +56,7 @@ class KernelFinder:
         """
         if number not in self._found:
             record = self._blueprints.kernels[number]
-            if not self._libraries:
-                self._load_all()
+            self.begin_loading()
             library = self._library(record.image)
             if library:
                 try:
@@ -88,7 +87,10 @@ class KernelFinder:
                 self._driver.result("cuLibraryUnload", loading.result())
         self._found.clear()
 
-    def _load_all(self) -> None:
+    def begin_loading(self) -> None:
+        """Begin to load all images, if that has not begun."""
+        if self._libraries:
+            return
         loaders = ThreadPoolExecutor(_LOADERS, "kernel images")
         for digest in self._blueprints.images:
             self._libraries[digest] = loaders.submit(self._load, digest)

@@ -76,24 +76,25 @@ class RestoredGraphs:
 class GraphRestorer:
     """Restores the graphs of a bundle, a few at a time: the first before requests are served, the others in idle times.
 
-    ``placement`` says where the memory ranges are now (see ``place``). ``stream`` is for uploads and validation, and
-    ``current_stream`` returns the stream for ``replay``, which by default is the same. ``trigger`` captures a first
-    layer, and is called only for a kernel that is in no saved image. A bad bundle never raises an error: the reason is
-    in ``restored``, for each graph.
+    ``placement`` says where the memory ranges are now (see ``place``), and may be set later, before the first graph is
+    built. ``stream`` is for uploads and validation, and ``current_stream`` returns the stream for ``replay``, which by
+    default is the same. ``trigger`` captures a first layer, and is called only for a kernel that is in no saved image.
+    A bad bundle never raises an error: the reason is in ``restored``, for each graph.
     """
 
     def __init__(
         self,
         driver: CudaDriver,
         blueprints: Blueprints | bytes,
-        placement: Placement,
         *,
         stream: int,
         fingerprint: Mapping[str, str],
+        placement: Placement | None = None,
         current_stream: Callable[[], int] | None = None,
         trigger: Trigger | None = None,
     ) -> None:
-        self._driver, self._placement, self._stream = driver, placement, stream
+        self._driver, self._stream = driver, stream
+        self.placement = placement or Placement(driver, {})
         self._current_stream = current_stream or (lambda: stream)
         self._blueprints = Blueprints()
         self._rejected: GraphMismatch | None = None  # why no graph of the bundle fits here
@@ -119,6 +120,11 @@ class GraphRestorer:
         """The keys of the bundle's graphs; none if the bundle does not fit here."""
         return [] if self._rejected else [graph.key for graph in self._blueprints.graphs]
 
+    def begin_loading(self) -> None:
+        """Begin to load kernel images, in threads, if a graph may fit here. Otherwise the first graph begins it."""
+        if self.keys:
+            self._finder.begin_loading()
+
     def build(self, keys: Sequence[str]) -> None:
         """Load images, relocate, and build these graphs. This needs the weights' addresses, but not their bytes."""
         known = {graph.key: graph for graph in self._blueprints.graphs}
@@ -142,7 +148,7 @@ class GraphRestorer:
 
     def _restore(self, graph: GraphBlueprint) -> int:
         """Return the executable graph."""
-        _check_pins(self._blueprints, graph, self._placement)
+        _check_pins(self._blueprints, graph, self.placement)
         assert self._builder is not None  # else it was rejected
         used = self._builder.used(graph)
         kernels = {number: self._finder.handle(number, graph.key) for number in used.kernels}
@@ -152,7 +158,7 @@ class GraphRestorer:
     def _start(self, memory_range: MemoryRange) -> int:
         """Return where a range is now. Raises GraphMismatch if it is nowhere."""
         if memory_range.kind != RangeKind.MODULE:
-            return self._placement.address(memory_range, 0)
+            return self.placement.address(memory_range, 0)
         variable = self._finder.variable(memory_range.name)
         if variable is None:
             name = memory_range.name.partition(":")[2]
@@ -202,7 +208,7 @@ class GraphRestorer:
         memory_range = self._blueprints.ranges[piece.memory_range]
         if memory_range.kind == RangeKind.MODULE:
             return (self._finder.variable(memory_range.name) or 0) + piece.offset
-        return self._placement.address(memory_range, piece.offset)
+        return self.placement.address(memory_range, piece.offset)
 
     def _is_unloaded(self, piece: Piece) -> bool:
         """Return whether a piece is in a variable of an image that is not loaded here, so no graph here needs it."""
@@ -237,7 +243,7 @@ def restore_graphs(
     restoration = GraphRestorer(
         driver,
         blueprints,
-        placement,
+        placement=placement,
         stream=stream,
         fingerprint=fingerprint,
         current_stream=current_stream,
