@@ -90,6 +90,8 @@ class Gpus:
         count = deployment.gpus if self._names and deployment.device != "cpu" else 0
         usable = self._usable()
         free = [name for name in usable if name not in self._loans]
+        if count > 1:
+            free = [name for name in free if not name.startswith("MIG-")]  # a process reaches one such part alone
         if len(free) < count:
             holders = ", ".join(sorted({loan.holder for loan in self._loans.values()}))
             lost = len(self._names) - len(usable)

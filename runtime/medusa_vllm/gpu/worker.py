@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.device.built_for import check_gpu
-from medusa_runtime.engine.gpu.device import BundledGraphs, bundled_graphs, full_gpu
+from medusa_runtime.engine.gpu.device import BundledGraphs, bundled_graphs, full_gpu, is_full
 from medusa_runtime.errors import ConfigError, DeviceError, MedusaError
 from medusa_runtime.process import abort
 from medusa_runtime.state.graphs import Blueprints, CudaDriver
@@ -187,10 +187,12 @@ class GpuWorker(Worker):  # type: ignore[misc]
 
 @contextmanager
 def _needs_memory(what: str) -> Iterator[None]:
-    """Raise DeviceError in place of torch's error if the GPU has too little memory for ``what``."""
+    """Raise DeviceError in place of another error if the GPU has too little memory for ``what``."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_full(error):
+            raise
         raise full_gpu(error, f"the {what}") from error
 
 

@@ -8,9 +8,8 @@ import time
 from collections import deque
 from typing import Any
 
-import torch
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.gpu.device import Gpu
+from medusa_runtime.engine.gpu.device import Gpu, is_full
 from medusa_runtime.engine.serving.sequence import Sequence, Span
 from medusa_runtime.engine.torch.engine import TorchEngine, step_error
 from medusa_runtime.errors import EngineError, MedusaError
@@ -185,8 +184,10 @@ class SourceEngine(TorchEngine):
     def _finish_or_lose(self, pair: _Pair, handover: Handover) -> None:
         try:
             self._finish(pair, handover)
-        except torch.OutOfMemoryError as error:  # of a GPU: its prompts are computed here, in smaller steps
-            self._lose(pair, step_error(error))
+        except RuntimeError as error:
+            if not is_full(error):
+                raise
+            self._lose(pair, step_error(error))  # its prompts are computed here, in smaller steps
 
     def _finish(self, pair: _Pair, handover: Handover) -> None:
         """Run the layers of a batch that the target has not run, and sample its tokens."""

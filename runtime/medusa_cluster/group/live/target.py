@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
-from medusa_runtime.engine.gpu.device import Gpu
+from medusa_runtime.engine.gpu.device import Gpu, is_full
 from medusa_runtime.engine.serving.requests import Sink
 from medusa_runtime.engine.serving.sequence import Sequence, Span
 from medusa_runtime.engine.serving.transcript import Transcript
@@ -68,7 +68,9 @@ class TargetEngine(SourceEngine):
         try:
             with torch.inference_mode():
                 helper.run(stop)
-        except (EngineError, torch.OutOfMemoryError) as error:
+        except (EngineError, RuntimeError) as error:
+            if not isinstance(error, EngineError) and not is_full(error):
+                raise
             logger.warning("%s; this instance goes on alone", step_error(error))
         finally:
             helper.close()

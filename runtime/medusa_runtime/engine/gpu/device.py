@@ -21,6 +21,13 @@ from ...timeline import Timeline
 logger = logging.getLogger(__name__)
 
 _BACKGROUND_THREADS = 2
+# What CUDA, cuBLAS and triton say when they find no memory for themselves: for a handle, or for the code of a kernel.
+_NO_MEMORY = (
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",
+    "Triton Error [CUDA]: out of memory",
+)
 
 if TYPE_CHECKING:  # a start on a CPU does not import these
     from ...load.loader import Loader
@@ -37,10 +44,18 @@ def open_gpu(settings: Settings, timeline: Timeline) -> Gpu | None:
         return Gpu()
 
 
+def is_full(error: Exception) -> bool:
+    """Return whether an error says that the GPU has too little memory: torch's allocator's, or a library's."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+
+
 def full_gpu(error: Exception, what: str) -> DeviceError:
-    """Return our error in place of torch's that the GPU has too little memory for ``what``."""
+    """Return our error in place of one for which ``is_full`` is true: the GPU has too little memory for ``what``."""
     found = str(error).partition("CUDA out of memory. ")[2].partition(" is free")[0]
-    free = f" ({found} is free)" if found else ""
+    first = str(error).partition("\n")[0]
+    free = f" ({found} is free)" if found else "" if isinstance(error, torch.OutOfMemoryError) else f" ({first})"
     return DeviceError(
         f"the GPU's memory has no room for {what}{free}; use a larger GPU, lower "
         "--max-batched-tokens, --max-concurrency or --kv-cache-mb, or end what else runs on this one"

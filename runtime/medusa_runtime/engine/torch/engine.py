@@ -28,7 +28,7 @@ from ...region.reader import Region
 from ...timeline import Timeline
 from ..base import EngineInfo, GenerateRequest
 from ..checkpoint_files import read_config, read_eos_token_ids
-from ..gpu.device import Gpu, bundled_graphs, full_gpu, open_gpu
+from ..gpu.device import Gpu, bundled_graphs, full_gpu, is_full, open_gpu
 from ..serving.inbox import Inbox
 from ..serving.requests import Requests, Sink
 from ..serving.sequence import NO_TOKEN, SampledToken, Sequence, Span
@@ -317,13 +317,13 @@ class TorchEngine:
             raise
         except Exception as error:
             self._failed_steps += 1
-            is_full = isinstance(error, torch.OutOfMemoryError)  # a GPU's; there is nothing to look for in a traceback
+            full = is_full(error)  # there is nothing to look for in a traceback
             failure = step_error(error)
             if self._failed_steps >= _MOST_FAILED_STEPS:
-                if is_full:
+                if full:
                     raise failure from error
                 raise
-            log = logger.error if is_full else logger.exception
+            log = logger.error if full else logger.exception
             log("a step failed; its %d requests end: %s", len(spans), failure)
             for span in spans:
                 self._requests.end(span.sequence, "error", failure)
@@ -389,6 +389,6 @@ def step_error(error: Exception) -> MedusaError:
     """Return our error in place of one that a step has raised, such as torch's when a GPU's memory is full."""
     if isinstance(error, MedusaError):
         return error
-    if not isinstance(error, torch.OutOfMemoryError):
+    if not is_full(error):
         return EngineError(f"the engine failed: {type(error).__name__}: {error}")
     return full_gpu(error, "a step beside the weights and the KV cache")

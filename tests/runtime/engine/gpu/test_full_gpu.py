@@ -101,7 +101,7 @@ def test_memory_of_graphs_that_are_used_is_kept(start: Callable[..., Any], monke
     assert gpu.closed == 0
 
 
-def fail(served: Any, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+def fail(served: Any, monkeypatch: pytest.MonkeyPatch, times: int, error: Exception | None = None) -> None:
     """Let the next steps run out of the GPU's memory."""
     runner, left = runner_of(served), [times]
     step = runner.step
@@ -109,7 +109,7 @@ def fail(served: Any, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     def full(spans: Any) -> Any:
         if left[0]:
             left[0] -= 1
-            raise torch.OutOfMemoryError(TORCHS)
+            raise error or torch.OutOfMemoryError(TORCHS)
         return step(spans)
 
     monkeypatch.setattr(runner, "step", full)
@@ -125,6 +125,28 @@ def test_a_step_without_memory_ends_its_requests_with_one_line(
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert record.getMessage() == f"a step failed; its 1 requests end: {ENDS}"
     assert record.exc_info is None
+
+
+@pytest.mark.parametrize(
+    ("said", "full"),
+    [
+        ("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", True),
+        ("Triton Error [CUDA]: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle)`", False),
+    ],
+)
+def test_a_library_without_memory_of_the_gpu_is_known_by_what_it_says(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, said: str, full: bool
+) -> None:
+    """torch's allocator is not the only one: handles, and the code of kernels that run first, take memory beside it."""
+    served = start(HostGpu(None))
+    fail(served, monkeypatch, 1, RuntimeError(said))
+    code, message = served.ask(PROMPTS[0], max_tokens=5).last.error
+    assert (code == DeviceError.code) is full
+    assert message.startswith("the GPU's memory has no room for a step") is full
+    assert said.partition("\n")[0] in message
 
 
 def test_if_no_step_has_memory_the_engine_ends_with_one_line(
