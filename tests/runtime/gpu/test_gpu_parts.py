@@ -154,3 +154,17 @@ def test_graphs_are_captured_in_a_pool_at_a_chosen_address(cuda: torch.device) -
     segments = [one for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(pool.id)]  # type: ignore[no-untyped-call]
     assert sum(one["total_size"] for one in segments) == found.size
     assert all(base <= one["address"] < base + found.size for one in segments)
+
+
+def test_a_wider_block_table_makes_no_other_kernel(cuda: torch.device) -> None:
+    from medusa_runtime.kernels import paged_triton
+
+    keys, values = (torch.randn(512, 16, 2, 64, device=cuda, dtype=torch.bfloat16) for _ in range(2))
+    counts = []
+    for count, width in [(1, 1), (1, 9), (2, 16), (3, 32)]:
+        lengths = torch.ones((2, count), dtype=torch.long, device=cuda)[1]  # where an eager step has its contexts
+        tables = torch.zeros((count, width), dtype=torch.int32, device=cuda)
+        q = torch.randn(count, 4, 64, device=cuda, dtype=torch.bfloat16)
+        paged_triton.decode(q, keys, values, tables, lengths, scale=0.125, window=None)
+        counts.append(len(paged_triton._attend.device_caches[cuda.index][0]))
+    assert len(set(counts)) == 1, counts
