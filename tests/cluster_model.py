@@ -109,7 +109,9 @@ class ClusterModel:
             self._copies(decision.node, found)
         elif isinstance(decision, StartInstance):
             node = self.nodes[decision.node]
-            assert node.free_slots > 0
+            deployment = self.deployments[decision.model]
+            slots = deployment.devices if node.computes_on_device(deployment.device) else 1
+            assert node.free_slots(deployment.device) >= slots
             started = Instance(
                 decision.id,
                 decision.model,
@@ -120,6 +122,8 @@ class ClusterModel:
                 decision.layers,
                 decision.group,
                 decision.full,
+                slots=slots,
+                device=deployment.device,
             )
             self.nodes[node.name] = replace(node, instances=(*node.instances, started))
         elif isinstance(decision, StopInstance):

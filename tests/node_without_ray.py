@@ -66,7 +66,7 @@ class Neighbours:
     def group_token(self, group: str) -> str:
         return f"secret of {group}"
 
-    async def request_nodes(self, _: int) -> None:
+    async def request_nodes(self, _: int, gpus: object = ()) -> None:
         pass
 
 

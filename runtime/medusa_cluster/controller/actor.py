@@ -10,7 +10,7 @@ import hmac
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -131,13 +131,15 @@ class RayNodes:
         self._actors.pop(node, None)
         await asyncio.get_running_loop().run_in_executor(self._actor_threads, kill)
 
-    async def request_nodes(self, total: int) -> None:
-        """Ask Ray's autoscaler, if there is one, for so many nodes. Ray keeps the last request."""
+    async def request_nodes(self, total: int, gpus: Sequence[int] = ()) -> None:
+        """Ask Ray's autoscaler, if there is one, for so many nodes, some with GPUs. Ray keeps the last request."""
+        bundles = [{NODE_RESOURCE: 1, "GPU": count} for count in gpus]
+        bundles += [{NODE_RESOURCE: 1}] * (total - len(gpus))
 
         def request() -> None:
             from ray.autoscaler.sdk import request_resources  # a second of imports
 
-            request_resources(bundles=[{NODE_RESOURCE: 1}] * total)
+            request_resources(bundles=bundles)
 
         try:
             await asyncio.get_running_loop().run_in_executor(None, request)

@@ -22,13 +22,13 @@ from medusa_runtime.node.regions.model_key import absolute, model_key
 from ..deployment import Deployment
 from ..policy.decide import Memory, Options, decide
 from ..policy.sizing import LARGEST_GROUP
-from ..policy.state import Consolidate, Decision, Load, StartInstance
+from ..policy.state import Consolidate, Decision, StartInstance
 from .execution import Execution
 from .groups import Groups
 from .members import Members
 from .models import Models
 from .nodes import Gateway, KnownInstance, KnownNode, Nodes
-from .obstacles import obstacle
+from .obstacles import Obstacles
 from .plan_file import ClusterPlan, read_plan, write_plan
 from .reports import loads_of
 from .state import State
@@ -61,12 +61,12 @@ class Cluster:
         self.execution = Execution(self.state, nodes, self.models)
         self._groups = Groups(self.state, nodes, self.models, self.execution)
         self._members = Members(self.state, nodes, self._apply_status)
-        self._memory = Memory(requested_nodes=None)
+        self._memory = Memory(requested=None)
         self._began = time.monotonic()
         self._tick_took_s = 0.0
         self._save_at = math.inf  # when to write the plan after a change that no user made
         self._recovered = False
-        self._obstacles: dict[str, str | None] = {}  # model → why it starts on no node, as was recorded
+        self._obstacles = Obstacles(self.state)
 
     # Background work.
 
@@ -107,6 +107,8 @@ class Cluster:
             instance.version = str(item.get("version", ""))
             if item.get("pair"):
                 instance.set_pair(item["pair"])
+            if "gpus" in item:
+                instance.slots, instance.device = max(int(item["gpus"]), 1), item["device"]
             if item.get("start"):
                 self._learn_start(node, instance, item["start"])
             if instance.state != "draining" and item["state"] != instance.state:
@@ -171,27 +173,16 @@ class Cluster:
         self._groups.update()
         self.models.update(self.state.deployments.values(), self.state.nodes, now)
         loads = self.state.loads.summed(self.state.gateways.values(), now, self.state.deployments)
-        self._record_obstacles(loads)
         fetches = self.execution.fetches(now)
         view = policy_state(self.state, self.models, fetches, loads)
         decisions, self._memory = decide(view, now, self._memory, self._options)
+        self._obstacles.record(loads, self._memory.waiting, now)
         for decision in decisions:
             self._begin(decision)
         self._groups.begin()
         self.state.publish()
         self.state.report_drained()
         self._tick_took_s = time.monotonic() - now
-
-    def _record_obstacles(self, loads: Mapping[str, Load]) -> None:
-        """Record once why a model that is asked for starts on no node."""
-        self._obstacles = {name: text for name, text in self._obstacles.items() if name in self.state.deployments}
-        for name, deployment in self.state.deployments.items():
-            if not deployment.min and (name not in loads or not loads[name].waiting):
-                continue
-            found = obstacle(deployment, self.state.nodes.values())
-            if found is not None and found != self._obstacles.get(name):
-                self.state.record_event("no-node", found, model=name)
-            self._obstacles[name] = found
 
     def _begin(self, decision: Decision) -> None:
         """Begin to carry out a decision, unless it is under way."""

@@ -54,7 +54,7 @@ class Execution:
         self._failed_fetches: dict[tuple[str, str], tuple[int, float]] = {}
         self._failed_ids: dict[str, float] = {}
         self._stopped: dict[str, float] = {}
-        self._wanted_nodes = 0
+        self._wanted_nodes = RequestNodes(0)
 
     def begin(self, decision: Decision) -> None:
         """Begin to carry out a decision, unless it is under way."""
@@ -82,8 +82,8 @@ class Execution:
                 self.start_task(("pin", node, url), self._call(node, request))
             case Pace(node, bytes_per_s):
                 self.start_task(("pace", node), self._call(node, {"op": "pace", "bytes_per_s": bytes_per_s}))
-            case RequestNodes(total):
-                self._wanted_nodes = total
+            case RequestNodes():
+                self._wanted_nodes = decision
                 self.start_task(("nodes",), self._request_nodes())
             case SetSpare(node, spare):
                 self._state.set_spare(node, spare=spare)
@@ -123,6 +123,7 @@ class Execution:
             decision.id, decision.model, decision.node, "starting", time.time(), role=decision.role
         )
         instance.predicted_s = decision.ttft_s
+        instance.set_gpus(state.deployments[decision.model], state.nodes[decision.node], decision.device_bytes)
         state.instances[decision.id] = instance
         reason = f": {decision.reason}" if decision.reason else ""
         state.record_event(
@@ -139,6 +140,7 @@ class Execution:
                 return
             deployment = state.deployments[instance.model].to_json()
             request: dict[str, Any] = {"op": "start", "id": instance.id, "deployment": deployment}
+            request["device_bytes"] = instance.device_bytes
             if (plan := await self._live.plan(instance, partner)) is not None:
                 request["group"] = plan
             if not state.is_wanted(instance):
@@ -365,7 +367,7 @@ class Execution:
         while requested != self._wanted_nodes:
             wanted = self._wanted_nodes
             try:
-                await self._nodes.request_nodes(wanted)
+                await self._nodes.request_nodes(wanted.total, wanted.devices)
             except MedusaError as error:
                 logger.warning("%s", error)
                 await asyncio.sleep(_SHORTEST_PAUSE_S)

@@ -61,7 +61,8 @@ class Groups:
             )
             for rank, start in enumerate(starts)
         ]  # fmt: skip
-        for worker in workers:
+        for worker, start in zip(workers, starts, strict=True):
+            worker.set_gpus(state.deployments[worker.model], state.nodes[worker.node], start.device_bytes)
             state.instances[worker.id] = worker
         names = ", ".join(worker.node for worker in workers)
         predicted = f", the first token in {starts[0].ttft_s:.2f} s" if starts[0].ttft_s else ""
@@ -107,7 +108,8 @@ class Groups:
 
     async def _start_worker(self, worker: KnownInstance, group: Mapping[str, Any]) -> None:
         deployment = self._state.deployments[worker.model].to_json()
-        request = {"op": "start", "id": worker.id, "deployment": deployment, "group": group}
+        request: dict[str, Any] = {"op": "start", "id": worker.id, "deployment": deployment, "group": dict(group)}
+        request |= {"device_bytes": worker.device_bytes}
         await self._nodes.call(worker.node, request, _START_S)
         if worker.state == "starting":
             worker.state, worker.since = "ready", time.time()

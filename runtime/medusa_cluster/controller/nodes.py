@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from medusa_runtime.errors import ClusterError, json_excerpt
 
-from ..deployment import Device
+from ..deployment import Deployment, Device
 from ..policy.state import Processor
 
 _CALL_S = 10.0
@@ -38,8 +38,10 @@ class Nodes(Protocol):
     async def forget(self, node: str) -> None:
         """Release what belongs to a node that is lost or unused. The next call treats it as a new node."""
 
-    async def request_nodes(self, total: int) -> None:
+    async def request_nodes(self, total: int, gpus: Sequence[int] = ()) -> None:
         """Ask the autoscaler, if there is one, to add nodes until there are ``total``. 0: none are missing.
+
+        ``gpus``: how many GPUs each of some of them must have.
 
         Raises ClusterError if it cannot be asked.
         """
@@ -113,6 +115,8 @@ class KnownInstance:
     ``predicted_s`` is the predicted time to the first token of a cold start with so many ``workers``. ``loading``: its
     group's leader does not have all layers yet, or it helps the instance ``helps`` until it has all layers itself.
     ``helping``: it helps that instance, and takes no requests. ``meets`` is where it waits for others that help it.
+    ``slots`` are the GPUs that it was lent, or one for the processor, and
+    ``device`` is what it was told to compute on. Its deployment may ask for something else by now.
     """
 
     id: str
@@ -134,6 +138,14 @@ class KnownInstance:
     helping: bool = False
     meets: Rendezvous | None = None
     helps: str | None = None
+    slots: int = 1
+    device: Device = "auto"
+    device_bytes: int = 0  # that it needs on each of its GPUs; 0: not known
+
+    def set_gpus(self, deployment: Deployment, node: KnownNode, device_bytes: int) -> None:
+        """Set what it takes of its node, until the node says that itself."""
+        self.device, self.device_bytes = deployment.device, device_bytes
+        self.slots = deployment.gpus if node.processor(deployment.device).on_gpu else 1
 
     def set_pair(self, shown: Mapping[str, Any]) -> None:
         """Set by the node's status what the instance does for another one, or others for it."""

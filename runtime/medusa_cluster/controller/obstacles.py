@@ -1,11 +1,56 @@
-"""The reasons for which no node of the cluster can ever run a deployment."""
+"""The reasons for which a deployment has no instance: no node can ever run one, or it waits for a place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from ..deployment import Deployment
+from ..policy.state import Load
+from ..policy.waiting import Wait
 from .nodes import KnownNode
+from .state import State
+
+_WAITS_S = 1.0  # shorter ones, as until a GPU's memory is free, are no event
+
+
+@dataclass
+class _Waiting:
+    needs: str
+    since: float  # monotonic
+    recorded: bool = False
+
+
+class Obstacles:
+    """Events for models that are asked for and have no instance: one each, until the reason is another."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._never: dict[str, str | None] = {}  # model → why it starts on no node, as was recorded
+        self._waiting: dict[str, _Waiting] = {}
+
+    def record(self, loads: Mapping[str, Load], waiting: Mapping[str, Wait], now: float) -> None:
+        """Record what is new. ``waiting``: what the models wait for that the policy could not place."""
+        deployments = self._state.deployments
+        self._never = {name: text for name, text in self._never.items() if name in deployments}
+        self._waiting = {name: found for name, found in self._waiting.items() if name in waiting}
+        for name, deployment in deployments.items():
+            if name not in waiting and not deployment.min and (name not in loads or not loads[name].waiting):
+                continue
+            found = obstacle(deployment, self._state.nodes.values())
+            if found is not None and found != self._never.get(name):
+                self._state.record_event("no-node", found, model=name)
+            self._never[name] = found
+            if found is None and name in waiting:
+                self._record_wait(name, waiting[name], now)
+
+    def _record_wait(self, name: str, wait: Wait, now: float) -> None:
+        known = self._waiting.get(name)
+        if known is None or known.needs != wait.needs:
+            known = self._waiting[name] = _Waiting(wait.needs, now)
+        if not known.recorded and now - known.since >= _WAITS_S:
+            known.recorded = True
+            self._state.record_event("waits", f"{name} waits for {wait.needs}: {wait.found}", model=name)
 
 
 def obstacle(deployment: Deployment, nodes: Iterable[KnownNode]) -> str | None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from medusa_runtime.errors import ClusterError, ConfigError, json_excerpt
 
+from ..deployment import DEVICES
+
 _LARGEST = 1e18
 _MOST_MODELS = 100_000
 
@@ -43,6 +45,10 @@ def _text_or_none(value: Any) -> bool:
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and 0 <= value < _LARGEST
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_number, value))
 
 
 def _speed(value: Any) -> bool:
@@ -97,8 +103,8 @@ _STATUS: dict[str, Check] = {
     **dict.fromkeys(
         ("egress_bytes_per_s", "ingress_bytes_per_s", "memory_bytes", "memory_used_bytes", "devices", "at"), _number
     ),
-    "device_bytes": _number,
-    "device_free_bytes": lambda value: isinstance(value, list | tuple) and all(map(_number, value)),
+    **dict.fromkeys(("device_bytes", "devices_lost"), _number),
+    **dict.fromkeys(("device_sizes", "device_free_bytes", "device_free_sizes"), _numbers),
     **dict.fromkeys(("link_bytes_per_s", "load_bytes_per_s"), _speed),
     "failed_fetches": _by_name(_text),
     "head": lambda value: isinstance(value, bool),
@@ -120,6 +126,8 @@ _STATUS: dict[str, Check] = {
             "version": _text_or_none,
             "group": lambda value: not value or _GROUP(value),
             "pair": lambda value: not value or _PAIR(value),
+            "gpus": _number,
+            "device": lambda value: value in DEVICES,
             "start": lambda value: not value or _START(value),
         },
     ),

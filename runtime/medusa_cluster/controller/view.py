@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from ..deployment import DEVICES, GPU_GROUP_ENGINES, Deployment
 from ..policy import state as policy
+from ..policy.accelerators import left_over
 from .models import Models
 from .nodes import KnownFetch, KnownInstance, KnownNode
 from .state import State
@@ -32,7 +33,6 @@ def policy_state(
         nodes={
             name: _policy_node(
                 node,
-                state.deployments,
                 instances.get(name, []),
                 decided.get(name, []),
                 decoding=decoding,
@@ -53,7 +53,6 @@ def policy_state(
 
 def _policy_node(
     node: KnownNode,
-    deployments: Mapping[str, Deployment],
     instances: list[KnownInstance],
     fetches: list[KnownFetch],
     *,
@@ -63,8 +62,8 @@ def _policy_node(
     offset: float,
 ) -> policy.Node:
     status = node.status
+    free = _free_devices(node, instances)
     away = node.lost_at is not None or node.silent or not node.reached
-    unconfirmed = sum(_slots(node, deployments.get(item.model)) for item in instances if not item.confirmed)
     state: policy.NodeState = "lost" if away else "draining" if draining else "alive"
     return policy.Node(
         name=node.name,
@@ -78,10 +77,13 @@ def _policy_node(
         memory_bytes=int(status.get("memory_bytes", 0)),
         memory_used_bytes=int(status.get("memory_used_bytes", 0)),
         devices=int(status.get("devices", 0)),
+        devices_lost=int(status.get("devices_lost", 0)),
         device_kind=str(status.get("device_kind", "")),
         device_name=str(status.get("device_name", "")),
         device_bytes=int(status.get("device_bytes", 0)),
-        device_free_bytes=tuple(map(int, status.get("device_free_bytes", ())))[unconfirmed:],
+        device_sizes=tuple(map(int, status.get("device_sizes", ()))),
+        device_free_bytes=tuple(one.free_bytes for one in free),
+        device_free_sizes=tuple(one.size_bytes for one in free),
         load_bytes_per_s=float(status.get("load_bytes_per_s", math.inf)),
         stays=bool(status.get("head")),
         spare=node.spare,
@@ -102,18 +104,25 @@ def _policy_node(
                 full=item.full,
                 running=item.running,
                 version=item.version,
-                slots=_slots(node, deployments.get(item.model)),
+                slots=item.slots,
+                device=item.device,
             )
             for item in instances
         ),
     )
 
 
-def _slots(node: KnownNode, deployment: Deployment | None) -> int:
-    """Return how many slots of its node an instance takes: the GPUs that it computes on, or one."""
-    if deployment is None or deployment.gpus == 1 or not node.processor(deployment.device).on_gpu:
-        return 1
-    return deployment.gpus
+def _free_devices(node: KnownNode, instances: list[KnownInstance]) -> tuple[policy.FreeDevice, ...]:
+    """Return a node's GPUs that no instance has, also none that the node does not show yet."""
+    free_bytes = list(map(int, node.status.get("device_free_bytes", ())))
+    sizes = list(map(int, node.status.get("device_free_sizes", ())))
+    if len(sizes) != len(free_bytes):
+        sizes = [int(node.status.get("device_bytes", 0))] * len(free_bytes)
+    free = tuple(map(policy.FreeDevice, free_bytes, sizes))
+    for item in instances:
+        if not item.confirmed and node.processor(item.device).on_gpu:
+            free = left_over(free, item.slots, item.device_bytes)
+    return free
 
 
 def _copies(node: KnownNode, fetches: list[KnownFetch]) -> tuple[policy.Copy, ...]:

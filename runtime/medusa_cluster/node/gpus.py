@@ -1,13 +1,18 @@
-"""The GPUs of a node. Each is lent to one instance at a time, with all of its memory."""
+"""The GPUs of a node. Each is lent to one instance at a time, with all of its memory.
+
+One that is given back is free again once its memory is, as the driver says: the engine that had it may be ending still.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +21,16 @@ from medusa_runtime.device.nvml import LIBRARY, GpuInfo, Nvml
 from medusa_runtime.errors import DeviceError, InstanceError
 
 from ..deployment import Deployment
+from ..policy.accelerators import given
+from ..policy.state import FreeDevice
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
+_LOOK_AGAIN_S = 0.1  # while memory is given back
+_RETURNS_WITHIN_S = 5.0  # after this, what the driver says of a GPU that was given back is taken for all that comes
+_LEFT_BYTES = 1 << 30  # that may be missing then: perhaps a warm process has made a context there
+_UNSEEN = FreeDevice(0)
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
@@ -61,7 +72,9 @@ class GpuLoan:
     """The GPUs that an instance has until its process has ended, and the variables by which it finds them."""
 
     holder: str
+    names: tuple[str, ...]
     environment: dict[str, str]
+    free_bytes: dict[str, int] = field(default_factory=dict)  # of each, before
 
 
 class Gpus:
@@ -73,79 +86,124 @@ class Gpus:
         self._link_bytes_per_s = link_bytes_per_s
         self._library = library
         self._loans: dict[str, GpuLoan] = {}  # by GPU
+        self._returning: dict[str, tuple[float, int]] = {}  # GPU → when it was given back, and what should be free
         self._seen: dict[str, GpuInfo] = {}
-        self._lost = 0  # how many the log has named so far
-        self._stop = threading.Event()
+        self._seen_at = -math.inf  # when the last look began
+        self._lost: frozenset[str] = frozenset()  # those that have fallen off the bus
+        self._stop, self._look_now = threading.Event(), threading.Event()
 
     def begin(self) -> None:
         """Look at the GPUs from now on, in a thread: a call may block for as long as a GPU hangs."""
         if self._names:
-            threading.Thread(target=self._look, name="gpus", daemon=True).start()
+            threading.Thread(target=self._look_for_ever, name="gpus", daemon=True).start()
 
     def close(self) -> None:
         self._stop.set()
+        self._look_now.set()
 
-    def lend(self, instance_id: str, deployment: Deployment) -> GpuLoan:
-        """Lend an instance as many GPUs as it computes on. Raises InstanceError if too few are free."""
+    def lend(self, instance_id: str, deployment: Deployment, device_bytes: int = 0) -> GpuLoan:
+        """Lend an instance as many GPUs as it computes on. Raises InstanceError if too few are free.
+
+        They are the smallest with ``device_bytes`` free, or else, and if that is 0, those with the most.
+        """
         count = deployment.gpus if self._names and deployment.device != "cpu" else 0
-        usable = self._usable()
-        free = [name for name in usable if name not in self._loans]
+        free = [name for name in self._names if name not in self._loans and name not in self._lost]
         if count > 1:
             free = [name for name in free if not name.startswith("MIG-")]  # a process reaches one such part alone
         if len(free) < count:
             holders = ", ".join(sorted({loan.holder for loan in self._loans.values()}))
-            lost = len(self._names) - len(usable)
             raise InstanceError(
                 f"expected {count} free GPU{'s' * (count > 1)}, found {len(free)} of {len(self._names)}"
                 + (f"; the others are lent to {holders}" if holders else "")
-                + (f"; {lost} fell off the bus (`nvidia-smi` says which)" if lost else "")
+                + (f"; {len(self._lost)} fell off the bus (`nvidia-smi` says which)" if self._lost else "")
             )
-        lent = sorted(free, key=lambda name: (-self._free_bytes(name), self._names.index(name)))[:count]
+        settled = [name for name in free if not self._is_returning(name)]
+        free = settled if len(settled) >= count else free
+        lent = tuple(free[at] for at in given(list(map(self._free_device, free)), count, device_bytes))
         only = len(self._names) == 1 or not count
-        loan = GpuLoan(instance_id, {} if only else {"CUDA_VISIBLE_DEVICES": ",".join(lent)})
+        before = {name: max(self._free_bytes(name), self._returning.pop(name, (0.0, 0))[1]) for name in lent}
+        loan = GpuLoan(instance_id, lent, {} if only else {"CUDA_VISIBLE_DEVICES": ",".join(lent)}, before)
         self._loans |= dict.fromkeys(lent, loan)
         return loan
 
     def take_back(self, loan: GpuLoan | None) -> None:
         """End a loan. May be called twice."""
+        given_back = [name for name, other in self._loans.items() if other is loan]
+        if loan is None or not given_back:
+            return
         self._loans = {name: other for name, other in self._loans.items() if other is not loan}
+        self._returning |= {name: (time.monotonic(), loan.free_bytes[name]) for name in given_back}
+        self._look_now.set()
 
     def status(self) -> dict[str, Any]:
-        """Return the GPUs' part of the node's status. What is not known is left out."""
-        usable = self._usable()
-        found: dict[str, Any] = {"devices": len(usable)}
-        seen = [info for info in map(self._seen.get, usable) if info is not None]
-        if not seen or len(seen) < len(usable):
+        """Return the GPUs' part of the node's status. What is not known is left out.
+
+        A GPU that was given back has no part in ``device_free_bytes`` until its memory is free.
+        """
+        found: dict[str, Any] = {"devices": len(self._names)}
+        if lost := [name for name in self._lost if name not in self._loans]:
+            found["devices_lost"] = len(lost)
+        seen = [info for info in map(self._seen.get, self._names) if info is not None]
+        if not seen or any(name not in self._seen and name not in self._lost for name in self._names):
             return found
         found["device_name"] = " and ".join(sorted({info.name for info in seen}))
-        if total := min(info.total_bytes for info in seen):
-            free = [self._free_bytes(name) for name in usable if name not in self._loans]
-            found |= {"device_bytes": total, "device_free_bytes": sorted(free, reverse=True)}
+        answering = [info for name, info in self._seen.items() if name not in self._lost] or seen
+        sizes = sorted((info.total_bytes for info in answering), reverse=True)
+        if sizes[-1]:
+            free = sorted((self._free_device(name) for name in self._names if self._is_free(name)), reverse=True)
+            found |= {"device_bytes": sizes[-1], "device_sizes": sizes}
+            found["device_free_bytes"] = [one.free_bytes for one in free]
+            found["device_free_sizes"] = [one.size_bytes for one in free]
         link = self._link_bytes_per_s or min(info.link_bytes_per_s for info in seen)
         return found | ({"load_bytes_per_s": link} if link else {})
 
-    def _usable(self) -> list[str]:
-        """Return the GPUs that the driver has not lost, as far as is known."""
-        return [name for name in self._names if name not in self._seen or not self._seen[name].lost]
+    def _is_free(self, name: str) -> bool:
+        return name not in self._loans and name not in self._lost and not self._is_returning(name)
+
+    def _is_returning(self, name: str) -> bool:
+        """Return whether a GPU was given back a moment ago, and its memory is not all free yet."""
+        if name not in self._returning:
+            return False
+        at, expected = self._returning[name]
+        came_back = self._seen_at > at and self._free_bytes(name) >= expected - _LEFT_BYTES
+        if came_back or name not in self._seen or time.monotonic() - at > _RETURNS_WITHIN_S:
+            del self._returning[name]
+            return False
+        return True
+
+    def _free_device(self, name: str) -> FreeDevice:
+        return FreeDevice(self._seen[name].free_bytes, self._seen[name].total_bytes) if name in self._seen else _UNSEEN
 
     def _free_bytes(self, name: str) -> int:
-        return self._seen[name].free_bytes if name in self._seen else 0
+        return self._free_device(name).free_bytes
 
-    def _look(self) -> None:
+    def _look_for_ever(self) -> None:
         nvml, failure = None, ""
-        while not self._stop.wait(0.0 if nvml is None and not failure else _LOOK_S):
+        while not self._stop.is_set():
+            self._look_now.clear()
+            began = time.monotonic()
             try:
                 nvml = nvml or Nvml(self._library)
-                gpus = nvml.gpus()
-                self._seen = {name: info for name in self._names if (info := _named(name, gpus)) is not None}
-                if (lost := len(self._names) - len(self._usable())) != self._lost:
-                    self._lost = lost
-                    logger.warning("%d of the node's %d GPUs have fallen off the bus", lost, len(self._names))
-            except DeviceError as error:
-                self._seen = {}
+                self._take(nvml.gpus(), began)
+                failure = ""
+            except DeviceError as error:  # what was seen before still holds
                 if failure != str(error):
                     failure = str(error)
                     logger.warning("the node's GPUs are not seen: %s", error)
+                if nvml is not None:
+                    with suppress(DeviceError):
+                        nvml.close()
+                nvml = None  # after a failure of the driver, it has to be initialized again
+            self._look_now.wait(_LOOK_AGAIN_S if self._returning and not failure else _LOOK_S)
+
+    def _take(self, gpus: Sequence[GpuInfo], began: float) -> None:
+        found = {name: _named(name, gpus) for name in self._names}
+        # Of one that is lost, the driver says no UUID.
+        lost = frozenset(name for name, info in found.items() if (name in self._seen if info is None else info.lost))
+        if len(lost) != len(self._lost):
+            logger.warning("%d of the node's %d GPUs have fallen off the bus", len(lost), len(self._names))
+        self._seen |= {name: info for name, info in found.items() if info is not None and not info.lost}
+        self._lost, self._seen_at = lost, began
 
 
 def _named(name: str, gpus: Sequence[GpuInfo]) -> GpuInfo | None:

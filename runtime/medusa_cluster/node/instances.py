@@ -94,16 +94,19 @@ class Instances:
     def pids(self) -> set[int]:
         return {instance.child.pid for instance in self._instances.values() if instance.child is not None}
 
-    async def start(self, instance_id: str, deployment: Deployment, worker: GroupWorker | None = None) -> int:
+    async def start(
+        self, instance_id: str, deployment: Deployment, worker: GroupWorker | None = None, device_bytes: int = 0
+    ) -> int:
         """Start an instance, and return its port as soon as it listens. Raises InstanceError if it never does.
 
-        ``worker`` makes it a worker of a group that shares the model. Raises ConfigError for a malformed id.
+        ``worker`` makes it a worker of a group that shares the model. ``device_bytes``: for which it needs room on each
+        of its GPUs. Raises ConfigError for a malformed id.
         """
         if not _ID.fullmatch(instance_id):
             raise ConfigError(f"id: expected letters, digits and . _ -, found {instance_id[:100]!r}")
         instance = self._instances.get(instance_id)
         if instance is None:
-            instance = self._begin(instance_id, deployment, worker)
+            instance = self._begin(instance_id, deployment, worker, device_bytes)
         if instance.failure is not None:
             raise InstanceError(instance.failure)
         try:
@@ -112,7 +115,9 @@ class Instances:
         except TimeoutError:
             raise InstanceError(f"{instance_id} does not listen after {_LISTENS_WITHIN_S:.0f} s") from None
 
-    def _begin(self, instance_id: str, deployment: Deployment, worker: GroupWorker | None) -> RunningInstance:
+    def _begin(
+        self, instance_id: str, deployment: Deployment, worker: GroupWorker | None, device_bytes: int
+    ) -> RunningInstance:
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         listening.add_done_callback(
             lambda future: future.cancelled() or future.exception()
@@ -128,7 +133,7 @@ class Instances:
                     instance.set_state("ready")
 
         try:
-            instance.gpus = self.gpus.lend(instance_id, deployment)
+            instance.gpus = self.gpus.lend(instance_id, deployment, device_bytes)
             instance.child = Child(
                 self._command(deployment, worker),
                 self._environment(instance),
@@ -283,6 +288,8 @@ class Instances:
                 "since": instance.since,
                 "running": instance.running,
                 "version": instance.version,
+                "device": instance.deployment.device,
+                "gpus": 0 if instance.gpus is None else len(instance.gpus.names),
                 "pid": None if instance.child is None else instance.child.pid,
                 **({"failure": instance.failure} if instance.failure else {}),
                 **({"start": instance.start} if instance.start else {}),

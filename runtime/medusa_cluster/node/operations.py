@@ -167,7 +167,10 @@ class Operations:
         deployment = Deployment.from_json(request["deployment"])
         group = request.get("group")
         worker = None if group is None else GroupWorker.from_json(group, self._settings.host, self._settings.tls)
-        return {"port": await self._instances.start(str(request["id"]), deployment, worker)}
+        needed = request.get("device_bytes", 0)
+        if not isinstance(needed, int) or isinstance(needed, bool) or needed < 0:
+            raise ConfigError(f"device_bytes: expected a number of bytes, found {json_excerpt(needed)}")
+        return {"port": await self._instances.start(str(request["id"]), deployment, worker, needed)}
 
     async def _group_port(self, _: dict[str, Any]) -> dict[str, int]:
         """Return a port for a group's leader that is free at this moment."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from .claims import Claim, bounds
 from .index import Catalog, Index
 from .scaling import Bounds, Monitor, prescaled, scale_target
 from .state import ClusterState, Deployment, Instance, Load, Role
@@ -99,7 +100,7 @@ class InstanceCounter:
     def counts(self) -> dict[str, list[RoleCount]]:
         """Count the models that have requests or instances, or should have some; by name, in order."""
         state, instances = self._state, self._index.instances
-        wanted_by_kind: dict[str, int] = {}
+        wanted: dict[Claim, int] = {}
         for name in sorted({*state.loads, *instances, *self._catalog.always}):
             deployment = state.deployments.get(name)
             if deployment is None:
@@ -111,8 +112,9 @@ class InstanceCounter:
             else:
                 self._counts[name] = self._count_roles(deployment)
                 number = sum(count.wanted for count in self._counts[name])
-            wanted_by_kind[deployment.device_kind] = wanted_by_kind.get(deployment.device_kind, 0) + number
-        sharing = self._sharing(wanted_by_kind)
+            claim = Claim.of(deployment)
+            wanted[claim] = wanted.get(claim, 0) + number
+        sharing = self._sharing(wanted)
         if sharing:
             for name in sharing:
                 self._counts[name] = self._count_roles(state.deployments[name])
@@ -120,13 +122,13 @@ class InstanceCounter:
             self._counts = {name: self._counts[name] for name in sorted(self._counts)}
         return self._counts
 
-    def _sharing(self, wanted_by_kind: Mapping[str, int]) -> list[str]:
-        """Return the models that are settled, but have to share devices of which there are too few."""
-        if sum(wanted_by_kind.values()) > self._index.slots:
-            return list(self._settled)
-        slots = self._index.slots_by_kind
-        short = {kind for kind, wanted in wanted_by_kind.items() if kind and wanted > slots.get(kind, 0)}
-        return [name for name in self._settled if short and self._state.deployments[name].device_kind in short]
+    def _sharing(self, wanted: Mapping[Claim, int]) -> list[str]:
+        """Return the models that are settled, but have to share slots of which there are too few."""
+        short: set[Claim] = set()
+        for bound in bounds(self._index.shapes, wanted):
+            if sum(wanted[claim] * slots for claim, slots in bound.slots_of.items()) > bound.capacity:
+                short |= bound.slots_of.keys()
+        return [name for name in self._settled if short and Claim.of(self._state.deployments[name]) in short]
 
     def samples(self, model: str) -> tuple[tuple[float, float], ...]:
         """Return the samples of a model's load, of instances that do all."""

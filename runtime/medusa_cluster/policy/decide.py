@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from .accelerators import needed_bytes
 from .chains import live_pairs
+from .claims import Shortage, request
 from .counting import NO_LOAD, CountMemory, InstanceCounter, RoleCount
-from .device_kinds import by_kind, in_the_way
 from .fetches import Fetches, is_target
 from .index import Index
+from .moves import Moves
 from .placement import Placement
 from .pool import restore
-from .scaling import Bounds, shares
+from .scaling import Bounds
 from .schemes import Schemes
+from .sharing import share
 from .sizing import Scheme, parts
 from .spare import IdleNodes, give_back, take_back
 from .state import (
@@ -27,7 +30,6 @@ from .state import (
     Decision,
     Deployment,
     Instance,
-    Node,
     Pace,
     Processor,
     RequestNodes,
@@ -37,6 +39,9 @@ from .state import (
     StartInstance,
     StopInstance,
 )
+from .waiting import Wait, wait_of
+
+_NONE_MISSING = RequestNodes(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +74,9 @@ class Memory:
     deadlines_s: Mapping[tuple[str, str], float] = field(default_factory=dict)  # of fetches, by node and URL
     paces: Mapping[str, float] = field(default_factory=dict)
     consolidated: frozenset[str] = frozenset()  # groups
-    requested_nodes: int | None = 0  # as was said to the autoscaler last; None: it may remember an earlier wish
+    requested: RequestNodes | None = _NONE_MISSING  # of the autoscaler; None: it may remember an earlier wish
     idle: IdleNodes = field(default_factory=IdleNodes)
+    waiting: Mapping[str, Wait] = field(default_factory=dict)  # models that should have an instance and find no place
     index: Index = field(default_factory=Index, compare=False)  # follows from the state; kept because it is large
 
 
@@ -95,6 +101,8 @@ class _Tick:
             state.nodes,
             memory.index,
             self._catalog.by_url,
+            state.deployments,
+            self._catalog.most_devices,
             now_s,
             memory.deadlines_s,
             contention_aware=options.contention_aware,
@@ -120,31 +128,28 @@ class _Tick:
         )
         self._deadlines = {key: at for key, at in memory.deadlines_s.items() if key in memory.index.arriving}
         self._starts: list[StartInstance] = []
+        self._moves = Moves(state.nodes, memory.index, state.deployments, self._placement)
+        self._stopped: set[str] = set()
         self._decisions: list[Decision] = []
 
     def run(self) -> tuple[list[Decision], Memory]:
-        state = self._state
         by_model = self._counting.counts()
         counted = self._counting.remembered()
         for prefill, decode in (roles for roles in by_model.values() if len(roles) == 2):
             self._turn(prefill, decode)
         counts = [count for roles in by_model.values() for count in roles]
-        nodes, requested, idle = self._nodes(*self._share(counts))
+        asked = {count.deployment.name: count for count in counts if count.wanted and self._lacks(count)}
+        nodes, requested, idle = self._nodes(share(counts, self._index, self._placement.may_start))
         changes = self._keep_pool()
-        for count in sorted(counts, key=lambda count: not count.deployment.device_kind):
-            self._adjust(count)  # first the models that need one kind of device: the others find any
-        stopped = {decision.id for decision in self._decisions if isinstance(decision, StopInstance)}
-        can_hold = self._placement.can_hold
-        for instance in in_the_way(counts, self._index, state.nodes, state.deployments, can_hold):
-            if instance.id not in stopped:
-                self._stop(instance, "another model needs its kind of device")
+        for count in sorted(counts, key=self._choice):
+            self._adjust(count)
         self._end_orphans()
         paces = self._fetches.paces(self._options.paced_fraction, self._memory.paces)
         groups = self._consolidate()
         fetches = [*self._fetches.repair(), *self._fetches.decide()]
         decisions: list[Decision] = [*paces, *changes, *fetches, *self._paired(), *self._decisions, *groups, *nodes]
-        if requested != self._memory.requested_nodes:
-            decisions.append(RequestNodes(requested))
+        if requested != self._memory.requested:
+            decisions.append(requested)
         consolidated = self._memory.consolidated | {group.group for group in groups}
         memory = Memory(
             counted,
@@ -153,6 +158,7 @@ class _Tick:
             frozenset(consolidated & self._index.groups.keys()),
             requested,
             idle,
+            self._waiting(asked),
             self._index,
         )
         return decisions, memory
@@ -175,31 +181,19 @@ class _Tick:
             prefill.current, prefill.ready, decode.current = prefill.current - 1, prefill.ready - 1, decode.current + 1
             self._decisions.append(ChangeRole(chosen.id, chosen.node, "decode", "decode instances are missing"))
 
-    def _share(self, counts: list[RoleCount]) -> tuple[int, int]:
-        """Cut the counts down to what the cluster has, fairly.
+    def _nodes(self, shortages: list[Shortage]) -> tuple[list[SetSpare], RequestNodes, IdleNodes]:
+        """Take back nodes with slots that are short, or give one back; and return what nodes there should be.
 
-        Returns how many slots more the loads could use, and how many they cannot do without.
-        """
-        total, slots = sum(count.wanted for count in counts), self._index.slots
-        for kind, needing in by_kind(counts).items():
-            _divide(needing, self._index.slots_by_kind.get(kind, 0))
-        if total <= slots:
-            return 0, 0
-        _divide(counts, slots)
-        return total - slots, max(sum(max(count.least, count.deployment.min) for count in counts) - slots, 0)
-
-    def _nodes(self, useful: int, missing: int) -> tuple[list[SetSpare], int, IdleNodes]:
-        """Take back nodes with ``useful`` slots, or give one back; and return how many nodes there should be.
-
-        That is 0 unless slots are ``missing``, else it counts all that are there: those that drain are nodes to Ray,
-        too. Those that join are among the ones that are asked for.
+        None are asked for unless slots are missing, else all that are there are counted: those that drain are nodes to
+        Ray, too. Those that join are among the ones that are asked for.
         """
         state, options = self._state, self._options
+        there = [node for node in state.nodes.values() if node.state != "lost"]
         if options.least_nodes is None:
-            return [], self._requested(missing, []), IdleNodes()
-        if useful:
-            back = take_back(state.nodes, useful)
-            return back, self._requested(missing, [state.nodes[change.node] for change in back]), IdleNodes()
+            return [], request(shortages, there), IdleNodes()
+        if shortages:
+            back = take_back(state.nodes, shortages)
+            return back, request(shortages, there), IdleNodes()
         changes, idle = give_back(
             state.nodes,
             self._index,
@@ -208,17 +202,15 @@ class _Tick:
             least=options.least_nodes,
             after_s=options.spare_after_s,
         )
-        return changes, 0, idle
-
-    def _requested(self, missing: int, taken_back: list[Node]) -> int:
-        missing -= sum(node.slots for node in taken_back)
-        if missing <= 0:
-            return 0
-        slots, alive = self._index.slots, len(self._index.pinned_bytes)
-        there = sum(node.state != "lost" for node in self._state.nodes.values())
-        return there + (-(-missing * alive // slots) if slots else missing)
+        return changes, _NONE_MISSING, idle
 
     # Ends and starts.
+
+    def _choice(self, count: RoleCount) -> tuple[bool, int, int]:
+        """Return a sort key: models that need one kind of node first, then those for which few places will do."""
+        deployment = count.deployment
+        differ = sum(number > 0 for number in self._index.sizes.values()) > 1
+        return not deployment.device_kind, -deployment.devices, -needed_bytes(deployment) if differ else 0
 
     def _adjust(self, count: RoleCount) -> None:
         old, surplus = count.outdated, count.current - count.wanted
@@ -257,6 +249,9 @@ class _Tick:
                     self._stop(instance, "nobody uses the model")
 
     def _stop(self, instance: Instance, reason: str) -> None:
+        if instance.id in self._stopped:
+            return
+        self._stopped.add(instance.id)
         node = self._state.nodes.get(instance.node)
         drain_s = self._options.drain_s if node is None or node.drain_s is None else node.drain_s
         self._decisions.append(StopInstance(instance.id, instance.node, drain_s, reason))
@@ -313,10 +308,25 @@ class _Tick:
             else:
                 node = self._placement.choose(deployment, self._fetches.target(deployment.url))
             if node is None:
+                for instance, reason in self._moves.make_room(deployment, number, self._stopped):
+                    self._stop(instance, reason)
                 return
             predicted_s = scheme.ttft_s if scheme is not None and scheme.nodes == (node,) else 0.0
             self._start_on(count, node, "the load needs more" if count.current else "a request waits", predicted_s)
             number -= 1
+
+    def _lacks(self, count: RoleCount) -> bool:
+        """Return whether a model has no instance, or fewer than it always has. One may do the other role's work."""
+        if count.deployment.disaggregated:
+            return not self._index.instances.get(count.deployment.name)
+        return count.current < max(count.deployment.min, 1)
+
+    def _waiting(self, asked: Mapping[str, RoleCount]) -> dict[str, Wait]:
+        """Return what the models wait for that should have an instance, and get none in this tick."""
+        got = {start.model for start in self._starts}
+        resumed = {decision.id for decision in self._decisions if isinstance(decision, ResumeInstance)}
+        got |= {one.model for ones in self._index.instances.values() for one in ones.values() if one.id in resumed}
+        return {name: wait_of(count.deployment, self._placement) for name, count in asked.items() if name not in got}
 
     def _start_on(self, count: RoleCount, node: str, reason: str, predicted_s: float = 0.0) -> None:
         deployment = count.deployment
@@ -324,20 +334,21 @@ class _Tick:
         if not is_target(self._index, deployment, node):
             self._fetch(deployment, node)
         start = StartInstance(self._id(deployment), deployment.name, node, count.role, reason=reason)
-        self._starts.append(replace(start, ttft_s=predicted_s))
+        self._starts.append(replace(start, ttft_s=predicted_s, device_bytes=needed_bytes(deployment)))
 
     def _start_group(self, count: RoleCount, scheme: Scheme) -> None:
         deployment = count.deployment
         group = f"{self._id(deployment)}g"
         for number, (node, layers) in enumerate(zip(scheme.nodes, parts(deployment.layers, scheme.size), strict=True)):
-            self._placement.take(node, deployment)
+            full = number < scheme.full
+            self._placement.take(node, deployment, 1 if full else scheme.size)
             arriving = self._index.holders.get(deployment.url, {}).get(node)
             if not is_target(self._index, deployment, node) and (arriving is None or arriving.layers != layers):
                 self._fetch(deployment, node, scheme.size, layers)
-            full = number < scheme.full
             start = StartInstance(self._id(deployment), deployment.name, node, count.role, layers, group, full)
             reason = f"one of {scheme.size} workers, for the first token's SLO"
-            self._starts.append(replace(start, reason=reason, ttft_s=scheme.ttft_s))
+            needed = needed_bytes(deployment, 1 if full else scheme.size)
+            self._starts.append(replace(start, reason=reason, ttft_s=scheme.ttft_s, device_bytes=needed))
 
     def _fetch(
         self, deployment: Deployment, node: str, workers: int = 1, layers: tuple[int, int] | None = None
@@ -419,16 +430,6 @@ class _Tick:
             reason = "one is enough" if len(keep) == 1 else "the load needs several"
             decisions.append(Consolidate(group, model, keep, reason))
         return decisions
-
-
-def _divide(counts: list[RoleCount], slots: int) -> None:
-    """Cut the counts down so that so many slots are enough, fairly. None loses more than one instance at a time."""
-    demands = {f"{count.deployment.name} {count.role}": count.wanted for count in counts}
-    models = {f"{count.deployment.name} {count.role}": count.deployment for count in counts}
-    slots_of = shares(demands, models, slots)
-    for count in counts:
-        share = slots_of[f"{count.deployment.name} {count.role}"]
-        count.wanted = max(share, min(count.wanted, count.current - 1))
 
 
 def _repeated(count: RoleCount) -> Scheme | None:

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from .claims import shape_of
 from .state import Copy, Deployment, Instance, Node, Processor
 
 
@@ -18,6 +19,7 @@ class Catalog:
         for deployment in deployments.values():
             self.by_url.setdefault(deployment.url, deployment)
         self.total_bytes = sum(deployment.size_bytes for deployment in self.by_url.values())
+        self.most_devices = max((deployment.devices for deployment in deployments.values()), default=1)
         self.always = [name for name, deployment in deployments.items() if deployment.min > 0]
 
 
@@ -36,13 +38,14 @@ class Index:
         self.marks: dict[str, object] = {}  # model → an object that is replaced whenever the model's instances change
         self.arriving: dict[tuple[str, str], Copy] = {}  # (node, URL) → copy that is not complete
         self.pinned_bytes: dict[str, int] = {}  # node → of the parameter pool
-        self.slots = 0  # of nodes that are alive
-        self.slots_by_kind: defaultdict[str, int] = defaultdict(int)  # the same by kind of device
+        self.shapes: Counter[tuple[str, int]] = Counter()  # (kind, accelerators) → nodes that are alive
+        self.sizes: Counter[int] = Counter()  # memory → accelerators that have so much, of nodes that are alive
         self.processors: Counter[Processor] = Counter()  # of nodes that are alive
         self.memory_bytes = 0  # of nodes that are alive, for copies in host memory
         self.unlimited = 0  # nodes that are alive and keep all copies
         self.is_short = False  # the memory cannot hold all deployed models
-        self.free: dict[str, int] = {}  # node → free slots, if it has any
+        self.free: dict[str, int] = {}  # node → free slots, if it has any: accelerators, or its processor without any
+        self.free_processors: set[str] = set()  # nodes with accelerators on whose processor no instance computes
         self.touched: set[str] | None = None  # URLs whose copies the pool has to look at; None: all
         self.waiting: frozenset[str] = frozenset()  # URLs for which the pool found no node with room
         self.roomier = True  # a node may have more room than when the pool last found none
@@ -162,8 +165,8 @@ class Index:
                 pinned += copy.total_bytes
         if node.state == "alive":
             self.pinned_bytes[node.name] = pinned
-            self.slots += node.slots
-            self.slots_by_kind[node.device_kind] += node.slots
+            self.shapes[shape_of(node)] += 1
+            self.sizes.update(node.sizes)
             self.processors[node.processor("auto")] += 1
             self.memory_bytes += node.memory_bytes
             self.unlimited += not node.memory_bytes
@@ -177,9 +180,11 @@ class Index:
             instances[instance.model][instance.id] = instance
             if instance.group is not None:
                 self.groups[instance.group][instance.id] = instance
-        free = node.free_slots
+        free = node.free_slots()
         if free > 0:
             self.free[node.name] = free
+        if node.devices and node.free_slots("cpu") > 0:
+            self.free_processors.add(node.name)
 
     def _forget(self, node: Node) -> None:
         if node.state == "lost":
@@ -189,8 +194,8 @@ class Index:
             self.arriving.pop((node.name, copy.url), None)
         if node.state == "alive":
             del self.pinned_bytes[node.name]
-            self.slots -= node.slots
-            self.slots_by_kind[node.device_kind] -= node.slots
+            self.shapes[shape_of(node)] -= 1
+            self.sizes.subtract(node.sizes)
             self.processors[node.processor("auto")] -= 1
             self.memory_bytes -= node.memory_bytes
             self.unlimited -= not node.memory_bytes
@@ -204,10 +209,12 @@ class Index:
             if instance.group is not None:
                 _discard(self.groups, instance.group, instance.id)
         self.free.pop(node.name, None)
+        self.free_processors.discard(node.name)
 
 
 def _devices(node: Node) -> tuple[object, ...]:
-    return node.state, node.devices, node.device_kind, node.device_name
+    devices = node.devices, node.devices_lost, node.device_bytes, node.device_sizes
+    return node.state, node.device_kind, node.device_name, devices
 
 
 def _run_the_same(last: Node, node: Node) -> bool:
@@ -226,6 +233,8 @@ def _identity(instance: Instance) -> tuple[object, ...]:
         instance.group,
         instance.full,
         instance.version,
+        instance.slots,
+        instance.device,
     )
 
 

@@ -4,24 +4,48 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 
+from ..deployment import Device
+from .accelerators import left_over, needed_bytes
 from .contention import Fetching, newcomer_bytes_per_s
 from .index import Index
 from .pool import evict, is_current, room
+from .rivals import Rival, rivals
 from .sizing import DEVICE_OVERHEAD_BYTES, CandidateNode
-from .state import Deployment, Node
+from .state import Deployment, FreeDevice, Node
 
 _MOST_CANDIDATES = 16
+
+
+class _Candidates:
+    """The nodes with a free slot, in an order in which few of a large cluster's nodes are ever looked at."""
+
+    def __init__(self, names: Iterator[str], free: Callable[[str], int]) -> None:
+        self._remaining, self._free = names, free
+        self._seen: deque[str] = deque()
+
+    def __iter__(self) -> Iterator[str]:
+        seen = self._seen
+        while seen and self._free(seen[0]) <= 0:
+            seen.popleft()
+        for position in count():
+            if position == len(seen):
+                found = next(self._remaining, None)
+                if found is None:
+                    return
+                seen.append(found)
+            yield seen[position]
 
 
 @dataclass
 class Placement:
     """The free slots of one tick, and the fetches on the nodes' links, including those decided in this tick.
 
+    ``deployments`` are all of the cluster: an accelerator that another one needs more is taken last.
     ``deadlines_s``: (node, URL) → deadline of a fetch under way. Without ``contention_aware``, nodes are taken in the
     order of their names whatever they fetch, like a scheduler that knows nothing about links.
     """
@@ -29,23 +53,48 @@ class Placement:
     nodes: Mapping[str, Node]
     index: Index
     by_url: Mapping[str, Deployment]
+    deployments: Mapping[str, Deployment]
+    most_devices: int  # that an instance of any of these takes
     now_s: float
     deadlines_s: Mapping[tuple[str, str], float]
     contention_aware: bool = True
-    _taken: dict[str, int] = field(default_factory=dict)
+    _taken: dict[str, int] = field(default_factory=dict)  # slots of nodes
+    _taken_beside: dict[str, int] = field(default_factory=dict)  # processors of nodes with accelerators
+    _left: dict[str, tuple[FreeDevice, ...]] = field(default_factory=dict)  # node → its free accelerators
     _added: defaultdict[str, list[Fetching]] = field(default_factory=lambda: defaultdict(list))
-    _ordered: deque[str] = field(default_factory=deque)  # the candidates seen so far
-    _remaining: Iterator[str] | None = None
     _offers: dict[str, CandidateNode] = field(
         default_factory=dict
     )  # node → the bandwidth and memory that it has for one more fetch
+    _rivals_of: dict[tuple[int, int, str], list[Rival]] = field(default_factory=dict)
     _too_large: dict[str, bool] = field(default_factory=dict)  # deployment → whether no accelerator has room for it
 
-    def free_slots(self, name: str) -> int:
+    def free_slots(self, name: str, device: Device = "auto") -> int:
+        """Return the slots of a node that are free for instances with this ``--device``."""
+        if device == "cpu" and self.nodes[name].devices:
+            return (name in self.index.free_processors) - self._taken_beside.get(name, 0)
         return self.index.free.get(name, 0) - self._taken.get(name, 0)
 
-    def take(self, name: str, deployment: Deployment) -> None:
-        self._taken[name] = self._taken.get(name, 0) + self._slots(name, deployment)
+    def take(self, name: str, deployment: Deployment, workers: int = 1) -> None:
+        """Take a node's slots for an instance, or for a worker with one part of several."""
+        node = self.nodes[name]
+        if node.computes_on_device(deployment.device):
+            self._left[name] = left_over(self.left(node), deployment.devices, needed_bytes(deployment, workers))
+        taken = self._taken_beside if node.devices and deployment.device == "cpu" else self._taken
+        taken[name] = taken.get(name, 0) + self.slots(name, deployment)
+
+    def reserve(self, node: Node, deployment: Deployment) -> int:
+        """Keep what is usable of a node for an instance that starts there soon. Returns the slots that it lacks."""
+        count = min(self.usable_slots(node, deployment), self.slots(node.name, deployment))
+        if node.computes_on_device(deployment.device):
+            self._left[node.name] = left_over(self.left(node), count, needed_bytes(deployment))
+        taken = self._taken_beside if node.devices and deployment.device == "cpu" else self._taken
+        taken[node.name] = taken.get(node.name, 0) + count
+        return self.slots(node.name, deployment) - count
+
+    def left(self, node: Node) -> tuple[FreeDevice, ...]:
+        """Return a node's free accelerators, the roomiest first. Empty if nothing is known of their memory."""
+        found = self._left.get(node.name)
+        return node.free_devices if found is None else found
 
     def add_fetch(self, name: str, url: str, size_bytes: float, deadline_s: float) -> None:
         self._added[name].append(Fetching(url, size_bytes, deadline_s))
@@ -67,7 +116,7 @@ class Placement:
             if copy.layers is not None or not is_current(copy, deployment) or not self._can_run(name, deployment):
                 continue
             missing = max((copy.total_bytes or deployment.size_bytes) - copy.fetched_bytes, 0)
-            found.append((missing, -self.free_slots(name), name))
+            found.append((missing, -self.free_slots(name, deployment.device), name))
         if planned is not None and self._can_run(planned, deployment):
             found.append((deployment.size_bytes, 0, planned))
         servers = []
@@ -79,7 +128,7 @@ class Placement:
 
     def others(self, deployment: Deployment) -> Iterator[CandidateNode]:
         """Yield nodes with a free slot and room for the weights, the fastest links first."""
-        for name in self._candidates():
+        for name in self._candidates(deployment):
             if not self._can_run(name, deployment) or self.nodes[name].copy(deployment.url) is not None:
                 continue
             server = self._offers.get(name) or self._offer(name)
@@ -99,18 +148,17 @@ class Placement:
         """Return the server with what its accelerator, if the deployment uses one, has for a worker."""
         node = self.nodes[server.node]
         known = node.device_bytes > 0 or node.load_bytes_per_s < math.inf
-        if not known or not node.processor(deployment.device).on_gpu:
+        if not known or not node.computes_on_device(deployment.device):
             return server
         room_bytes = self._device_room(node, deployment)
         return replace(server, load_bytes_per_s=node.load_bytes_per_s, device_bytes=room_bytes)
 
     def _device_room(self, node: Node, deployment: Deployment) -> float:
         """Return the free bytes for weights, keys and values on the accelerators that the next instance is given."""
-        if not node.device_bytes or not node.processor(deployment.device).on_gpu:
+        if not node.device_bytes or not node.computes_on_device(deployment.device):
             return math.inf
-        taken = self._taken.get(node.name, 0)
-        given = node.device_free_bytes[taken : taken + deployment.devices]
-        return _for_model(min(given), deployment) if len(given) == deployment.devices else 0
+        roomiest = self.left(node)[: deployment.devices]
+        return _for_model(min(roomiest).free_bytes, deployment) if len(roomiest) == deployment.devices else 0
 
     def can_hold(self, name: str, deployment: Deployment) -> bool:
         """Return whether a node has a free slot for the deployment, and room for all of it on its accelerator.
@@ -119,17 +167,40 @@ class Placement:
         """
         if not self._can_run(name, deployment):
             return False
-        return self._device_room(self.nodes[name], deployment) >= _needed(deployment) or self._is_too_large(deployment)
+        node = self.nodes[name]
+        if self._device_room(node, deployment) >= _needed(deployment):
+            return True
+        return len(self.left(node)) >= deployment.devices and self._is_too_large(deployment)
 
     def _is_too_large(self, deployment: Deployment) -> bool:
         """Return whether no node has an accelerator with so much memory, or can do without one."""
         found = self._too_large.get(deployment.name)
         if found is None:
             found = self._too_large[deployment.name] = not any(
-                other.state == "alive" and self._is_for(other, deployment) and _is_large_enough(other, deployment)
-                for other in self.nodes.values()
+                self.is_for(other, deployment) and is_large_enough(other, deployment)
+                for other in self._places(deployment)
             )
         return found
+
+    def _places(self, deployment: Deployment) -> list[Node]:
+        """Return the nodes that are alive; if it computes on several accelerators, those that have some."""
+        some = [node for node in self._alive if node.devices] if deployment.devices > 1 else []
+        return some if any(self.is_for(node, deployment) for node in some) else self._alive
+
+    def may_start(self, deployment: Deployment) -> bool:
+        """Return whether an instance could start somewhere if all others ended. Other programs may have the room."""
+        return self._is_too_large(deployment) or any(
+            self.is_for(node, deployment)
+            and is_large_enough(node, deployment)
+            and self._most_usable(node, deployment) >= self.slots(node.name, deployment)
+            for node in self._places(deployment)
+        )
+
+    def _most_usable(self, node: Node, deployment: Deployment) -> int:
+        if not node.device_bytes or not node.computes_on_device(deployment.device):
+            return node.slots if node.computes_on_device(deployment.device) else 1
+        too_full = sum(one.free_bytes < needed_bytes(deployment) for one in node.free_devices)
+        return node.slots - too_full
 
     def on_accelerators(self, deployment: Deployment) -> Deployment | None:
         """Return the deployment as one that starts on accelerators alone, or None if that makes no difference."""
@@ -150,54 +221,78 @@ class Placement:
             found = self._choose(accelerated, planned)
             if found is not None or self.waits(accelerated):
                 return found
-        found = self._choose(deployment, planned)
-        if found is not None and deployment.device == "cpu" and self.nodes[found].devices:
-            return self._without_accelerator(deployment) or found
-        return found
+        return self._choose(deployment, planned)
 
     def waits(self, deployment: Deployment) -> bool:
         """Return whether a start waits for an accelerator where processors are free.
 
-        It does if it computes on several, and if an instance ends on a node whose accelerators are large enough.
+        It does if it computes on several, and if an accelerator that is large enough becomes free: an instance ends
+        there, or has ended, and the node has not said yet what is free by now.
         """
-        if deployment.devices > 1:
+        if deployment.devices > 1 and any(node.devices and self.is_for(node, deployment) for node in self._alive):
             return True
-        return any(self._is_for(node, deployment) and _is_large_enough(node, deployment) for node in self._emptying)
+        return any(self.is_for(node, deployment) and is_large_enough(node, deployment) for node in self._emptying)
+
+    @cached_property
+    def _alive(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.state == "alive"]
 
     @cached_property
     def _emptying(self) -> list[Node]:
-        """The nodes on which an instance ends."""
+        """The nodes of which an accelerator becomes free."""
         return [
             node
-            for node in self.nodes.values()
-            if node.state == "alive" and any(instance.state == "draining" for instance in node.instances)
+            for node in self._alive
+            if node.returning
+            or any(one.state == "draining" and node.computes_on_device(one.device) for one in node.instances)
         ]
 
-    def _without_accelerator(self, deployment: Deployment) -> str | None:
-        """Return a node without accelerators, which leaves those of others to deployments that use them."""
-        for name in self.index.by_link:
-            node = self.nodes[name]
-            if not node.devices and self._space(node) >= deployment.size_bytes and self.can_hold(name, deployment):
-                return name
-        return None
-
     def _choose(self, deployment: Deployment, planned: str | None) -> str | None:
+        """Return the best node, if possible one on which it takes no place that a larger model needs."""
+        larger = self._rivals(deployment)
+        for most in range(len(larger) + 1):
+            found = self._fast_node(deployment, planned, lambda name, most=most: self._costs(name, deployment) <= most)  # type: ignore[misc]
+            if found is not None:
+                return found
+        return self._slow_node(deployment)
+
+    def _rivals(self, deployment: Deployment) -> list[Rival]:
+        key = needed_bytes(deployment), deployment.devices, deployment.device_kind
+        if deployment.device == "cpu":
+            return []
+        if key not in self._rivals_of:
+            sizes = [size for size, count in self.index.sizes.items() if count > 0]
+            alike = len(sizes) <= 1 and self.most_devices <= deployment.devices
+            self._rivals_of[key] = [] if alike else rivals(deployment, self.deployments, sizes)
+        return self._rivals_of[key]
+
+    def _costs(self, name: str, deployment: Deployment) -> int:
+        """Return how many kinds of larger models lose a place if an instance starts on a node."""
+        node, larger = self.nodes[name], self._rivals(deployment)
+        if not larger or not node.computes_on_device(deployment.device):
+            return 0
+        before = self.left(node) if node.device_bytes else (FreeDevice(0),) * self.free_slots(name)
+        after = left_over(before, deployment.devices, needed_bytes(deployment))
+        return sum(rival.places(node, after) < rival.places(node, before) for rival in larger)
+
+    def _fast_node(self, deployment: Deployment, planned: str | None, suits: Callable[[str], bool]) -> str | None:
         for server in self.holders(deployment, planned):
-            if self.can_hold(server.node, deployment):
+            if self.can_hold(server.node, deployment) and suits(server.node):
                 return server.node
         best: CandidateNode | None = None
         for seen, server in enumerate(self.others(deployment)):
-            if server.free_bytes < deployment.size_bytes or not self.can_hold(server.node, deployment):
+            fits = server.free_bytes >= deployment.size_bytes and self.can_hold(server.node, deployment)
+            if not fits or not suits(server.node):
                 continue
             if best is None or server.s_per_byte < best.s_per_byte:
                 best = server
             if seen >= _MOST_CANDIDATES or server.node not in self._added:
                 break
-        return best.node if best else self._slow_node(deployment)
+        return best.node if best else None
 
     def _slow_node(self, deployment: Deployment) -> str | None:
         """Return a node where the start is slow, or makes other starts slow. It is better than none."""
-        for name in self._candidates():
+        for name in self._candidates(deployment):
             if self._space(self.nodes[name]) >= deployment.size_bytes and self.can_hold(name, deployment):
                 return name
         return self._after_eviction(deployment)
@@ -205,7 +300,7 @@ class Placement:
     def _after_eviction(self, deployment: Deployment) -> str | None:
         """Return a node that can drop copies of the pool to make room for the weights: those unused for the longest."""
         found: list[tuple[float, str]] = []
-        for name in self._candidates():
+        for name in self._candidates(deployment):
             if name in self._added or not self.can_hold(name, deployment):
                 continue
             node = self.nodes[name]
@@ -219,44 +314,51 @@ class Placement:
         return min(found)[1] if found else None
 
     def _can_run(self, name: str, deployment: Deployment) -> bool:
-        free = self.free_slots(name)
-        return free > 0 and free >= self._slots(name, deployment) and self._is_for(self.nodes[name], deployment)
+        free = self.free_slots(name, deployment.device)
+        return free > 0 and free >= self.slots(name, deployment) and self.is_for(self.nodes[name], deployment)
 
-    def _slots(self, name: str, deployment: Deployment) -> int:
+    def slots(self, name: str, deployment: Deployment) -> int:
         """Return how many of a node's slots an instance takes."""
-        shares = deployment.devices > 1 and self.nodes[name].processor(deployment.device).on_gpu
-        return deployment.devices if shares else 1
+        return deployment.devices if self.nodes[name].computes_on_device(deployment.device) else 1
+
+    def usable_slots(self, node: Node, deployment: Deployment) -> int:
+        """Return how many free slots of a node have room for an instance, or its part of one."""
+        free = self.free_slots(node.name, deployment.device)
+        if not node.device_bytes or not node.computes_on_device(deployment.device):
+            return max(free, 0)
+        return sum(one.free_bytes >= needed_bytes(deployment) for one in self.left(node))
 
     @staticmethod
-    def _is_for(node: Node, deployment: Deployment) -> bool:
+    def is_for(node: Node, deployment: Deployment) -> bool:
+        """Return whether a node is of the kind that a deployment asks for."""
         if deployment.device == "cuda" and not node.devices:
             return False
         return not deployment.device_kind or deployment.device_kind == node.device_kind
 
-    def _candidates(self) -> Iterator[str]:
-        """Yield nodes with a free slot, the fastest links first, but those that fetch something last."""
-        if self._remaining is None:
-            self._remaining = self._in_order()
-        ordered = self._ordered
-        while ordered and self.free_slots(ordered[0]) <= 0:
-            ordered.popleft()
-        for position in count():
-            if position == len(ordered):
-                found = next(self._remaining, None)
-                if found is None:
-                    return
-                ordered.append(found)
-            yield ordered[position]
+    def _candidates(self, deployment: Deployment) -> _Candidates:
+        """Return the nodes with a free slot, the fastest links first, but those that fetch something last."""
+        return self._on_processors if deployment.device == "cpu" else self._on_any
 
-    def _in_order(self) -> Iterator[str]:
-        """Yield the candidates in order; few of a large cluster's nodes are ever looked at."""
-        free = self.index.free
+    @cached_property
+    def _on_any(self) -> _Candidates:
+        return _Candidates(self._in_order(lambda name: name in self.index.free), self.free_slots)
+
+    @cached_property
+    def _on_processors(self) -> _Candidates:
+        """The candidates for instances that use no accelerator: nodes without any come first."""
+        beside, free = self.index.free_processors, self.index.free
+        names = self._in_order(lambda name: name in beside or (name in free and not self.nodes[name].devices))
+        ordered = sorted(names, key=lambda name: bool(self.nodes[name].devices))
+        return _Candidates(iter(ordered), lambda name: self.free_slots(name, "cpu"))
+
+    def _in_order(self, is_free: Callable[[str], bool]) -> Iterator[str]:
+        """Yield the candidates in order."""
         if not self.contention_aware:
-            yield from (name for name in self.index.by_name if name in free)
+            yield from (name for name in self.index.by_name if is_free(name))
             return
         fetching = {name for name, _ in self.index.arriving}
-        busy = {name: self.bytes_per_s(name) for name in fetching if name in free}
-        yield from (name for name in self.index.by_link if name in free and name not in fetching)
+        busy = {name: self.bytes_per_s(name) for name in fetching if is_free(name)}
+        yield from (name for name in self.index.by_link if is_free(name) and name not in fetching)
         yield from sorted(busy, key=lambda name: (-busy[name], name))
 
     def _fetching(self, node: Node) -> list[Fetching]:
@@ -280,9 +382,12 @@ def _needed(deployment: Deployment) -> int:
     return deployment.size_bytes + deployment.kv_bytes
 
 
-def _is_large_enough(node: Node, deployment: Deployment) -> bool:
+def is_large_enough(node: Node, deployment: Deployment) -> bool:
     """Return whether a whole instance has room on a node's accelerators when they are empty, or needs none."""
-    return not node.device_bytes or _for_model(node.device_bytes, deployment) >= _needed(deployment)
+    if not node.device_bytes or not node.computes_on_device(deployment.device):
+        return True
+    largest = node.sizes[: deployment.devices]
+    return len(largest) == deployment.devices and _for_model(min(largest), deployment) >= _needed(deployment)
 
 
 def _for_model(device_bytes: int, deployment: Deployment) -> int:

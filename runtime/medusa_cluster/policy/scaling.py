@@ -110,27 +110,40 @@ def scale_target(
     return ScaleTarget(min(max(count, low), high), least, Monitor(samples, spare, learned, counted))
 
 
-def shares(demands: Mapping[str, int], deployments: Mapping[str, Deployment], slots: int) -> dict[str, int]:
-    """Divide the cluster's slots among models that want more than there are: weighted max-min fairness.
+def shares(
+    demands: Mapping[str, int],
+    deployments: Mapping[str, Deployment],
+    slots: int,
+    slots_of: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """Divide slots among models that want more instances than there are slots for: weighted max-min fairness.
 
-    Minimums come first. Then each slot goes to the model that has the least for its weight, until it has what it wants.
+    ``slots_of``: how many each of a model's instances takes; None: one. Minimums come first. Then the model that has
+    the least slots for its weight gets an instance, if it fits, until it has what it wants. Returns instances.
     """
-    if sum(demands.values()) <= slots:
+    each = dict.fromkeys(demands, 1) if slots_of is None else slots_of
+    if sum(count * each[name] for name, count in demands.items()) <= slots:
         return dict(demands)
-    slots_of: dict[str, int] = {}
+    given: dict[str, int] = {}
     left = slots
     for name in sorted(demands):
-        slots_of[name] = min(deployments[name].min, demands[name], left)
-        left -= slots_of[name]
-    heap = [(slots_of[name] / deployments[name].weight, name) for name in demands if slots_of[name] < demands[name]]
+        given[name] = min(deployments[name].min, demands[name], left // each[name])
+        left -= given[name] * each[name]
+
+    def rank(name: str) -> tuple[float, int, str]:
+        return given[name] * each[name] / deployments[name].weight, each[name], name
+
+    heap = [rank(name) for name in demands if given[name] < demands[name]]
     heapq.heapify(heap)
     while left and heap:
-        _, name = heapq.heappop(heap)
-        slots_of[name] += 1
-        left -= 1
-        if slots_of[name] < demands[name]:
-            heapq.heappush(heap, (slots_of[name] / deployments[name].weight, name))
-    return slots_of
+        name = heapq.heappop(heap)[-1]
+        if each[name] > left:
+            continue
+        given[name] += 1
+        left -= each[name]
+        if given[name] < demands[name]:
+            heapq.heappush(heap, rank(name))
+    return given
 
 
 def prescaled(load: Load, prefill: int, prefill_wanted: int) -> Load:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from .claims import Shortage
 from .index import Index
 from .pool import room
 from .state import Node, SetSpare
@@ -17,14 +18,17 @@ class IdleNodes:
     since_s: Mapping[str, float] = field(default_factory=dict)
 
 
-def take_back(nodes: Mapping[str, Node], slots: int) -> list[SetSpare]:
-    """Take back nodes with so many slots, or fewer if there are not enough."""
+def take_back(nodes: Mapping[str, Node], shortages: Collection[Shortage]) -> list[SetSpare]:
+    """Take back nodes with the slots that could be used, or fewer if there are not enough; they lower the shortages."""
     found = []
     for name in sorted(name for name, node in nodes.items() if node.spare and node.state != "lost"):
-        if slots <= 0:
-            break
+        helped = [one for one in shortages if one.useful > 0 and one.bound.slots(nodes[name])]
+        if not helped:
+            continue
         found.append(SetSpare(name, spare=False))
-        slots -= nodes[name].slots
+        for one in helped:
+            slots = one.bound.slots(nodes[name])
+            one.useful, one.missing = one.useful - slots, one.missing - slots
     return found
 
 

@@ -38,6 +38,13 @@ class Processor(NamedTuple):
         return cls(on_gpu, kind, name if on_gpu else "")
 
 
+class FreeDevice(NamedTuple):
+    """An accelerator that no instance was given: how much of its memory is free, and how much it has."""
+
+    free_bytes: int
+    size_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """A model's weights on a node, perhaps still on their way."""
@@ -73,14 +80,16 @@ class Instance:
     full: bool = True  # has memory for the whole model, also while it holds some of its layers
     running: int = 0  # requests
     version: str = ""  # of the model that it has loaded; "": not known
-    slots: int = 1  # of its node, which it takes
+    slots: int = 1  # of its node: the accelerators that it takes, or one processor
+    device: Device = "auto"  # what it was told to compute on
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
     """A machine. ``serves_out`` and ``serves_in``: its link carries activations, keys or values in that direction.
 
-    Each of its ``devices`` is given to one instance at a time, with all of its memory.
+    Each of its ``devices`` is given to one instance at a time, with all of its memory. Its processor runs one instance,
+    where it has accelerators only one that uses none.
     """
 
     name: str
@@ -95,13 +104,15 @@ class Node:
     ingress_bytes_per_s: float = 0.0
     memory_bytes: int = 0  # for copies in host memory
     memory_used_bytes: int = 0
-    devices: int = 0  # accelerators; a node without one runs one instance on its processor
+    devices: int = 0  # accelerators
+    devices_lost: int = 0  # of those, that do not answer, and that no instance has
     device_kind: str = ""  # as in Deployment.device_kind
     device_name: str = ""  # of its accelerators; "": not known
-    device_bytes: int = 0  # the memory of each of them; 0: not known
-    device_free_bytes: tuple[
-        int, ...
-    ] = ()  # of that, what each of those has that no instance was given, the most first
+    device_bytes: int = 0  # the memory of the smallest of them; 0: not known
+    device_sizes: tuple[int, ...] = ()  # the memory of each, the largest first; (): all have device_bytes
+    # What each of those has free that no instance was given, the most first. One that was just given back comes later.
+    device_free_bytes: tuple[int, ...] = ()
+    device_free_sizes: tuple[int, ...] = ()  # the memory of each of these; (): all have device_bytes
     serves_out: bool = False
     serves_in: bool = False
     stays: bool = False  # no autoscaler may end it: the head
@@ -111,12 +122,37 @@ class Node:
 
     @property
     def slots(self) -> int:
-        """How many instances it runs at the same time."""
-        return max(self.devices, 1)
+        """How many instances it runs at the same time, of those that use accelerators where there are any."""
+        return max(self.devices - self.devices_lost, 0) if self.devices else 1
+
+    def computes_on_device(self, device: Device) -> bool:
+        """Return whether an instance here that was started with ``--device`` of this value uses an accelerator."""
+        return self.devices > 0 and device != "cpu"
+
+    def free_slots(self, device: Device = "auto") -> int:
+        """Return how many slots are free for such instances: accelerators, or processors where they use none."""
+        if self.state != "alive":
+            return 0
+        on_device = self.computes_on_device(device)
+        taken = sum(one.slots for one in self.instances if self.computes_on_device(one.device) == on_device)
+        return (self.slots if on_device else 1) - taken
 
     @property
-    def free_slots(self) -> int:
-        return self.slots - sum(instance.slots for instance in self.instances) if self.state == "alive" else 0
+    def sizes(self) -> tuple[int, ...]:
+        """The memory of each of its accelerators, the largest first. Empty if it is not known."""
+        return self.device_sizes or ((self.device_bytes,) * self.devices if self.device_bytes else ())
+
+    @property
+    def free_devices(self) -> tuple[FreeDevice, ...]:
+        """Its accelerators that no instance was given, as far as their memory is known."""
+        free = self.device_free_bytes
+        sizes = self.device_free_sizes if len(self.device_free_sizes) == len(free) else (self.device_bytes,) * len(free)
+        return tuple(map(FreeDevice, free, sizes))
+
+    @property
+    def returning(self) -> int:
+        """How many accelerators no instance has any more, whose free memory is not known yet."""
+        return max(self.free_slots() - len(self.device_free_bytes), 0) if self.device_bytes and self.devices else 0
 
     def processor(self, device: Device) -> Processor:
         """Return what an instance here computes on, if it was started with ``--device`` of this value."""
@@ -244,6 +280,7 @@ class StartInstance:
     full: bool = True  # give it memory for the whole model
     partner: str | None = None  # the instance that it relieves while its own layers arrive
     ttft_s: float = 0.0  # as predicted for a start from cold; 0: nothing is known of it
+    device_bytes: int = 0  # for which it needs room on each of its accelerators; 0: not known
     reason: str = ""
 
 
@@ -296,9 +333,13 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class RequestNodes:
-    """Ask an autoscaler for nodes until there are this many; 0: none are missing."""
+    """Ask an autoscaler for nodes until there are this many; 0: none are missing.
+
+    ``devices``: how many accelerators each of some of them has, where those that are missing need some.
+    """
 
     total: int
+    devices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

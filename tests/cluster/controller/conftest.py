@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,7 @@ class Net:
     async def forget(self, node: str) -> None:
         self.forgotten.add(node)
 
-    async def request_nodes(self, total: int) -> None:
+    async def request_nodes(self, total: int, gpus: Sequence[int] = ()) -> None:
         if self.refusals:
             self.refusals -= 1
             raise ClusterError("the autoscaler does not answer")

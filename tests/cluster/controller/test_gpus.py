@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -68,13 +69,47 @@ def test_what_nodes_say_of_their_gpus_reaches_the_policy(run: Run) -> None:
         assert node.device_free_bytes == tuple(free[2:]), "the node has not lent the first two yet"
         assert node.processor("auto") == Processor(True, "", "A10")
         assert [instance.slots for instance in node.instances] == [2]
-        assert node.free_slots == 2
+        assert node.free_slots() == 2
         assert (deployment.device, deployment.devices, deployment.kv_bytes) == ("cuda", 2, 10_000)
         assert not deployment.gpu_groups
         status = await cluster.answer({"op": "status"})
         assert "link 100 MB/s, 4 GPUs (A10)\n" in table(status)
         shown = next(one for one in status["nodes"] if one["name"] == "g1")
         assert (shown["device_name"], shown["device_free_bytes"]) == ("A10", free)
+
+    run(scenario, "g1", "c1")
+
+
+def test_an_instance_takes_what_its_node_has_lent_it_whatever_its_deployment_asks_for_by_now(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        def shown(name: str, gpus: int, device: str) -> dict[str, Any]:
+            return {"id": name, "model": "m", "state": "ready", "since": 0.0, "gpus": gpus, "device": device}
+
+        there = [shown("i", 2, "auto"), shown("j", 0, "cpu")]
+        has(net, "g1", **A10 | {"devices": 4, "device_free_bytes": [23 * 10**9] * 2, "instances": there})
+        await until(lambda: len(cluster.state.instances) == 2)  # of a model that was removed
+        node = policy_state(cluster.state, cluster.models, (), {}).nodes["g1"]
+        assert [(one.slots, one.device) for one in node.instances] == [(2, "auto"), (1, "cpu")]
+        assert (node.free_slots(), node.free_slots("cpu"), node.returning) == (2, 0, 0)
+
+    run(scenario, "g1")
+
+
+def test_a_model_that_waits_for_a_gpu_says_so_once(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        has(net, "g1", **A10 | {"device_free_bytes": []})  # it was just given back
+        await asked_for(net, cluster, ttft_slo_s=None)
+        await until(lambda: events(cluster, "waits"))
+        cluster._report({"gateway": "g", "url": None, "loads": {"m": {"waiting": 2}}})
+        await asyncio.sleep(1.5)
+        needed = "a GPU with 2.1 GB free or a node without GPUs"
+        assert events(cluster, "waits") == [f"m waits for {needed}: g1 has one soon"]
+        assert not cluster.state.instances, "a processor is free, but the GPU will be"
+        has(net, "g1", **A10)
+        await until(lambda: cluster.state.instances)
+        (start,) = await until(lambda: [call for call in net.calls() if call["op"] == "start"])
+        assert start["device_bytes"] == 100 + (2 << 30)
+        assert [one.node for one in cluster.state.instances.values()] == ["g1"]
 
     run(scenario, "g1", "c1")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from medusa_cluster.deployment import Deployment
+from medusa_cluster.node import gpus as node_gpus
 from medusa_cluster.node.description import kv_bytes_per_token
 from medusa_cluster.node.gpus import Gpus, visible_gpus
 from medusa_cluster.node.instances import Instances
@@ -22,6 +23,17 @@ TORCH = Deployment("m", "http://127.0.0.1:1/m")
 TWO = "A10,GPU-aa,24000,9000,4,16\nA10,GPU-bb,24000,23000,4,16"
 
 Watched = Callable[..., Gpus]
+
+
+def free_of(*gb: int) -> dict[str, list[int]]:
+    return {"device_free_bytes": [one * 10**9 for one in gb], "device_free_sizes": [24 * 10**9 for _ in gb]}
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -71,16 +83,17 @@ def test_the_gpus_are_those_on_which_an_engine_would_compute(
 def test_a_node_says_what_its_gpus_have(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_GPUS", TWO)
     gpus = watched("0", "1")
-    found = {"devices": 2, "device_name": "A10", "device_bytes": 24 * 10**9}
+    sizes = [24 * 10**9, 24 * 10**9]
+    found = {"devices": 2, "device_name": "A10", "device_bytes": 24 * 10**9, "device_sizes": sizes}
     link = {"load_bytes_per_s": pytest.approx(27.7e9, rel=0.01)}
-    assert gpus.status() == {**found, **link, "device_free_bytes": [23 * 10**9, 9 * 10**9]}
+    assert gpus.status() == {**found, **link, **free_of(23, 9)}
     first = gpus.lend("i", TORCH)
     assert first.environment == {"CUDA_VISIBLE_DEVICES": "1"}  # which has the most free memory
-    assert gpus.status() == {**found, **link, "device_free_bytes": [9 * 10**9]}
+    assert gpus.status() == {**found, **link, **free_of(9)}
     gpus.lend("j", TORCH)
-    assert gpus.status() == {**found, **link, "device_free_bytes": []}
+    assert gpus.status() == {**found, **link, **free_of()}
     gpus.take_back(first)
-    assert gpus.status() == {**found, **link, "device_free_bytes": [23 * 10**9]}
+    until(lambda: gpus.status() == {**found, **link, **free_of(23)})
     monkeypatch.setenv("FAKE_GPUS", "A10,GPU-aa,24000,1,4,16\nL4,GPU-bb,0,0,4,8")
     mixed = watched("GPU-b", "GPU-a", link_bytes_per_s=5e9).status()
     assert mixed == {"devices": 2, "device_name": "A10 and L4", "load_bytes_per_s": 5e9}
@@ -108,7 +121,7 @@ def test_a_lost_gpu_is_lent_to_nobody(
 ) -> None:
     monkeypatch.setenv("FAKE_GPUS", "A10,error 15,0,0,4,16\nA10,GPU-bb,24000,23000,4,16")
     gpus = watched("0", "1")
-    assert gpus.status()["devices"] == 1
+    assert (gpus.status()["devices"], gpus.status()["devices_lost"]) == (2, 1)
     assert gpus.status()["device_free_bytes"] == [23 * 10**9]
     assert gpus.lend("i", TORCH).environment == {"CUDA_VISIBLE_DEVICES": "1"}
     with pytest.raises(InstanceError, match=r"found 0 of 2; the others are lent to i; 1 fell off the bus"):
@@ -127,6 +140,73 @@ def test_numbers_of_gpus_that_differ_are_those_of_addresses(watched: Watched, mo
     assert gpus.status() == {"devices": 2}, "it is not known which is which"
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     assert watched("1").status()["device_name"] == "L4"
+
+
+def test_a_gpu_is_free_again_once_its_memory_is(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_gpus, "_RETURNS_WITHIN_S", 60.0)
+    monkeypatch.setattr(node_gpus, "_LOOK_S", 60.0)
+    monkeypatch.setenv("FAKE_GPUS", "A10,GPU-aa,24000,23000,4,16")
+    gpus = watched("0")
+    loan = gpus.lend("i", TORCH)
+    monkeypatch.setenv("FAKE_GPUS", "A10,GPU-aa,24000,500,4,16")  # the engine ends after its function
+    gpus.take_back(loan)
+    time.sleep(0.5)
+    assert gpus.status()["device_free_bytes"] == [], "one would think that another program has its memory"
+    monkeypatch.setenv("FAKE_GPUS", "A10,GPU-aa,24000,22700,4,16")
+    until(lambda: gpus.status()["device_free_bytes"] == [22_700 * 10**6])
+    again = gpus.lend("j", TORCH)
+    monkeypatch.setenv("FAKE_GPUS", "A10,GPU-aa,24000,400,4,16")
+    gpus.take_back(again)
+    monkeypatch.setattr(node_gpus, "_RETURNS_WITHIN_S", 0.3)
+    until(lambda: gpus.status()["device_free_bytes"] == [400 * 10**6])  # another program has it by now
+
+
+def test_an_instance_gets_the_smallest_gpus_with_room_for_it(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"a": 80_000, "b": 24_000, "c": 48_000}
+    monkeypatch.setenv("FAKE_GPUS", "\n".join(f"X,GPU-{name},{mb},{mb},4,16" for name, mb in sizes.items()))
+    gpus = watched("0", "1", "2")
+    assert gpus.status()["device_bytes"] == 24 * 10**9
+    assert gpus.status()["device_sizes"] == [80 * 10**9, 48 * 10**9, 24 * 10**9]
+    assert gpus.lend("i", TORCH, 20 * 10**9).names == ("1",)
+    assert gpus.lend("j", TORCH, 50 * 10**9).names == ("0",)
+    assert gpus.lend("k", TORCH, 50 * 10**9).names == ("2",), "its engine says what is missing"
+
+
+def test_a_gpu_that_is_lost_while_it_is_lent_is_not_lent_again(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_gpus, "_LOOK_S", 0.05)
+    monkeypatch.setenv("FAKE_GPUS", TWO)
+    gpus = watched("0", "GPU-bb")
+    loan = gpus.lend("i", TORCH)
+    assert loan.names == ("GPU-bb",)
+    monkeypatch.setenv("FAKE_GPUS", TWO.replace("GPU-bb", "error 15"))
+    until(lambda: gpus.status()["device_sizes"] == [24 * 10**9])
+    status = gpus.status()
+    assert (status["devices"], "devices_lost" in status, status["device_name"]) == (2, False, "A10"), "it is lent still"
+    gpus.take_back(loan)
+    assert (gpus.status()["devices_lost"], gpus.status()["device_free_bytes"]) == (1, [9 * 10**9])
+    gpus.lend("j", TORCH)
+    with pytest.raises(InstanceError, match="found 0 of 2; the others are lent to j; 1 fell off the bus"):
+        gpus.lend("k", TORCH)
+    monkeypatch.setenv("FAKE_GPUS", TWO)
+    until(lambda: "devices_lost" not in gpus.status())
+    assert gpus.lend("k", TORCH).names == ("GPU-bb",)
+
+
+def test_what_was_seen_of_the_gpus_holds_while_the_driver_fails(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(node_gpus, "_LOOK_S", 0.05)
+    monkeypatch.setenv("FAKE_GPUS", TWO)
+    gpus = watched("0", "1")
+    before = gpus.status()
+    monkeypatch.setenv("FAKE_NVML", "nvmlDeviceGetCount_v2")
+    until(lambda: "the node's GPUs are not seen" in caplog.text)
+    assert gpus.status() == before, "else it would be another kind of processor"
+    monkeypatch.setenv("FAKE_NVML", "")
+    monkeypatch.setenv("FAKE_GPUS", TWO.replace("9000", "8000"))
+    until(lambda: gpus.status()["device_free_bytes"][-1] == 8 * 10**9)
 
 
 def test_of_gpus_that_the_driver_does_not_describe_only_the_number_is_said(

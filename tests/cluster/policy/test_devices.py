@@ -129,7 +129,7 @@ def test_an_instance_that_shares_its_layers_takes_as_many_gpus() -> None:
     starts = started(made, model("m", 8 * GB, devices=2, max=8), waiting=64)
     assert sorted(start.node for start in starts) == ["g0", "g0", "g1", "g1"]
     taken = (Instance("i", "m", "g0", "ready", slots=2), Instance("j", "m", "g0", "ready"))
-    assert Node("g0", devices=4, instances=taken).free_slots == 1
+    assert Node("g0", devices=4, instances=taken).free_slots() == 1
     assert started(gpus(1, instances=taken, devices=4), model("x", devices=2)) == []
 
 

@@ -14,7 +14,7 @@ def test_a_copy_is_complete_when_all_bytes_of_all_layers_are_there() -> None:
 
 def test_a_node_without_accelerators_runs_one_instance() -> None:
     node = Node("a", memory_bytes=10, memory_used_bytes=4)
-    assert (node.slots, node.free_slots, node.free_bytes) == (1, 1, 6)
+    assert (node.slots, node.free_slots(), node.free_bytes) == (1, 1, 6)
     busy = Node("a", devices=4, instances=(Instance("i", "m", "a", "ready"),))
-    assert (busy.slots, busy.free_slots) == (4, 3)
-    assert Node("a", devices=4, state="draining").free_slots == 0
+    assert (busy.slots, busy.free_slots()) == (4, 3)
+    assert Node("a", devices=4, state="draining").free_slots() == 0

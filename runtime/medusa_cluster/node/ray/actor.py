@@ -96,8 +96,11 @@ class NodeActor:
         return await self._forward({"op": "unpin", "url": url})
 
     @_group("data")
-    async def start(self, id: str, deployment: dict[str, Any], group: dict[str, Any] | None = None) -> dict[str, Any]:
-        return await self._forward({"op": "start", "id": id, "deployment": deployment, "group": group})
+    async def start(
+        self, id: str, deployment: dict[str, Any], group: dict[str, Any] | None = None, device_bytes: int = 0
+    ) -> dict[str, Any]:
+        request = {"op": "start", "id": id, "deployment": deployment, "group": group, "device_bytes": device_bytes}
+        return await self._forward(request)
 
     @_group("data")
     async def stop(self, id: str, drain_s: float) -> dict[str, Any]:

@@ -70,6 +70,7 @@ def ray_command(settings: NodeServerSettings, head_ray_address: str | None) -> l
         f"--labels={labels}",
         f"--resources={json.dumps({NODE_RESOURCE: 1})}",
         "--num-cpus=0",
+        f"--num-gpus={len(settings.gpus)}",
         "--object-store-memory=80000000",
         "--include-log-monitor=false",
         f"--node-manager-port={port + 1}",
