@@ -224,6 +224,26 @@ def fits(gpus: list[int], needs: list[int]) -> bool:
     return True
 
 
+def test_what_becomes_free_for_a_waiting_model_is_not_taken_by_the_one_that_made_room() -> None:
+    """One that is too large for every GPU moved away from a node, and back again, for ever."""
+    nodes = [
+        Node(f"n{number}", memory_bytes=1000 * GB, devices=4, device_bytes=24 * GB, link_bytes_per_s=100 * GB)
+        for number in range(2)
+    ]
+    gpus = {node.name: [Gpu(24 * GB) for _ in range(4)] for node in nodes}
+    gpus["n0"][1].used = 10 * GB
+    needs = {"a": (60, 1), "b": (60, 4), "d": (2, 4)}
+    cluster = Machines(nodes, gpus, [model(name, size * GB, devices=n, max=3) for name, (size, n) in needs.items()])
+    for name in "dab":
+        cluster.load(name, waiting=1)
+        cluster.tick()
+    for name in needs:
+        cluster.load(name, waiting=0 if cluster.instances(name) else 1)
+    cluster.run(12.0, 0.3)
+    log = cluster.run(6.0, 0.3)
+    assert of(StartInstance, log) == of(StopInstance, log) == []
+
+
 def test_the_machines_of_these_tests_notice_a_gpu_that_is_lent_twice() -> None:
     cluster = Machines([Node("n", devices=1)], {"n": [Gpu(24 * GB)]}, [model("a", GB)])
     cluster.gpus["n"][0].holder = "i"

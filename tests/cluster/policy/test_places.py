@@ -151,6 +151,22 @@ def test_a_gpu_that_was_just_given_back_is_waited_for_where_a_processor_is_free(
     assert starts(made) == [("small", "g")]
 
 
+def test_a_model_for_which_every_gpu_is_too_small_tries_only_one_that_is_free() -> None:
+    huge = model("huge", 200 * GB)
+    assert starts(cluster([gpu("g", device_free_bytes=())], huge, huge=1)) == [], "it was just given back"
+    assert starts(cluster([gpu("g")], huge, huge=1)) == [("huge", "g")], "its engine says what is missing"
+    two = replace(huge, devices=2)
+    assert starts(cluster([gpu("g", devices=2), processor("c")], two, huge=1)) == [("huge", "g")]
+
+
+def test_a_model_that_can_start_nowhere_takes_no_share_from_one_that_can() -> None:
+    used = gpu("g", devices=2, device_free_bytes=(14 * GB, 14 * GB))  # by other programs
+    a, b = model("a", 30 * GB, devices=2, max=1), model("b", 10 * GB, devices=2, max=1)
+    made = cluster([used], a, b, a=1, b=1)
+    assert starts(made) == [("b", "g")]
+    assert made.memory.waiting.keys() == {"a"}
+
+
 def test_models_of_the_processor_take_no_gpu_and_one_processor_each() -> None:
     plain = model("plain", GB, device="cpu", max=4)
     on_processor = Instance("i", "plain", "g", "ready", device="cpu")
