@@ -99,14 +99,19 @@ def test_a_model_that_waits_for_a_gpu_says_so_once(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         has(net, "g1", **A10 | {"device_free_bytes": []})  # it was just given back
         await asked_for(net, cluster, ttft_slo_s=None)
-        await until(lambda: events(cluster, "waits"))
-        cluster._report({"gateway": "g", "url": None, "loads": {"m": {"waiting": 2}}})
-        await asyncio.sleep(1.5)
+
+        def asked_again() -> None:
+            cluster._report({"gateway": "g", "url": None, "loads": {"m": {"waiting": 2}}})
+
+        await until(lambda: asked_again() or events(cluster, "waits"))
+        for _ in range(15):
+            asked_again()
+            await asyncio.sleep(0.1)
         needed = "a GPU with 2.1 GB free or a node without GPUs"
         assert events(cluster, "waits") == [f"m waits for {needed}: g1 has one soon"]
         assert not cluster.state.instances, "a processor is free, but the GPU will be"
         has(net, "g1", **A10)
-        await until(lambda: cluster.state.instances)
+        await until(lambda: asked_again() or cluster.state.instances)
         (start,) = await until(lambda: [call for call in net.calls() if call["op"] == "start"])
         assert start["device_bytes"] == 100 + (2 << 30)
         assert [one.node for one in cluster.state.instances.values()] == ["g1"]
