@@ -24,6 +24,8 @@ _METHODS = ("stats", "tokenize", "detokenize", "embed", "wait_adapter", "drop_ad
 # These wait for forwards or bytes, so they must not hold up the connection, and are given an event that cancels them.
 _CANCELLABLE = ("embed", "wait_adapter")
 _RETRY_S = 0.1  # between attempts to accept a connection while the process has no free descriptor
+# Of one engine. Its client may be a stranger, and a node agent's engine takes process ids of the agent's container.
+_MOST_CONNECTIONS, _MOST_CALLS = 1024, 1024
 _ADAPTER_FILES = 2  # descriptors of an adapter: its region, and its weights' file if that is local
 
 
@@ -34,6 +36,30 @@ def _is_slow_to_add(request: GenerateRequest) -> bool:
 
 def _is_long(value: Any) -> bool:
     return isinstance(value, str | list) and len(value) > _LONG
+
+
+class _CallThreads:
+    """The threads of slow calls, of which one engine has at most _MOST_CALLS."""
+
+    def __init__(self) -> None:
+        self._free = threading.Semaphore(_MOST_CALLS)
+
+    def start(self, name: str, target: Callable[..., None], argument: Any) -> None:
+        """Run ``target(argument)`` in a thread of this name. Raises OverloadedError, and RuntimeError like a thread."""
+        if not self._free.acquire(blocking=False):
+            raise OverloadedError(f"the engine works on {_MOST_CALLS} slow calls already; try again later")
+
+        def run() -> None:
+            try:
+                target(argument)
+            finally:
+                self._free.release()
+
+        try:
+            threading.Thread(target=run, name=name, daemon=True).start()
+        except BaseException:
+            self._free.release()
+            raise
 
 
 def _error_frame(request_id: Any, error: MedusaError) -> frames.Frame:
@@ -62,6 +88,7 @@ class EngineServer:
         self._listener = listener
         self._engine = engine
         self._connections: set[_Connection] = set()
+        self._call_threads = _CallThreads()
         self._lock = threading.Lock()
         self._ready = False
 
@@ -91,7 +118,12 @@ class EngineServer:
                 logger.warning("an engine connection waits: %s", limit)
                 time.sleep(_RETRY_S)
                 continue
-            connection = _Connection(accepted, self._engine, self._forget)
+            if len(self._connections) >= _MOST_CONNECTIONS:
+                logger.warning("an engine connection is closed: there are %d already", _MOST_CONNECTIONS)
+                accepted.close()
+                time.sleep(_RETRY_S)
+                continue
+            connection = _Connection(accepted, self._engine, self._call_threads, self._forget)
             with self._lock:
                 self._connections.add(connection)
                 connection.send({"type": "hello", "info": self._engine.info._asdict()})
@@ -111,9 +143,10 @@ class EngineServer:
 class _Connection:
     """One client's connection. One thread reads and another writes, so a slow client never holds up the engine."""
 
-    def __init__(self, connection: socket.socket, engine: Engine, on_close: Any) -> None:
+    def __init__(self, connection: socket.socket, engine: Engine, call_threads: _CallThreads, on_close: Any) -> None:
         self._socket = connection
         self._engine = engine
+        self._call_threads = call_threads
         self._on_close = on_close
         self._outgoing: queue.SimpleQueue[frames.Frame | None] = queue.SimpleQueue()
         self._running: set[str] = set()
@@ -180,9 +213,7 @@ class _Connection:
                 request = frames.request_from_frame(frame)
                 self._running.add(request.id)
                 if _is_slow_to_add(request):
-                    threading.Thread(
-                        target=self._add_in_thread, args=(request,), name="engine-add", daemon=True
-                    ).start()
+                    self._call_threads.start("engine-add", self._add_in_thread, request)
                 else:
                     self._engine.add(request, self._sink)
             elif kind == "cancel":
@@ -195,9 +226,13 @@ class _Connection:
                 if frame["method"] in _CANCELLABLE:
                     cancelled = self._calls[request_id] = threading.Event()
                     frame["arguments"]["cancelled"] = cancelled
-                    threading.Thread(target=self._call, args=(frame,), name="engine-call", daemon=True).start()
+                    try:
+                        self._call_threads.start("engine-call", self._call, frame)
+                    except BaseException:
+                        self._calls.pop(request_id, None)
+                        raise
                 elif any(map(_is_long, frame["arguments"].values())):
-                    threading.Thread(target=self._call, args=(frame,), name="engine-call", daemon=True).start()
+                    self._call_threads.start("engine-call", self._call, frame)
                 else:
                     self._call(frame)
             else:

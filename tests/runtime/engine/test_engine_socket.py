@@ -16,7 +16,14 @@ from typing import Any
 import pytest
 from medusa_runtime.engine.base import Delta, EngineInfo, GenerateRequest, SamplingParams, TokenLogprob
 from medusa_runtime.engine.client import EngineClient
-from medusa_runtime.engine.frames import delta_from_frame, delta_to_frame, pack, request_from_frame, request_to_frame
+from medusa_runtime.engine.frames import (
+    FrameReader,
+    delta_from_frame,
+    delta_to_frame,
+    pack,
+    request_from_frame,
+    request_to_frame,
+)
 from medusa_runtime.engine.server import EngineServer
 from medusa_runtime.errors import EngineError, LimitError, OverloadedError, RequestError
 
@@ -458,3 +465,33 @@ def test_an_engine_without_a_server_refuses_such_a_connection(listener: socket.s
     with pytest.raises(RequestError, match="no HTTP server of its own"):
         client.connect_http(lambda: None)
     client.close()
+
+
+def test_slow_calls_and_connections_take_no_more_threads_than_an_engine_has_for_them(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client of a node agent's engine may be a stranger, and each thread takes a process id of all others."""
+    monkeypatch.setattr("medusa_runtime.engine.server._MOST_CALLS", 2)
+    monkeypatch.setattr("medusa_runtime.engine.server._MOST_CONNECTIONS", 2)
+    EngineServer(listener, SpellingEngine()).start()  # type: ignore[arg-type]
+
+    def connect() -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(listener.getsockname())
+        return connection
+
+    with connect() as one, connect() as another, connect() as third:
+        assert third.recv(1) == b"", "it is closed"
+        reader, calls = FrameReader(one), [{"type": "call", "id": f"{n}", "method": "embed"} for n in range(3)]
+        assert (reader.read() or {})["type"] == "hello"
+        for call in calls:
+            one.sendall(pack({**call, "arguments": {"inputs": []}}))
+        refused = reader.read() or {}
+        assert (refused["id"], refused["code"]) == ("2", "Engine.Overloaded")
+        one.sendall(pack({"type": "cancel", "id": "0"}))
+        assert (reader.read() or {})["id"] == "0"
+        time.sleep(0.1)  # its thread ends a moment after its answer
+        one.sendall(pack({**calls[2], "arguments": {"inputs": []}}))
+        another.sendall(pack({"type": "call", "id": "s", "method": "stats", "arguments": {}}))
+        reader = FrameReader(another)
+        assert [(reader.read() or {})["type"] for _ in range(2)] == ["hello", "result"], "quick calls need none"
