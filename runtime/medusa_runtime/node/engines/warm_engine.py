@@ -26,6 +26,7 @@ from ..child import close_others
 from ..messages import Message, receive, send
 from ..shard_files import held_files
 from .handover import TAKE_DESCRIPTORS, settings_from_body
+from .log_limit import limit_log
 
 _PR_SET_PDEATHSIG = 1
 _NICE = 10
@@ -89,6 +90,7 @@ def _warm_up(engine_class: EngineClass, settings: Settings) -> None:
 
 
 def _serve(engine_class: EngineClass, kind: str, message: Message) -> int:
+    limit_log()
     descriptors = dict(zip(TAKE_DESCRIPTORS, message.descriptors, strict=False))
     # The files of a local model, because this process opens no path of a function.
     shard_fds = [file for socket_fd in message.descriptors[len(TAKE_DESCRIPTORS) :] for file in held_files(socket_fd)]
