@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.index import version_of
@@ -24,7 +23,6 @@ from ..child import Child, as_node_error
 from ..messages import close_without_linger
 
 if TYPE_CHECKING:
-    from ...checkpoint.index import Shard
     from .spare import Spare
 
 _SOURCES = ("received_bytes", "excluded")
@@ -49,19 +47,6 @@ def open_region(fd: int | None = None) -> tuple[Region, int]:
             raise as_node_error("make a region", error) from None
         opened.pop_all()
         return region, demand_fd
-
-
-def _are_current(shards: Sequence[Shard], folder: Folder | None) -> bool:
-    """Return whether local files are those that were indexed. This asks their file system."""
-    try:
-        for shard in shards:
-            assert shard.path is not None
-            found = os.stat(shard.path) if folder is None else os.stat(shard.name, dir_fd=folder.fd)
-            if file_version(found) != shard.version:
-                return False
-    except OSError:
-        return False
-    return True
 
 
 class RegionEntry:
@@ -158,14 +143,26 @@ class RegionEntry:
         try:
             if folder is not None and ours is not None and file_status(folder.fd) != file_status(ours.fd):
                 return False
-            shards = self.region.shards() if self.sealed else ()
-        except (OSError, MedusaError):  # TimeoutError is an OSError
+        except MedusaError:
             return False
-        local = [shard for shard in shards if shard.path is not None]
-        if not local or ours is None or ours.identity is None:
-            return _are_current(local, ours)
-        # A caller's file system that is too slow counts as changed: a child reads the files again, and may wait.
-        return PATIENCE.ask(ours.identity.uid, partial(_are_current, local, ours)) is True
+        if not self.sealed or ours is None or ours.identity is None:
+            return self._are_files_current()
+        # A caller's file system that is too slow counts as changed: a child reads the files again, and may wait. So do
+        # files of which there are too many.
+        return PATIENCE.ask(ours.identity.uid, self._are_files_current) is True
+
+    def _are_files_current(self) -> bool:
+        """Return whether local files are those that were indexed. This asks their file system."""
+        try:
+            for shard in self.region.shards() if self.sealed else ():
+                if shard.path is None:
+                    continue
+                found = os.stat(shard.path) if self.folder is None else os.stat(shard.name, dir_fd=self.folder.fd)
+                if file_version(found) != shard.version:
+                    return False
+        except (OSError, MedusaError):
+            return False
+        return True
 
     def status(self) -> dict[str, object]:
         progress = self.region.progress()
