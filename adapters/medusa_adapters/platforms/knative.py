@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from medusa_runtime.config import Settings
 
 _STRUCTURED = "application/cloudevents"
+_LONGEST_ATTRIBUTE = 8190  # in bytes, as a header of binary mode; a reply's headers hold two of the event's
+_MOST_REPLIES = 8
 _METHODS = "GET, POST, PUT, PATCH, DELETE, OPTIONS"
 
 
@@ -78,6 +80,8 @@ def _receive(request: Request) -> Request:
         message = to_binary_event(event)
     except Exception as error:  # noqa: BLE001 the package's own errors, and those of its parsers: all mean a bad event
         raise HttpError(400, f"expected a CloudEvent 1.0: {type(error).__name__}: {error}") from None
+    if (longest := max(map(len, message.headers.values()))) > _LONGEST_ATTRIBUTE:
+        raise HttpError(400, f"expected attributes of at most {_LONGEST_ATTRIBUTE} bytes, found one of {longest}")
     kept = {name: value for name, value in headers.items() if name not in ("content-type", "content-length")}
     return replace(request, headers=Headers({**kept, **message.headers}.items()), body=message.body)
 
@@ -87,7 +91,8 @@ def _reply(request: Request, result: Any, source: str) -> Any:
 
     A broker refuses a body that is not an event, so a plain result becomes one. Its id is made from that of the event,
     so that a duplicate event gets a duplicate reply. An event that is such a reply itself gets none, because a trigger
-    without a filter would send replies in circles.
+    without a filter would send replies in circles. Nor does one behind which there are many replies already: two
+    functions would answer each other for ever.
     """
     from medusa_handler.cloud_event import is_cloud_event_class
     from medusa_handler.contract import Response
@@ -97,7 +102,7 @@ def _reply(request: Request, result: Any, source: str) -> Any:
     if is_cloud_event_class(type(result)) or not isinstance(result, str | bytes | dict | list):
         return result
     kind, asked_by = request.headers.get("ce-type", ""), request.headers.get("ce-source", "")
-    if asked_by == source and kind.endswith(".reply"):
+    if kind.endswith(".reply" * (1 if asked_by == source else _MOST_REPLIES)):
         return Response(status=202)
     headers = {
         "ce-specversion": "1.0",

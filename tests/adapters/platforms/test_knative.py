@@ -51,6 +51,28 @@ def test_a_reply_to_a_reply_is_none(plain: Any) -> None:
     assert (answer.status, answer.body) == (202, b"")
 
 
+def test_two_functions_do_not_answer_each_other_for_ever(launch: Launch, plain: Any) -> None:
+    other, event = launch(handler="function/handler.py", K_SERVICE="other"), dict(BINARY)
+    for count in range(1, 20):
+        answer = (plain, other)[count % 2].request("POST", "/", {"name": "you"}, **event)
+        if answer.status == 202:
+            break
+        assert answer.status == 200
+        event = BINARY | {f"ce_{name}": answer.headers[f"ce-{name}"] for name in ("id", "source", "type")}
+    assert count == 9
+    assert event["ce_type"] == "asked" + ".reply" * 8
+
+
+def test_an_attribute_that_no_header_can_have_is_refused(plain: Any) -> None:
+    for name in ("id", "type", "source", "extra"):
+        event = json.dumps(STRUCTURED | {name: "/" + "a" * 8190}).encode()
+        answer = plain.request("POST", "/", event, content_type=EVENT)
+        assert answer.status == 400, name
+        assert b"attributes of at most 8190 bytes" in answer.body
+    event = json.dumps(STRUCTURED | {"extra": "a" * 8000}).encode()
+    assert plain.request("POST", "/", event, content_type=EVENT).status == 200
+
+
 def test_no_result_is_accepted(launch: Launch) -> None:
     quiet = launch(handler="results/handler.py", K_SERVICE="hello")
     answer = quiet.request("POST", "/?what=none", {"a": 1}, **BINARY)
