@@ -224,6 +224,7 @@ class Dispatch:
     def _choose(self, deployed: DeployedModel, waiter: _Waiter) -> Instance | None:
         """Return the instance with the least work that has room, or None. Instances to avoid come last."""
         now = time.monotonic()
+        concurrency, room = deployed.concurrency, deployed.room_for(waiter.cost)
         best: tuple[bool, float, str] | None = None
         chosen = None
         for instance in deployed.instances:
@@ -233,7 +234,7 @@ class Dispatch:
             work = 0.0
             if standing is not None:
                 work = standing.work
-                full = standing.requests and work + waiter.cost > deployed.concurrency
+                full = standing.requests and work + room > concurrency
                 if full or standing.lost or standing.paused_until > now:
                     continue
             rank = (instance.id in waiter.avoid, work, instance.id)

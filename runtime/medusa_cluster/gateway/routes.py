@@ -41,6 +41,16 @@ class DeployedModel:
         value = self._setting("max_concurrency", int)
         return Settings().max_concurrency if value is None else max(1, value)
 
+    def room_for(self, cost: float) -> float:
+        """Return how many of an instance's sequences must be free before it gets a request of this cost.
+
+        A quarter is enough, since the others wait in the instance's own queue, if that is long enough. A request for as
+        many sequences as an instance has, which it may well refuse, must not hold up all behind it until it is idle.
+        """
+        queue = self._setting("max_waiting", int)
+        queue = Settings().max_waiting if queue is None else max(0, queue)
+        return min(cost, max(self.concurrency // 4, self.concurrency - queue, 1))
+
     @property
     def hold_s(self) -> float | None:
         """The seconds that a request may wait for an instance, or None if the deployment does not set them."""

@@ -19,14 +19,14 @@ from medusa_runtime.errors import ClusterError
 Work = Callable[[Dispatch], Awaitable[None]]
 
 
-def routes(**models: list[str]) -> Routes:
-    """Models with the names of their ready instances."""
+def routes(max_waiting: int = 256, **models: list[str]) -> Routes:
+    """Models with the names of their ready instances, in which ``max_waiting`` requests may wait."""
     return Routes(
         "1",
         {
             name: DeployedModel(
                 name,
-                {"settings": {"max_concurrency": "4"}},
+                {"settings": {"max_concurrency": "4", "max_waiting": str(max_waiting)}},
                 tuple(Instance(found, "n", f"http://n:8114/instances/{found}", "ready") for found in instances),
             )
             for name, instances in models.items()
@@ -247,9 +247,39 @@ def test_the_places_of_an_instance_are_its_setting(value: object, expected: int)
     assert DeployedModel("m", {"settings": {"max_concurrency": value}}).concurrency == expected
 
 
-def test_those_behind_a_large_request_go_on_when_it_leaves() -> None:
+def test_a_large_request_does_not_hold_up_others_until_an_instance_is_idle() -> None:
     async def work(dispatch: Dispatch) -> None:
         dispatch.update(routes(m=["a"]))
+        held = [await lease(dispatch) for _ in range(4)]
+        large = asyncio.create_task(lease(dispatch, cost=128))
+        small = asyncio.create_task(lease(dispatch))
+        await asyncio.sleep(0.01)
+        assert not large.done()
+        dispatch.release(held[0])
+        async with asyncio.timeout(1):
+            dispatch.release(await large)  # the instance refuses it, for example
+            assert (await small).instance.id == "a"
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cost", "expected"),
+    [
+        ({}, 1.5, 1.5), ({}, 128.0, 16), ({"max_waiting": "0"}, 128.0, 64), ({"max_waiting": "8"}, 128.0, 56),
+        ({"max_waiting": "0"}, 3.0, 3.0), ({"max_concurrency": "2"}, 9.0, 1), ({"max_waiting": "x"}, 128.0, 16),
+        ({"max_concurrency": "1" + "0" * 400}, 9.0, 9.0),
+    ],
+)  # fmt: skip
+def test_a_quarter_of_an_instance_is_room_if_the_rest_may_wait_in_it(
+    settings: dict[str, str], cost: float, expected: float
+) -> None:
+    assert DeployedModel("m", {"settings": settings}).room_for(cost) == expected
+
+
+def test_those_behind_a_large_request_go_on_when_it_leaves() -> None:
+    async def work(dispatch: Dispatch) -> None:
+        dispatch.update(routes(0, m=["a"]))
         await lease(dispatch)
         large = asyncio.create_task(lease(dispatch, cost=4))
         await asyncio.sleep(0)
