@@ -52,6 +52,10 @@ def raw(served: Any, body: str) -> tuple[int, bytes]:
             "input[0].content[0].type", "input_text",
         ),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "text"),
+        (
+            {"input": [{"type": "function_call", "call_id": "a", "name": "", "arguments": ""}]},
+            "input[0].name", "letters",
+        ),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input[0].arguments", "text"),
         (
             {"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]},

@@ -9,6 +9,7 @@ from medusa_runtime.errors import json_excerpt
 
 from ...faults import ApiError, invalid
 from ..body.fields import check_inner_fields
+from ..tools.choice import check_name
 
 _ROLES = ("user", "assistant", "system", "developer")
 _PARTS = ("input_text", "output_text", "refusal")
@@ -64,8 +65,9 @@ def _message(item: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _call(item: Mapping[str, Any], name: str) -> dict[str, Any]:
     check_inner_fields(item, name, _CALL)
-    call_id, called, arguments = (_required(item, field, name) for field in ("call_id", "name", "arguments"))
-    return {"id": call_id, "type": "function", "function": {"name": called, "arguments": arguments}}
+    check_name(item.get("name"), f"{name}.name")
+    call_id, arguments = _required(item, "call_id", name), _required(item, "arguments", name)
+    return {"id": call_id, "type": "function", "function": {"name": item["name"], "arguments": arguments}}
 
 
 def _add_call(found: list[dict[str, Any]], call: dict[str, Any]) -> None:

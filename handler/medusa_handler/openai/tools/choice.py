@@ -132,6 +132,12 @@ def _chosen(body: Body, tools: list[dict[str, Any]], choice: Any) -> Tools:
     return Tools(tools, "named" if isinstance(choice, Mapping) else choice, forced, parallel)
 
 
+def check_name(value: Any, field: str) -> None:
+    """Raise ApiError 400, which names the field, if a value cannot be a function's name."""
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise invalid(field, "a name of letters, digits and any of _ - . : /, of at most 128 characters", value)
+
+
 def _allowed(choice: Mapping[str, Any], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the tools that a choice of type ``allowed_tools`` allows. Raises ApiError 400."""
     check_inner_fields(choice, "tool_choice", frozenset(("type", "mode", "tools")))
@@ -169,9 +175,7 @@ def _flat_tool(tool: Any, name: str) -> dict[str, Any]:
 
 
 def _check_function(function: Mapping[str, Any], name: str) -> None:
-    if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
-        expected = "a name of letters, digits and any of _ - . : /, of at most 128 characters"
-        raise invalid(f"{name}.name", expected, function.get("name"))
+    check_name(function.get("name"), f"{name}.name")
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise invalid(f"{name}.parameters", "a JSON schema", parameters)
