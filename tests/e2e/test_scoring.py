@@ -115,6 +115,39 @@ def test_prompt_logprobs_are_by_token_id_on_both_routes(serving: Any) -> None:
     assert all(len(entries) == 1 for entries in answer["prompt_logprobs"][1:])
 
 
+def test_what_lm_eval_asks_is_answered_as_by_transformers(start_shared: Callable[..., Any], example: Path) -> None:
+    """The requests of lm-evaluation-harness 0.4.13, and its way to read the answers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    serving = start_shared("--model", example, "--dtype", "float32")
+    reference = AutoModelForCausalLM.from_pretrained(example, dtype=torch.float32).eval()
+    pairs = [
+        ("Return the", " value of the string"),
+        ("This function", " banana"),
+        ("naïve 日本", "語 😀 text"),
+        ("A", " b"),
+    ]
+    contexts = [serving.request("POST", "/tokenize", {"prompt": first})[1]["tokens"] for first, _ in pairs]
+    whole = [
+        context + serving.request("POST", "/tokenize", {"prompt": second, "add_special_tokens": False})[1]["tokens"]
+        for context, (_, second) in zip(contexts, pairs, strict=True)
+    ]
+    body = {"model": "pydoc-lm", "prompt": whole, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
+    choices = complete(serving, **body, echo=True)["choices"]
+    for choice, ids, context in zip(choices, whole, contexts, strict=True):
+        found = choice["logprobs"]["token_logprobs"][len(context) : -1]
+        tops = choice["logprobs"]["top_logprobs"][len(context) : -1]
+        with torch.no_grad():
+            logits = reference(torch.tensor([ids])).logits[0, len(context) - 1 : -1].float()
+        rows = torch.log_softmax(logits, -1)
+        own = rows.gather(1, torch.tensor(ids[len(context) :])[:, None])[:, 0]
+        assert sum(found) == pytest.approx(float(own.sum()), abs=1e-3)
+        is_greedy = all(logprob == max(top.values()) for logprob, top in zip(found, tops, strict=True))
+        assert is_greedy == bool((own >= rows.amax(1)).all())
+    assert serving.stop() == 0
+
+
 @pytest.mark.parametrize(
     ("body", "param", "text"),
     [

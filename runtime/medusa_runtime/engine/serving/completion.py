@@ -15,10 +15,12 @@ def advance(sequence: Sequence, sampled: SampledToken, tokenizer: Tokenizer) -> 
     As in vLLM, a token that ends a sequence is among the delta's token ids but not in its text. With
     ``include_stop_str_in_output``, a token of ``stop_token_ids`` is in the text too.
     """
+    if sequence.prompt_scores is not None:
+        prompt_logprobs = take_prompt_logprobs(sequence, tokenizer)
+        return advance(sequence, sampled, tokenizer)._replace(prompt_logprobs=prompt_logprobs)
     token, params, transcript = sampled.token, sequence.params, sequence.transcript
-    prompt_logprobs = None if sequence.prompt_scores is None else take_prompt_logprobs(sequence, tokenizer)
-    if len(sequence.tokens) >= sequence.limit:
-        return final_delta(sequence, "length")._replace(prompt_logprobs=prompt_logprobs)
+    if params.max_tokens == 0:
+        return final_delta(sequence, "length")
     sequence.tokens.append(token)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -47,7 +49,6 @@ def advance(sequence: Sequence, sampled: SampledToken, tokenizer: Tokenizer) -> 
         stop_reason,
         sequence.prompt_length,
         sequence.generated,
-        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -15,7 +15,10 @@ _MOST_LOGITS = 1 << 23  # of which a float32 copy takes 32 MiB; those of a whole
 
 def needs_scores(spans: list[Span]) -> bool:
     """Return whether a step has a prompt whose tokens are to be scored."""
-    return any(span.sequence.prompt_scores is not None for span in spans)
+    for span in spans:  # noqa: SIM110 - of every step, so it is written to be fast
+        if span.sequence.prompt_scores is not None:
+            return True
+    return False
 
 
 def most_rows(vocab_size: int) -> int:
