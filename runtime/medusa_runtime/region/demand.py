@@ -126,12 +126,16 @@ class DemandRings:
         return min(shares, default=_WHOLE) / _WHOLE
 
     def demanded(self, count: int) -> list[range]:
-        """Return runs of chunks that forwards wait for, of the region's ``count`` chunks. Some may be there already."""
-        found = []
-        for word in chain.from_iterable(self._rings()):
-            if word and not word & _HINT:
-                first = (word & _FIRST_MASK) - 1
-                found.append(range(max(first, 0), min(first + (word >> _FIRST_BITS), count)))
+        """Return runs of chunks that forwards wait for, of the region's ``count`` chunks. Some may be there already.
+
+        The runs are in ascending order, and have no chunk in common: a hostile reader may demand all chunks many times.
+        """
+        found: list[range] = []
+        words = {word for word in chain.from_iterable(self._rings()) if word and not word & _HINT}
+        for first, size in sorted(((word & _FIRST_MASK) - 1, word >> _FIRST_BITS) for word in words):
+            start, stop = max(first, 0, found[-1].stop if found else 0), min(first + size, count)
+            if start < stop:
+                found.append(range(start, stop))
         return found
 
     def hinted(self, count: int) -> list[int]:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,7 +20,7 @@ from medusa_runtime.fetch.load_priority import LoadPriority, is_interactive_load
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.fetch.schedule import Schedule
 from medusa_runtime.region.demand import create_demand_memfd, demand, pace, promote
-from medusa_runtime.region.layout import RING_OFFSET
+from medusa_runtime.region.layout import RING_OFFSET, RING_WORDS
 from medusa_runtime.region.reader import Region
 from medusa_runtime.storage.retry import RetryPolicy
 from medusa_runtime.timeline import Timeline
@@ -416,3 +417,19 @@ def test_the_ends_of_a_model_belong_to_its_first_and_last_layers() -> None:
         assert layers_first([*own, *rest], start, stop) == (own, rest)  # as in a worker's region
     tied = untied[:-1]
     assert layers_first(tied, 2, 4)[0] == [tied[0], *tied[3:]]
+
+
+def test_a_reader_that_demands_everything_many_times_costs_no_more_than_once() -> None:
+    """Its words stay in the ring, and a fetch looks at them for each range."""
+    fd = create_demand_memfd()
+    for place in range(RING_WORDS):
+        word = ((8192 - place) << 32) | (place + 1)
+        os.pwrite(fd, word.to_bytes(8, "little"), RING_OFFSET + 8 * place)
+    with closing(Region.create()) as region, closing(region.writer()) as writer:
+        writer.demand.listen(fd)
+        assert writer.demand.demanded(8192) == [range(8192)]
+        os.pwrite(fd, bytes(8 * RING_WORDS), RING_OFFSET)
+        for place, (first, size) in enumerate([(7, 2), (1, 3), (2, 4), (8, 9)]):
+            os.pwrite(fd, ((size << 32) | (first + 1)).to_bytes(8, "little"), RING_OFFSET + 8 * place)
+        assert writer.demand.demanded(10) == [range(1, 4), range(4, 6), range(7, 9), range(9, 10)]
+    os.close(fd)

@@ -93,7 +93,7 @@ class RegionEntry:
     def version(self) -> str:
         """A digest of the versions of a store's objects; "" for local files, and before the index is there."""
         if not self._version and self.sealed and self.folder is None and scheme_of(self.key):
-            with suppress(CorruptError):  # more shards than the agent reads
+            with suppress(CorruptError, OSError):  # more shards than the agent reads
                 self._version = version_of(self.region.shards())
         return self._version
 
