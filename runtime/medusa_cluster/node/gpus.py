@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ _LOOK_AGAIN_S = 0.1  # while memory is given back
 _RETURNS_WITHIN_S = 5.0  # after this, what the driver says of a GPU that was given back is taken for all that comes
 _LEFT_BYTES = 1 << 30  # that may be missing then: perhaps a warm process has made a context there
 _UNSEEN = FreeDevice(0)
-_DRIVER = Path("/proc/driver/nvidia/gpus")
+_DEVICE = re.compile(r"nvidia\d+")  # in /dev, for each GPU that this container was given
 
 
 def visible_gpus(
@@ -55,10 +56,8 @@ def visible_gpus(
         count = len(found)
     except DeviceError as error:
         logger.warning("the memory of this machine's GPUs is not known, and counts as large enough: %s", error)
-        try:
-            count = len(list((root / _DRIVER.relative_to("/")).iterdir()))
-        except OSError:
-            count = 1
+        # Not the driver's list in /proc: a container may see all of the machine's GPUs there.
+        count = sum(_DEVICE.fullmatch(path.name) is not None for path in (root / "dev").iterdir()) or 1
     return tuple(map(str, range(count)))
 
 

@@ -75,9 +75,11 @@ def test_the_gpus_are_those_on_which_an_engine_would_compute(
     assert found(CUDA_VISIBLE_DEVICES="") == ()
     monkeypatch.setenv("FAKE_NVML", "nvmlInit_v2")
     assert found() == ("0",)
-    for number in range(3):
+    for name in ("nvidia0", "nvidia1", "nvidia-uvm", "nvidia-modeset", "nvidia-caps"):
+        (tmp_path / "dev" / name).touch()
+    for number in range(3):  # as in a container that was given two of a machine's three
         (tmp_path / f"proc/driver/nvidia/gpus/{number}").mkdir(parents=True)
-    assert found() == ("0", "1", "2")
+    assert found() == ("0", "1")
 
 
 def test_a_node_says_what_its_gpus_have(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
