@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 from medusa_runtime.config import Settings
-from medusa_runtime.errors import NodeError, NodeRefusedError
-from medusa_runtime.node.engines import handover
+from medusa_runtime.errors import DeviceError, NodeError, NodeRefusedError
+from medusa_runtime.node.engines import handover, warm_engine
 from medusa_runtime.node.engines.handover import settings_from_body, settings_to_body
 from medusa_runtime.node.engines.pool import EnginePool
 from medusa_runtime.node.event_loop import EventLoop
-from medusa_runtime.node.messages import LARGEST_BYTES, channel_pair
+from medusa_runtime.node.messages import LARGEST_BYTES, Message, channel_pair
 from medusa_runtime.process import ReportPipe
+from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from process_tree import alive
 
@@ -168,3 +169,30 @@ def test_an_engine_with_a_context_on_a_gpu_is_not_taken_for_another_gpu() -> Non
 def test_of_each_setting_somebody_has_decided_whether_other_users_may_set_it() -> None:
     assert not HARMLESS & (handover.PRIVATE | handover.WITH_AGENTS_RIGHTS)
     assert {field.name for field in fields(Settings)} == HARMLESS | handover.PRIVATE | handover.WITH_AGENTS_RIGHTS
+
+
+def test_a_gpu_that_cannot_be_used_is_named_by_a_warm_process_too(
+    given: tuple[list[int], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its context is made for the GPU that it is given, while it prepares."""
+    made: list[str | None] = []
+
+    class Context:
+        def __init__(self, timeline: Timeline) -> None:
+            made.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+        def wait(self) -> None:
+            raise DeviceError("expected a GPU of compute capability 9.0, for which this image was built, found a T4")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(warm_engine, "choose", lambda asked, environ: "cuda")
+    monkeypatch.setattr(warm_engine, "DeviceContext", Context)
+    monkeypatch.setattr(warm_engine, "_end_with", lambda lease: lease.close())
+    monkeypatch.setattr(warm_engine, "run_engine", lambda make, listener, **_: (listener.close(), make()))
+    listener, timeline, reports, lease = map(os.dup, given[0])
+    region = Region.create()
+    descriptors = [os.dup(region.fd), os.memfd_create("demand"), listener, timeline, reports, lease]
+    body = {"settings": settings_to_body(Settings(engine="torch")), "gpus": "GPU-7"}
+    with pytest.raises(DeviceError, match="found a T4"):
+        warm_engine._serve(lambda *_: pytest.fail("it was opened"), "torch", Message("take", body, descriptors))
+    assert made == ["GPU-7"]

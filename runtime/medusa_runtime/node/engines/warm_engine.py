@@ -17,6 +17,7 @@ from dataclasses import replace
 from ...config import Settings
 from ...device.choice import choose
 from ...device.context import DeviceContext
+from ...engine.base import Engine
 from ...process import ReportPipe
 from ...region.reader import Region
 from ...registry import engine_kind
@@ -102,6 +103,8 @@ def _serve(engine_class: EngineClass, kind: str, message: Message) -> int:
     settings = replace(settings, device=choose(settings.device, os.environ))
     timeline = Timeline(descriptors["timeline"], "engine")
     timeline.mark("specialise", pid=os.getpid())
+    on_gpu = settings.device == "cuda" and engine_kind(settings.engine).owns_gpu_context
+    context = DeviceContext(timeline=timeline) if on_gpu else None  # it is made beside what follows
     if settings.engine != kind:  # an engine that this kind of process can become (``EngineKind.warmed_as``)
         with timeline.stage("import"):
             engine_class = load_engine_class(settings)
@@ -115,7 +118,13 @@ def _serve(engine_class: EngineClass, kind: str, message: Message) -> int:
     listener.setblocking(True)
     reports = ReportPipe.of(descriptors["reports"])
     gc.enable()
-    return run_engine(lambda: engine_class(region, settings, timeline), listener, timeline=timeline, reports=reports)
+
+    def make() -> Engine:
+        if context is not None:
+            context.wait()  # this error names the GPU that cannot be used; torch's would not
+        return engine_class(region, settings, timeline)
+
+    return run_engine(make, listener, timeline=timeline, reports=reports)
 
 
 def _end_with(lease: socket.socket) -> None:
