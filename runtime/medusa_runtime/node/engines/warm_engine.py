@@ -122,7 +122,8 @@ def _serve(engine_class: EngineClass, kind: str, message: Message) -> int:
     def make() -> Engine:
         if context is not None:
             context.wait()  # this error names the GPU that cannot be used; torch's would not
-        return engine_class(region, settings, timeline)
+        made: Engine = engine_class(region, settings, timeline)
+        return made
 
     return run_engine(make, listener, timeline=timeline, reports=reports)
 
