@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import fake_nvml
 import pytest
 from cluster_nodes import MODEL, ClusterNode, complete, until
 
@@ -23,6 +24,11 @@ class Cloud:
     def __init__(self, folder: Path, version: str) -> None:
         self._folder = folder
         self._nodes: dict[str, ClusterNode] = {}
+        self._gpu = {  # a machine whose GPU is host memory
+            "PYTHONPATH": str(Path(__file__).parents[2] / "gpu_nodes"),
+            "NVML": fake_nvml.build(folder),
+            "FAKE_GPUS": "A10,GPU-0,24000,23000,4,16",
+        }
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         tags = {"ray-node-type": "head", "ray-user-node-type": "head", "ray-node-status": "up-to-date"}
@@ -54,7 +60,11 @@ class Cloud:
             "upscaling_speed": 1.0,
             "idle_timeout_minutes": _IDLE_S / 60,
             "provider": provider,
-            "available_node_types": {"head": kind | {"max_workers": 0}, "worker": kind | {"max_workers": _MOST}},
+            "available_node_types": {
+                "head": kind | {"max_workers": 0},
+                "worker": kind | {"max_workers": _MOST},
+                "gpu": kind | {"max_workers": _MOST, "resources": {"medusa_node": 1, "GPU": 1}},
+            },
             "head_node_type": "head",
             "auth": {},
             "docker": {},
@@ -72,6 +82,11 @@ class Cloud:
         self.head.wait_ready()
         self._thread.start()
 
+    def kinds(self) -> list[str]:
+        """The kinds of the machines that were made beside the head."""
+        tags = [json.loads((self._folder / f"{name}.json").read_text())["tags"] for name in self.machines()]
+        return [tag["ray-user-node-type"] for tag in tags]
+
     def machines(self) -> dict[str, bool]:
         """The machines that were ever made, and whether each is there still."""
         found = {path.stem: json.loads(path.read_text())["wanted"] for path in self._folder.glob("*.json")}
@@ -87,7 +102,9 @@ class Cloud:
         while not self._ended.wait(0.3):
             for name, wanted in self.machines().items():
                 if wanted and name not in self._nodes:
-                    self._nodes[name] = ClusterNode(f"n{name}", int(name), self.head, environ=_machine(name, "worker"))
+                    kind = json.loads((self._folder / f"{name}.json").read_text())["tags"]["ray-user-node-type"]
+                    environ = _machine(name, kind) | (self._gpu if kind == "gpu" else {})
+                    self._nodes[name] = ClusterNode(f"n{name}", int(name), self.head, environ=environ)
                 elif not wanted and name in self._nodes and self._nodes[name].process.poll() is None:
                     self._nodes[name].process.kill()
 
@@ -126,6 +143,7 @@ def test_nodes_come_for_instances_that_lack_room_and_go_when_nothing_runs_there(
     head.call("deploy", name="tiny", url=f"file://{MODEL}", min=3, max=3)
     until(ready, cloud.said)
     assert cloud.machines() == {"1": True, "2": True}  # and no others, though they came one by one
+    assert cloud.kinds() == ["worker", "worker"], "nothing needs a GPU"
     time.sleep(_IDLE_S + 5)
     assert ready()  # Ray has no task there, but these nodes serve
     assert cloud.machines() == {"1": True, "2": True}
@@ -136,3 +154,14 @@ def test_nodes_come_for_instances_that_lack_room_and_go_when_nothing_runs_there(
     until(lambda: {name for name, wanted in cloud.machines().items() if wanted} == used, cloud.said)
     assert head.ready_instance("tiny") == left
     assert complete(left["url"], head.headers())["choices"][0]["text"]
+
+
+def test_a_node_with_a_gpu_comes_for_a_model_that_needs_one(cloud: Cloud) -> None:
+    head = cloud.head
+    head.call("deploy", name="tiny", url=f"file://{MODEL}", min=1, max=1, settings={"device": "cuda"})
+    until(lambda: head.ready_instance("tiny"), cloud.said)
+    assert cloud.kinds() == ["gpu"], "the head's processor is free"
+    status = head.status_of("n1")
+    assert (status["devices"], status["device_name"]) == (1, "A10")
+    time.sleep(5)
+    assert cloud.kinds() == ["gpu"], "and no other one after it"
