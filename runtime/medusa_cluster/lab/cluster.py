@@ -44,7 +44,7 @@ class LabCluster:
         self.lab = lab
         names = visible_gpus(os.environ) if gpus is None else gpus
         count = len(lab.nodes)
-        self.gpus = {node: tuple(names[number::count]) for number, node in enumerate(lab.nodes)} if names else {}
+        self.gpus_of = {node: tuple(names[number::count]) for number, node in enumerate(lab.nodes)} if names else {}
         self.head = lab.nodes[0]
         self.servers: dict[str, subprocess.Popen[bytes]] = {}
         self.gateways: list[subprocess.Popen[bytes]] = []
@@ -91,16 +91,16 @@ class LabCluster:
 
     def _gpu_environment(self, node: str) -> dict[str, str]:
         """Return the variables that show a node its GPUs, and no others."""
-        if not self.gpus:
+        if not self.gpus_of:
             return {}
-        return gpu_environment(self.gpus[node]) | {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus[node])}
+        return gpu_environment(self.gpus_of[node]) | {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus_of[node])}
 
     def describe_gpus(self) -> str | None:
         """Return a line that says which node has which of this machine's GPUs, or None if it has no GPU."""
-        if not self.gpus:
+        if not self.gpus_of:
             return None
-        having = [f"{node} has {', '.join(names)}" for node, names in self.gpus.items() if names]
-        without = [node for node, names in self.gpus.items() if not names]
+        having = [f"{node} has {', '.join(names)}" for node, names in self.gpus_of.items() if names]
+        without = [node for node, names in self.gpus_of.items() if not names]
         rest = [f"none is left for {', '.join(without)}"] if without else []
         return f"GPUs of this machine: {'; '.join(having + rest)}"
 
