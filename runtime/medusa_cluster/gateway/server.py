@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _CLIENT_CLOSED = 499  # nginx's status for a client that left; appears only in metrics
 _HEARTBEAT_S = 10.0
 _PIECE_BYTES = 64 << 10  # the pieces of a large answer; a smaller one never waits for its client
+_LEAST_BYTES_PER_S = 256_000  # of a client that takes a large answer, which is in memory meanwhile
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # as instances take it
 _UNASKED = ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
@@ -339,18 +340,25 @@ class _Client:
         self._response = web.StreamResponse(status=answer.status, headers=answer.headers)
         self._response.content_length = len(answer.body)
         await self._response.prepare(self._request)
-        for start in range(0, len(answer.body), _PIECE_BYTES):
-            await self.send(answer.body[start : start + _PIECE_BYTES])
-        return await self.end()
+        try:
+            async with asyncio.timeout(self._write_timeout_s + len(answer.body) / _LEAST_BYTES_PER_S):
+                for start in range(0, len(answer.body), _PIECE_BYTES):
+                    await self.send(answer.body[start : start + _PIECE_BYTES])
+                return await self.end()
+        except TimeoutError:
+            raise self._given_up("the client takes its answer too slowly") from None
 
     async def _within_timeout(self, writing: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(self._write_timeout_s):
                 await writing
         except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ConnectionResetError("the client takes nothing of its answer") from None
+            raise self._given_up("the client takes nothing of its answer") from None
+
+    def _given_up(self, reason: str) -> ConnectionResetError:
+        if self._request.transport is not None:
+            self._request.transport.abort()
+        return ConnectionResetError(reason)
 
     async def end(self) -> web.StreamResponse:
         assert self._response is not None

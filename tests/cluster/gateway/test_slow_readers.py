@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
+from aiohttp import web
 from cluster_stand_in import StandIn
 from gateway_fixtures import NAME, GatewayProcess, until
+from medusa_cluster.gateway import server as gateway_server
+from medusa_cluster.gateway.instance_response import Answer
 
 Start = Callable[..., GatewayProcess]
 _ANSWER = json.dumps({"data": "x" * (24 << 20)}).encode()  # more than sockets hold
@@ -62,3 +68,40 @@ def test_a_client_that_takes_nothing_of_a_whole_answer_is_closed(start_gateway: 
 def test_a_large_answer_comes_whole(start_gateway: Start) -> None:
     gateway = start_gateway()
     assert gateway.post("/v1/embeddings", json.loads(_REQUEST)) == (200, json.loads(_ANSWER))
+
+
+def test_a_client_that_takes_a_large_answer_slowly_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a piece before each time limit, and so would keep the answer in memory for hours."""
+    body = b"x" * (24 << 20)
+    monkeypatch.setattr(gateway_server, "_LEAST_BYTES_PER_S", 24 << 20)
+    ended: list[BaseException] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            return await gateway_server._Client(request, 4.0).send_whole(Answer(200, {}, body))
+        except ConnectionError as error:
+            ended.append(error)
+            raise asyncio.CancelledError from None
+
+    async def main() -> float:
+        app = web.Application()
+        app.router.add_get("/", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        loop, began = asyncio.get_running_loop(), time.monotonic()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 17)
+            client.connect(runner.addresses[0])
+            client.sendall(b"GET / HTTP/1.1\r\nHost: g\r\n\r\n")
+            client.setblocking(False)
+            with suppress(ConnectionError):
+                while not ended and time.monotonic() < began + 20:
+                    await loop.sock_recv(client, 1 << 18)
+                    await asyncio.sleep(0.1)
+        await runner.cleanup()
+        return time.monotonic() - began
+
+    assert asyncio.run(main()) < 15
+    assert "too slowly" in str(ended[0])
