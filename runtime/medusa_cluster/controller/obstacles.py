@@ -53,6 +53,12 @@ class Obstacles:
             self._state.record_event("waits", f"{name} waits for {wait.needs}: {wait.found}", model=name)
 
 
+def _gpus_together(node: KnownNode) -> int:
+    """Return how many of a node's GPUs one instance can have."""
+    count = int(node.status.get("devices", 0))
+    return min(count, 1) if node.status.get("devices_apart") else count
+
+
 def obstacle(deployment: Deployment, nodes: Iterable[KnownNode]) -> str | None:
     """Return why no instance of a deployment can start on any of these nodes, and what is expected; None if one can."""
     if not deployment.device_kind and deployment.device != "cuda" and deployment.gpus == 1:
@@ -62,7 +68,7 @@ def obstacle(deployment: Deployment, nodes: Iterable[KnownNode]) -> str | None:
     fitting = [node for node in known if kind in ("", node.status.get("device_kind", ""))]
     if known and not fitting:
         return f"{name} starts on no node: expected one with --device-kind {kind}, found none"
-    gpus = [int(node.status.get("devices", 0)) for node in fitting]
+    gpus = [_gpus_together(node) for node in fitting]
     of_kind = f" with --device-kind {kind}" if kind else ""
     if gpus and deployment.device == "cuda" and not any(gpus):
         return f"{name} starts on no node: expected one{of_kind} with a GPU for --set device=cuda, found none"

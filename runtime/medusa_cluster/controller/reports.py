@@ -107,7 +107,7 @@ _STATUS: dict[str, Check] = {
     **dict.fromkeys(("device_sizes", "device_free_bytes", "device_free_sizes"), _numbers),
     **dict.fromkeys(("link_bytes_per_s", "load_bytes_per_s"), _speed),
     "failed_fetches": _by_name(_text),
-    "head": lambda value: isinstance(value, bool),
+    **dict.fromkeys(("head", "devices_apart"), lambda value: isinstance(value, bool)),
     "models": _objects(
         {"url": _text, "state": _text, "total_bytes": _number, "fetched_bytes": _number, "pinned": _number},
         {

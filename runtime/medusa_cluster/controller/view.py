@@ -78,6 +78,7 @@ def _policy_node(
         memory_used_bytes=int(status.get("memory_used_bytes", 0)),
         devices=int(status.get("devices", 0)),
         devices_lost=int(status.get("devices_lost", 0)),
+        devices_apart=bool(status.get("devices_apart")),
         device_kind=str(status.get("device_kind", "")),
         device_name=str(status.get("device_name", "")),
         device_bytes=int(status.get("device_bytes", 0)),

@@ -108,7 +108,7 @@ class Gpus:
         count = deployment.gpus if self._names and deployment.device != "cpu" else 0
         free = [name for name in self._names if name not in self._loans and name not in self._lost]
         if count > 1:
-            free = [name for name in free if not name.startswith("MIG-")]  # a process reaches one such part alone
+            free = [name for name in free if not _is_part(name)]
         if len(free) < count:
             holders = ", ".join(sorted({loan.holder for loan in self._loans.values()}))
             raise InstanceError(
@@ -140,6 +140,8 @@ class Gpus:
         A GPU that was given back has no part in ``device_free_bytes`` until its memory is free.
         """
         found: dict[str, Any] = {"devices": len(self._names)}
+        if any(map(_is_part, self._names)):
+            found["devices_apart"] = True
         if lost := [name for name in self._lost if name not in self._loans]:
             found["devices_lost"] = len(lost)
         seen = [info for info in map(self._seen.get, self._names) if info is not None]
@@ -203,6 +205,11 @@ class Gpus:
             logger.warning("%d of the node's %d GPUs have fallen off the bus", len(lost), len(self._names))
         self._seen |= {name: info for name, info in found.items() if info is not None and not info.lost}
         self._lost, self._seen_at = lost, began
+
+
+def _is_part(name: str) -> bool:
+    """Return whether this is a part of a GPU in MIG mode. A process reaches one such part alone."""
+    return name.startswith("MIG-")
 
 
 def _named(name: str, gpus: Sequence[GpuInfo]) -> GpuInfo | None:

@@ -333,6 +333,8 @@ class Placement:
         """Return whether a node is of the kind that a deployment asks for."""
         if deployment.device == "cuda" and not node.devices:
             return False
+        if deployment.devices > 1 and node.devices_apart and deployment.device != "cpu":
+            return False
         return not deployment.device_kind or deployment.device_kind == node.device_kind
 
     def _candidates(self, deployment: Deployment) -> _Candidates:

@@ -108,6 +108,7 @@ class Node:
     devices_lost: int = 0  # of those, that do not answer, and that no instance has
     device_kind: str = ""  # as in Deployment.device_kind
     device_name: str = ""  # of its accelerators; "": not known
+    devices_apart: bool = False  # no instance can have several of them: they are parts of one
     device_bytes: int = 0  # the memory of the smallest of them; 0: not known
     device_sizes: tuple[int, ...] = ()  # the memory of each, the largest first; (): all have device_bytes
     # What each of those has free that no instance was given, the most first. One that was just given back comes later.

@@ -151,9 +151,10 @@ def test_a_model_that_no_node_can_run_says_so_once(run: Run, asked: dict[str, An
     run(scenario, "c1")
 
 
-def test_a_model_for_more_gpus_than_any_node_has_says_so(run: Run) -> None:
+@pytest.mark.parametrize("more", [{}, {"devices": 7, "devices_apart": True, "device_free_bytes": [10**10] * 7}])
+def test_a_model_for_more_gpus_than_any_node_has_says_so(run: Run, more: dict[str, Any]) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
-        has(net, "g1", **A10)
+        has(net, "g1", **A10 | more)
         await asked_for(net, cluster, engine="vllm", settings={"tensor_parallel": "2"})
         why = "expected one with 2 GPUs for --set tensor-parallel=2, found 1 at most"
         await until(lambda: events(cluster, "no-node") == [f"m starts on no node: {why}"])

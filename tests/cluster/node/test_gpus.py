@@ -113,6 +113,7 @@ def test_the_parts_of_a_gpu_in_mig_mode_are_lent_by_their_uuids(
     assert names == ("MIG-a", "MIG-b")
     gpus = watched(*names)
     assert gpus.status()["device_free_bytes"] == [9.5e9, 9e9], "of the part, not of the whole GPU"
+    assert gpus.status()["devices_apart"]
     with pytest.raises(InstanceError, match="expected 2 free GPUs, found 0 of 2"):
         gpus.lend("l", Deployment("m", "u", engine="vllm", settings={"tensor_parallel": "2"}))
     assert gpus.lend("i", TORCH).environment == {"CUDA_VISIBLE_DEVICES": "MIG-b"}

@@ -151,6 +151,15 @@ def test_a_gpu_that_was_just_given_back_is_waited_for_where_a_processor_is_free(
     assert starts(made) == [("small", "g")]
 
 
+def test_a_model_of_several_gpus_gets_no_parts_of_one() -> None:
+    two = model("two", 8 * GB, devices=2)
+    parts = gpu("a", devices=4, devices_apart=True)
+    assert starts(cluster([parts, gpu("z", devices=2)], two, two=1)) == [("two", "z")]
+    made = cluster([parts], two, SMALL, two=1, small=1)
+    assert starts(made) == [("small", "a")]
+    assert made.memory.waiting.keys() == {"two"}
+
+
 def test_a_model_for_which_every_gpu_is_too_small_tries_only_one_that_is_free() -> None:
     huge = model("huge", 200 * GB)
     assert starts(cluster([gpu("g", device_free_bytes=())], huge, huge=1)) == [], "it was just given back"
