@@ -119,20 +119,20 @@ class ClusterWithoutRay(ClusterWithRay):
 
 
 class ClusterOfGpus(ClusterWithoutRay):
-    """Each node has ``gpus`` GPUs, whose memory is the host's (``gpu_nodes``)."""
+    """Each node has ``gpus_each`` GPUs, whose memory is the host's (``gpu_nodes``)."""
 
     settings = SETTINGS | {"device": "cuda"}
-    gpus = 1
+    gpus_each = 1
 
     def __init__(self, lab: Laboratory) -> None:
         super().__init__(lab)
         nvml = fake_nvml.build(lab.folder)
-        described = "\n".join(f"A10,GPU-{number},24000,23000,4,16" for number in range(self.gpus))
+        described = "\n".join(f"A10,GPU-{number},24000,23000,4,16" for number in range(self.gpus_each))
         self._settings |= {"PYTHONPATH": str(GPU_NODES), "NVML": nvml, "FAKE_GPUS": described}
 
 
 class ClusterOfPairsOfGpus(ClusterOfGpus):
-    gpus = 2
+    gpus_each = 2
 
 
 def until(condition: Callable[[], Any], shown: Callable[[], Any] = lambda: "") -> None:
