@@ -34,7 +34,8 @@ def test_a_model_is_served_within_a_limit(group: MemoryGroup, start: Start, exam
         thread.start()
     for thread in asking:
         thread.join()
-    assert 'medusa_process_restarts_total{process="engine"} 0' in serving.request("GET", "/metrics")[1].decode()
+    restarts = f'medusa_process_restarts_total{{process="engine",model="{example.name}"}}'
+    assert f"{restarts} 0" in serving.request("GET", "/metrics")[1].decode()
     assert serving.stop() == 0
 
 
