@@ -95,7 +95,7 @@ def check(folder: Path, example: Path, arguments: Sequence[str], delay_s: float)
         status, took_s, errors = found
         if status == 0:
             return False  # it was about to end
-        if (status == -signal.SIGINT and "in main" not in errors) or "init_import_site" in errors:
+        if (status == -signal.SIGINT and "in main" not in errors) or "Fatal Python error: init_" in errors:
             return False  # the interpreter was starting, and none of our code had run; a shell shows 130
         assert status == 130, (delay_s, status, errors)
         assert took_s < within_s, (delay_s, took_s)
