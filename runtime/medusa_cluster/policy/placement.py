@@ -184,8 +184,9 @@ class Placement:
 
     def _places(self, deployment: Deployment) -> list[Node]:
         """Return the nodes that are alive; if it computes on several accelerators, those that have some."""
-        some = [node for node in self._alive if node.devices] if deployment.devices > 1 else []
-        return some if any(self.is_for(node, deployment) for node in some) else self._alive
+        if deployment.devices == 1:
+            return self._alive
+        return [node for node in self._alive if node.devices and _is_kind(node, deployment)] or self._alive
 
     def may_start(self, deployment: Deployment) -> bool:
         """Return whether an instance could start somewhere if all others ended. Other programs may have the room."""
@@ -229,7 +230,7 @@ class Placement:
         It does if it computes on several, and if an accelerator that is large enough becomes free: an instance ends
         there, or has ended, and the node has not said yet what is free by now.
         """
-        if deployment.devices > 1 and any(node.devices and self.is_for(node, deployment) for node in self._alive):
+        if deployment.devices > 1 and any(node.devices and _is_kind(node, deployment) for node in self._alive):
             return True
         return any(self.is_for(node, deployment) and is_large_enough(node, deployment) for node in self._emptying)
 
@@ -330,12 +331,12 @@ class Placement:
 
     @staticmethod
     def is_for(node: Node, deployment: Deployment) -> bool:
-        """Return whether a node is of the kind that a deployment asks for."""
+        """Return whether a node is of the kind that a deployment asks for, and has what it computes on."""
         if deployment.device == "cuda" and not node.devices:
             return False
         if deployment.devices > 1 and node.devices_apart and deployment.device != "cpu":
             return False
-        return not deployment.device_kind or deployment.device_kind == node.device_kind
+        return _is_kind(node, deployment)
 
     def _candidates(self, deployment: Deployment) -> _Candidates:
         """Return the nodes with a free slot, the fastest links first, but those that fetch something last."""
@@ -377,6 +378,10 @@ class Placement:
             return math.inf
         share = node.link_bytes_per_s / max(len(self._fetching(node)), 1)
         return share * max(deployment.size_bytes, missing) / missing
+
+
+def _is_kind(node: Node, deployment: Deployment) -> bool:
+    return deployment.device_kind in ("", node.device_kind)
 
 
 def _needed(deployment: Deployment) -> int:

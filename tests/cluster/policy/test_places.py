@@ -155,6 +155,7 @@ def test_a_model_of_several_gpus_gets_no_parts_of_one() -> None:
     two = model("two", 8 * GB, devices=2)
     parts = gpu("a", devices=4, devices_apart=True)
     assert starts(cluster([parts, gpu("z", devices=2)], two, two=1)) == [("two", "z")]
+    assert starts(cluster([parts, processor("c")], two, two=1)) == [], "a processor is no place for it"
     made = cluster([parts], two, SMALL, two=1, small=1)
     assert starts(made) == [("small", "a")]
     assert made.memory.waiting.keys() == {"two"}
