@@ -21,6 +21,7 @@ ROWS: dict[str, Promise] = {
     "floor": Promise("chain", "ratio_over_floor", 1.10, False, "that ratio, over the one of bare relays"),
     "forwarding": Promise("forwarding", "tpot_p99_ratio", 1.10, False, "p99 TPOT, forwarding over not forwarding"),
     "live": Promise("live", "throughput_ratio", 1.2, True, "requests while a second instance loads, helping over not"),
+    "apart": Promise("apart", "gap_p99_ratio", 1.0, True, "p99 between tokens beside prompts, together over apart"),
     "zero_to_one": Promise("zero_to_one", "added_ms", 60, False, "ms that the cluster adds to the first token"),
     "planner": Promise("decisions", "ms", 40, False, "ms to plan for 80 layers and 1,000 devices"),
     "decisions": Promise("decisions", "ms", 100, False, "ms of the slowest decision for 10,000 nodes and 1,000 models"),
