@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 from medusa_runtime.config import Settings
+from medusa_runtime.engine.preimport import limit_compiled_products
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
@@ -27,6 +28,7 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
 
     Raises MissingPackageError without vLLM, and errors that do not come from its version.
     """
+    limit_compiled_products()
     if settings.vllm_mode == "compatible":
         _require_compatible("--vllm-mode compatible was given")
         return

@@ -22,11 +22,9 @@ _PATIENCE_S = 1.0  # how long to wait for config.json, which is fetched while to
 def preimport(settings: Settings, region: Region | None = None) -> None:
     """Import torch and every model family. ``registry.EngineKind`` says when this is called.
 
-    The first product reads from the environment how many compiled ones to keep, so it is said here. What the user has
-    set stays as it is. torch is imported leanly where that was tested, and where the settings do not say ``plain``.
+    torch is imported leanly where that was tested, and where the settings do not say ``plain``.
     """
-    for variable in _PRODUCT_CACHES:
-        os.environ.setdefault(variable, str(_PRODUCTS))
+    limit_compiled_products()
     if settings.torch_import != "plain":
         from ..imports.lazy_torch import import_torch
 
@@ -37,6 +35,15 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     import_families()
     if region is not None:
         _import_transformers_module(region)
+
+
+def limit_compiled_products() -> None:
+    """Limit how many of oneDNN's compiled products this process keeps, unless the user's environment says how many.
+
+    The first product reads it from the environment.
+    """
+    for variable in _PRODUCT_CACHES:
+        os.environ.setdefault(variable, str(_PRODUCTS))
 
 
 def _import_transformers_module(region: Region) -> None:
