@@ -197,11 +197,12 @@ class Session:
         check_descriptors(message.descriptors)
         if entry.folder is not None and entry.folder.identity is not None and not entry.files:
             raise NodeRefusedError(f"{entry.key}: expected fewer shards for an engine process of the node agent's")
-        settings, charged_bytes = self._charge_engine(settings)
-        mine = entry.descriptors()
         trust = (self._services.settings.trust_state, self._services.settings.trust_key)
         bundle_model = entry.key if any(trust) else None
+        settings, charged_bytes = self._charge_engine(settings)
+        mine: list[int] = []
         try:
+            mine = entry.descriptors()
             pid = self._services.engines.take(
                 kind,
                 settings,

@@ -193,6 +193,27 @@ def test_an_engine_process_whose_connection_does_not_arrive_is_replaced(start_no
     assert "failed" not in node.output(), "the one without a connection ends silently"
 
 
+@pytest.mark.parametrize("more", [4, 5])
+def test_who_is_refused_an_engine_for_lack_of_files_is_not_charged_for_it(
+    start_node: Start, put_model: Put, more: int
+) -> None:
+    node = start_node("--prewarm", "torch=1")
+    node.wait_warm()
+    url = put_model("m")
+    timeline, reports, listener = Timeline.create("t"), ReportPipe(), socket.socket(socket.AF_UNIX)
+    mine, theirs = socket.socketpair()
+    given = [listener.fileno(), timeline.fd, reports.write_fd, theirs.fileno()]  # four that the agent receives
+    with mine, theirs, listener, closing(node.client()) as client:
+        fetch(node, client, url)
+        client.region(url).close()
+        alone = {f"user {os.getuid()}": {"connections": 1}}
+        node.until(lambda: client.status()["callers"] == alone)
+        with room_for(node.process.pid, more), pytest.raises(LimitError):
+            client.engine("torch", {"model": url, "state": "none", "kv_cache_mb": 16}, given)
+        assert client.status()["callers"] == alone
+    os.close(timeline.fd)
+
+
 def test_the_shards_of_a_local_model_take_one_file_of_the_agent(
     start_node: Start, tmp_path: Path, safetensors_file: Callable[..., bytes]
 ) -> None:
