@@ -3,6 +3,7 @@
     python -m benchmarks.soak serve --seconds 600              a function under requests of thirty kinds
     python -m benchmarks.soak serve --seconds 600 --faults     the same, while its processes are killed and stopped
     python -m benchmarks.soak node --seconds 600               a node agent whose callers and children are killed
+    python -m benchmarks.soak node --seconds 600 --faults      and itself
     python -m benchmarks.soak cluster --seconds 900            a laboratory whose models come and go; as root
     python -m benchmarks.soak cluster --seconds 900 --faults   the same, while processes, nodes and links fail
     python -m benchmarks.soak commands --seconds 600           fetch, materialize, bench and simulate, killed
@@ -32,7 +33,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=Path("examples/pydoc-lm"))
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--clients", type=int, default=6)
-    parser.add_argument("--faults", action="store_true", help="serve, cluster: kill, stop and cut meanwhile")
+    parser.add_argument("--faults", action="store_true", help="kill, stop and cut meanwhile; of node, the agent itself")
     parser.add_argument("--only", default="", help="serve: kinds of requests, commands: commands; with commas")
     parser.add_argument("--fleet", type=Path, default=Path("examples/fleet/two-testbeds.yaml"), help="what to simulate")
     parser.add_argument("--seed", type=int, default=0)

@@ -27,11 +27,13 @@ from benchmarks.waiting import until
 
 _NODES = 3
 _MODELS = ("a", "b", "c")
+_HELPED = "b"  # the model whose second instance helps the first one while it loads
 _PORTS = (8080, 8081)
 _HOLD_S = 60.0
 _PATIENCE_S = 180.0  # of a client, longer than the gateway holds a request and runs it again
 _BURST_S = 12.0
 _WITHIN_S = 150.0
+_QUIET_SHARE = 0.4  # of the bursts with faults: those after which all instances end before the next one
 _ROLES = (
     "ray::NodeActor",
     "ray::Controller",
@@ -73,11 +75,13 @@ class Soak:
                 self._start_gateway(port)
                 self._urls.append(lab.forward(0, SWITCH, port))
             for name in _MODELS:
-                cluster.deploy(name, min=0, max=2, settings={"threads": "1", "kv_cache_mb": "8"})
+                settings = {"threads": "1", "kv_cache_mb": "8"}
+                cluster.deploy(name, min=0, max=2, live_scaling=name == _HELPED, settings=settings)
             while time.monotonic() < end:
                 self._burst()
-                self._settle()
-                self._sample()
+                if self._settle(wait=self._random.random() < _QUIET_SHARE or not self._arguments.faults):
+                    self._sample()
+            self._settle(wait=True)
             processes = {pid: line for node in (*lab.nodes, SWITCH) for pid, line in lab.processes(node).items()}
             cluster.stop()
             time.sleep(1)
@@ -197,11 +201,12 @@ class Soak:
         if kind in ("process", "stop"):
             role = self._random.choice(_ROLES)
             found = [pid for pid, line in self._lab.processes(node).items() if role in line or role == _name(pid)]
-            for pid in found:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL if kind == "process" else signal.SIGSTOP)
             if not found:
                 return
+            # Of a node server and its parent, which look after each other, only one is stopped.
+            for pid in found if kind == "process" else [self._random.choice(found)]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL if kind == "process" else signal.SIGSTOP)
             kind = f"{kind} {role}"
             if role == "cluster start":
                 self._revive()
@@ -238,8 +243,11 @@ class Soak:
             if server.poll() is not None:
                 self._cluster.start_node(node)
 
-    def _settle(self) -> None:
-        """Wait until all nodes are alive, have the clients' last models answer, and wait for no instance."""
+    def _settle(self, *, wait: bool) -> bool:
+        """Wait until all nodes are alive and all models answer, and with ``wait`` until there is no instance.
+
+        Returns whether there is none, as far as was waited for.
+        """
         told: Any = None
 
         def is_alive() -> bool:
@@ -265,6 +273,8 @@ class Soak:
             if self._arguments.faults:
                 for name in _MODELS:
                     until(lambda name=name: self._answers(name), _WITHIN_S, f"an answer of {name}")  # type: ignore[misc]
+            if not wait:
+                return False
             until(is_idle, _WITHIN_S, "no instance")
             lines = [line for node in self._lab.nodes for line in self._lab.processes(node).values()]
             if serving := [line for line in lines if "medusa_adapters serve" in line]:
@@ -274,6 +284,7 @@ class Soak:
                     self.wrong.append(f"instances that nobody knows of: {serving}")
         except MedusaError as error:
             self.wrong.append(f"{error}: {json.dumps(told)[:6000]}")
+        return wait
 
     def _answers(self, name: str) -> bool:
         answered = []

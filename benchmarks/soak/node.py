@@ -62,36 +62,63 @@ class Soak:
         with self._origin() as (origin, url):
             self._url = url
             sockets = ("--socket", self._folder / "run" / "node.sock", "--socket", f"{self._tenant}={url}/m0,{url}/m1")
-            rules = (
-                "--allow",
-                f"{url}/",
-                "--per-caller",
-                "engines=2,fetches=3,models=4",
-                "--quota",
-                f"{url}/m2={2 * self._size}",
-            )
+            quota = f"{url}/m2={2 * self._size}"
+            rules = ("--allow", f"{url}/", "--per-caller", "engines=2,fetches=3,models=4", "--quota", quota)
             room = ("--memory-budget", f"{int(3.5 * self._size)}", "--prewarm", "torch=1", "--look-every-s", "3")
-            command = [*medusa_command(), "node", *sockets, *rules, *room, "--log-level", "info"]
-            with open(self._folder / "node.log", "w+b") as log, Process(command, log=log) as agent:
-                until(lambda: b"node agent on" in agent.output().encode(), 60, "a node agent")
+            self._command = [*medusa_command(), "node", *sockets, *rules, *room, "--log-level", "info"]
+            agent = self._start_agent()
+            try:
                 while time.monotonic() < end and agent.alive():
                     self._round(agent, origin)
                     self._look(agent)
-                if not agent.alive():
-                    self.wrong.append(str(agent.failure("ended")))
-                tree = agent.tree()
-                agent.process.terminate()
-                agent.process.wait(30)
-                time.sleep(1)
-                if left := [pid for pid in tree if runs(pid)]:
-                    self.wrong.append(f"the agent left processes: {left}")
-                if files := [
-                    str(path) for path in (self._folder / "run").iterdir() if path.suffix not in (".lock", ".regions")
-                ]:
-                    self.wrong.append(f"the agent left files: {files}")
-                for line in agent.output().splitlines():
-                    if "Traceback" in line or "Error:" in line:
-                        self.wrong.append(f"the agent's log: {line}")
+                    if self._arguments.faults:
+                        agent = self._replace(agent)
+                self._end(agent)
+            finally:
+                agent.close()
+
+    def _start_agent(self) -> Process:
+        agent = Process(self._command, log=open(self._folder / "node.log", "w+b"))  # noqa: SIM115 (closed with it)
+        until(lambda: "node agent on" in agent.output() or not agent.alive(), 60, "a node agent")
+        return agent
+
+    def _replace(self, agent: Process) -> Process:
+        """Kill the agent while callers are there, start another one, and look for what the first one has left."""
+        ending = time.monotonic() + _ROUND_S / 2
+        callers = self._callers(ending)
+        time.sleep(self._random.uniform(0.5, 4))
+        tree = agent.tree()
+        agent.process.kill()
+        agent.process.wait()
+        self.killed["SIGKILL agent"] += 1
+        self._check_log(agent)
+        another = self._start_agent()
+        for caller in callers:
+            caller.join()
+        time.sleep(2)
+        if left := [pid for pid in tree if runs(pid)]:
+            self.wrong.append(f"a killed agent, and then its callers, left processes: {left}")
+        agent.close()
+        return another
+
+    def _end(self, agent: Process) -> None:
+        if not agent.alive():
+            self.wrong.append(str(agent.failure("ended")))
+        tree = agent.tree()
+        agent.process.terminate()
+        agent.process.wait(30)
+        time.sleep(1)
+        if left := [pid for pid in tree if runs(pid)]:
+            self.wrong.append(f"the agent left processes: {left}")
+        kept = (".lock", ".regions")
+        if files := [str(path) for path in (self._folder / "run").iterdir() if path.suffix not in kept]:
+            self.wrong.append(f"the agent left files: {files}")
+        self._check_log(agent)
+
+    def _check_log(self, agent: Process) -> None:
+        for line in agent.output().splitlines():
+            if "Traceback" in line or "Error:" in line:
+                self.wrong.append(f"the agent's log: {line}")
 
     @property
     def _tenant(self) -> Path:
@@ -112,10 +139,7 @@ class Soak:
 
     def _round(self, agent: Process, origin: subprocess.Popen[str]) -> None:
         ending = time.monotonic() + _ROUND_S
-        callers = [threading.Thread(target=self._call, args=(agent, ending, self._random.random()))
-                   for _ in range(self._arguments.clients)]  # fmt: skip
-        for caller in callers:
-            caller.start()
+        callers = self._callers(ending)
         while time.monotonic() < ending:
             time.sleep(self._random.uniform(0.3, 3))
             fault = self._random.choice(("origin", "child", "child", "file"))
@@ -131,6 +155,13 @@ class Soak:
         for caller in callers:
             caller.join()
 
+    def _callers(self, ending: float) -> list[threading.Thread]:
+        found = [threading.Thread(target=self._call, args=(ending, self._random.random()))
+                 for _ in range(self._arguments.clients)]  # fmt: skip
+        for caller in found:
+            caller.start()
+        return found
+
     def _kill_a_child(self, agent: Process) -> None:
         """Kill or stop one; of engines not more than the agent takes for an accident."""
         with suppress(IndexError, OSError):
@@ -140,14 +171,15 @@ class Soak:
                 if time.monotonic() < self._spared_until:
                     return
                 self._spared_until = time.monotonic() + _SPARED_S
-            number = self._random.choice((signal.SIGKILL, signal.SIGSTOP))
+            # A check of the store that is stopped keeps its region, until the agent gives it up after two minutes.
+            number = self._random.choice((signal.SIGKILL, signal.SIGSTOP if role != "revalidate" else signal.SIGKILL))
             os.kill(pid, number)
             self.killed[f"{number.name} {role}"] += 1
 
-    def _call(self, agent: Process, ending: float, seed: float) -> None:
+    def _call(self, ending: float, seed: float) -> None:
         rng = random.Random(seed)
         acts = (self._function, self._function, self._lease, self._quit, self._fetch)
-        while time.monotonic() < ending and agent.alive():
+        while time.monotonic() < ending:
             act = rng.choice(acts)
             try:
                 told = act(rng)
