@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -370,15 +369,19 @@ def test_a_lost_engine_fails_the_stream(serve: Serve) -> None:
 
 def test_a_stream_waits_for_the_model_with_heartbeats(serve: Serve) -> None:
     served = serve(files={"chat_template.jinja": TEMPLATE}, ready=False, heartbeat_s=0.1)
-    threading.Timer(0.5, lambda: served.control(ready=True)).start()
+    later = threading.Timer(0.5, lambda: served.control(ready=True))
+    later.start()
     assert stream(served, input="say:hi")[-1].response.output_text == "hi"
+    later.join()
     late = {"input": "a " * 200, "stream": True}
     with contextlib.closing(served.connect()) as connection:
         served.control(ready=False)
         connection.request("POST", "/v1/responses", json.dumps(late), {"Content-Type": "application/json"})
         response = connection.getresponse()  # its head comes before the engine has seen the request
-        threading.Timer(0.3, lambda: served.control(ready=True)).start()
+        later = threading.Timer(0.3, lambda: served.control(ready=True))
+        later.start()
         raw = response.read()
+        later.join()
     assert b": waiting" in raw
     assert b"event: response.failed" in raw
     assert b'"code":"invalid_prompt"' in raw
@@ -388,15 +391,15 @@ def test_a_stream_waits_for_the_model_with_heartbeats(serve: Serve) -> None:
 def test_a_client_that_leaves_ends_its_response(serve: Serve) -> None:
     served = serve(files={"chat_template.jinja": TEMPLATE}, token_s=0.05)
     served.wait_ready()
-    for streams in (True, False):
+    for cancelled, streams in enumerate((True, False), 1):
         with contextlib.closing(served.connect()) as connection:
             body = json.dumps({"input": "a", "max_output_tokens": 99, "stream": streams})
             connection.request("POST", "/v1/responses", body, {"Content-Type": "application/json"})
             if streams:
                 connection.getresponse().read(10)
             else:
-                time.sleep(0.3)
-        served.until(lambda: served.metric("medusa_requests_in_flight") == 0)
+                served.until(lambda: served.metric("medusa_requests_in_flight") == 1)
+        served.until(lambda n=cancelled: served.metric("medusa_engine_cancelled_total") == n)
     assert served.output().count("Traceback") == 0
 
 
