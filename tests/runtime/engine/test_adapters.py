@@ -39,6 +39,15 @@ def ask(served: Any, prompt: str | tuple[int, ...], adapter: str | None, **param
     return answer
 
 
+SCORED = {"prompt_logprobs": 0, "max_tokens": 0}
+
+
+def scores(answer: Answer) -> list[float]:
+    found = answer.wait().deltas[0].prompt_logprobs
+    assert found is not None
+    return list(found.logprobs)
+
+
 def refusal(served: Any, adapter: Path) -> str:
     served.engine.add_adapter("broken", fetched(adapter))
     with pytest.raises(MedusaError) as caught:
@@ -68,6 +77,9 @@ def test_tokens_are_those_of_merged_weights(
         merged = serve(merge(tmp_path / f"{name}-merged", checkpoint, adapter))
         expected = [merged.ask(prompt).tokens for prompt in PROMPTS]
         assert [ask(served, prompt, name).tokens for prompt in PROMPTS] == expected
+        scored = [(ask(served, prompt, name, **SCORED), merged.ask(prompt, **SCORED)) for prompt in PROMPTS]
+        for found, wanted in scored:
+            assert scores(found) == pytest.approx(scores(wanted), abs=1e-3)
         assert expected != base
     assert [served.ask(prompt).tokens for prompt in PROMPTS] == base
 

@@ -14,7 +14,6 @@ from ...models import DecoderModel
 from ...timeline import Timeline
 from ..serving.sequence import SampledToken, Sequence, Span
 from ..torch.kv_cache import KvCache
-from ..torch.prompt_scoring import needs_scores
 from ..torch.runner import Forward, run_step
 from ..torch.sampler import sample
 from .attention import GpuAttention
@@ -98,7 +97,7 @@ class GpuRunner:
 
     def step(self, spans: list[Span]) -> tuple[Tensor | None, list[Sequence]]:
         """Run one step, like ``run_step``. Graphs do not wait at gates, so they need all weights to be loaded."""
-        graphs = None if needs_scores(spans) else self.graphs
+        graphs = self.graphs
         if graphs is not None and self._weights.applied and self._must_restore_first and graphs.are_decodes(spans):
             # The weights are loaded, so this need not wait until the engine is idle. A prompt is computed without it.
             self._restore(graphs)

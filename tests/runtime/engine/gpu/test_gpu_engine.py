@@ -61,6 +61,25 @@ def test_graphs_give_the_tokens_that_a_cpu_gives(strict: bool, start: Callable[.
     assert recorder.warm_ups == 4
 
 
+def test_prompts_are_scored_beside_decodes_in_graphs(start: Callable[..., Any]) -> None:
+    """Strictly, so that every tensor is on the right device. Some chunks have one token, but do not run in a graph."""
+    options = {"prompt_logprobs": 2, "max_tokens": 4, "allowed_token_ids": (5, 9, 77), "bad_words": ("e",)}
+    expected = [start(None).ask(prompt, **options).wait() for prompt in PROMPTS[:3]]
+    served = start(HostGpu(Recorder(), strict=True), max_batched_tokens=8)
+    until(lambda: not runner_of(served).graphs.pending)
+    company = [served.ask("A", max_tokens=200) for _ in range(7)]  # they leave one token of a step to others
+    for answer in company:
+        answer.next()
+    for prompt, wanted in zip(PROMPTS[:3], expected, strict=True):
+        answer = served.ask(prompt, **options)
+        found = answer.wait().deltas[0].prompt_logprobs
+        assert answer.tokens == wanted.tokens
+        assert list(found.token_ids) == list(wanted.deltas[0].prompt_logprobs.token_ids)
+        assert list(found.logprobs) == pytest.approx(list(wanted.deltas[0].prompt_logprobs.logprobs), abs=1e-3)
+    assert all(answer.last.finish_reason == "length" for answer in company)
+    assert runner_of(served).graphs.replays > 0
+
+
 def test_a_batch_runs_in_the_next_size_up(start: Callable[..., Any]) -> None:
     recorder = Recorder()
     served = start(HostGpu(recorder), max_concurrency=4)
