@@ -50,7 +50,8 @@ def test_a_short_run_of_a_function(faults: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "benchmarks.soak", "serve", "--seconds", "60", "--clients", "4", *faults]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert "WRONG" not in ran.stdout, ran.stdout
-    assert "descriptors worker" in ran.stdout, ran.stdout + ran.stderr
+    assert "completion 200" in ran.stdout, ran.stdout + ran.stderr
+    assert faults or "descriptors worker" in ran.stdout, "with faults there are fewer samples in a minute"
     growing = [line for line in ran.stdout.splitlines() if line.endswith("GROWS") and not line.startswith("memory")]
     assert faults or not growing, "memory settles only after minutes"
 
