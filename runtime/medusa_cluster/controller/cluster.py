@@ -42,6 +42,7 @@ _LONG_TICK_S = 0.02
 _RECOVERS_WITHIN_S = 5.0  # how long a new controller waits for the nodes to report what runs on them
 _LONGEST_WAIT_S = 30.0
 _LONGEST_NAME = 1000
+_MOST_LISTED = 3  # instances in an event
 _MOST_GATEWAYS = 1000
 _GATEWAY_GONE_S = 60.0
 _LONGEST_DRAIN_S = 86400.0
@@ -67,6 +68,7 @@ class Cluster:
         self._save_at = math.inf  # when to write the plan after a change that no user made
         self._recovered = False
         self._obstacles = Obstacles(self.state)
+        self._claiming: set[str] = set()  # nodes whose last status had instances of other nodes
 
     # Background work.
 
@@ -88,7 +90,7 @@ class Cluster:
 
     def _update_instances(self, node: KnownNode) -> None:
         """Compare the instances in a node's status with the known ones."""
-        shown = {item["id"]: item for item in node.status.get("instances", ())}
+        shown = self._own_instances(node)
         clock_s = time.time() - node.status.get("at", time.time())  # how far the node's clock is behind this one
         for instance_id, item in shown.items():
             instance = self.state.instances.get(instance_id)
@@ -104,11 +106,12 @@ class Cluster:
                     instance.set_group(item["group"])
                 self.state.instances[instance_id] = instance
             instance.confirmed, instance.running = True, int(item.get("running", 0))
-            instance.version = str(item.get("version", ""))
+            instance.version = item.get("version") or ""
             if item.get("pair"):
                 instance.set_pair(item["pair"])
             if "gpus" in item:
-                instance.slots, instance.device = max(int(item["gpus"]), 1), item["device"]
+                instance.slots = max(int(item["gpus"]), 1)
+            instance.device = item.get("device", instance.device)
             if item.get("start"):
                 self._learn_start(node, instance, item["start"])
             if instance.state != "draining" and item["state"] != instance.state:
@@ -119,6 +122,18 @@ class Cluster:
                 ended = "ended" if instance.state == "draining" else "is gone"
                 self.state.forget_instance(instance, "instance-ended", f"{instance.id} {ended}")
         self.state.publish()
+
+    def _own_instances(self, node: KnownNode) -> dict[str, Mapping[str, Any]]:
+        """Return the instances in a node's status by id, without those of other nodes, after one event for these."""
+        shown = {item["id"]: item for item in node.status.get("instances", ())}
+        known = self.state.instances
+        foreign = {name: known[name].node for name in shown if name in known and known[name].node != node.name}
+        if foreign and node.name not in self._claiming:
+            listed = ", ".join(f"{name} of {owner}" for name, owner in sorted(foreign.items())[:_MOST_LISTED])
+            text = f"the node {node.name} reports instances of other nodes, which is ignored: {listed}"
+            self.state.record_event("node-refused", text, node=node.name)
+        (self._claiming.add if foreign else self._claiming.discard)(node.name)
+        return {name: item for name, item in shown.items() if name not in foreign}
 
     def _learn_start(self, node: KnownNode, instance: KnownInstance, start: Mapping[str, float]) -> None:
         """Learn from a start whose first token has come."""

@@ -86,7 +86,7 @@ class Gpus:
         self._library = library
         self._loans: dict[str, GpuLoan] = {}  # by GPU
         self._returning: dict[str, tuple[float, int]] = {}  # GPU → when it was given back, and what should be free
-        self._seen: dict[str, GpuInfo] = {}
+        self._seen: dict[str, GpuInfo] = {}  # replaced by the thread that looks, never altered: others iterate over it
         self._seen_at = -math.inf  # when the last look began
         self._lost: frozenset[str] = frozenset()  # those that have fallen off the bus
         self._stop, self._look_now = threading.Event(), threading.Event()
@@ -203,7 +203,8 @@ class Gpus:
         lost = frozenset(name for name, info in found.items() if (name in self._seen if info is None else info.lost))
         if len(lost) != len(self._lost):
             logger.warning("%d of the node's %d GPUs have fallen off the bus", len(lost), len(self._names))
-        self._seen |= {name: info for name, info in found.items() if info is not None and not info.lost}
+        answering = {name: info for name, info in found.items() if info is not None and not info.lost}
+        self._seen = self._seen | answering
         self._lost, self._seen_at = lost, began
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -70,6 +71,39 @@ def test_a_node_that_reports_nonsense_stops_no_decision(run: Run) -> None:
         )
 
     run(scenario, "a", "b")
+
+
+def test_a_node_changes_no_instance_of_another_node(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await ask(cluster, "deploy", name="m", url=MODEL, min=1)
+        await until(lambda: any(item.state == "ready" for item in cluster.state.instances.values()))
+        (instance,) = cluster.state.instances.values()
+        other = next(node for node in net.nodes.values() if node.name != instance.node)
+        other.instances = {instance.id: {"id": instance.id, "model": "m", "state": "failed", "since": time.time()}}
+        await until(lambda: any(event["kind"] == "node-refused" for event in cluster.state.events))
+        other.device_kind = "x"
+        await until(lambda: cluster.state.nodes[other.name].status.get("device_kind") == "x")
+        assert cluster.state.instances[instance.id] is instance
+        assert instance.state == "ready"
+        why = f"the node {other.name} reports instances of other nodes, which is ignored: {instance.id} of "
+        refused = [event["text"] for event in cluster.state.events if event["kind"] == "node-refused"]
+        assert refused == [why + instance.node]
+
+    run(scenario, "a", "b")
+
+
+def test_a_report_may_say_the_gpus_of_an_instance_and_not_its_device(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await until(lambda: cluster.state.nodes["a"].status)
+        node, shown = cluster.state.nodes["a"], {"model": "m", "state": "ready", "since": time.time()}
+        first = {"id": "i", "gpus": 2, "version": None, **shown}
+        node.status = node_status({**node.status, "instances": [first, {"id": "j", "device": "cpu", **shown}]})
+        cluster._update_instances(node)
+        found = cluster.state.instances
+        assert [(found[name].slots, found[name].device) for name in "ij"] == [(2, "auto"), (1, "cpu")]
+        assert found["i"].version == ""
+
+    run(scenario, "a")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from medusa_cluster.node.description import kv_bytes_per_token
 from medusa_cluster.node.gpus import Gpus, visible_gpus
 from medusa_cluster.node.instances import Instances
 from medusa_cluster.node.settings import NodeServerSettings
+from medusa_runtime.device.nvml import GpuInfo
 from medusa_runtime.errors import InstanceError
 
 TORCH = Deployment("m", "http://127.0.0.1:1/m")
@@ -130,6 +131,23 @@ def test_a_lost_gpu_is_lent_to_nobody(
     with pytest.raises(InstanceError, match=r"found 0 of 2; the others are lent to i; 1 fell off the bus"):
         gpus.lend("j", TORCH)
     assert "1 of the node's 2 GPUs have fallen off the bus" in caplog.text
+
+
+def test_a_lost_gpu_may_come_back_while_a_status_is_made() -> None:
+    gpus = Gpus(("0", "1"))
+    first, second = (GpuInfo(uuid, "A10", 24 * 10**9, 23 * 10**9, 1e9) for uuid in ("GPU-aa", "GPU-bb"))
+
+    class Looking(frozenset[str]):
+        """The lost GPUs, of which the other thread sees one again while the first GPU is asked about."""
+
+        def __contains__(self, name: object) -> bool:
+            if name == "0":
+                gpus._take([first, second], 1.0)
+            return super().__contains__(name)
+
+    gpus._take([first, second._replace(lost=True)], 0.0)
+    gpus._lost = Looking(gpus._lost)
+    assert gpus.status()["devices"] == 2
 
 
 def test_numbers_of_gpus_that_differ_are_those_of_addresses(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
