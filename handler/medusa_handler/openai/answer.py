@@ -9,6 +9,10 @@ from typing import Any, Protocol
 
 from medusa_runtime.engine.base import Delta, PromptLogprobs, TokenLogprob
 
+from ..faults import ApiError
+
+_MOST_LOGPROBS = 1_000_000  # each takes 170 bytes until it is sent
+
 
 @dataclass
 class Choice:
@@ -46,6 +50,22 @@ class Choice:
     @property
     def mean_logprob(self) -> float:
         return sum(token.logprob or 0.0 for token in self.logprobs) / max(1, len(self.logprobs))
+
+
+class LogprobLimit:
+    """How many log-probabilities one answer may keep. An error has this ``message``, and the name of the field."""
+
+    def __init__(self, param: str, message: str) -> None:
+        self._param = param
+        self._message = message
+        self._count = 0
+
+    def add(self, delta: Delta) -> None:
+        """Count those of a delta. Raises ApiError 400 if they are too many."""
+        self._count += sum(1 + len(token.top) for token in delta.logprobs)
+        if self._count > _MOST_LOGPROBS:
+            expected = f"{self._param}: expected at most {_MOST_LOGPROBS:,} log-probabilities"
+            raise ApiError(400, f"{expected} {self._message}", param=self._param)
 
 
 class ChoiceFormatter(Protocol):

@@ -15,14 +15,14 @@ from ..faults import ApiError, ClientDisconnectedError, compact, stream_error
 from ..http import sse
 from ..merge import Item
 from ..model.generation import Generation
-from .answer import Choice, Envelope, usage
+from .answer import Choice, Envelope, LogprobLimit, usage
 
 if TYPE_CHECKING:
     from ..service import Service
 
 logger = logging.getLogger(__name__)
 
-_MOST_LOGPROBS = 1_000_000  # of a whole answer; each takes 170 bytes until it is sent
+_TOO_MANY = "in an answer that is not a stream, found more; expected stream: true, or fewer sequences or tokens"
 
 
 class Answer(Protocol):
@@ -91,7 +91,7 @@ class _Choices:
         self._envelope = plan.envelope
         self._formatter = plan.envelope.formatter
         self._choices = [Choice() for _ in plan.requests]
-        self._logprobs = 0
+        self._logprobs = LogprobLimit("logprobs", _TOO_MANY)
 
     @property
     def id(self) -> str:
@@ -100,10 +100,7 @@ class _Choices:
     def add(self, number: int, delta: Delta) -> None:
         """Add a delta. Raises ApiError 400 for more log-probabilities than an answer may keep."""
         self._choices[number].add(delta)
-        self._logprobs += sum(1 + len(token.top) for token in delta.logprobs)
-        if self._logprobs > _MOST_LOGPROBS:
-            message = f"logprobs: expected at most {_MOST_LOGPROBS:,} in an answer that is not a stream, found more"
-            raise ApiError(400, f"{message}; expected stream: true, or fewer sequences or tokens", param="logprobs")
+        self._logprobs.add(delta)
 
     def whole(self) -> dict[str, Any]:
         plan, kept = self._plan, []

@@ -11,13 +11,14 @@ from medusa_runtime.engine.base import Delta, GenerateRequest
 
 from ...faults import ApiError
 from ...http import sse
-from ..answer import Choice
+from ..answer import Choice, LogprobLimit
 from ..generation_response import Answer
 from .output import Event, Output
 
 # The codes that a response's error may have.
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 _FAILED = "server_error"
+_TOO_MANY = "in a response, whose last events repeat them, found more; expected fewer of them, or fewer tokens"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class _ResponseAnswer:
         self._head = head
         self._output = output
         self._choice = Choice()
+        self._logprobs = LogprobLimit("top_logprobs", _TOO_MANY)
         self._created = int(time.time())
         self._events = 0
 
@@ -83,6 +85,8 @@ class _ResponseAnswer:
 
     def _add(self, delta: Delta) -> Iterator[Event]:
         self._choice.add(delta)
+        self._choice.forget()  # the output keeps them
+        self._logprobs.add(delta)
         return self._output.add(delta)
 
     @property

@@ -57,9 +57,9 @@ class Output:
             yield from self._add_text(content)
             yield from self._add_calls(calls)
         if not self.items and self._open is None:
-            yield from self._begin(_Message(0))
+            yield from self._begin(_Message(0, self._alternatives))
         if isinstance(self._open, _Message) and self._tokens:  # such as the one that ended the answer
-            yield self._open.add("", self._take_logprobs())
+            yield self._open.add("", self._take_tokens())
         yield from self._end(status)
 
     def _add_text(self, text: str) -> Iterator[Event]:
@@ -67,9 +67,9 @@ class Output:
             return
         if not isinstance(self._open, _Message):
             yield from self._end("completed")
-            yield from self._begin(_Message(len(self.items)))
+            yield from self._begin(_Message(len(self.items), self._alternatives))
         assert isinstance(self._open, _Message)
-        yield self._open.add(text, self._take_logprobs())
+        yield self._open.add(text, self._take_tokens())
 
     def _add_calls(self, calls: list[CallDelta]) -> Iterator[Event]:
         for call in calls:
@@ -93,16 +93,15 @@ class Output:
             self.items.append(self._open.item)
             self._open = None
 
-    def _take_logprobs(self) -> list[dict[str, Any]]:
+    def _take_tokens(self) -> list[TokenLogprob]:
         tokens, self._tokens = self._tokens, []
-        found: list[dict[str, Any]] = chat_logprobs(tokens, self._alternatives or 0)["content"]
-        return found
+        return tokens
 
 
 class _Message:
-    """A message with one text."""
+    """A message with one text. ``alternatives`` is how many log-probabilities come with each token."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, alternatives: int | None) -> None:
         self.item: dict[str, Any] = {
             "id": f"msg_{os.urandom(16).hex()}",
             "type": "message",
@@ -113,29 +112,35 @@ class _Message:
         self._of_item = {"item_id": self.item["id"], "output_index": index, "content_index": 0}
         self._index = index
         self._texts: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
+        self._alternatives = alternatives or 0
+        self._tokens: list[TokenLogprob] = []  # in a form of a third of the size of what is sent
 
     def begin(self) -> Iterator[Event]:
         yield {"type": "response.output_item.added", "output_index": self._index, "item": dict(self.item)}
         yield {"type": "response.content_part.added", **self._of_item, "part": self._part()}
 
-    def add(self, text: str, logprobs: list[dict[str, Any]]) -> Event:
+    def add(self, text: str, tokens: list[TokenLogprob]) -> Event:
         self._texts.append(text)
-        self._logprobs += logprobs
-        shown = _without_bytes(logprobs)
+        self._tokens += tokens
+        shown = _without_bytes(self._logprobs(tokens))
         return {"type": "response.output_text.delta", **self._of_item, "delta": text, "logprobs": shown}
 
     def end(self, status: str) -> Iterator[Event]:
         part = self._part()
+        self._tokens.clear()
         self.item |= {"status": status, "content": [part]}
-        done = {"text": part["text"], "logprobs": _without_bytes(self._logprobs)}
+        done = {"text": part["text"], "logprobs": _without_bytes(part["logprobs"])}
         yield {"type": "response.output_text.done", **self._of_item, **done}
         yield {"type": "response.content_part.done", **self._of_item, "part": part}
         yield {"type": "response.output_item.done", "output_index": self._index, "item": self.item}
 
     def _part(self) -> dict[str, Any]:
-        text = "".join(self._texts)
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
+        logprobs = self._logprobs(self._tokens)
+        return {"type": "output_text", "text": "".join(self._texts), "annotations": [], "logprobs": logprobs}
+
+    def _logprobs(self, tokens: list[TokenLogprob]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = chat_logprobs(tokens, self._alternatives)["content"]
+        return found
 
 
 class _Call:
