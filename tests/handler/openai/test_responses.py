@@ -15,7 +15,7 @@ from medusa_handler.openai.body import fields
 from medusa_handler.openai.responses.output import Output
 from medusa_handler.openai.tools.formats import NamedCallParser
 from medusa_runtime.engine.base import Delta
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseFunctionToolCallOutputItem, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 Serve = Callable[..., Any]
@@ -254,6 +254,20 @@ def test_the_client_runs_a_round_of_tools(client: openai.OpenAI, served: Any) ->
     assert "<tool>say:sunny<assistant>" in prompts(served)[0]
     items += second.output
     assert client.responses.create(input=items, **asked).output
+
+
+def test_all_fields_of_the_clients_items_may_be_sent_back(client: openai.OpenAI, served: Any) -> None:
+    tools: Any = [WEATHER]
+    answer = client.responses.create(model="words", input=f"say:on{CALL}", tools=tools)
+    items: Any = [item.model_dump() for item in answer.output]
+    assert [item["type"] for item in items] == ["message", "function_call"]
+    assert items[1].keys() > {"caller", "namespace"}
+    output = ResponseFunctionToolCallOutputItem(
+        id="fco_1", call_id=items[1]["call_id"], output="say:sunny", status="completed", type="function_call_output"
+    )
+    assert client.responses.create(model="words", input=[*items, output.model_dump()], tools=tools).output  # type: ignore[list-item]
+    status, body, _ = served.request("POST", "/v1/responses", {"input": [items[0] | {"caller": "x"}]})
+    assert (status, body["error"]["param"]) == (400, "input[0].caller")
 
 
 def test_the_client_parses_a_form(client: openai.OpenAI) -> None:

@@ -56,7 +56,7 @@ def messages(value: Any, instructions: str | None) -> list[dict[str, Any]]:
 
 
 def _message(item: Mapping[str, Any], name: str) -> dict[str, Any]:
-    check_inner_fields(item, name, _MESSAGE)
+    _check_fields(item, name, _MESSAGE)
     role = item.get("role")
     if role not in _ROLES:
         raise invalid(f"{name}.role", f"one of {', '.join(_ROLES)}", role)
@@ -64,7 +64,7 @@ def _message(item: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _call(item: Mapping[str, Any], name: str) -> dict[str, Any]:
-    check_inner_fields(item, name, _CALL)
+    _check_fields(item, name, _CALL)
     check_name(item.get("name"), f"{name}.name")
     call_id, arguments = _required(item, "call_id", name), _required(item, "arguments", name)
     return {"id": call_id, "type": "function", "function": {"name": item["name"], "arguments": arguments}}
@@ -79,7 +79,7 @@ def _add_call(found: list[dict[str, Any]], call: dict[str, Any]) -> None:
 
 
 def _output(item: Mapping[str, Any], name: str, calls: set[str]) -> dict[str, Any]:
-    check_inner_fields(item, name, _OUTPUT)
+    _check_fields(item, name, _OUTPUT)
     call_id = _required(item, "call_id", name)
     if call_id not in calls:
         raise invalid(
@@ -88,6 +88,11 @@ def _output(item: Mapping[str, Any], name: str, calls: set[str]) -> dict[str, An
             call_id,
         )
     return {"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output"), f"{name}.output")}
+
+
+def _check_fields(found: Mapping[str, Any], name: str, known: frozenset[str]) -> None:
+    """Raise ApiError 400 for an unknown field. One that is null asks for nothing: clients send all of their types'."""
+    check_inner_fields({field: value for field, value in found.items() if value is not None}, name, known)
 
 
 def _required(item: Mapping[str, Any], field: str, name: str) -> str:
@@ -108,7 +113,7 @@ def _text(content: Any, name: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in _PARTS:
             raise _unsupported(f"{place}.type", kind, _PARTS)
-        check_inner_fields(part, place, _PART)
+        _check_fields(part, place, _PART)
         texts.append(_required(part, "refusal" if kind == "refusal" else "text", place))
     return "\n".join(texts)
 
