@@ -11,7 +11,7 @@ from medusa_runtime.engine.base import Delta, PromptLogprobs, TokenLogprob
 
 from ..faults import ApiError
 
-_MOST_LOGPROBS = 1_000_000  # each takes 170 bytes until it is sent
+_MOST_LOGPROBS = 1_000_000  # each takes 170 bytes until it is sent, or 300 of a prompt
 
 
 @dataclass
@@ -60,9 +60,11 @@ class LogprobLimit:
         self._message = message
         self._count = 0
 
-    def add(self, delta: Delta) -> None:
-        """Count those of a delta. Raises ApiError 400 if they are too many."""
+    def add(self, delta: Delta, prompt_copies: int = 1) -> None:
+        """Count those of a delta, and its prompt's as often as the answer has them. Raises ApiError 400 if too many."""
         self._count += sum(1 + len(token.top) for token in delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            self._count += prompt_copies * len(delta.prompt_logprobs.token_ids)
         if self._count > _MOST_LOGPROBS:
             expected = f"{self._param}: expected at most {_MOST_LOGPROBS:,} log-probabilities"
             raise ApiError(400, f"{expected} {self._message}", param=self._param)
@@ -78,6 +80,9 @@ class ChoiceFormatter(Protocol):
     def chunk_object(self) -> str: ...
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]: ...
+
+    def prompt_copies(self, choices: int) -> int:
+        """Return how many times a whole answer with so many choices of one prompt has its log-probabilities."""
 
     def beside(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the fields that stand beside the choices of a whole answer."""

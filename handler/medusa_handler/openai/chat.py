@@ -122,6 +122,9 @@ class ChatFormatter:
             "stop_reason": choice.stop_reason,
         }
 
+    def prompt_copies(self, choices: int) -> int:
+        return int(self.prompt_logprobs is not None)
+
     def beside(self, choices: Sequence[Choice]) -> dict[str, Any]:
         if self.prompt_logprobs is None:
             return {}

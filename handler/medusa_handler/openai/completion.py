@@ -68,6 +68,10 @@ class CompletionFormatter:
             else {"prompt_logprobs": None if found is None else prompt_logprobs(found, self.prompt_logprobs)}
         )
 
+    def prompt_copies(self, choices: int) -> int:
+        echoed = bool(self.echoes) and self.logprobs is not None
+        return choices * (echoed + (self.prompt_logprobs is not None))
+
     def beside(self, choices: Sequence[Choice]) -> dict[str, Any]:
         return {}
 

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TOO_MANY = "in an answer that is not a stream, found more; expected stream: true, or fewer sequences or tokens"
+_TOO_MANY = (
+    "in an answer that is not a stream, where each choice has those of an echoed prompt, found more; expected "
+    "stream: true, or fewer sequences, tokens or alternatives"
+)
 
 
 class Answer(Protocol):
@@ -100,7 +103,7 @@ class _Choices:
     def add(self, number: int, delta: Delta) -> None:
         """Add a delta. Raises ApiError 400 for more log-probabilities than an answer may keep."""
         self._choices[number].add(delta)
-        self._logprobs.add(delta)
+        self._logprobs.add(delta, self._formatter.prompt_copies(self._plan.keep))
 
     def whole(self) -> dict[str, Any]:
         plan, kept = self._plan, []

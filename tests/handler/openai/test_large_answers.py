@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from array import array
 
 import pytest
 from medusa_handler.faults import ApiError
-from medusa_handler.openai.answer import Envelope
+from medusa_handler.openai.answer import ChoiceFormatter, Envelope
+from medusa_handler.openai.chat import ChatFormatter
 from medusa_handler.openai.completion import CompletionFormatter
 from medusa_handler.openai.generation_response import Answer, GenerationPlan
 from medusa_handler.openai.responses.answer import ResponsePlan
 from medusa_handler.openai.responses.output import Output
-from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams, TokenLogprob
+from medusa_runtime.engine.base import Delta, GenerateRequest, PromptLogprobs, SamplingParams, TokenLogprob
 
 TOP = tuple((number, "a", -1.0) for number in range(20))
 TOKEN = Delta("r", "a", (1,), (TokenLogprob(1, "a", -1.0, TOP),), None, None, 1, 1)
@@ -88,3 +90,33 @@ def test_a_response_of_too_many_log_probabilities_is_refused() -> None:
     assert refused.value.status == 400
     [event] = answer.failure(refused.value)
     assert b"response.failed" in event
+
+
+def scored(tokens: int) -> Delta:
+    places = tokens * 21
+    ids, logprobs, ranks = array("i", [1]) * places, array("f", [-1.0]) * places, array("i", [1]) * tokens
+    scores = PromptLogprobs((1, "a"), 21, ids, logprobs, ranks, {1: "a"}, {})
+    return Delta("r", "", (), (), "length", None, tokens + 1, 0, None, scores)
+
+
+@pytest.mark.parametrize(
+    ("formatter", "copies"),
+    [
+        (CompletionFormatter(20, ["a"] * 8, 20), 8 * 2),
+        (CompletionFormatter(20, ["a"] * 8), 8),
+        (CompletionFormatter(None, (), 20), 8),
+        (ChatFormatter(None, prompt_logprobs=20), 1),
+    ],
+)
+def test_the_log_probabilities_of_a_prompt_count_in_each_choice_that_shows_them(
+    formatter: ChoiceFormatter, copies: int
+) -> None:
+    request = GenerateRequest("r", "a", SamplingParams(logprobs=20, prompt_logprobs=20))
+    plan = GenerationPlan([request] * 10, Envelope("cmpl-1", "m", formatter), 10, 8, False, include_usage=False)
+    most = 1_000_000 // (21 * copies)
+    answer = plan.answer()
+    answer.add(0, scored(most - 100))
+    answer.add(0, scored(100))
+    with pytest.raises(ApiError, match="at most 1,000,000") as refused:
+        answer.add(0, scored(1))
+    assert refused.value.status == 400
