@@ -157,6 +157,20 @@ def test_a_batch_that_was_ended_goes_on(batch: Callable[..., Any], tmp_path: Pat
     assert all(one["response"]["status_code"] == 200 for one in results(output))
 
 
+def test_a_request_waits_for_its_answer_though_a_bad_line_has_its_id(batch: Callable[..., Any], tmp_path: Path) -> None:
+    asked = write(tmp_path / "in.jsonl", [request("a"), request("a"), request("a", stream=True), request("a")])
+    assert finish(batch("-i", asked, "-o", "out.jsonl"))[0] == 1
+    found = results(tmp_path / "out.jsonl")
+    output = write(tmp_path / "part.jsonl", [one for one in found if one["error"] is not None][:2])  # stopped then
+    status, errors = finish(batch("-i", asked, "-o", output, "--resume"))
+    assert (status, "1 answered, 1 failed, 2 skipped" in errors) == (1, True), errors
+    assert [one["response"] is None for one in results(output)].count(False) == 1
+    assert len(results(output)) == 4
+    write(tmp_path / "other.jsonl", [{"custom_id": 5, "error": None}])
+    status, errors = finish(batch("-i", asked, "-o", "other.jsonl", "--resume"))
+    assert (status, "expected results of a batch, found something else in line 1" in errors) == (2, True)
+
+
 def test_an_engine_that_is_killed_loses_nothing(batch: Callable[..., Any], tmp_path: Path) -> None:
     asked = write(tmp_path / "in.jsonl", [request(f"r{n}", max_tokens=60) for n in range(60)])
     output = tmp_path / "out.jsonl"

@@ -65,8 +65,24 @@ def test_a_result_is_one_line_whatever_the_server_sends() -> None:
         found = json.loads(line)
         assert found["response"] == {"status_code": 500, "request_id": "id", "body": shown}
         assert (found["custom_id"], found["error"], lines.key_of(line)) == ('a"\n', None, 'a"\n')
-    nameless = lines.failure(None, "invalid_request", "line 3: x")
-    assert lines.key_of(nameless) == lines.request_key(None, "line 3: x")
+
+
+def test_a_failed_request_is_known_by_its_id_and_a_bad_line_by_its_number() -> None:
+    assert lines.key_of(lines.failure("a", "connection_lost", "line 3: x")) == "a"
+    for custom_id in (None, "a"):
+        bad = lines.failure(custom_id, lines.INVALID, "line 3: x")
+        assert lines.key_of(bad) == lines.bad_line_key("line 3: x") != lines.bad_line_key("line 4: x")
+
+
+@pytest.mark.parametrize("line", [
+    {"custom_id": 5, "error": None}, {"custom_id": None, "error": None}, {"custom_id": ["a"], "error": None},
+    {"custom_id": "a"}, {"custom_id": "a", "error": "x"},
+    {"custom_id": {}, "error": {"code": "x"}},
+    [], "a", 5,
+])  # fmt: skip
+def test_what_is_no_result_has_no_key(line: Any) -> None:
+    with pytest.raises(ValueError, match="expected a"):
+        lines.key_of(json.dumps(line).encode())
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 3, 1 << 20])

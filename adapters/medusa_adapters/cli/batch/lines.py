@@ -15,6 +15,7 @@ _MOST_VALUES = 1_000_000
 _FIELDS = ("custom_id", "method", "url", "body")
 _PATH = re.compile(r"/[!-\"$->@-~]+")  # without a query
 _LONGEST_ID = 512
+INVALID = "invalid_request"  # the code of a line that is no request
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +75,28 @@ def parse_request(number: int, line: bytes | None) -> BatchRequest:
 
 
 def key_of(line: bytes) -> str:
-    """Return what names the request of a result's line, see ``request_key``. Raises ValueError if it is no result."""
+    """Return what a result's line is about: a custom_id, or for one of no request ``bad_line_key``.
+
+    Raises ValueError if it is no result.
+    """
     found = parse_json(line)
     try:
-        return request_key(found["custom_id"], "" if found["error"] is None else str(found["error"]["message"]))
+        custom_id, error = found["custom_id"], found["error"]
+        if error is not None and error["code"] == INVALID:
+            return bad_line_key(str(error["message"]))
     except (LookupError, TypeError):
         raise ValueError("expected a result with custom_id and error") from None
+    if not isinstance(custom_id, str):
+        raise ValueError(f"expected a custom_id, found {json_kind(custom_id)}")  # noqa: TRY004 as for the rest of a line
+    return custom_id
 
 
-def request_key(custom_id: str | None, message: str) -> str:
-    """Return the ``custom_id``, or for a line without one a text that no custom_id is, made of the error's message."""
-    return f"\0{message}" if custom_id is None else custom_id
+def bad_line_key(message: str) -> str:
+    """Return what names a line that is no request, by its error's message, which has its number. No custom_id is so.
+
+    Its custom_id does not: an earlier line may have the same, and wait for its answer.
+    """
+    return f"\0{message}"
 
 
 def result(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:

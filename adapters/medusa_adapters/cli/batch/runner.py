@@ -101,19 +101,22 @@ class Runner:
         try:
             request = lines.parse_request(number, line)
         except BadLineError as error:
-            if lines.request_key(error.custom_id, str(error)) in done:
-                self.counts.skipped += 1
-                return None
-            self._write(lines.failure(error.custom_id, "invalid_request", str(error)), failed=True)
+            self._refuse(error, done)
             return None
         if request.custom_id in done:
             self.counts.skipped += 1
             return None
         if not taken.add(request.custom_id):
-            message = f"line {number}: expected a custom_id of its own, found that of an earlier line"
-            self._write(lines.failure(request.custom_id, "invalid_request", message), failed=True)
+            expected = "expected a custom_id of its own, found that of an earlier line"
+            self._refuse(BadLineError(number, expected, request.custom_id), done)
             return None
         return request
+
+    def _refuse(self, error: BadLineError, done: CustomIds) -> None:
+        if lines.bad_line_key(str(error)) in done:
+            self.counts.skipped += 1
+        else:
+            self._write(lines.failure(error.custom_id, lines.INVALID, str(error)), failed=True)
 
     def _work(self) -> None:
         connection: http.client.HTTPConnection | None = None
