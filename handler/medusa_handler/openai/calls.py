@@ -41,6 +41,7 @@ def complete(service: Service, body: Body, is_disconnected: Callable[[], bool]) 
     prompts = completion.prompts(body)
     keep = parameters.count(body, "n", 1, 1, _MOST_SEQUENCES)
     per_prompt = parameters.count(body, "best_of", keep, keep, max(keep, _MOST_BEST_OF))
+    _check_sequences(service, len(prompts), per_prompt)
     stream = parameters.flag(body, "stream")
     if stream and per_prompt > keep:
         raise invalid("best_of", "n, because a stream cannot be ranked", per_prompt)
@@ -86,6 +87,7 @@ def complete_chat(service: Service, body: Body, is_disconnected: Callable[[], bo
     messages = chat.messages(body)
     arguments = chat.template_arguments(body)
     count = parameters.count(body, "n", 1, 1, _MOST_SEQUENCES)
+    _check_sequences(service, 1, count)
     alternatives = parameters.logprob_count(body, "top_logprobs")
     has_logprobs = parameters.flag(body, "logprobs")
     if alternatives and not has_logprobs:
@@ -221,6 +223,15 @@ def _require_base_model(service: Service, model: str) -> str:
     return model
 
 
+def _check_sequences(service: Service, prompts: int, per_prompt: int) -> None:
+    """Refuse more sequences than the engine has places for. It would never admit them. Raises ApiError 400."""
+    settings = service.settings
+    most = min(_MOST_SEQUENCES, settings.max_concurrency + settings.max_waiting)
+    if prompts * per_prompt > most:
+        text = f"expected at most {most} sequences, found {prompts} prompts x {per_prompt}"
+        raise ApiError(400, text, param="n" if prompts == 1 else "prompt")
+
+
 def _requests(
     name: str,
     prompts: list[completion.Prompt],
@@ -229,12 +240,6 @@ def _requests(
     add_special_tokens: bool,
     stream: bool,
 ) -> list[GenerateRequest]:
-    if len(prompts) * per_prompt > _MOST_SEQUENCES:
-        raise ApiError(
-            400,
-            f"expected at most {_MOST_SEQUENCES} sequences, found {len(prompts)} prompts x {per_prompt}",
-            param="prompt",
-        )
     requests: list[GenerateRequest] = []
     for prompt in prompts:
         for number in range(per_prompt):
