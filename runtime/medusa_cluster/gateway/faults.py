@@ -33,6 +33,12 @@ class Fault(Exception):
         return {"Retry-After": str(max(1, min(3600, math.ceil(self.retry_after_s))))}
 
 
+def too_large(what: str, most_bytes: int) -> Fault:
+    """Return the error for an answer that a gateway does not pass on. It is the request's fault, not the instance's."""
+    text = f"expected at most {most_bytes >> 20} MiB as {what}, found more; "
+    return Fault(400, text + "ask for fewer log-probabilities, sequences or tokens", code="answer_too_large")
+
+
 def compact(value: Any) -> bytes:
     """Return a value as compact JSON in UTF-8."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")

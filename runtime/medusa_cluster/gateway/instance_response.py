@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import aiohttp
 
-from .faults import error_code, error_message
+from .faults import error_code, error_message, too_large
 from .health import Health, InstanceLostError
 from .routes import Instance
 from .streaming.sse import DONE, Event, Splitter
@@ -58,7 +58,7 @@ class InstanceResponse:
         return {name: self._response.headers[name] for name in _KEPT_HEADERS if name in self._response.headers}
 
     async def whole(self) -> Answer:
-        """Read the whole answer. Raises InstanceLostError and BusyError."""
+        """Read the whole answer. Raises InstanceLostError, BusyError, and Fault if it is too large."""
         pieces, size = [], 0
         async with self._health.watch(self._instance):
             with _as_instance_lost():
@@ -67,7 +67,7 @@ class InstanceResponse:
                     pieces.append(piece)
                     size += len(piece)
                     if size > _LARGEST_ANSWER_BYTES:
-                        raise InstanceLostError("its answer has no end", began=True)
+                        raise too_large("an answer", _LARGEST_ANSWER_BYTES)
         body = b"".join(pieces)
         status = self._response.status
         if status in (404, 429) or status >= 500:
@@ -75,7 +75,10 @@ class InstanceResponse:
         return Answer(status, self.head(), body)
 
     async def events(self) -> AsyncGenerator[Event]:
-        """Yield the events of a stream, up to the last one. Raises InstanceLostError if the stream ends before it."""
+        """Yield the events of a stream, up to the last one.
+
+        Raises InstanceLostError if the stream ends before it, and Fault if an event is too large.
+        """
         splitter = Splitter()
         while True:
             async with self._health.watch(self._instance):
@@ -84,11 +87,7 @@ class InstanceResponse:
             if not piece:
                 raise InstanceLostError("its stream ended early", began=True)
             self._health.note_bytes(self._instance.id)
-            try:
-                events = splitter.feed(piece)
-            except ValueError as error:
-                raise InstanceLostError(f"it sent {error}", began=True) from None
-            for event in events:
+            for event in splitter.feed(piece):
                 if event.data is not None and event.data.startswith(b'{"error"'):
                     _raise_if_given_up(error_code(event.data))
                 elif event.data is not None and event.raw.startswith(_FAILED):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import threading
@@ -16,7 +17,7 @@ Start = Callable[..., GatewayProcess]
 
 
 @contextmanager
-def answering(cluster: StandIn, kind: str, body: bytes) -> Iterator[None]:
+def answering(cluster: StandIn, kind: str, *pieces: bytes) -> Iterator[None]:
     """An instance of the model that gives this answer to everything."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -24,9 +25,11 @@ def answering(cluster: StandIn, kind: str, body: bytes) -> Iterator[None]:
             self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(200)
             self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", str(sum(map(len, pieces))))
             self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(ConnectionError):  # the gateway may have seen enough
+                for piece in pieces:
+                    self.wfile.write(piece)
 
         def log_message(self, format: str, *arguments: object) -> None:
             pass
@@ -67,3 +70,32 @@ def test_an_event_that_cannot_be_read_is_the_instances_fault(
         connection.close()
         assert b"lost" in answer, answer
         assert "Traceback" not in gateway.output()
+
+
+def test_an_answer_that_is_too_large_is_refused_and_its_instance_gets_more_requests(
+    start_gateway: Start, cluster: StandIn
+) -> None:
+    with answering(cluster, "application/json", *[bytes(1 << 20)] * 257):
+        gateway = start_gateway("--hold-s", "5")
+        for _ in range(2):
+            status, answer = gateway.post("/v1/completions", {"model": NAME, "prompt": "a"})
+            assert (status, answer["error"]["code"]) == (400, "answer_too_large"), answer
+            assert "at most 256 MiB" in answer["error"]["message"]
+        assert gateway.metric("medusa_gateway_retries_total") == 0
+        assert len(cluster.calls) == 2
+
+
+def test_a_stream_whose_event_is_too_large_ends_with_an_error_and_is_run_once(
+    start_gateway: Start, cluster: StandIn
+) -> None:
+    first = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
+    with answering(cluster, "text/event-stream", first, b"data: ", *[b"a" * (1 << 20)] * 33):
+        gateway = start_gateway("--hold-s", "5")
+        with contextlib.closing(gateway.connection()) as connection:
+            connection.request("POST", "/v1/completions", json.dumps({"model": NAME, "prompt": "a", "stream": True}))
+            events = connection.getresponse().read().split(b"\n\n")
+        assert events[0] + b"\n\n" == first
+        assert b'"code":"answer_too_large"' in events[1]
+        assert events[2:] == [b"data: [DONE]", b""]
+        assert gateway.metric("medusa_gateway_retries_total") == 0
+        assert len(cluster.calls) == 1

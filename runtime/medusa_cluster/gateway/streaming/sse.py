@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..faults import compact
+from ..faults import compact, too_large
 
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": waiting\n\n"
@@ -26,7 +26,7 @@ class Splitter:
         self._searched = 0
 
     def feed(self, piece: bytes) -> list[Event]:
-        """Return the events that ``piece`` has completed. Raises ValueError if an event is too large."""
+        """Return the events that ``piece`` has completed. Raises Fault if an event is too large."""
         self._buffer += piece
         events = []
         while (end := self._buffer.find(b"\n\n", max(0, self._searched - 1))) >= 0:
@@ -36,7 +36,7 @@ class Splitter:
             events.append(Event(raw, _data(raw)))
         self._searched = len(self._buffer)
         if self._searched > _LARGEST_BYTES:
-            raise ValueError(f"an event of more than {_LARGEST_BYTES} bytes")
+            raise too_large("an event of a stream", _LARGEST_BYTES)
         return events
 
 
