@@ -186,10 +186,11 @@ class Cluster:
             return
         now = time.monotonic()
         self._groups.update()
+        self.execution.look_after_helpers()
         self.models.update(self.state.deployments.values(), self.state.nodes, now)
         loads = self.state.loads.summed(self.state.gateways.values(), now, self.state.deployments)
         fetches = self.execution.fetches(now)
-        view = policy_state(self.state, self.models, fetches, loads)
+        view = policy_state(self.state, self.models, self.execution.live, fetches, loads)
         decisions, self._memory = decide(view, now, self._memory, self._options)
         self._obstacles.record(loads, self._memory.waiting, now)
         for decision in decisions:

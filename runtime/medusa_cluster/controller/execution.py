@@ -47,7 +47,7 @@ class Execution:
         self._state = state
         self._nodes = nodes
         self._models = models
-        self._live = Live(state, nodes, models)
+        self.live = Live(state, nodes, models)
         self._running: dict[tuple[str, ...], asyncio.Task[None]] = {}
         self._fetches: dict[tuple[str, str], KnownFetch] = {}
         self._failures: dict[str, tuple[int, float]] = {}  # model → failed starts in a row, and when to try again
@@ -88,14 +88,20 @@ class Execution:
             case SetSpare(node, spare):
                 self._state.set_spare(node, spare=spare)
             case ChangeRole():
-                self._begin_change(decision)
+                instance = self._state.instances.get(decision.id)
+                if instance is not None:
+                    self._begin_release(instance, decision.reason)
 
-    def _begin_change(self, decision: ChangeRole) -> None:
+    def look_after_helpers(self) -> None:
+        """Look what has become of the instances that prefill for others."""
+        self.live.update(lambda instance: self._begin_release(instance, "the one that it prefilled for ends"))
+
+    def _begin_release(self, instance: KnownInstance, reason: str) -> None:
         """Let an instance that prefills for another one decode instead."""
-        instance = self._state.instances.get(decision.id)
-        if instance is not None and instance.helping:
-            instance.role, instance.loading = decision.role, True
-            text = f"{instance.id} will take requests of its own: {decision.reason}"
+        if instance.helping and instance.role == "prefill" and instance.state != "draining":
+            instance.role = instance.wanted_role = "decode"
+            instance.loading = True
+            text = f"{instance.id} will take requests of its own: {reason}"
             self._state.record_event("role", text, node=instance.node, model=instance.model)
             self.start_task(("release", instance.id), self._release(instance))
 
@@ -120,8 +126,9 @@ class Execution:
         if not self.may_start(decision):
             return
         instance = KnownInstance(
-            decision.id, decision.model, decision.node, "starting", time.time(), role=decision.role
-        )
+            decision.id, decision.model, decision.node, "starting", time.time(), role=decision.role,
+            wanted_role=decision.role,
+        )  # fmt: skip
         instance.predicted_s = decision.ttft_s
         instance.set_gpus(state.deployments[decision.model], state.nodes[decision.node], decision.device_bytes)
         state.instances[decision.id] = instance
@@ -141,7 +148,7 @@ class Execution:
             deployment = state.deployments[instance.model].to_json()
             request: dict[str, Any] = {"op": "start", "id": instance.id, "deployment": deployment}
             request["device_bytes"] = instance.device_bytes
-            if (plan := await self._live.plan(instance, partner)) is not None:
+            if (plan := await self.live.plan(instance, partner)) is not None:
                 request["group"] = plan
             if not state.is_wanted(instance):
                 return
@@ -186,6 +193,10 @@ class Execution:
         Perhaps its engine cannot split the model.
         """
         deployment = self._state.deployments.get(instance.model)
+        if deployment is not None and deployment.disaggregated:
+            if instance.wanted_role == "prefill":
+                self.live.note_not_prefilling(instance.model)
+            return
         shares = instance.group is not None or instance.meets is not None or instance.helps is not None
         if shares and deployment is not None:
             self._models.avoid_groups(deployment.url, time.monotonic())

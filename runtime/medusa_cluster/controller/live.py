@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
-from ..deployment import Deployment
+from medusa_runtime.storage.retry import doubling_pause_s
+
+from ..policy.state import MOST_PREFILLING
 from .models import Models
-from .nodes import MOST_PREFILLING, KnownInstance, Nodes, Rendezvous, group_address
+from .nodes import KnownInstance, Nodes, Rendezvous, group_address
 from .state import State
 
 _MEETS_S = 10.0  # for a new instance to have a place where others can come to help it
 _POLL_S = 0.05
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 300.0  # after an instance that was to prefill, and does not
 
 
 class Live:
@@ -27,6 +31,35 @@ class Live:
         self._state = state
         self._nodes = nodes
         self._models = models
+        self._withheld: dict[
+            str, tuple[int, float]
+        ] = {}  # model → starts that did not prefill, and until when none may
+
+    def may_prefill(self, model: str) -> bool:
+        """Return whether instances may start in order to prefill. Not for a while after one that came to decode."""
+        return time.monotonic() >= self._withheld.get(model, (0, 0.0))[1]
+
+    def note_not_prefilling(self, model: str) -> None:
+        """Note that an instance was started in order to prefill, and does not. The pause doubles each time."""
+        count, now = self._withheld.get(model, (0, 0.0))[0] + 1, time.monotonic()
+        self._withheld[model] = count, now + doubling_pause_s(count, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S)
+
+    def update(self, release: Callable[[KnownInstance], None]) -> None:
+        """Look what has become of the instances that prefill. ``release`` those whose source is gone or ends."""
+        instances = self._state.instances
+        self._withheld = {model: found for model, found in self._withheld.items() if model in self._state.deployments}
+        for item in list(instances.values()):
+            if item.role == "prefill":
+                if item.helping and not item.loading:
+                    item.has_prefilled = True
+                    self._withheld.pop(item.model, None)
+                source = instances.get(item.helps or "")
+                if item.helping and item.confirmed and (source is None or source.state == "draining"):
+                    release(item)
+            elif item.wanted_role == "prefill":
+                item.wanted_role = item.role
+                if not item.has_prefilled:
+                    self.note_not_prefilling(item.model)
 
     async def plan(self, new: KnownInstance, partner: str | None) -> dict[str, Any] | None:
         """Return the ``group`` of a new instance's start, as JSON, or None if it neither helps nor is helped.
@@ -36,7 +69,7 @@ class Live:
         """
         deployment = self._state.deployments[new.model]
         if deployment.disaggregated:
-            return await self._separate(new, deployment)
+            return await self._separate(new)
         if not self._models.scales_live(deployment, time.monotonic()):
             return None
         source = self._source(new, partner)
@@ -44,13 +77,15 @@ class Live:
             return self._help(new, source, source.meets, "while its layers arrive")
         return self._wait(new, Rendezvous(f"{new.id}-live", await self._place(new), "live"))
 
-    async def _separate(self, new: KnownInstance, deployment: Deployment) -> dict[str, Any]:
+    async def _separate(self, new: KnownInstance) -> dict[str, Any]:
         """Plan an instance that prefills or decodes. One that finds nobody to prefill for decodes, too."""
         place = await self._place(new)
-        if new.role == "prefill" and self._models.may_share(deployment, time.monotonic()):
+        if new.role == "prefill":
             deadline = time.monotonic() + _MEETS_S
             while (found := self._decoding(new)) and found[0].meets is None and time.monotonic() < deadline:
                 await asyncio.sleep(_POLL_S)
+                if not self._state.is_wanted(new):
+                    break
             source = next((item for item in found if item.meets is not None), None)
             if source is not None and source.meets is not None:
                 return self._help(new, source, source.meets, "by prefilling for it") | {"listen": place}
@@ -91,7 +126,8 @@ class Live:
             if item.role == "decode" and not item.helping and item.state in ("starting", "ready")
             if helpers.count(item.id) < MOST_PREFILLING
         ]
-        return sorted(able, key=lambda item: (item.meets is None, helpers.count(item.id), item.id))
+        # Of those with the fewest, not the one that is the next to end: the youngest one without requests.
+        return sorted(able, key=lambda item: (item.meets is None, helpers.count(item.id), -item.running, item.since))
 
     def _alike(self, new: KnownInstance) -> list[KnownInstance]:
         """Return the model's other instances that compute on the same kind of processor as the new one."""

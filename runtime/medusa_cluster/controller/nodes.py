@@ -9,10 +9,9 @@ from typing import Any, Protocol
 from medusa_runtime.errors import ClusterError, json_excerpt
 
 from ..deployment import Deployment, Device
-from ..policy.state import Processor
+from ..policy.state import MOST_PREFILLING, Processor
 
 _CALL_S = 10.0
-MOST_PREFILLING = 8  # instances, for one that decodes
 # How long a new instance tries to reach the one that it helps. After that it is an instance like any other.
 _FORM_S = {"live": 5.0, "disaggregated": 60.0}
 
@@ -136,6 +135,8 @@ class KnownInstance:
     workers: int = 1
     loading: bool = False
     helping: bool = False
+    wanted_role: str = "both"  # for which it was started
+    has_prefilled: bool = False
     meets: Rendezvous | None = None
     helps: str | None = None
     slots: int = 1

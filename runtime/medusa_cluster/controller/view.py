@@ -9,13 +9,14 @@ from collections.abc import Collection, Iterable, Mapping
 from ..deployment import DEVICES, GPU_GROUP_ENGINES, Deployment
 from ..policy import state as policy
 from ..policy.accelerators import left_over
+from .live import Live
 from .models import Models
 from .nodes import KnownFetch, KnownInstance, KnownNode
 from .state import State
 
 
 def policy_state(
-    state: State, models: Models, fetches: Iterable[KnownFetch], loads: Mapping[str, policy.Load]
+    state: State, models: Models, live: Live, fetches: Iterable[KnownFetch], loads: Mapping[str, policy.Load]
 ) -> policy.ClusterState:
     """Return the state for the policy. It includes instances and fetches that no node has confirmed yet."""
     instances: dict[str, list[KnownInstance]] = {}
@@ -44,7 +45,7 @@ def policy_state(
             if node.status
         },
         deployments={
-            name: _policy_deployment(item, state, models, alive, processors[item.device])
+            name: _policy_deployment(item, state, models, live, alive, processors[item.device])
             for name, item in state.deployments.items()
         },
         loads=dict(loads),
@@ -152,6 +153,7 @@ def _policy_deployment(
     item: Deployment,
     state: State,
     models: Models,
+    live: Live,
     alive: Collection[KnownNode],
     processors: Collection[policy.Processor],
 ) -> policy.Deployment:
@@ -176,4 +178,5 @@ def _policy_deployment(
         kv_bytes=item.kv_bytes(models.kv_bytes_per_token(item.url)),
         gpu_groups=item.engine in GPU_GROUP_ENGINES,
         disaggregated=item.disaggregated,
+        may_prefill=live.may_prefill(item.name),
     )

@@ -30,6 +30,8 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline, gpu: Gpu
     plan = GroupPlan.read(settings.group)
     region.wait_index()
     if backend(region.file, settings).kind in ("encoder", "classifier"):
+        if plan.mode == "disaggregated" and not plan.rank:
+            return open_torch_engine(region, settings, timeline)  # there is no decode: it does all by itself
         raise ModelError("an encoder cannot be split over several workers; expected one worker for it")
     if plan.mode != "pipeline":
         if settings.layers is not None:

@@ -64,6 +64,21 @@ class GroupWorker:
             raise ConfigError(f"expected an instance that prefills for another one, found rank {self.plan.rank}")
         return replace(self, plan=replace(self.plan, then="up"))
 
+    def as_instance(self) -> GroupWorker:
+        """Return the same worker once it prefills for nobody any more: one for which others can prefill.
+
+        If its engine is replaced, the new one does not look for the instance that this one prefilled for.
+        """
+        plan = self.plan
+        if plan.rank == 0 or plan.listen is None:
+            return self
+        return replace(self, plan=replace(plan, rank=0, leader=plan.listen, listen=None, then="stay"), helps=None)
+
+    @property
+    def helping(self) -> bool:
+        """Whether the worker prefills for another instance, or did so a moment ago."""
+        return self.plan.rank > 0 and self.plan.mode == "disaggregated"
+
     @property
     def is_followed(self) -> bool:
         """Whether the worker's timeline shows when it stops sharing its model.

@@ -202,10 +202,17 @@ class Instances:
         Raises ConfigError if the id is not that of one that prefills.
         """
         instance = self._instances.get(instance_id)
-        if instance is None or instance.worker is None:
+        if instance is None or instance.worker is None or instance.failure is not None or instance.ending:
             raise ConfigError(f"id: expected an instance that prefills for another one, found {instance_id!r}")
         instance.worker = instance.worker.released()
         instance.worker.write(self._group_file(instance))
+
+    def note_released(self, instance: RunningInstance) -> None:
+        """Let the instance's file say that it prefills for nobody any more."""
+        if instance.worker is not None and instance.worker.as_instance() is not instance.worker:
+            instance.worker = instance.worker.as_instance()
+            if instance.failure is None and not instance.ending:
+                instance.worker.write(self._group_file(instance))
 
     async def _follow(self, instance: RunningInstance, child: Child) -> None:
         await child.wait()
@@ -248,7 +255,11 @@ class Instances:
         if instance.state != "draining":
             instance.set_state("draining")
             deadline = asyncio.get_running_loop().time() + drain_s
-            while instance.running and asyncio.get_running_loop().time() < deadline and instance.child.status is None:
+            if instance.worker is not None and instance.worker.helping and instance.group_state == "prefilling":
+                self.release(instance.id)  # so that it hands over what it has begun
+            while (
+                self._works(instance) and asyncio.get_running_loop().time() < deadline and instance.child.status is None
+            ):
                 await asyncio.sleep(_POLL_S)
                 if instance.state != "draining":
                     return False
@@ -262,6 +273,11 @@ class Instances:
                     return False
         self._instances.pop(instance_id, None)
         return True
+
+    @staticmethod
+    def _works(instance: RunningInstance) -> bool:
+        helping = instance.worker is not None and instance.worker.helping
+        return instance.running > 0 or (helping and instance.group_state == "prefilling")
 
     def resume(self, instance_id: str) -> bool:
         """Let an instance that drains take requests again; returns False where it is too late.

@@ -26,6 +26,7 @@ class TimelineReader:
     def __init__(self, instances: Instances) -> None:
         self._instances = instances
         self._first_read_at: dict[str, float] = {}
+        self._last_read_at: dict[str, float] = {}
 
     async def run(self) -> None:
         """Read timelines until cancelled."""
@@ -36,6 +37,7 @@ class TimelineReader:
                 await asyncio.gather(*(self._read(session, instance) for instance in due))
                 known = {instance.id for instance in self._instances.all()}
                 self._first_read_at = {name: at for name, at in self._first_read_at.items() if name in known}
+                self._last_read_at = {name: at for name, at in self._last_read_at.items() if name in known}
                 await asyncio.sleep(_SOON_S)
 
     def _is_due(self, instance: RunningInstance) -> bool:
@@ -45,8 +47,8 @@ class TimelineReader:
             return False
         now = asyncio.get_running_loop().time()
         first = self._first_read_at.setdefault(instance.id, now)
-        if instance.group_state == "prefilling":  # perhaps for hours
-            return (now - first) % _LATER_S < _SOON_S
+        if instance.group_state == "prefilling" and instance.state != "draining":  # perhaps for hours
+            return now - self._last_read_at.get(instance.id, 0.0) >= _LATER_S
         if not shares and now - first > _START_S:
             if instance.start is not None:
                 return False  # it has its first token, but decodes too little to measure a step
@@ -55,6 +57,7 @@ class TimelineReader:
 
     async def _read(self, session: ClientSession, instance: RunningInstance) -> None:
         url = f"http://127.0.0.1:{instance.port}/timeline"
+        self._last_read_at[instance.id] = asyncio.get_running_loop().time()
         try:
             async with session.get(url, headers={"Authorization": f"Bearer {instance.secret}"}) as answer:
                 stages = (await answer.json())["stages"]
@@ -65,6 +68,8 @@ class TimelineReader:
             return
         instance.start = start or instance.start
         instance.group_state = states[-1] if states else instance.group_state
+        if instance.group_state == "released":
+            self._instances.note_released(instance)
 
 
 def start_times(stages: Sequence[Mapping[str, Any]], first_request_ns: int | None) -> dict[str, float] | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from .claims import Claim, bounds
 from .index import Catalog, Index
 from .scaling import Bounds, Monitor, prescaled, scale_target
-from .state import ClusterState, Deployment, Instance, Load, Role
+from .state import MOST_PREFILLING, ClusterState, Deployment, Instance, Load, Role
 
 NO_LOAD = Load()
 _NEW = Monitor()
@@ -184,12 +184,17 @@ class InstanceCounter:
         first = self._count(deployment, "prefill", prefill, replace(load, running=0, kv_use=0.0))
         most = max(deployment.max, deployment.min)
         first.wanted = max(first.wanted, min(1, most) if load.running else 0)
-        if self._prescale:
+        if not deployment.may_prefill:
+            first.wanted = min(first.wanted, first.current)
+        if not deployment.may_prefill and not first.current:
+            decoding = load  # they prefill themselves
+        elif self._prescale:
             decoding = prescaled(load, first.current, first.wanted)
         else:  # by KV blocks alone: no request counts before it comes to a decode instance
             decoding = replace(load, waiting=0, running=0, tokens_per_s=0.0)
         second = self._count(deployment, "decode", decode, decoding)
         second.wanted = min(max(second.wanted, 1 if first.wanted else 0), most)
+        first.wanted = min(first.wanted, MOST_PREFILLING * max(second.wanted, 1))
         return [first, second]
 
     def _count(self, deployment: Deployment, role: Role, instances: list[Instance], load: Load) -> RoleCount:

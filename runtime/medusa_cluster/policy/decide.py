@@ -172,7 +172,9 @@ class _Tick:
         paper turns any prefill instance. When prompts wait for prefill, that makes the slowest first tokens several
         times slower.
         """
-        while self._options.live and decode.current < decode.wanted and prefill.ready > max(prefill.least, 1):
+        while self._options.live and decode.current < decode.wanted:
+            if prefill.ready <= (max(prefill.least, 1) if decode.current else 0):
+                break  # without one that decodes, the last one that prefills does it
             chosen = min(
                 (instance for instance in prefill.instances if instance.state == "ready" and instance.full),
                 key=lambda instance: (instance.running, instance.id),
@@ -265,7 +267,8 @@ class _Tick:
                     self._stop(instance, "the model was removed")
         for model in leaving.keys() & self._state.deployments.keys():
             load = self._state.loads.get(model, NO_LOAD)
-            serves = any(instance.state == "ready" for instance in staying.get(model, {}).values())
+            there = staying.get(model, {}).values()
+            serves = any(instance.state == "ready" and instance.role != "prefill" for instance in there)
             if serves or not (load.waiting or load.running or self._state.deployments[model].min):
                 for instance in leaving[model].values():
                     if instance.state != "draining":
@@ -311,6 +314,8 @@ class _Tick:
                 for instance, reason in self._moves.make_room(deployment, number, self._stopped):
                     self._stop(instance, reason)
                 return
+            if count.role == "prefill" and not self._has_partner(deployment, node):
+                return
             predicted_s = scheme.ttft_s if scheme is not None and scheme.nodes == (node,) else 0.0
             self._start_on(count, node, "the load needs more" if count.current else "a request waits", predicted_s)
             number -= 1
@@ -327,6 +332,12 @@ class _Tick:
         resumed = {decision.id for decision in self._decisions if isinstance(decision, ResumeInstance)}
         got |= {one.model for ones in self._index.instances.values() for one in ones.values() if one.id in resumed}
         return {name: wait_of(count.deployment, self._placement) for name, count in asked.items() if name not in got}
+
+    def _has_partner(self, deployment: Deployment, node: str) -> bool:
+        """Return whether an instance on this node computes on the same as one that decodes, or there is none yet."""
+        instances, nodes = self._index.instances.get(deployment.name, {}).values(), self._state.nodes
+        decoding = {nodes[one.node].processor(deployment.device) for one in instances if one.role == "decode"}
+        return not decoding or nodes[node].processor(deployment.device) in decoding
 
     def _start_on(self, count: RoleCount, node: str, reason: str, predicted_s: float = 0.0) -> None:
         deployment = count.deployment

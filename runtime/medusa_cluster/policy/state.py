@@ -18,6 +18,7 @@ from ..deployment import Device
 NodeState = Literal["alive", "draining", "lost"]
 InstanceState = Literal["starting", "ready", "draining"]
 Role = Literal["both", "prefill", "decode"]
+MOST_PREFILLING = 8  # instances, for one that decodes
 Layers = tuple[int, int]  # from the first up to, and without, the second
 
 
@@ -200,6 +201,7 @@ class Deployment:
     kv_bytes: int = 0  # keys and values, for which an instance needs room on its accelerators
     gpu_groups: bool = True  # its groups' workers can compute on accelerators
     disaggregated: bool = False  # prefill and decode on instances of their own
+    may_prefill: bool = True  # else no more instances start in order to prefill
 
     def on(self, processor: Processor) -> Measured | None:
         """Return what is known of starts on this processor; None if nothing is known of any start."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from medusa_cluster.controller.cluster import Cluster
-from medusa_cluster.policy.state import ChangeRole
+from medusa_cluster.policy.state import ChangeRole, StopInstance
 from medusa_runtime.errors import ConfigError
 
 Run = Callable[..., None]
@@ -168,5 +168,44 @@ def test_nothing_is_started_and_ended_again_while_the_load_stays(run: Run) -> No
         await asked(cluster, lambda: time.monotonic() > end, running=1)
         assert set(cluster.state.instances) == {decode.id, prefill.id}
         assert len([call for call in net.calls() if call["op"] in ("start", "stop", "release")]) == calls
+
+    run(scenario, "n1", "n2", "n3")
+
+
+def test_one_that_is_refused_is_not_started_again_and_again(run: Run) -> None:
+    """Such as on a CPU with other instructions: the two would not get the same tokens."""
+
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        await cluster.answer({"op": "deploy", "arguments": MODEL})
+        await until(lambda: cluster.models.get(MODEL["url"]))
+        end = time.monotonic() + 5
+
+        def refused() -> bool:
+            for node in net.nodes.values():
+                for name, worker in node.workers.items():
+                    if worker.plan.rank and name in node.instances:
+                        node.become(name, "released")
+            return time.monotonic() > end
+
+        await asked(cluster, refused, running=1, waiting=0)
+        tried = [plan for plan in starts(net).values() if plan["rank"]]
+        assert 1 <= len(tried) <= 3
+        assert confirmed(cluster, "decode")
+
+    run(scenario, "n1", "n2", "n3")
+
+
+@pytest.mark.parametrize("ends", ["drains", "is forgotten"])
+def test_one_whose_partner_ends_decodes(run: Run, ends: str) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        decode, prefill = await started(net, cluster)
+        if ends == "drains":
+            net.nodes[decode.node].busy.add(decode.id)
+            cluster.execution.begin(StopInstance(decode.id, decode.node))
+        else:
+            del net.nodes[decode.node].instances[decode.id]
+        await until(lambda: prefill.id in routed(cluster))
+        assert {"op": "release", "id": prefill.id} in net.calls()
+        net.nodes[decode.node].resumed.set()
 
     run(scenario, "n1", "n2", "n3")

@@ -63,7 +63,7 @@ def test_what_nodes_say_of_their_gpus_reaches_the_policy(run: Run) -> None:
         cluster.models.get(MODEL["url"]).kv_bytes_per_token = 10  # type: ignore[arg-type, union-attr]
         cluster._report({"gateway": "g", "url": None, "loads": {"m": {"waiting": 1}}})
         await until(lambda: cluster.state.instances)
-        state = policy_state(cluster.state, cluster.models, (), {})
+        state = policy_state(cluster.state, cluster.models, cluster.execution.live, (), {})
         node, deployment = state.nodes["g1"], state.deployments["m"]
         assert (node.device_bytes, node.load_bytes_per_s) == (24 * 10**9, 2e10)
         assert node.device_free_bytes == tuple(free[2:]), "the node has not lent the first two yet"
@@ -88,7 +88,7 @@ def test_an_instance_takes_what_its_node_has_lent_it_whatever_its_deployment_ask
         there = [shown("i", 2, "auto"), shown("j", 0, "cpu")]
         has(net, "g1", **A10 | {"devices": 4, "device_free_bytes": [23 * 10**9] * 2, "instances": there})
         await until(lambda: len(cluster.state.instances) == 2)  # of a model that was removed
-        node = policy_state(cluster.state, cluster.models, (), {}).nodes["g1"]
+        node = policy_state(cluster.state, cluster.models, cluster.execution.live, (), {}).nodes["g1"]
         assert [(one.slots, one.device) for one in node.instances] == [(2, "auto"), (1, "cpu")]
         assert (node.free_slots(), node.free_slots("cpu"), node.returning) == (2, 0, 0)
 

@@ -219,12 +219,22 @@ def test_the_queues_decide_as_the_schedules_do(layers: int, load: int, batches: 
         assert sum(finish.values()) / batches <= expected.mean * 1.05
 
 
-def disaggregated(group: Callable[..., Group], prefilling: int, gpu: Any = None) -> Group:
-    made = group(*["0:4"] * (1 + prefilling), mode="disaggregated", gpu=gpu)
+def disaggregated(group: Callable[..., Group], prefilling: int, gpu: Any = None, **settings: Any) -> Group:
+    made = group(*["0:4"] * (1 + prefilling), mode="disaggregated", gpu=gpu, **settings)
     for rank in range(1 + prefilling):
         made.add(rank, layers=None, mode="disaggregated")
     until(lambda: made.leader.engine.stats()["paired"] == prefilling)
     return made
+
+
+def test_others_prefill_prompts_that_are_longer_than_a_step(group: Callable[..., Group], serve: Any) -> None:
+    prompts = [[number] * 60 for number in range(1, 4)]
+    alone = serve(max_batched_tokens=20)
+    expected = [alone.ask(prompt, max_tokens=6).tokens for prompt in prompts]
+    made = disaggregated(group, 1, max_batched_tokens=20)
+    answers = [made.leader.ask(prompt, max_tokens=6) for prompt in prompts]
+    assert [answer.tokens for answer in answers] == expected
+    assert made.leader.engine.stats()["layers_helped"] > 0
 
 
 def release(worker: Served) -> None:

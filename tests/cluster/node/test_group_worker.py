@@ -15,7 +15,7 @@ import pytest
 from engine_fixtures import checkpoint
 from medusa_cluster.deployment import Deployment
 from medusa_cluster.node.group_worker import GroupWorker, free_port
-from medusa_cluster.node.instances import Instances
+from medusa_cluster.node.instances import Instances, RunningInstance
 from medusa_cluster.node.settings import NodeServerSettings
 from medusa_runtime.errors import ConfigError
 
@@ -53,6 +53,42 @@ def test_the_file_is_for_its_user_alone(tmp_path: Path) -> None:
     made.with_keep(2).write(path)
     found = json.loads(path.read_text())
     assert (found["then"], found["keep"], found["bind"]) == ("up", 2, "127.0.0.1")
+
+
+def test_one_that_has_prefilled_says_so_in_its_file(tmp_path: Path) -> None:
+    settings = NodeServerSettings(name="n1", folder=tmp_path, host="127.0.0.1", token_file=tmp_path / "token")
+    plan = {"mode": "disaggregated", "size": 9, "layers": None, "listen": "127.0.0.1:81"}
+    prefills = worker(1, 80, helps="d", **plan)
+    assert prefills.status("prefilling")["pair"] == {
+        "helping": True, "helps": "d", "prefills": True, "role": "prefill", "meets": None,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="expected an instance that prefills"):
+        worker(0, 80, **plan | {"listen": None}).released()
+
+    async def run() -> None:
+        instances = Instances(settings)
+        listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        one = RunningInstance("i", Deployment("m", "/m"), "s", listening, worker=prefills, group_state="prefilling")
+        instances.add(one)
+        path = tmp_path / "group-i.json"
+        instances.release("i")
+        assert json.loads(path.read_text())["then"] == "up"
+        one.group_state = "released"
+        instances.note_released(one)
+        found = json.loads(path.read_text())
+        assert (found["rank"], found["leader"], found["listen"], found["then"]) == (0, "127.0.0.1:81", None, "stay")
+        assert one.worker is not None
+        meets = {"group": "g", "at": "127.0.0.1:81"}
+        assert one.worker.status("released")["pair"] == {
+            "helping": False, "helps": None, "prefills": False, "role": "decode", "meets": meets,
+        }  # fmt: skip
+        one.failure = "it ended"
+        path.unlink()
+        with pytest.raises(ConfigError, match="expected an instance that prefills"):
+            instances.release("i")
+        assert not path.exists()
+
+    asyncio.run(run())
 
 
 @pytest.mark.slow

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cluster_model import ClusterModel, model, nodes, of
 from medusa_cluster.policy.decide import Options
-from medusa_cluster.policy.state import ChangeRole, StartInstance
+from medusa_cluster.policy.state import ChangeRole, StartInstance, StopInstance
 
 
 def test_only_prefill_instances_relieve_prefill_instances() -> None:
@@ -48,3 +50,42 @@ def test_without_prescaling_requests_count_where_their_keys_and_values_are() -> 
         if not prescale:
             cluster.load("m", running=64, kv_use=1.0)
             assert {start.role for start in of(StartInstance, cluster.tick())} == {"decode"}
+
+
+def test_one_that_decodes_on_a_node_that_drains_stays_until_another_one_does() -> None:
+    cluster = ClusterModel(nodes(3), [model(disaggregated=True, max=1)], Options(live=True))
+    cluster.load("m", waiting=1)
+    cluster.run(3)
+    (decode,) = (instance for instance in cluster.instances("m") if instance.role == "decode")
+    cluster.load("m", running=1)
+    cluster.nodes[decode.node] = replace(cluster.nodes[decode.node], state="draining")
+    decisions = cluster.tick()
+    assert decode.id not in [stop.id for stop in of(StopInstance, decisions)]
+    (change,) = of(ChangeRole, decisions)  # the one that prefills has the weights
+    assert change.role == "decode"
+
+
+def test_no_more_start_in_order_to_prefill_than_others_decode_for() -> None:
+    cluster = ClusterModel(nodes(60), [model(disaggregated=True, min=1, max=40)], Options(live=True))
+    cluster.load("m", waiting=400)
+    cluster.tick()
+    roles = [instance.role for state in ("starting", "ready") for instance in cluster.instances("m", state)]
+    assert roles.count("prefill") <= 8 * roles.count("decode")
+
+
+def test_while_none_may_prefill_those_that_decode_take_the_load() -> None:
+    cluster = ClusterModel(nodes(6), [model(disaggregated=True, may_prefill=False, max=4)], Options(live=True))
+    cluster.load("m", waiting=32)
+    cluster.run(3)
+    assert [instance.role for instance in cluster.instances("m")] == ["decode"] * 4
+
+
+def test_one_that_prefills_starts_on_what_those_compute_on_that_decode() -> None:
+    kinds = [replace(node, device_kind=kind) for node, kind in zip(nodes(4), "abbb", strict=True)]
+    cluster = ClusterModel(kinds[:1], [model(disaggregated=True, max=1)], Options(live=True))
+    cluster.load("m", waiting=1)
+    cluster.run(2)
+    cluster.nodes |= {node.name: node for node in kinds[1:]}
+    cluster.load("m", waiting=1, running=1)
+    cluster.run(2)
+    assert [(instance.role, instance.node) for instance in cluster.instances("m")] == [("decode", "n0")]

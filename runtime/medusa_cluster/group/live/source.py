@@ -25,6 +25,8 @@ from .handover import Batch, Handover, HandoverReader, grouped, offer, read_in
 
 logger = logging.getLogger(__name__)
 
+_WHOLE_STEPS = 4  # how many times the tokens of a step a prompt may have that another instance computes
+
 
 class _Pair:
     """A target that helps, and the batches that it was offered."""
@@ -61,6 +63,8 @@ class SourceEngine(TorchEngine):
         self._next_batch = 1
         self.layers_helped = 0  # layers of batches that targets have run
         super().__init__(region, settings, timeline, gpu)
+        # Others compute long prompts in one step, for which they have memory up to some length.
+        self._most_whole = _WHOLE_STEPS * settings.max_batched_tokens if plan.mode == "disaggregated" else 0
         self._pair_listener: Listener | None = None
         if plan.partners_address is not None:
             host, port = plan.partners_address
@@ -140,8 +144,8 @@ class SourceEngine(TorchEngine):
                 self._finish_or_lose(pair, pair.arrived.popleft())
                 worked = True
         busy = {span.sequence for pair in self._pairs for batch in pair.offered.values() for span in batch.spans}
-        spans = self._scheduler.schedule(busy)
         helpful = [pair for pair in self._pairs if not pair.leaving]
+        spans = self._scheduler.schedule(busy, whole=self._most_whole if helpful else 0)
         whole = [span for span in spans if _is_whole_prompt(span)] if helpful else []
         ours = [span for span in spans if span not in whole]
         for group in grouped(whole):

@@ -119,7 +119,8 @@ class _Helper:
         identity = identity_of(target._region, target._model.config, target._dtype, size=plan.size, gpu=target._gpu)
         channel = self._channel = connect(
             plan.leader, group=plan.number, access=plan.access, rank=plan.rank, purpose="live",
-            deadline=time.monotonic() + plan.form_s, stopped=stop.is_set, link=link, **identity,
+            deadline=time.monotonic() + plan.form_s, stopped=lambda: stop.is_set() or self._is_released(), link=link,
+            **identity,
         )  # fmt: skip
         threading.Thread(target=self._read, args=(channel,), name="live-source", daemon=True).start()
         self._heartbeats = Heartbeats(plan.number, plan.rank, channel.send, self._state)
@@ -140,7 +141,11 @@ class _Helper:
         if loaded and not self._prefilling:
             self._prefilling = True
             self._target._timeline.mark("prefilling")
-        return {"leaving": self._file is not None and self._file.reload().then == "up"}
+        return {"leaving": self._is_released()}
+
+    def _is_released(self) -> bool:
+        """Return whether the group's file says that this target shall be an instance."""
+        return self._plan.mode == "disaggregated" and self._file is not None and self._file.reload().then == "up"
 
     def _handle(self, channel: TcpChannel, *, idle: bool) -> bool:
         """Handle the source's messages. Return False if it has released this target."""

@@ -26,6 +26,7 @@ class Scheduler:
         self._max_batched_tokens = max(max_batched_tokens, max_concurrency)
         self._most_scored_tokens = most_scored_tokens or self._max_batched_tokens
         self._scored_budget = 0  # what is left of it in the step that is being scheduled
+        self._whole = 0  # the length of prompts that are not cut in that step
         self.running: list[Sequence] = []  # by arrival
         self.waiting: deque[Sequence] = deque()
         self.preemptions = 0
@@ -45,11 +46,12 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def schedule(self, busy: Collection[Sequence] = (), most: int | None = None) -> list[Span]:
+    def schedule(self, busy: Collection[Sequence] = (), most: int | None = None, whole: int = 0) -> list[Span]:
         """Return the spans of the next step, decodes first; empty if there is nothing to do.
 
         Each span's sequence gets the blocks that it needs. The spans do not count as computed yet. Sequences that are
-        ``busy`` in an unfinished step are left alone. At most ``most`` sequences decode in this step.
+        ``busy`` in an unfinished step are left alone. At most ``most`` sequences decode in this step. Prompts of up to
+        ``whole`` tokens are not cut, and do not count, because others compute them.
         """
         budget = self._max_batched_tokens
         decodes: list[Span] = []
@@ -63,7 +65,7 @@ class Scheduler:
                 decodes.append(Span(sequence, sequence.computed, sequence.computed + 1))
                 budget -= 1
         prefills: list[Span] = []
-        self._scored_budget = self._most_scored_tokens
+        self._scored_budget, self._whole = self._most_scored_tokens, whole
         for sequence in self.running:
             if len(sequence.tokens) - sequence.computed > 1 and sequence not in busy:
                 budget -= self._prefill(sequence, budget, prefills)
@@ -85,8 +87,10 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _admit(self, budget: int, prefills: list[Span], busy: Collection[Sequence]) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self._max_concurrency:
+        while self.waiting and len(self.running) < self._max_concurrency:
             sequence = self.waiting[0]
+            if budget <= 0 and not self._is_whole(sequence):
+                return
             if sequence in busy:  # it was preempted while an unfinished step uses it
                 return
             missing = blocks_for(len(sequence.tokens)) - len(sequence.blocks)
@@ -98,6 +102,9 @@ class Scheduler:
             budget -= self._prefill(sequence, budget, prefills)
 
     def _prefill(self, sequence: Sequence, budget: int, prefills: list[Span]) -> int:
+        if self._is_whole(sequence):
+            prefills.append(Span(sequence, 0, len(sequence.tokens)))
+            return 0
         if sequence.prompt_scores is not None:
             budget = min(budget, self._scored_budget)
         stop = min(sequence.computed + budget, len(sequence.tokens))
@@ -106,6 +113,9 @@ class Scheduler:
         if sequence.prompt_scores is not None:
             self._scored_budget -= stop - sequence.computed
         return stop - sequence.computed
+
+    def _is_whole(self, sequence: Sequence) -> bool:
+        return not sequence.computed and sequence.prompt_scores is None and 1 < len(sequence.tokens) <= self._whole
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Give a sequence a block for its next token if it needs one, preempting the latest sequences if necessary.
