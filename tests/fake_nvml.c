@@ -1,6 +1,7 @@
 /* NVIDIA's management library of a few calls, told by environment variables what to be:
    FAKE_GPUS  a line for each GPU: name,UUID,MB in all,MB free,generation of PCIe,lanes; 0 MB: not supported. A UUID "error N"
-              fails with N. Lines whose UUID begins with MIG- are the parts of the GPU before them, or with MIG-0 of none
+              fails with N. Lines whose UUID begins with MIG- are the parts of the GPU before them, or with MIG-0 of none;
+              with MIG-lost, it is lost when its memory is asked for
    FAKE_NVML  the function that fails, with error 999 */
 #include <stdio.h>
 #include <stdlib.h>
@@ -87,7 +88,7 @@ int nvmlDeviceGetMemoryInfo(void *device, unsigned long long sizes[3])
     read_gpu((size_t)device - 1);
     sizes[0] = found.total * 1000000;
     sizes[1] = found.free * 1000000;
-    return found.total ? failing("nvmlDeviceGetMemoryInfo") : 3;
+    return !strcmp(found.uuid, "MIG-lost") ? 15 : found.total ? failing("nvmlDeviceGetMemoryInfo") : 3;
 }
 int nvmlDeviceGetMaxPcieLinkGeneration(void *device, unsigned *value) { read_gpu((size_t)device - 1); *value = found.generation; return 0; }
 int nvmlDeviceGetMaxPcieLinkWidth(void *device, unsigned *value) { read_gpu((size_t)device - 1); *value = found.lanes; return 0; }

@@ -81,7 +81,7 @@ class Nvml:
             self._call("nvmlDeviceGetHandleByIndex_v2", number, ctypes.byref(device))
             parts = self._parts(device)
             name, link = self._text("nvmlDeviceGetName", device), self._link_bytes_per_s(device)
-            yield from (self._described(one, name, link) for one in ([device] if parts is None else parts))
+            yield from [self._described(one, name, link) for one in ([device] if parts is None else parts)]
         except _NvmlError as error:
             if error.result == _LOST:  # its place stays, and the others keep theirs
                 yield GpuInfo("", "", 0, 0, 0.0, lost=True)

@@ -50,6 +50,9 @@ def test_a_gpu_that_is_hidden_or_lost_hides_no_other(fake_nvml: str, monkeypatch
     monkeypatch.setenv("FAKE_GPUS", "\n".join(map(line.format, ("error 4", "GPU-a", "error 15", "GPU-b"))))
     nvml = Nvml(fake_nvml)
     assert [(gpu.uuid, gpu.lost) for gpu in nvml.gpus()] == [("GPU-a", False), ("", True), ("GPU-b", False)]
+    parts = "1g,MIG-a,10000,9000,0,0\n1g,MIG-lost,10000,9000,0,0"  # lost while its parts are listed
+    monkeypatch.setenv("FAKE_GPUS", f"{line.format('GPU-a')}\n{parts}\n{line.format('GPU-b')}")
+    assert [(gpu.uuid, gpu.lost) for gpu in nvml.gpus()] == [("", True), ("GPU-b", False)]
     monkeypatch.setenv("FAKE_GPUS", line.format("error 999"))
     with pytest.raises(DeviceError, match="nvmlDeviceGetHandleByIndex_v2 failed with NVML's error 999"):
         nvml.gpus()

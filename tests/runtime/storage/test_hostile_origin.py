@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from medusa_runtime.checkpoint.reader import open_checkpoint
 from medusa_runtime.errors import ForbiddenError, MedusaError, ObjectChangedError, StorageError
+from medusa_runtime.storage.http import wire
 from medusa_runtime.storage.http.endpoint import Endpoint, is_link_local, is_loopback
 from medusa_runtime.storage.http.store import HttpStore
 from medusa_runtime.storage.http.wire import Connection, WireError
@@ -294,5 +295,9 @@ def test_a_name_with_many_silent_addresses_is_given_up_soon(monkeypatch: pytest.
         with pytest.raises(WireError, match="nothing came for too long"):
             Connection(Endpoint(False, "many.example", address[1]), 0.2)
         assert time.monotonic() - began < 10
+        with socket.create_server(("127.0.0.1", 0)) as good:
+            found[2:] = [(*found[0][:4], good.getsockname())]
+            with wire._reach("many.example", address[1], 0.2) as connection:
+                assert connection.gettimeout() == 0.2  # though less of the time for all addresses was left
         for one in waiting:
             one.close()

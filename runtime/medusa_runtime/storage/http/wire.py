@@ -399,6 +399,7 @@ def _reach(host: str | bytes, port: int, timeout_s: float) -> socket.socket:
             error = failure
             connection.close()
         else:
+            connection.settimeout(timeout_s)  # not what was left of the time for all addresses
             return connection
     raise error
 
