@@ -40,7 +40,8 @@ class FolderStore(LocalStore):
         fd = _openat2(self._descriptor, key, self._resolve)
         if fd is None:
             if self._confined:
-                raise ForbiddenError(f"{key} cannot be opened below a folder alone: this kernel has no openat2")
+                why = "this kernel has no openat2, or a seccomp profile forbids it"
+                raise ForbiddenError(f"{key} cannot be opened below a folder alone: {why}")
             return os.open(key, OPEN_FLAGS, dir_fd=self._descriptor)
         return fd
 
@@ -52,14 +53,17 @@ class FolderStore(LocalStore):
 
 
 def _openat2(folder: int, name: str, resolve: int) -> int | None:
-    """Open a file and return its descriptor; None where the kernel has no openat2. Raises OSError."""
+    """Open a file and return its descriptor; None where the kernel has no openat2. Raises OSError.
+
+    EPERM is how seccomp profiles refuse a call that is newer than they are, such as those of old versions of Docker.
+    """
     how = struct.pack("QQQ", OPEN_FLAGS, 0, resolve)
     libc = ctypes.CDLL(None, use_errno=True)
     fd = libc.syscall(_SYS_OPENAT2, folder, os.fsencode(name), how, len(how))
     if fd >= 0:
         return int(fd)
     failed = ctypes.get_errno()
-    if failed == errno.ENOSYS:
+    if failed in (errno.ENOSYS, errno.EPERM):
         return None
     if failed in (errno.EXDEV, errno.ELOOP):
         raise PermissionError(failed, os.strerror(failed), name)
