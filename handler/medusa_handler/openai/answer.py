@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -90,8 +90,8 @@ class ChoiceFormatter(Protocol):
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
         """Return the chunks that a stream sends before a choice's first delta."""
 
-    def chunk(self, index: int, choice: Choice, delta: Delta) -> dict[str, Any]:
-        """Return the chunk for ``delta``, which ``choice`` already contains."""
+    def chunks(self, index: int, choice: Choice, delta: Delta) -> Iterable[dict[str, Any]]:
+        """Return the chunks for ``delta``, which ``choice`` already contains."""
 
 
 @dataclass(frozen=True)

@@ -134,12 +134,12 @@ class ChatFormatter:
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
         return [_chunk(index, {"role": "assistant", "content": ""})]
 
-    def chunk(self, index: int, choice: Choice, delta: Delta) -> dict[str, Any]:
+    def chunks(self, index: int, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
         logprobs = None if self.logprobs is None else chat_logprobs(delta.logprobs, self.logprobs)
         last = delta.finish_reason is not None
         if self.parser is None:
             content: dict[str, Any] = {"content": delta.text} if delta.text or not last else {}
-            return _chunk(index, content) | {"logprobs": logprobs, "finish_reason": delta.finish_reason}
+            return [_chunk(index, content) | {"logprobs": logprobs, "finish_reason": delta.finish_reason}]
         if index not in self._streams:
             self._streams[index] = _CallParsing(self.parser(), self.parallel)
         parsing = self._streams[index]
@@ -148,7 +148,7 @@ class ChatFormatter:
         if found.calls:
             content["tool_calls"] = [{"index": call.number, **_call(call)} for call in found.calls]
         reason = self._reason(delta.finish_reason, parsing)
-        return _chunk(index, content) | {"logprobs": logprobs, "finish_reason": reason}
+        return [_chunk(index, content) | {"logprobs": logprobs, "finish_reason": reason}]
 
     def _reason(self, reason: str | None, parsing: _CallParsing) -> str | None:
         """Return the finish reason as OpenAI does: "tool_calls" after calls, but "stop" if one function was forced."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 from medusa_runtime.engine.base import Delta, PromptLogprobs, TokenLogprob
@@ -14,6 +15,8 @@ from .body.parameters import Body, token_ids
 from .logprobs import completion_logprobs, prompt_logprobs
 
 Prompt = str | tuple[int, ...]
+
+_MOST_IN_CHUNK = 4096  # log-probabilities; each takes about 35 bytes
 
 
 def prompts(body: Body) -> list[Prompt]:
@@ -55,7 +58,7 @@ class CompletionFormatter:
         found = choice.prompt_logprobs
         logprobs = None
         if self.logprobs is not None:
-            logprobs = completion_logprobs(self._tokens(found, choice.logprobs), 0, self.logprobs)
+            logprobs = completion_logprobs(list(self._tokens(found, choice.logprobs)), 0, self.logprobs)
         return {
             "index": index,
             "text": self._echo(index) + choice.text,
@@ -80,25 +83,41 @@ class CompletionFormatter:
             return []
         return [{"index": index, "text": self._echo(index), "logprobs": None, "finish_reason": None}]
 
-    def chunk(self, index: int, choice: Choice, delta: Delta) -> dict[str, Any]:
-        logprobs, text = None, delta.text
-        if self.logprobs is not None:
-            tokens = self._tokens(delta.prompt_logprobs, delta.logprobs)
-            logprobs = completion_logprobs(tokens, choice.offset, self.logprobs)
-            choice.offset += sum(len(token.text) for token in tokens)
-            if delta.prompt_logprobs is not None:
-                text = self._echo(index) + text
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
-        }
+    def chunks(self, index: int, choice: Choice, delta: Delta) -> Iterator[dict[str, Any]]:
+        """Yield the chunk for ``delta``. A long prompt with log-probabilities is cut into several."""
+        text = self._echo(index) + delta.text if delta.prompt_logprobs is not None else delta.text
+        if self.logprobs is None:
+            yield _chunk(index, text, None, delta)
+            return
+        tokens = iter(self._tokens(delta.prompt_logprobs, delta.logprobs))
+        most = _MOST_IN_CHUNK // (1 + self.logprobs)
+        part, begin = list(islice(tokens, most)), 0
+        while following := list(islice(tokens, most)):
+            end = begin + sum(len(token.text) for token in part)
+            yield _chunk(index, text[begin:end], self._part(choice, part), None)
+            part, begin = following, end
+        yield _chunk(index, text[begin:], self._part(choice, part), delta)
 
-    def _tokens(self, prompt: PromptLogprobs | None, generated: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
+    def _part(self, choice: Choice, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Return the log-probabilities of the next tokens of a choice."""
+        found = completion_logprobs(tokens, choice.offset, self.logprobs or 0)
+        choice.offset += sum(len(token.text) for token in tokens)
+        return found
+
+    def _tokens(self, prompt: PromptLogprobs | None, generated: Sequence[TokenLogprob]) -> Iterable[TokenLogprob]:
         """Return the tokens of a choice's text, which begins with the prompt if it is echoed."""
-        return generated if prompt is None or not self.echoes else [*prompt.tokens(), *generated]
+        return generated if prompt is None or not self.echoes else chain(prompt.tokens(), generated)
 
     def _echo(self, index: int) -> str:
         return self.echoes[index] if self.echoes else ""
+
+
+def _chunk(index: int, text: str, logprobs: dict[str, Any] | None, delta: Delta | None) -> dict[str, Any]:
+    """Return a chunk. ``delta`` ends with it; None if there is more of it."""
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": None if delta is None else delta.finish_reason,
+        "stop_reason": None if delta is None else delta.stop_reason,
+    }

@@ -126,7 +126,7 @@ class _Choices:
     def stream(self, number: int, delta: Delta) -> Iterator[bytes]:
         choice = self._choices[number]
         choice.add(delta)
-        yield self._chunk(self._formatter.chunk(number, choice, delta))
+        yield from map(self._chunk, self._formatter.chunks(number, choice, delta))
         choice.forget()
 
     def closing(self) -> Iterator[bytes]:

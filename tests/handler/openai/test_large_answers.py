@@ -120,3 +120,21 @@ def test_the_log_probabilities_of_a_prompt_count_in_each_choice_that_shows_them(
     with pytest.raises(ApiError, match="at most 1,000,000") as refused:
         answer.add(0, scored(1))
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("echo", ["a" * 10_001, "a" * 10_000, "another text of the same tokens"])
+def test_the_log_probabilities_of_a_prompt_come_in_chunks_and_are_those_of_a_whole_answer(echo: str) -> None:
+    request = GenerateRequest("r", "a", SamplingParams(logprobs=20, prompt_logprobs=20))
+    envelope = Envelope("cmpl-1", "m", CompletionFormatter(20, [echo]))
+    whole, stream = (GenerationPlan([request], envelope, 1, 1, streams, False).answer() for streams in (False, True))
+    delta = scored(10_000)._replace(text="b", logprobs=(TokenLogprob(2, "b", -2.0, TOP),))
+    whole.add(0, delta)
+    [expected] = whole.whole()["choices"]
+    events = list(stream.stream(0, delta))
+    assert len(events) == -(-10_002 // (4096 // 21))
+    assert max(map(len, events)) < 200_000
+    chunks = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
+    assert "".join(chunk["text"] for chunk in chunks) == expected["text"] == echo + "b"
+    for name, values in expected["logprobs"].items():
+        assert [value for chunk in chunks for value in chunk["logprobs"][name]] == values
+    assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
