@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,7 +22,10 @@ NoteId = Callable[[str], object]
 
 
 class Sink(Protocol):
-    """Where results go. ``write`` may be called by any thread. Both raise StorageError."""
+    """Where results go. ``write`` may be called by any thread. Both raise StorageError.
+
+    Nothing is written behind a line that could not be written: it may be there in part.
+    """
 
     def write(self, line: bytes) -> None: ...
 
@@ -43,26 +49,38 @@ class _File:
     def __init__(self, path: Path, resume: bool, note: NoteId) -> None:
         self._path = path
         self._lock = threading.Lock()
+        self._failed: StorageError | None = None
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            size = os.fstat(self._fd).st_size
-            if size and not resume:
-                raise _there_are_results(str(path))
-            if size:
-                with open(path, "rb") as file:
-                    whole = _note_ids(file, str(path), note)
-                os.truncate(self._fd, whole)  # a line that was cut off
+            try:
+                self._take_up(resume, note)
+            except BaseException:
+                os.close(self._fd)
+                raise
         except OSError as error:
             raise ConfigError(f"{path}: expected a file that can be written: {error.strerror}") from None
 
+    def _take_up(self, resume: bool, note: NoteId) -> None:
+        _lock_file(self._fd, self._path)
+        size = os.fstat(self._fd).st_size
+        if size and not resume:
+            raise _there_are_results(str(self._path))
+        if size:
+            with open(self._path, "rb") as file:
+                whole = _note_ids(file, str(self._path), note)
+            os.truncate(self._fd, whole)  # a line that was cut off
+
     def write(self, line: bytes) -> None:
         with self._lock:
+            if self._failed is not None:
+                raise self._failed
             left = memoryview(line)
             try:
                 while left:
                     left = left[os.write(self._fd, left) :]
             except OSError as error:
-                raise StorageError(f"{self._path} cannot be written: {error.strerror}") from None
+                self._failed = StorageError(f"{self._path} cannot be written: {error.strerror}")
+                raise self._failed from None
 
     def close(self) -> None:
         with self._lock, suppress(OSError):  # pipes and some file systems have no fsync
@@ -70,8 +88,22 @@ class _File:
         os.close(self._fd)
 
 
+def _lock_file(fd: int, path: Path) -> None:
+    """Keep other batches from writing to a file until this process ends. Raises ConfigError if one does."""
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # of another kind: a file system without locks
+        if error.errno == errno.EWOULDBLOCK:
+            raise ConfigError(f"{path}: another medusa batch writes to it; wait for its end, or stop it") from None
+
+
 class _StoredObject:
-    """An object in a store, through fsspec. Stores cannot append, so it is there when it is closed, or as it was."""
+    """An object in a store, through fsspec. Stores cannot append, so it is there when it is closed, or as it was.
+
+    It is begun with the first result: a batch that is stopped before leaves none.
+    """
 
     def __init__(self, url: str, resume: bool, note: NoteId) -> None:
         self._url = url
@@ -88,41 +120,51 @@ class _StoredObject:
             raise ConfigError(f"{redacted(url)} cannot be written: {error}") from None
         try:
             self._replaces = bool(self._system.exists(self._path))
+            self._whole_bytes = 0
             self._file: Any = None
-            if resume or not self._replaces:
-                self._open(note)
+            self._failed: StorageError | None = None
+            if self._replaces and resume:
+                with self._system.open(self._path, "rb") as file:
+                    self._whole_bytes = _note_ids(file, redacted(url), note)
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 each file system has errors of its own
             raise self._failure(error) from None
-        if self._file is None:
+        if self._replaces and not resume:
             raise _there_are_results(redacted(url))
 
-    def _open(self, note: NoteId) -> None:
-        earlier = self._earlier(note) if self._replaces else iter(())
-        first = next(earlier, b"")  # before anything is written: it may be no file of results
-        self._file = self._system.open(self._path + _NEW if self._replaces else self._path, "wb")
-        self._file.write(first)
-        for piece in earlier:
-            self._file.write(piece)
+    def _begin(self) -> Any:
+        """Open the object, and write the earlier results to it."""
+        file = self._system.open(self._path + _NEW if self._replaces else self._path, "wb")
+        for piece in self._earlier():
+            file.write(piece)
+        return file
 
-    def _earlier(self, note: NoteId) -> Iterator[bytes]:
+    def _earlier(self) -> Iterator[bytes]:
+        if not self._whole_bytes:
+            return
+        whole = self._whole_bytes
         with self._system.open(self._path, "rb") as file:
-            whole = _note_ids(file, redacted(self._url), note)
-            file.seek(0)
             while whole and (piece := file.read(min(_PIECE_BYTES, whole))):
                 whole -= len(piece)
                 yield piece
 
     def write(self, line: bytes) -> None:
         with self._lock:
+            if self._failed is not None:
+                raise self._failed
             try:
+                self._file = self._file or self._begin()
                 self._file.write(line)
             except Exception as error:  # noqa: BLE001
-                raise self._failure(error) from None
+                self._failed = self._failure(error)
+                raise self._failed from None
 
     def close(self) -> None:
+        """Put the object into the store."""
         with self._lock:
+            if self._file is None:
+                return
             try:
                 self._file.close()
                 if self._replaces:
