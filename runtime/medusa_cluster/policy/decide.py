@@ -66,6 +66,9 @@ class Options:
     spare_after_s: float = 30.0  # without an instance, after which a node is given back
 
 
+_BARRED_S = 600.0  # for which a model that found free GPUs too full takes no share from others
+
+
 @dataclass(frozen=True)
 class Memory:
     """The memory that one call of ``decide`` leaves for the next. A restarted controller begins with an empty one."""
@@ -77,6 +80,7 @@ class Memory:
     requested: RequestNodes | None = _NONE_MISSING  # of the autoscaler; None: it may remember an earlier wish
     idle: IdleNodes = field(default_factory=IdleNodes)
     waiting: Mapping[str, Wait] = field(default_factory=dict)  # models that should have an instance and find no place
+    barred: Mapping[str, float] = field(default_factory=dict)  # models that take no share from others, until when
     index: Index = field(default_factory=Index, compare=False)  # follows from the state; kept because it is large
 
 
@@ -130,6 +134,7 @@ class _Tick:
         self._starts: list[StartInstance] = []
         self._moves = Moves(state.nodes, memory.index, state.deployments, self._placement)
         self._stopped: set[str] = set()
+        self._unable: set[str] = set()  # models without an instance that could start nowhere if all others ended
         self._decisions: list[Decision] = []
 
     def run(self) -> tuple[list[Decision], Memory]:
@@ -139,7 +144,7 @@ class _Tick:
             self._turn(prefill, decode)
         counts = [count for roles in by_model.values() for count in roles]
         asked = {count.deployment.name: count for count in counts if count.wanted and self._lacks(count)}
-        nodes, requested, idle = self._nodes(share(counts, self._index, self._placement.may_start))
+        nodes, requested, idle = self._nodes(share(counts, self._index, self._may_start))
         changes = self._keep_pool()
         for count in sorted(counts, key=self._choice):
             self._adjust(count)
@@ -150,6 +155,7 @@ class _Tick:
         decisions: list[Decision] = [*paces, *changes, *fetches, *self._paired(), *self._decisions, *groups, *nodes]
         if requested != self._memory.requested:
             decisions.append(requested)
+        waiting = self._waiting(asked)
         consolidated = self._memory.consolidated | {group.group for group in groups}
         memory = Memory(
             counted,
@@ -158,7 +164,8 @@ class _Tick:
             frozenset(consolidated & self._index.groups.keys()),
             requested,
             idle,
-            self._waiting(asked),
+            waiting,
+            self._barred(waiting),
             self._index,
         )
         return decisions, memory
@@ -332,6 +339,20 @@ class _Tick:
         resumed = {decision.id for decision in self._decisions if isinstance(decision, ResumeInstance)}
         got |= {one.model for ones in self._index.instances.values() for one in ones.values() if one.id in resumed}
         return {name: wait_of(count.deployment, self._placement) for name, count in asked.items() if name not in got}
+
+    def _may_start(self, deployment: Deployment) -> bool:
+        if not self._placement.may_start(deployment):
+            self._unable.add(deployment.name)
+        return deployment.name not in self._unable and self._now_s >= self._memory.barred.get(deployment.name, 0.0)
+
+    def _barred(self, waiting: Mapping[str, Wait]) -> dict[str, float]:
+        """Return the models that take no share from others, and until when.
+
+        What other programs have of a GPU is not seen while an instance has it. So a model for which free GPUs were too
+        full does not get those of others, but starts as soon as some have room.
+        """
+        barred = {name: at for name, at in self._memory.barred.items() if name in waiting and self._now_s < at}
+        return barred | dict.fromkeys(waiting.keys() & self._unable, self._now_s + _BARRED_S)
 
     def _has_partner(self, deployment: Deployment, node: str) -> bool:
         """Return whether an instance on this node computes on the same as one that decodes, or there is none yet."""

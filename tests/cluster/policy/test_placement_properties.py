@@ -253,3 +253,19 @@ def test_the_machines_of_these_tests_notice_a_gpu_that_is_lent_twice() -> None:
     except AssertionError:
         return
     raise AssertionError("it was not noticed")
+
+
+def test_what_another_program_has_of_a_gpu_is_remembered_while_an_instance_has_it() -> None:
+    """Otherwise a model that does not fit beside it would end another one again and again."""
+    size = 24 * GB
+    node = Node(
+        "n", link_bytes_per_s=100 * GB, memory_bytes=1000 * GB, devices=4, device_bytes=size, device_sizes=(size,) * 4
+    )
+    gpus = [*(Gpu(size) for _ in range(3)), Gpu(size, used=10 * GB)]
+    made = Machines([node], {"n": gpus}, [model("large", 60 * GB, devices=4), model("small", 2 * GB, devices=4)])
+    made.load("large", waiting=1)
+    made.load("small", waiting=1)
+    log = made.run(20.0, 0.3)
+    assert len(of(StartInstance, log)) <= 2
+    assert made.instances("small")
+    assert "large" in made.memory.waiting
