@@ -267,5 +267,8 @@ def test_a_page_cannot_send_what_its_browser_does_not_ask_for(serve: Serve) -> N
             assert served.request("POST", path, body, {"Content-Type": kind})[0] == 200  # curl -d
             asked = {"Content-Type": kind, "Origin": "https://evil.example", "Authorization": "Bearer any"}
             assert served.request("POST", path, body, asked)[0] == 200
+            for site, status in (("same-origin", 200), ("none", 200), ("same-site", 415), ("cross-site", 415)):
+                asked = {"Content-Type": kind, "Origin": "https://its-own.example", "Sec-Fetch-Site": site}
+                assert served.request("POST", path, body, asked)[0] == status, (path, kind, site)
         asked = {"Content-Type": "application/json", "Origin": "https://evil.example"}
         assert served.request("POST", path, body, asked)[0] == 200

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _STEP_BYTES = 1 << 20
 _JSON = re.compile(rb"[\s\0\xef\xbb\xbf\xfe\xff]*[\[{]")  # also in UTF-16 and with a byte order mark
 _UNASKED = frozenset(("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"))
+_OWN_SITES = frozenset(("same-origin", "none"))
 _WIDE = re.compile(rb"[\xf0-\xff]|\\u")
 
 
@@ -55,12 +56,15 @@ def refuse_pages_unasked(cors_origins: str | None) -> None:
     """Refuse the current request if a browser may have sent it for any web page (CSRF). Raises ApiError 415.
 
     Before a page sends JSON or a token to another origin, the browser asks that origin (Fetch standard, CORS-preflight
-    fetch). It does not ask for the types in ``_UNASKED``. Pages of ``cors_origins`` may send these, too.
+    fetch). It does not ask for the types in ``_UNASKED``. Pages of ``cors_origins`` may send these, too. So may those
+    of this very origin, as browsers name it in Sec-Fetch-Site, which no page can set (W3C, Fetch Metadata).
     """
     origin = request.headers.get("Origin")
     if origin is None or request.mimetype not in _UNASKED or "Authorization" in request.headers:
         return
     if request.method in ("GET", "HEAD", "OPTIONS"):
+        return
+    if request.headers.get("Sec-Fetch-Site") in _OWN_SITES:
         return
     if cors_origins is not None and listed_origins(cors_origins) & {origin, "*"}:
         return

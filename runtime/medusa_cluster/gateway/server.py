@@ -36,6 +36,7 @@ _LEAST_BYTES_PER_S = 256_000  # of a client that takes a large answer, which is 
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # as instances take it
 _UNASKED = ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
+_OWN_SITES = ("same-origin", "none")  # of Sec-Fetch-Site, which no page can set
 _OPEN_PATHS = ("/livez", "/readyz", "/health")
 
 
@@ -279,6 +280,8 @@ class GatewayServer:
 def _refuse_pages_unasked(request: web.Request) -> None:
     """Refuse a request that a browser may have sent for any web page without asking first, as instances do."""
     kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if request.headers.get("Sec-Fetch-Site") in _OWN_SITES:
+        return
     if "Origin" in request.headers and "Authorization" not in request.headers and kind in _UNASKED:
         text = f"expected Content-Type: application/json from a web page, found {kind or 'none'}"
         raise Fault(415, text, code="bad_content_type")

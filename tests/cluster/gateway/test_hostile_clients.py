@@ -135,4 +135,6 @@ def test_a_page_cannot_send_what_its_browser_does_not_ask_for(start_gateway: Sta
         assert status(Content_Type=kind, **page) == 415
         assert status(Content_Type=kind) == 404  # curl -d
         assert status(Content_Type=kind, Authorization="Bearer any", **page) == 404
+        assert status(Content_Type=kind, Sec_Fetch_Site="same-origin", **page) == 404
+        assert status(Content_Type=kind, Sec_Fetch_Site="same-site", **page) == 415
     assert status(**page) == 404
