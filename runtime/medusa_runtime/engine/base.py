@@ -84,6 +84,7 @@ class PromptLogprobs(NamedTuple):
     Each token has ``width`` places in ``token_ids`` (int32) and ``logprobs`` (float32): its own, then those of the
     most likely tokens. ``ranks`` (int32) has one place for each token: how many tokens are at least as likely.
     ``texts`` has the text of each token id, and ``texts_here`` those of places whose text depends on what is before.
+    An engine delivers them without texts, which its ``with_texts`` makes.
     """
 
     first: tuple[int, str]  # id and text of the prompt's first token
@@ -144,7 +145,7 @@ class Embedding(NamedTuple):
 class Engine(Protocol):
     """Continuous batching over one model. One thread calls ``run``; any thread may call ``add``, ``cancel``, ``stats``.
 
-    An encoder's engine also has ``embed`` (``encoder/engine.py``).
+    An encoder's engine also has ``embed`` (``encoder/engine.py``), and one that scores prompts ``with_texts``.
     """
 
     info: EngineInfo

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import MedusaError, OverloadedError, RequestError
+from ..errors import EngineError, MedusaError, OverloadedError, RequestError
 from ..process import hang_up
 from ..region.fd_passing import region_from_descriptors
 from ..resource_limits import as_limit_error
@@ -150,6 +150,9 @@ class _Connection:
         self._on_close = on_close
         self._outgoing: queue.SimpleQueue[frames.Frame | None] = queue.SimpleQueue()
         self._running: set[str] = set()
+        # The deltas of requests behind the first one, whose texts are being made.
+        self._held: dict[str, list[Delta]] = {}
+        self._held_lock = threading.Lock()
         self._calls: dict[str, threading.Event] = {}  # unfinished calls that can be cancelled
         self._http_handoff: Callable[[socket.socket], None] | None = (
             None  # gets the socket once the last frame has left
@@ -177,7 +180,53 @@ class _Connection:
     def _sink(self, delta: Delta) -> None:
         if delta.finish_reason is not None:
             self._running.discard(delta.request_id)
-        self.send(frames.delta_to_frame(delta))
+        if delta.prompt_logprobs is not None and hasattr(self._engine, "with_texts"):
+            self._hold(delta)
+        elif not self._held or not self._is_held(delta):
+            self.send(frames.delta_to_frame(delta))
+
+    def _hold(self, delta: Delta) -> None:
+        """Have another thread send a delta with a prompt's log-probabilities, because to make their texts is slow.
+
+        The request's later deltas wait for it.
+        """
+        with self._held_lock:
+            self._held[delta.request_id] = []
+        try:
+            self._call_threads.start("engine-texts", self._send_with_texts, delta)
+        except (MedusaError, RuntimeError) as error:
+            self._drop_held(delta, error)
+
+    def _is_held(self, delta: Delta) -> bool:
+        """Return whether a delta has been put behind another one that waits."""
+        with self._held_lock:
+            held = self._held.get(delta.request_id)
+            if held is not None:
+                held.append(delta)
+            return held is not None
+
+    def _send_with_texts(self, delta: Delta) -> None:
+        try:
+            found = self._engine.with_texts(delta.prompt_logprobs)  # type: ignore[attr-defined]
+            first = frames.delta_to_frame(delta._replace(prompt_logprobs=found))
+        except Exception as error:  # noqa: BLE001 - without an answer the caller would wait forever
+            self._drop_held(delta, error)
+            return
+        with self._held_lock:
+            self.send(first)
+            for following in self._held.pop(delta.request_id, ()):
+                self.send(frames.delta_to_frame(following))
+
+    def _drop_held(self, delta: Delta, error: Exception) -> None:
+        """Answer a request with an error in place of its deltas."""
+        if not isinstance(error, MedusaError):
+            logger.error("the texts of a prompt's tokens could not be made", exc_info=error)
+            limit = as_limit_error(error)
+            error = limit or EngineError(f"the texts of the prompt's tokens could not be made: {error}")
+        with self._held_lock:
+            self._held.pop(delta.request_id, None)
+            self._send_error(delta.request_id, error)
+        self._engine.cancel(delta.request_id)
 
     def _read(self) -> None:
         reader = frames.FrameReader(self._socket, most_descriptors=_ADAPTER_FILES)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import random
+import socket
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from medusa_runtime.engine import frames
-from medusa_runtime.engine.base import Delta, PromptLogprobs
+from medusa_runtime.engine.base import Delta, GenerateRequest, PromptLogprobs, SamplingParams
+from medusa_runtime.engine.client import EngineClient
+from medusa_runtime.engine.server import EngineServer
+from medusa_runtime.engine.serving import prompt_scores
 from medusa_runtime.engine.torch import prompt_scoring
-from medusa_runtime.errors import ContextLengthError, RequestError
+from medusa_runtime.errors import ContextLengthError, EngineError, RequestError
 
 PROMPTS = (
     "Tokens flow from storage",
@@ -96,11 +103,96 @@ def test_a_prompt_alone_is_scored_without_a_token_and_may_fill_the_context(serve
         served.ask([*ids, 3], max_tokens=0)
 
 
+def scores(served: Any, prompt: str | list[int], count: int) -> PromptLogprobs:
+    """Return a prompt's scores with their texts, as they are sent."""
+    found = served.ask(prompt, prompt_logprobs=count, max_tokens=0).wait().deltas[0].prompt_logprobs
+    with_texts: PromptLogprobs = served.engine.with_texts(found)
+    return with_texts
+
+
 def test_texts_are_whole_characters_and_add_up_to_the_prompt(serve: Any) -> None:
     served = serve()
     for prompt in PROMPTS:
-        found = served.ask(prompt, prompt_logprobs=1, max_tokens=0).wait().deltas[0].prompt_logprobs
-        assert "".join(token.text for token in found.tokens()) == "<s>" + prompt
+        assert "".join(token.text for token in scores(served, prompt, 1).tokens()) == "<s>" + prompt
+
+
+def test_texts_are_the_same_whatever_is_decoded_together(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve()
+    texts = served.engine._tokenizer.texts
+    ids = served.engine.tokenize("é日本😀" * 4, True) + [random.Random(1).randrange(320) for _ in range(60)]
+    found = scores(served, ids, 20)
+    before = {place: ids[max(place // 21 - 3, 0) : place // 21 + 1] for place in range(len(found.token_ids))}
+    expected = [texts.after(before[place], [token])[token] for place, token in enumerate(found.token_ids)]
+    assert len(found.texts_here) > 20
+    for most in (1, 7, 1 << 20):
+        monkeypatch.setattr(prompt_scores, "_MOST_PAIRS", most)
+        again = served.engine.with_texts(found._replace(texts={}, texts_here={}))
+        assert again == found
+        assert [again._text(place) for place in before] == expected
+
+
+def test_other_requests_go_on_while_texts_are_made(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To make the texts of a long prompt takes seconds. Later deltas of the same request come behind them."""
+    served = serve()
+    expected = scores(served, PROMPTS[3], 3)
+    go_on, asked = threading.Event(), threading.Event()
+    decode_each = served.engine._tokenizer.decode_each
+
+    def wait(sequences: list[list[int]]) -> list[str]:
+        asked.set()
+        assert go_on.wait(60)
+        texts: list[str] = decode_each(sequences)
+        return texts
+
+    monkeypatch.setattr(served.engine._tokenizer, "decode_each", wait)
+    params = SamplingParams(prompt_logprobs=3, max_tokens=20, temperature=0, ignore_eos=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "engine"))
+        listener.listen()
+        server = EngineServer(listener, served.engine)
+        server.start()
+        client = EngineClient(listener.getsockname())
+        try:
+            scored = client.generate(GenerateRequest("scored", PROMPTS[3], params))
+            assert asked.wait(60)
+            others = client.generate(GenerateRequest("other", "A", replace(params, prompt_logprobs=None)))
+            assert len([token for delta in others for token in delta.token_ids]) == 20
+            assert scored.get(0.05) is None
+            go_on.set()
+            first, *following = list(scored)
+        finally:
+            go_on.set()
+            client.close()
+            server.close()
+    assert first.prompt_logprobs is not None
+    assert list(first.prompt_logprobs.tokens()) == list(expected.tokens())
+    assert [delta.completion_tokens for delta in (first, *following)] == list(range(1, 21))
+
+
+def test_a_request_whose_texts_cannot_be_made_ends_with_an_error(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve()
+
+    def fail(sequences: list[list[int]]) -> list[str]:
+        raise RuntimeError("no text")
+
+    monkeypatch.setattr(served.engine._tokenizer, "decode_each", fail)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "engine"))
+        listener.listen()
+        server = EngineServer(listener, served.engine)
+        server.start()
+        client = EngineClient(listener.getsockname())
+        try:
+            params = SamplingParams(prompt_logprobs=3, max_tokens=400, temperature=0, ignore_eos=True)
+            with pytest.raises(EngineError, match="the texts of the prompt's tokens could not be made: no text"):
+                list(client.generate(GenerateRequest("scored", PROMPTS[3], params)))
+            plain = GenerateRequest("other", "A", SamplingParams(max_tokens=3))
+            assert list(client.generate(plain))
+        finally:
+            client.close()
+            server.close()
 
 
 def test_bad_counts_are_refused(serve: Any) -> None:
@@ -119,7 +211,10 @@ def test_a_long_prompt_gets_fewer_alternatives(serve: Any, monkeypatch: pytest.M
 
 
 def test_they_cross_the_socket(serve: Any) -> None:
-    delta = serve().ask(PROMPTS[3], prompt_logprobs=2).wait().deltas[0]
+    served = serve()
+    delta = served.ask(PROMPTS[3], prompt_logprobs=2).wait().deltas[0]
+    delta = delta._replace(prompt_logprobs=served.engine.with_texts(delta.prompt_logprobs))
+    assert delta.prompt_logprobs.texts_here
     assert frames.delta_from_frame(frames.unpack(frames.pack(frames.delta_to_frame(delta))[4:])) == delta
     plain = Delta("a", "b", (1,))
     assert frames.delta_from_frame(frames.unpack(frames.pack(frames.delta_to_frame(plain))[4:])) == plain

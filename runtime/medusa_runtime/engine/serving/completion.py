@@ -16,7 +16,7 @@ def advance(sequence: Sequence, sampled: SampledToken, tokenizer: Tokenizer) -> 
     ``include_stop_str_in_output``, a token of ``stop_token_ids`` is in the text too.
     """
     if sequence.prompt_scores is not None:
-        prompt_logprobs = take_prompt_logprobs(sequence, tokenizer)
+        prompt_logprobs = take_prompt_logprobs(sequence)
         return advance(sequence, sampled, tokenizer)._replace(prompt_logprobs=prompt_logprobs)
     token, params, transcript = sampled.token, sequence.params, sequence.transcript
     if params.max_tokens == 0:
@@ -52,10 +52,13 @@ def advance(sequence: Sequence, sampled: SampledToken, tokenizer: Tokenizer) -> 
     )
 
 
-def take_prompt_logprobs(sequence: Sequence, tokenizer: Tokenizer) -> PromptLogprobs | None:
-    """Return the log-probabilities of a computed prompt, the first time; None if the request asked for none."""
+def take_prompt_logprobs(sequence: Sequence) -> PromptLogprobs | None:
+    """Return the log-probabilities of a computed prompt, the first time; None if the request asked for none.
+
+    They have no texts. The engine's ``with_texts`` makes them, in another thread.
+    """
     scores, sequence.prompt_scores = sequence.prompt_scores, None
-    return None if scores is None else scores.logprobs(sequence.tokens[: sequence.prompt_length], tokenizer)
+    return None if scores is None else scores.logprobs(sequence.tokens)
 
 
 def final_delta(sequence: Sequence, reason: str, error: tuple[str, str] | None = None) -> Delta:
@@ -72,9 +75,8 @@ def final_delta(sequence: Sequence, reason: str, error: tuple[str, str] | None =
 
 def _logprob(sampled: SampledToken, logprob: float, sequence: Sequence, tokenizer: Tokenizer) -> TokenLogprob:
     before = sequence.tokens[-1 - BEFORE_TOKENS : -1]
-
-    def text(token: int) -> str:
-        return tokenizer.texts.after(before, token) if tokenizer.present else ""
-
-    top = tuple((token, text(token), value) for token, value in sampled.top)
-    return TokenLogprob(sampled.token, text(sampled.token), logprob, top)
+    texts: dict[int, str] = {}
+    if tokenizer.present:
+        texts = tokenizer.texts.after(before, [sampled.token, *(token for token, _ in sampled.top)])
+    top = tuple((token, texts.get(token, ""), value) for token, value in sampled.top)
+    return TokenLogprob(sampled.token, texts.get(sampled.token, ""), logprob, top)

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..base import PromptLogprobs
-from .token_texts import BEFORE_TOKENS
+from .token_texts import BEFORE_TOKENS, Pair
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from array import array
+
+
+_MOST_PAIRS = 1 << 12  # decoded in one call, which keeps Python's lock for some milliseconds
 
 
 class PromptScores:
@@ -44,28 +47,38 @@ class PromptScores:
             del values[:]
         return found
 
-    def logprobs(self, prompt: Sequence[int], tokenizer: Tokenizer) -> PromptLogprobs:
-        """Return the scores of a whole prompt, with the texts of their tokens."""
-        texts: dict[int, str] = {}
-        texts_here: dict[int, str] = {}
-        if tokenizer.present:
-            texts = tokenizer.texts.of([*self._token_ids, *prompt])
-            texts_here = self._texts_inside_characters(prompt, texts, tokenizer)
-        first = prompt[0], texts.get(prompt[0], "")
-        return PromptLogprobs(first, self.count + 1, self._token_ids, self._logprobs, self._ranks, texts, texts_here)
+    def logprobs(self, prompt: Sequence[int]) -> PromptLogprobs:
+        """Return the scores of a whole prompt, without texts."""
+        return PromptLogprobs((prompt[0], ""), self.count + 1, self._token_ids, self._logprobs, self._ranks, {}, {})
 
-    def _texts_inside_characters(
-        self, prompt: Sequence[int], texts: dict[int, str], tokenizer: Tokenizer
-    ) -> dict[int, str]:
-        """Return the texts of tokens that may complete a character which the tokens before have begun, by place."""
-        width = self.count + 1
-        found: dict[int, str] = {}
-        for position in range(1, len(prompt)):
-            if texts[prompt[position - 1]]:
-                continue
-            before = prompt[max(position - BEFORE_TOKENS, 0) : position]
-            for place in range((position - 1) * width, position * width):
-                token = self._token_ids[place]
-                if not texts[token]:
-                    found[place] = tokenizer.texts.after(before, token)
+
+def with_texts(found: PromptLogprobs, tokenizer: Tokenizer) -> PromptLogprobs:
+    """Return a prompt's log-probabilities with the texts of their tokens.
+
+    For a long prompt it takes seconds, so it belongs into a thread for which no other request waits.
+    """
+    if not tokenizer.present:
         return found
+    prompt = [found.first[0], *found.token_ids[:: found.width]]
+    texts = tokenizer.texts.of([prompt[0], *found.token_ids])
+    texts_here: dict[int, str] = {}
+    places: dict[Pair, list[int]] = {}
+    for position in range(1, len(prompt)):
+        if texts[prompt[position - 1]]:
+            continue
+        before = tuple(prompt[max(position - BEFORE_TOKENS, 0) : position])
+        for place in range((position - 1) * found.width, position * found.width):
+            token = found.token_ids[place]
+            if not texts[token]:
+                places.setdefault((before, token), []).append(place)
+        if len(places) >= _MOST_PAIRS:
+            texts_here |= _texts_inside_characters(places, tokenizer)
+            places = {}
+    texts_here |= _texts_inside_characters(places, tokenizer)
+    return found._replace(first=(prompt[0], texts[prompt[0]]), texts=texts, texts_here=texts_here)
+
+
+def _texts_inside_characters(places: dict[Pair, list[int]], tokenizer: Tokenizer) -> dict[int, str]:
+    """Return by place the texts of tokens that complete a character which the tokens before have begun."""
+    texts = tokenizer.texts.inside_characters(places)
+    return {place: text for pair, text in texts.items() if text for place in places[pair]}

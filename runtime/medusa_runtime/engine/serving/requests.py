@@ -123,7 +123,7 @@ class Requests:
         if self.get(sequence.id) is sequence:
             delta = final_delta(sequence, reason, None if error is None else (error.code, str(error)))
             if reason == "stop" and sequence.prompt_scores is not None:  # a grammar has ended it before its first token
-                delta = delta._replace(prompt_logprobs=take_prompt_logprobs(sequence, self._tokenizer))
+                delta = delta._replace(prompt_logprobs=take_prompt_logprobs(sequence))
             self.deliver(sequence, delta)
 
     def remove(self, sequence: Sequence) -> None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 _REPLACEMENT = "\ufffd"  # decoders write it for bytes that are not a whole character
 _SPACE = "\u2581"  # how SentencePiece writes a space; decoders drop it at the beginning of a text
+Pair = tuple[tuple[int, ...], int]  # the tokens before a token, and the token
 BEFORE_TOKENS = 4  # how many tokens before another one its text may depend on: a character has four bytes
 
 
@@ -26,28 +27,48 @@ class TokenTexts:
     def of(self, token_ids: Iterable[int]) -> dict[int, str]:
         """Return the text of each token, whatever is before it."""
         wanted = set(token_ids)
-        missing = sorted(wanted - self._found.keys())
+        missing = sorted(token for token in wanted if token not in self._found)
         if missing:
             pieces = self._tokenizer.pieces(missing)
-            texts = self._tokenizer.decode_each(missing)
+            texts = self._tokenizer.decode_each([[token] for token in missing])
             self._found.update(zip(missing, map(_whole, pieces, texts), strict=True))
         return {token: self._found[token] for token in wanted}
 
-    def after(self, before: Sequence[int], token: int) -> str:
-        """Return the text of a token that comes after others, of which the last ``BEFORE_TOKENS`` count."""
-        text = self._text(token)
-        if text or not before or self._text(before[-1]):
-            return text
-        for count in range(1, min(BEFORE_TOKENS, len(before)) + 1):
-            context = list(before[-count:])
-            whole = self._tokenizer.decode([*context, token])
-            if whole.endswith(_REPLACEMENT):
-                continue
-            while context and not self._text(context[-1]):
-                context.pop()
-            start = self._tokenizer.decode(context) if context else ""
-            return whole[_common_length(start, whole) :]
-        return ""
+    def after(self, before: Sequence[int], tokens: Iterable[int]) -> dict[int, str]:
+        """Return the texts of tokens, each of which comes after ``before``, whose last ``BEFORE_TOKENS`` count."""
+        texts = self.of(tokens)
+        if before and not self._text(before[-1]):
+            context = tuple(before[-BEFORE_TOKENS:])
+            found = self.inside_characters((context, token) for token, text in texts.items() if not text)
+            texts |= {token: text for (_, token), text in found.items()}
+        return texts
+
+    def inside_characters(self, pairs: Iterable[Pair]) -> dict[Pair, str]:
+        """Return the texts of tokens that have none alone, each after tokens of which the last one has none either."""
+        left = list(pairs)
+        found = dict.fromkeys(left, "")
+        complete: list[tuple[Pair, int, str]] = []  # with the count of tokens before, and the text with theirs
+        for count in range(1, BEFORE_TOKENS + 1):
+            left = [pair for pair in left if len(pair[0]) >= count]
+            wholes = self._tokenizer.decode_each([[*before[-count:], token] for before, token in left])
+            inside = []
+            for pair, whole in zip(left, wholes, strict=True):
+                if whole.endswith(_REPLACEMENT):
+                    inside.append(pair)
+                else:
+                    complete.append((pair, count, whole))
+            left = inside
+        starts = self._tokenizer.decode_each([self._without_textless(pair[0][-count:]) for pair, count, _ in complete])
+        for (pair, _, whole), start in zip(complete, starts, strict=True):
+            found[pair] = whole[_common_length(start, whole) :]
+        return found
+
+    def _without_textless(self, context: tuple[int, ...]) -> list[int]:
+        """Return tokens without the last ones that have no text."""
+        stop = len(context)
+        while stop and not self._text(context[stop - 1]):
+            stop -= 1
+        return list(context[:stop])
 
     def _text(self, token: int) -> str:
         text = self._found.get(token)

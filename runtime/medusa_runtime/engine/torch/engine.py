@@ -26,10 +26,11 @@ from ...load.part_applier import PartApplier
 from ...models.layer_range import LayerRange, require_ranges
 from ...region.reader import Region
 from ...timeline import Timeline
-from ..base import EngineInfo, GenerateRequest
+from ..base import EngineInfo, GenerateRequest, PromptLogprobs
 from ..checkpoint_files import read_config, read_eos_token_ids
 from ..gpu.device import Gpu, bundled_graphs, full_gpu, is_full, open_gpu
 from ..serving.inbox import Inbox
+from ..serving.prompt_scores import with_texts
 from ..serving.requests import Requests, Sink
 from ..serving.sequence import NO_TOKEN, SampledToken, Sequence, Span
 from ..serving.tokenizer import Tokenizer
@@ -221,6 +222,10 @@ class TorchEngine:
 
     def detokenize(self, token_ids: list[int]) -> str:
         return self._tokenizer.detokenize(token_ids, self.info)
+
+    def with_texts(self, found: PromptLogprobs) -> PromptLogprobs:
+        """Return the log-probabilities of a delta with the texts of their tokens, which takes up to seconds."""
+        return with_texts(found, self._tokenizer)
 
     def stats(self) -> dict[str, Any]:
         return self._requests.stats(len(self._scheduler.running), self._cache.blocks.used * BLOCK_TOKENS) | {
