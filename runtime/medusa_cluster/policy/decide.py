@@ -39,7 +39,7 @@ from .state import (
     StartInstance,
     StopInstance,
 )
-from .waiting import Wait, wait_of
+from .waiting import Wait, waits
 
 _NONE_MISSING = RequestNodes(0)
 
@@ -132,8 +132,8 @@ class _Tick:
         )
         self._deadlines = {key: at for key, at in memory.deadlines_s.items() if key in memory.index.arriving}
         self._starts: list[StartInstance] = []
-        self._moves = Moves(state.nodes, memory.index, state.deployments, self._placement)
-        self._stopped: set[str] = set()
+        self._moves = Moves(state, memory.index, self._placement)
+        self._stopped: dict[str, str] = {}  # instance → node
         self._unable: set[str] = set()  # models without an instance that could start nowhere if all others ended
         self._decisions: list[Decision] = []
 
@@ -260,7 +260,7 @@ class _Tick:
     def _stop(self, instance: Instance, reason: str) -> None:
         if instance.id in self._stopped:
             return
-        self._stopped.add(instance.id)
+        self._stopped[instance.id] = instance.node
         node = self._state.nodes.get(instance.node)
         drain_s = self._options.drain_s if node is None or node.drain_s is None else node.drain_s
         self._decisions.append(StopInstance(instance.id, instance.node, drain_s, reason))
@@ -338,7 +338,7 @@ class _Tick:
         got = {start.model for start in self._starts}
         resumed = {decision.id for decision in self._decisions if isinstance(decision, ResumeInstance)}
         got |= {one.model for ones in self._index.instances.values() for one in ones.values() if one.id in resumed}
-        return {name: wait_of(count.deployment, self._placement) for name, count in asked.items() if name not in got}
+        return waits({name: count.deployment for name, count in asked.items() if name not in got}, self._placement)
 
     def _may_start(self, deployment: Deployment) -> bool:
         if not self._placement.may_start(deployment):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
+from typing import Any
 
 from ..deployment import Device
 from .accelerators import left_over, needed_bytes
@@ -18,10 +19,10 @@ from .rivals import Rival, rivals
 from .sizing import DEVICE_OVERHEAD_BYTES, CandidateNode
 from .state import Deployment, FreeDevice, Node
 
-_MOST_CANDIDATES = 16
+MOST_CANDIDATES = 16
 
 
-class _Candidates:
+class Candidates:
     """The nodes with a free slot, in an order in which few of a large cluster's nodes are ever looked at."""
 
     def __init__(self, names: Iterator[str], free: Callable[[str], int]) -> None:
@@ -66,6 +67,9 @@ class Placement:
         default_factory=dict
     )  # node → the bandwidth and memory that it has for one more fetch
     _rivals_of: dict[tuple[int, int, str], list[Rival]] = field(default_factory=dict)
+    _costs_of: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    _rooms: dict[int, dict[str, float]] = field(default_factory=dict)  # by how many accelerators
+    _most_room: dict[tuple[int, str], float] = field(default_factory=dict)
     _too_large: dict[str, bool] = field(default_factory=dict)  # deployment → whether no accelerator has room for it
 
     def free_slots(self, name: str, device: Device = "auto") -> int:
@@ -94,7 +98,9 @@ class Placement:
     def left(self, node: Node) -> tuple[FreeDevice, ...]:
         """Return a node's free accelerators, the roomiest first. Empty if nothing is known of their memory."""
         found = self._left.get(node.name)
-        return node.free_devices if found is None else found
+        if found is None:
+            found = self._left[node.name] = node.free_devices
+        return found
 
     def add_fetch(self, name: str, url: str, size_bytes: float, deadline_s: float) -> None:
         self._added[name].append(Fetching(url, size_bytes, deadline_s))
@@ -126,10 +132,12 @@ class Placement:
             servers.append(self._on_device(CandidateNode(name, rate), deployment))
         return servers
 
-    def others(self, deployment: Deployment) -> Iterator[CandidateNode]:
+    def others(self, deployment: Deployment, suits: Callable[[str], bool] = lambda _: True) -> Iterator[CandidateNode]:
         """Yield nodes with a free slot and room for the weights, the fastest links first."""
         for name in self._candidates(deployment):
-            if not self._can_run(name, deployment) or self.nodes[name].copy(deployment.url) is not None:
+            if not suits(name) or not self._can_run(name, deployment):
+                continue
+            if self.nodes[name].copy(deployment.url) is not None:
                 continue
             server = self._offers.get(name) or self._offer(name)
             if server.fetch_bytes_per_s > 0 and server.free_bytes > 0:
@@ -160,6 +168,35 @@ class Placement:
         roomiest = self.left(node)[: deployment.devices]
         return _for_model(min(roomiest).free_bytes, deployment) if len(roomiest) == deployment.devices else 0
 
+    def rooms(self, devices: int) -> dict[str, float]:
+        """Return the free bytes of each of so many accelerators, the roomiest, of each node that has a free slot.
+
+        They are those of when they were asked for first in the tick. By now, they may be fewer.
+        """
+        found = self._rooms.get(devices)
+        if found is None:
+            found = self._rooms[devices] = {}
+            for name in self.index.free:
+                node, left = self.nodes[name], self.left(self.nodes[name])[:devices]
+                is_known = node.device_bytes and node.devices
+                found[name] = (min(left).free_bytes if len(left) == devices else 0) if is_known else math.inf
+        return found
+
+    def most_room(self, deployment: Deployment) -> float:
+        """Return the most bytes that each of its accelerators may have free on any node of the kind that it needs."""
+        if deployment.device == "cpu":
+            return math.inf
+        key = deployment.devices, deployment.device_kind
+        if key not in self._most_room:
+            rooms = self.rooms(deployment.devices).items()
+            fitting = (room_bytes for name, room_bytes in rooms if _is_kind(self.nodes[name], deployment))
+            self._most_room[key] = max(fitting, default=-1)
+        return self._most_room[key]
+
+    def least_room(self, deployment: Deployment) -> int:
+        """Return the bytes that it needs of each of its accelerators; 0 if its engine has to say that."""
+        return 0 if self.is_too_large(deployment) else needed_bytes(deployment)
+
     def can_hold(self, name: str, deployment: Deployment) -> bool:
         """Return whether a node has a free slot for the deployment, and room for all of it on its accelerator.
 
@@ -170,9 +207,9 @@ class Placement:
         node = self.nodes[name]
         if self._device_room(node, deployment) >= _needed(deployment):
             return True
-        return len(self.left(node)) >= deployment.devices and self._is_too_large(deployment)
+        return len(self.left(node)) >= deployment.devices and self.is_too_large(deployment)
 
-    def _is_too_large(self, deployment: Deployment) -> bool:
+    def is_too_large(self, deployment: Deployment) -> bool:
         """Return whether no node has an accelerator with so much memory, or can do without one."""
         found = self._too_large.get(deployment.name)
         if found is None:
@@ -190,7 +227,7 @@ class Placement:
 
     def may_start(self, deployment: Deployment) -> bool:
         """Return whether an instance could start somewhere if all others ended. Other programs may have the room."""
-        return self._is_too_large(deployment) or any(
+        return self.is_too_large(deployment) or any(
             self.is_for(node, deployment)
             and is_large_enough(node, deployment)
             and self._most_usable(node, deployment) >= self.slots(node.name, deployment)
@@ -200,14 +237,14 @@ class Placement:
     def _most_usable(self, node: Node, deployment: Deployment) -> int:
         if not node.device_bytes or not node.computes_on_device(deployment.device):
             return node.slots if node.computes_on_device(deployment.device) else 1
-        too_full = sum(one.free_bytes < needed_bytes(deployment) for one in node.free_devices)
-        return node.slots - too_full
+        needed = needed_bytes(deployment)
+        return node.slots - sum(free < needed for free in node.device_free_bytes)
 
     def on_accelerators(self, deployment: Deployment) -> Deployment | None:
         """Return the deployment as one that starts on accelerators alone, or None if that makes no difference."""
         if deployment.device != "auto" or not self.index.is_mixed:
             return None
-        self._is_too_large(deployment)  # for all processors
+        self.is_too_large(deployment)  # for all processors
         return replace(deployment, device="cuda")
 
     def choose(self, deployment: Deployment, planned: str | None = None) -> str | None:
@@ -250,12 +287,9 @@ class Placement:
 
     def _choose(self, deployment: Deployment, planned: str | None) -> str | None:
         """Return the best node, if possible one on which it takes no place that a larger model needs."""
-        larger = self._rivals(deployment)
-        for most in range(len(larger) + 1):
-            found = self._fast_node(deployment, planned, lambda name, most=most: self._costs(name, deployment) <= most)  # type: ignore[misc]
-            if found is not None:
-                return found
-        return self._slow_node(deployment)
+        if self.most_room(deployment) < self.least_room(deployment):
+            return None
+        return self._fast_node(deployment, planned) or self._slow_node(deployment)
 
     def _rivals(self, deployment: Deployment) -> list[Rival]:
         key = needed_bytes(deployment), deployment.devices, deployment.device_kind
@@ -273,23 +307,39 @@ class Placement:
         if not larger or not node.computes_on_device(deployment.device):
             return 0
         before = self.left(node) if node.device_bytes else (FreeDevice(0),) * self.free_slots(name)
-        after = left_over(before, deployment.devices, needed_bytes(deployment))
-        return sum(rival.places(node, after) < rival.places(node, before) for rival in larger)
+        needed, devices = needed_bytes(deployment), deployment.devices
+        key = needed, devices, deployment.device_kind, node.device_kind, node.device_bytes > 0, before
+        if key not in self._costs_of:
+            after = left_over(before, devices, needed)
+            self._costs_of[key] = sum(rival.places(node, after) < rival.places(node, before) for rival in larger)
+        return self._costs_of[key]
 
-    def _fast_node(self, deployment: Deployment, planned: str | None, suits: Callable[[str], bool]) -> str | None:
+    def _fast_node(self, deployment: Deployment, planned: str | None) -> str | None:
+        """Return the best node of those on which the fewest kinds of larger models lose a place."""
+        least, held, best, is_chosen = math.inf, None, None, False
         for server in self.holders(deployment, planned):
-            if self.can_hold(server.node, deployment) and suits(server.node):
-                return server.node
-        best: CandidateNode | None = None
-        for seen, server in enumerate(self.others(deployment)):
-            fits = server.free_bytes >= deployment.size_bytes and self.can_hold(server.node, deployment)
-            if not fits or not suits(server.node):
+            if self.can_hold(server.node, deployment) and (cost := self._costs(server.node, deployment)) < least:
+                least, held = cost, server.node
+        room_bytes = self.least_room(deployment)
+
+        def may_suit(name: str) -> bool:
+            if deployment.device != "cpu" and self.rooms(deployment.devices).get(name, 0) < room_bytes:
+                return False
+            cost = self._costs(name, deployment)
+            return cost < least or (cost == least and best is not None and not is_chosen)
+
+        for seen, server in enumerate(self.others(deployment, may_suit) if least else ()):
+            if server.free_bytes < deployment.size_bytes or not self.can_hold(server.node, deployment):
                 continue
-            if best is None or server.s_per_byte < best.s_per_byte:
+            cost = self._costs(server.node, deployment)
+            if cost < least:
+                least, best, is_chosen = cost, server, False
+            elif best is not None and server.s_per_byte < best.s_per_byte:
                 best = server
-            if seen >= _MOST_CANDIDATES or server.node not in self._added:
+            is_chosen |= seen >= MOST_CANDIDATES or server.node not in self._added
+            if is_chosen and not least:
                 break
-        return best.node if best else None
+        return best.node if best else held
 
     def _slow_node(self, deployment: Deployment) -> str | None:
         """Return a node where the start is slow, or makes other starts slow. It is better than none."""
@@ -310,7 +360,7 @@ class Placement:
                 continue
             gone = {drop.url for drop in drops}
             found.append((max(copy.used_at_s for copy in node.copies if copy.url in gone), name))
-            if len(found) == _MOST_CANDIDATES:
+            if len(found) == MOST_CANDIDATES:
                 break
         return min(found)[1] if found else None
 
@@ -338,21 +388,21 @@ class Placement:
             return False
         return _is_kind(node, deployment)
 
-    def _candidates(self, deployment: Deployment) -> _Candidates:
+    def _candidates(self, deployment: Deployment) -> Candidates:
         """Return the nodes with a free slot, the fastest links first, but those that fetch something last."""
         return self._on_processors if deployment.device == "cpu" else self._on_any
 
     @cached_property
-    def _on_any(self) -> _Candidates:
-        return _Candidates(self._in_order(lambda name: name in self.index.free), self.free_slots)
+    def _on_any(self) -> Candidates:
+        return Candidates(self._in_order(lambda name: name in self.index.free), self.free_slots)
 
     @cached_property
-    def _on_processors(self) -> _Candidates:
+    def _on_processors(self) -> Candidates:
         """The candidates for instances that use no accelerator: nodes without any come first."""
         beside, free = self.index.free_processors, self.index.free
         names = self._in_order(lambda name: name in beside or (name in free and not self.nodes[name].devices))
         ordered = sorted(names, key=lambda name: bool(self.nodes[name].devices))
-        return _Candidates(iter(ordered), lambda name: self.free_slots(name, "cpu"))
+        return Candidates(iter(ordered), lambda name: self.free_slots(name, "cpu"))
 
     def _in_order(self, is_free: Callable[[str], bool]) -> Iterator[str]:
         """Yield the candidates in order."""
@@ -387,6 +437,11 @@ def _is_kind(node: Node, deployment: Deployment) -> bool:
 def _needed(deployment: Deployment) -> int:
     """Return the bytes that a whole instance takes of its accelerators, beside the overhead of each."""
     return deployment.size_bytes + deployment.kv_bytes
+
+
+def room_shape(node: Node) -> object:
+    """Return what ``is_for`` and ``is_large_enough`` go by: the same for nodes on which the same models have room."""
+    return node.device_kind, node.devices, node.devices_apart, node.device_bytes, node.device_sizes
 
 
 def is_large_enough(node: Node, deployment: Deployment) -> bool:

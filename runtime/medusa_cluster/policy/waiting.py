@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from .accelerators import needed_bytes
-from .placement import Placement, is_large_enough
+from .placement import Placement, is_large_enough, room_shape
 from .state import Deployment, Node
 
 _MOST_NAMES = 3
@@ -18,15 +19,72 @@ class Wait(NamedTuple):
     found: str
 
 
-def wait_of(deployment: Deployment, placement: Placement) -> Wait:
-    """Return what a model waits for that found no place in this tick."""
-    fitting = [
-        node for node in placement.nodes.values() if node.state == "alive" and placement.is_for(node, deployment)
-    ]
-    with_gpus = [node for node in fitting if node.computes_on_device(deployment.device)]
-    enough = [node for node in with_gpus if is_large_enough(node, deployment)] or with_gpus
-    either = deployment.device == "auto" and deployment.devices == 1 and len(with_gpus) < len(fitting)
-    return Wait(_needs(deployment, with_gpus, either=either), _found(deployment, placement, fitting, enough))
+class _Alike:
+    """Nodes on which the same models have room while they are empty."""
+
+    def __init__(self, node: Node) -> None:
+        self.one = node
+        self.names: list[str] = []
+        self.emptying: list[str] = []
+        self.free: list[Node] = []  # with a free slot, for some models
+        self.models: set[str] = set()
+
+    def add(self, node: Node, *, is_free: bool) -> None:
+        self.names.append(node.name)
+        self.models.update(instance.model for instance in node.instances)
+        if node.returning or any(one.state == "draining" for one in node.instances):
+            self.emptying.append(node.name)
+        if is_free:
+            self.free.append(node)
+
+
+def waits(deployments: Mapping[str, Deployment], placement: Placement) -> dict[str, Wait]:
+    """Return what models wait for that found no place in this tick, by their names."""
+    found = _Waits(placement) if deployments else None
+    return {name: found.of(deployment) for name, deployment in deployments.items()} if found else {}
+
+
+class _Waits:
+    """What models wait for. The nodes are looked at once for all of them."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._alike: dict[object, _Alike] = {}
+        index = placement.index
+        for node in placement.nodes.values():
+            if node.state == "alive":
+                key = room_shape(node)
+                if key not in self._alike:
+                    self._alike[key] = _Alike(node)
+                self._alike[key].add(node, is_free=node.name in index.free or node.name in index.free_processors)
+
+    def of(self, deployment: Deployment) -> Wait:
+        """Return what a model waits for."""
+        fitting = [alike for alike in self._alike.values() if self._placement.is_for(alike.one, deployment)]
+        with_gpus = [alike for alike in fitting if alike.one.computes_on_device(deployment.device)]
+        enough = [alike for alike in with_gpus if is_large_enough(alike.one, deployment)] or with_gpus
+        either = deployment.device == "auto" and deployment.devices == 1 and len(with_gpus) < len(fitting)
+        needs = _needs(deployment, [alike.one for alike in with_gpus], either=either)
+        return Wait(needs, self._found(deployment, fitting, enough))
+
+    def _found(self, deployment: Deployment, fitting: list[_Alike], enough: list[_Alike]) -> str:
+        if not fitting:
+            return "there is no such node"
+        placement, nodes = self._placement, enough or fitting
+        if emptying := [name for alike in nodes for name in alike.emptying]:
+            return f"{_listed(emptying)} has one soon"
+        may_hold = placement.most_room(deployment) >= placement.least_room(deployment)
+        if may_hold and any(placement.can_hold(node.name, deployment) for alike in fitting for node in alike.free):
+            return f"no node has room in its memory for {deployment.size_bytes / 1e9:.1f} GB of weights"
+        able = (node for alike in nodes for node in alike.free)
+        free = [node for node in able if placement.free_slots(node.name, deployment.device) >= deployment.devices]
+        if free and enough:
+            roomiest = max(free, key=lambda node: placement.left(node)[:1])
+            room = max((one.free_bytes for one in placement.left(roomiest)), default=0)
+            return f"of those that are free, the one with the most has {room / 1e9:.1f} GB, on {roomiest.name}"
+        models = {model for alike in nodes for model in alike.models}
+        names = [name for alike in nodes for name in alike.names]
+        return f"those of {_listed(names)} are taken" + (f" by {_listed(models)}" if models else "")
 
 
 def _needs(deployment: Deployment, with_gpus: list[Node], *, either: bool) -> str:
@@ -39,28 +97,10 @@ def _needs(deployment: Deployment, with_gpus: list[Node], *, either: bool) -> st
     return gpus + (f" on a node{kind}" if kind else "") + (" or a node without GPUs" if either else "")
 
 
-def _found(deployment: Deployment, placement: Placement, fitting: list[Node], enough: list[Node]) -> str:
-    if not fitting:
-        return "there is no such node"
-    nodes = enough or fitting
-    emptying = [node.name for node in nodes if node.returning or any(one.state == "draining" for one in node.instances)]
-    if emptying:
-        return f"{_listed(emptying)} has one soon"
-    if any(placement.can_hold(node.name, deployment) for node in fitting):
-        return f"no node has room in its memory for {deployment.size_bytes / 1e9:.1f} GB of weights"
-    free = [node for node in nodes if placement.free_slots(node.name, deployment.device) >= deployment.devices]
-    if free and enough:
-        roomiest = max(free, key=lambda node: placement.left(node)[:1])
-        room = max((one.free_bytes for one in placement.left(roomiest)), default=0)
-        return f"of those that are free, the one with the most has {room / 1e9:.1f} GB, on {roomiest.name}"
-    models = {instance.model for node in nodes for instance in node.instances}
-    return f"those of {_listed([node.name for node in nodes])} are taken" + (f" by {_listed(models)}" if models else "")
-
-
 def _listed(names: list[str] | set[str]) -> str:
     ordered = sorted(names)
     more = len(ordered) - _MOST_NAMES
     return ", ".join(ordered[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-__all__ = ["Wait", "wait_of"]
+__all__ = ["Wait", "waits"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from cluster_model import ClusterModel, model, of
 from medusa_cluster.policy.decide import Options
+from medusa_cluster.policy.placement import Placement
 from medusa_cluster.policy.state import (
     Copy,
     Deployment,
@@ -129,6 +131,49 @@ def test_an_instance_makes_room_only_where_it_can_go_elsewhere_and_runs_nothing(
     assert stopped(big, gpu("little", 24, instances=(Instance("j", "small", "little", "ready"),)), least=2) == []
     emptied = gpu("other", 80, instances=(Instance("k", "small", "other", "draining"),))
     assert stopped(big, little, emptied) == [], "that GPU becomes free"
+
+
+def test_an_instance_that_prefills_for_others_makes_room_only_once_its_model_has_no_load() -> None:
+    idle = Instance("i", "small", "big", "ready", role="prefill")  # its requests run where they are decoded
+    nodes = [gpu("big", 80, instances=(idle,)), gpu("little", 24), gpu("other", 24), gpu("third", 24)]
+    split = replace(SMALL, min=1, disaggregated=True)
+    busy = cluster(nodes, split, LARGE, large=1)
+    busy.load("small", running=1)
+    assert of(StopInstance, busy.tick()) == []
+    assert [stop.id for stop in of(StopInstance, cluster(nodes, split, LARGE, large=1).tick())] == ["i"]
+
+
+@pytest.mark.parametrize("free", [24, 40])
+def test_a_tick_looks_at_each_node_a_few_times_however_many_models_wait(
+    free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller's watchdog ends it when a tick takes longer than 1.5 s. Free GPUs of 24 GB are no places."""
+    looks = 0
+
+    def counted(look: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return look(*args)
+
+        return call
+
+    idle, count = model("idle", 30 * GB, max=1000), 30
+    there = [
+        tuple(Instance(f"{number}-{gpu}", "idle", f"big{number}", "ready") for gpu in range(8))
+        for number in range(count)
+    ]
+    nodes = [gpu(f"big{number}", 80, 8, instances=ones) for number, ones in enumerate(there)]
+    nodes += [gpu(f"small{number}", free, 8) for number in range(count)]
+    waiting = [model(f"w{number}", (60 + number) * GB) for number in range(8)]
+    made = cluster(nodes, replace(idle, min=8 * count), *waiting, **{one.name: 1 for one in waiting})
+    for name in ("can_hold", "usable_slots", "left", "_costs"):
+        monkeypatch.setattr(Placement, name, counted(getattr(Placement, name)))
+    monkeypatch.setattr(Node, "free_devices", property(counted(Node.free_devices.fget)))  # type: ignore[attr-defined]
+    stops = of(StopInstance, made.tick())
+    assert len(stops) == (8 if free == 40 else 0)
+    assert made.memory.waiting.keys() == {one.name for one in waiting}
+    assert looks < 10 * len(nodes)
 
 
 def test_idle_instances_leave_a_node_for_a_model_of_several_gpus() -> None:
