@@ -221,8 +221,7 @@ class Moves:
             yield from chain(self._index.free, sorted(self._index.free_processors))
             return
         needed = self._placement.least_room(moved)
-        rooms = self._placement.rooms(moved.devices).items()
-        yield from (name for name, room_bytes in rooms if room_bytes >= needed)
+        yield from (name for name in self._index.free if self._placement.room(name, moved.devices) >= needed)
 
     def _has_room(self, name: str, moved: Deployment) -> bool:
         node = self._nodes[name]

@@ -68,7 +68,7 @@ class Placement:
     )  # node → the bandwidth and memory that it has for one more fetch
     _rivals_of: dict[tuple[int, int, str], list[Rival]] = field(default_factory=dict)
     _costs_of: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    _rooms: dict[int, dict[str, float]] = field(default_factory=dict)  # by how many accelerators
+    _rooms: defaultdict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     _most_room: dict[tuple[int, str], float] = field(default_factory=dict)
     _too_large: dict[str, bool] = field(default_factory=dict)  # deployment → whether no accelerator has room for it
 
@@ -168,30 +168,29 @@ class Placement:
         roomiest = self.left(node)[: deployment.devices]
         return _for_model(min(roomiest).free_bytes, deployment) if len(roomiest) == deployment.devices else 0
 
-    def rooms(self, devices: int) -> dict[str, float]:
-        """Return the free bytes of each of so many accelerators, the roomiest, of each node that has a free slot.
+    def room(self, name: str, devices: int) -> float:
+        """Return the free bytes of each of a node's roomiest accelerators, of which there are to be so many.
 
         They are those of when they were asked for first in the tick. By now, they may be fewer.
         """
-        found = self._rooms.get(devices)
+        rooms = self._rooms[devices]
+        found = rooms.get(name)
         if found is None:
-            found = self._rooms[devices] = {}
-            for name in self.index.free:
-                node, left = self.nodes[name], self.left(self.nodes[name])[:devices]
-                is_known = node.device_bytes and node.devices
-                found[name] = (min(left).free_bytes if len(left) == devices else 0) if is_known else math.inf
+            node = self.nodes[name]
+            found = math.inf
+            if node.device_bytes and node.devices:
+                left = self.left(node)[:devices]
+                found = min(left).free_bytes if len(left) == devices else 0
+            rooms[name] = found
         return found
 
     def most_room(self, deployment: Deployment) -> float:
         """Return the most bytes that each of its accelerators may have free on any node of the kind that it needs."""
-        if deployment.device == "cpu":
-            return math.inf
         key = deployment.devices, deployment.device_kind
         if key not in self._most_room:
-            rooms = self.rooms(deployment.devices).items()
-            fitting = (room_bytes for name, room_bytes in rooms if _is_kind(self.nodes[name], deployment))
-            self._most_room[key] = max(fitting, default=-1)
-        return self._most_room[key]
+            fitting = (name for name in self.index.free if _is_kind(self.nodes[name], deployment))
+            self._most_room[key] = max((self.room(name, deployment.devices) for name in fitting), default=-1)
+        return math.inf if deployment.device == "cpu" else self._most_room[key]
 
     def least_room(self, deployment: Deployment) -> int:
         """Return the bytes that it needs of each of its accelerators; 0 if its engine has to say that."""
@@ -287,9 +286,13 @@ class Placement:
 
     def _choose(self, deployment: Deployment, planned: str | None) -> str | None:
         """Return the best node, if possible one on which it takes no place that a larger model needs."""
-        if self.most_room(deployment) < self.least_room(deployment):
+        has_failed = (deployment.devices, deployment.device_kind) in self._most_room  # a model that needs as many
+        if has_failed and self.most_room(deployment) < self.least_room(deployment):
             return None
-        return self._fast_node(deployment, planned) or self._slow_node(deployment)
+        found = self._fast_node(deployment, planned)
+        if found is not None or self.most_room(deployment) < self.least_room(deployment):
+            return found
+        return self._slow_node(deployment)
 
     def _rivals(self, deployment: Deployment) -> list[Rival]:
         key = needed_bytes(deployment), deployment.devices, deployment.device_kind
@@ -323,7 +326,7 @@ class Placement:
         room_bytes = self.least_room(deployment)
 
         def may_suit(name: str) -> bool:
-            if deployment.device != "cpu" and self.rooms(deployment.devices).get(name, 0) < room_bytes:
+            if room_bytes and deployment.device != "cpu" and self.room(name, deployment.devices) < room_bytes:
                 return False
             cost = self._costs(name, deployment)
             return cost < least or (cost == least and best is not None and not is_chosen)
