@@ -103,8 +103,9 @@ class Envelope:
     formatter: ChoiceFormatter
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, choices: Sequence[dict[str, Any]], used: dict[str, int]) -> dict[str, Any]:
-        return self._object(self.formatter.object, choices) | {"usage": used}
+    def whole(self, choices: Sequence[dict[str, Any]], beside: dict[str, Any], used: dict[str, int]) -> dict[str, Any]:
+        """Return a whole answer. ``used`` is its end, where a gateway finds it without reading the rest."""
+        return self._object(self.formatter.object, choices) | beside | {"usage": used}
 
     def chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return self._object(self.formatter.chunk_object, choices)

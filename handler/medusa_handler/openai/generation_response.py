@@ -115,8 +115,7 @@ class _Choices:
                 group = sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)[: plan.keep]
             kept.extend(group)
         objects = [self._formatter.choice(index, choice) for index, choice in enumerate(kept)]
-        whole = self._envelope.whole(objects, usage(self._choices, plan.per_prompt))
-        return whole | self._formatter.beside(kept)
+        return self._envelope.whole(objects, self._formatter.beside(kept), usage(self._choices, plan.per_prompt))
 
     def opening(self) -> Iterator[bytes]:
         for index in range(len(self._choices)):

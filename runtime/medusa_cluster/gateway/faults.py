@@ -8,6 +8,8 @@ from typing import Any
 
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 404: "not_found_error"}
 
+_LARGEST_BYTES = 256 << 10  # of an instance's error
+
 
 class Fault(Exception):
     """An error to answer a request with. ``code`` is stable, and ``param`` names the field at fault."""
@@ -55,6 +57,8 @@ def error_message(body: bytes) -> str:
 
 
 def _of_error(body: bytes, name: str) -> str:
+    if len(body) > _LARGEST_BYTES:
+        return ""
     try:
         found = json.loads(body)["error"][name]
     except (ValueError, KeyError, TypeError, RecursionError):

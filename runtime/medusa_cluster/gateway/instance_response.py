@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import NamedTuple
@@ -12,6 +11,7 @@ import aiohttp
 
 from .faults import error_code, error_message, too_large
 from .health import Health, InstanceLostError
+from .large_json import parse, run_beside
 from .routes import Instance
 from .streaming.sse import DONE, Event, Splitter
 
@@ -91,7 +91,7 @@ class InstanceResponse:
                 if event.data is not None and event.data.startswith(b'{"error"'):
                     _raise_if_given_up(error_code(event.data))
                 elif event.data is not None and event.raw.startswith(_FAILED):
-                    _raise_if_given_up(_code_of_failure(event.data))
+                    _raise_if_given_up(await run_beside(len(event.data), _code_of_failure, event.data))
                 yield event
                 if event.raw == DONE or event.raw.startswith(_LAST):
                     self._done = True
@@ -168,7 +168,7 @@ def _describe_error(status: int, body: bytes) -> str:
 def _code_of_failure(data: bytes) -> str:
     """Return the stable code in a failed response, or an empty text. OpenAI's own code is less exact."""
     try:
-        return str(json.loads(data)["response"]["error"]["type"])
+        return str(parse(data)["response"]["error"]["type"])
     except (ValueError, LookupError, TypeError, RecursionError):
         return ""
 

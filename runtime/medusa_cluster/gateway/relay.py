@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from .dispatch import Dispatch, Lease
 from .faults import Fault
 from .health import Health, InstanceLostError
 from .instance_response import Answer, BusyError, InstanceResponse, request_instance
+from .large_json import run_beside, usage_of
 from .metrics import Metrics, ModelMetrics
 from .streaming import sse
 from .streaming.other_events import DivergedError
@@ -178,16 +178,16 @@ class Relay:
             async for event in events:
                 rest: bytes | None = event.raw
                 if event.data is not None and event.raw != sse.DONE:
-                    rest = self._pass_event(event.raw, event.data, metrics, progress, transcript)
+                    rest = await self._pass_event(event.raw, event.data, metrics, progress, transcript)
                 if rest is not None:
                     await client.send(rest)
 
-    def _pass_event(
+    async def _pass_event(
         self, raw: bytes, data: bytes, metrics: ModelMetrics, progress: _Progress, transcript: Transcript
     ) -> bytes | None:
         before = transcript.tokens
         try:
-            rest = transcript.take(raw, data)
+            rest = await run_beside(len(data), transcript.take, raw, data)
         except DivergedError:
             progress.runs += 1
             raise
@@ -205,7 +205,7 @@ class Relay:
         """Count the tokens of a whole answer. The time of its first token is unknown."""
         if call.route in SAMPLING_ROUTES and answer.status == 200:
             with suppress(ValueError, KeyError, TypeError, RecursionError):
-                usage, metrics = json.loads(answer.body)["usage"], self._metrics.of(call.model)
+                usage, metrics = usage_of(answer.body), self._metrics.of(call.model)
                 read, written = ("prompt_tokens", "completion_tokens")
                 if read not in usage:  # the Responses API has other names
                     read, written = ("input_tokens", "output_tokens")

@@ -89,7 +89,7 @@ def test_a_stream_whose_event_is_too_large_ends_with_an_error_and_is_run_once(
     start_gateway: Start, cluster: StandIn
 ) -> None:
     first = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
-    with answering(cluster, "text/event-stream", first, b"data: ", *[b"a" * (1 << 20)] * 33):
+    with answering(cluster, "text/event-stream", first, b"data: ", *[b"a" * (1 << 20)] * 129):
         gateway = start_gateway("--hold-s", "5")
         with contextlib.closing(gateway.connection()) as connection:
             connection.request("POST", "/v1/completions", json.dumps({"model": NAME, "prompt": "a", "stream": True}))

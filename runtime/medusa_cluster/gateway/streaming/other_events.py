@@ -7,9 +7,11 @@ import json
 from typing import Any
 
 from ..faults import compact
+from ..large_json import LARGE_BYTES, pieces
 
 # Fields that differ from run to run.
 _IDS = ("id", "item_id", "response_id", "call_id", "message_id")
+_LOGPROBS = "logprobs"  # has no ids, and may have a million values
 _TIMES = ("created", "created_at", "completed_at")
 
 
@@ -39,7 +41,7 @@ class OtherEvents:
         ``raw`` is the whole event, ``data`` its data and ``value`` the data's JSON.
         """
         self._note_ids(value)
-        digest = hashlib.sha256(json.dumps(_lasting(value), sort_keys=True).encode()).digest()[:16]
+        digest = _digest(_lasting(value), large=len(data) >= LARGE_BYTES)
         self._repeated += 1
         if self._repeated <= len(self._sent):
             if self._sent[self._repeated - 1] != digest:
@@ -59,8 +61,15 @@ class OtherEvents:
                     place = self._new_ids.setdefault(part, len(self._new_ids))
                     if place == len(self._ids):
                         self._ids.append(part)
-                else:
+                elif name != _LOGPROBS:
                     self._note_ids(part)
+
+
+def _digest(value: dict[str, Any], *, large: bool) -> bytes:
+    found = hashlib.sha256()
+    for piece in pieces(value) if large else (json.dumps(value, sort_keys=True),):
+        found.update(piece.encode())
+    return found.digest()[:16]
 
 
 def _lasting(value: Any) -> Any:
@@ -68,7 +77,11 @@ def _lasting(value: Any) -> Any:
     if isinstance(value, list):
         return [_lasting(part) for part in value]
     if isinstance(value, dict):
-        return {name: _lasting(part) for name, part in value.items() if name not in _IDS and name not in _TIMES}
+        return {
+            name: part if name == _LOGPROBS else _lasting(part)
+            for name, part in value.items()
+            if name not in _IDS and name not in _TIMES
+        }
     return value
 
 

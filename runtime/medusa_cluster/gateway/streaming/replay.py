@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..large_json import parse
 from .other_events import DivergedError, OtherEvents
 from .sse import event
 
@@ -69,7 +70,7 @@ class Transcript:
         ``raw`` is the whole event and ``data`` its data. Raises DivergedError if the event contradicts what the client
         has, and ValueError if it cannot be read.
         """
-        chunk = json.loads(data)
+        chunk = parse(data)
         if not isinstance(chunk, dict):
             raise ValueError("expected an object as an event's data, found something else")  # noqa: TRY004
         if chunk.get("type") == "delta":

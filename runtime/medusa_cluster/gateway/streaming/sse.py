@@ -8,7 +8,7 @@ from ..faults import compact, too_large
 
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": waiting\n\n"
-_LARGEST_BYTES = 32 << 20
+_LARGEST_BYTES = 128 << 20  # a million log-probabilities, which a response has at its end, take 80 MB
 
 
 class Event(NamedTuple):

@@ -1,0 +1,154 @@
+"""Large answers of instances: others are served while a gateway reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from medusa_cluster.gateway.call import Call
+from medusa_cluster.gateway.dispatch import Dispatch
+from medusa_cluster.gateway.health import Health
+from medusa_cluster.gateway.large_json import LARGE_BYTES, parse, pieces, usage_of
+from medusa_cluster.gateway.metrics import Metrics
+from medusa_cluster.gateway.relay import Relay
+from medusa_cluster.gateway.routes import READY, DeployedModel, Instance, Routes
+from medusa_cluster.gateway.streaming import sse
+from medusa_cluster.gateway.streaming.replay import Transcript
+
+ROUTE = "/v1/responses"
+
+
+def response(tokens: int) -> dict[str, Any]:
+    """The last event of a response with log-probabilities."""
+    logprobs = [
+        {"token": " the", "logprob": -random.random(), "bytes": [32, 116, 104, 101], "top_logprobs": []}
+        for _ in range(tokens)
+    ]
+    item = {"id": "msg_1", "content": [{"type": "output_text", "text": " the" * tokens, "logprobs": logprobs}]}
+    usage = {"input_tokens": 5, "output_tokens": tokens}
+    return {"type": "response.completed", "response": {"id": "resp_1", "output": [item], "usage": usage}}
+
+
+class Client:
+    """A client that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.got = b""
+
+    async def begin(self, headers: Mapping[str, str]) -> None:
+        pass
+
+    async def send(self, data: bytes) -> None:
+        self.got += data
+
+
+async def longest_pause_s(answer: bytes, kind: str) -> tuple[float, bytes, Metrics]:
+    """Relay an instance's answer, and return for how long other tasks did not run, and what the client got."""
+    metrics = Metrics()
+
+    async def respond(request: web.Request) -> web.Response:
+        return web.Response(body=answer, content_type=kind)
+
+    app = web.Application()
+    app.router.add_post(ROUTE, respond)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    dispatch = Dispatch(10, metrics, lambda: None)
+    one = Instance("one", "n1", f"http://127.0.0.1:{runner.addresses[0][1]}", READY)
+    dispatch.update(Routes("1", {"m": DeployedModel("m", {}, (one,))}))
+    longest = 0.0
+
+    async def note_pauses() -> None:
+        nonlocal longest
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(0.001)
+            longest, before = max(longest, time.monotonic() - before), time.monotonic()
+
+    pauses = asyncio.create_task(note_pauses())
+    client = Client()
+    async with aiohttp.ClientSession() as session:
+        relay = Relay(session, {}, dispatch, Health(session, {}, dispatch), metrics, 30.0)
+        whole = await relay.run(Call(ROUTE, "m", b"{}", 1.0, {}), client, time.monotonic())
+    pauses.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await pauses
+    await runner.cleanup()
+    return longest, client.got if whole is None else whole.body, metrics
+
+
+def test_others_are_served_while_a_large_event_is_read() -> None:
+    event = sse.event(response(200_000))
+    stream = b"event: response.completed\n" + event
+    transcript = Transcript()
+    transcript.begin()
+    began = time.monotonic()
+    transcript.take(event, event[len(b"data: ") : -2])
+    all_s = time.monotonic() - began
+    pause_s, got, _ = asyncio.run(longest_pause_s(stream, "text/event-stream"))
+    assert got == stream
+    assert pause_s < 0.4 * all_s
+
+
+def test_others_are_served_while_the_tokens_of_a_large_answer_are_counted() -> None:
+    answer = json.dumps(response(500_000)["response"], separators=(",", ":")).encode()
+    began = time.monotonic()
+    json.loads(answer)
+    all_s = time.monotonic() - began
+    pause_s, got, metrics = asyncio.run(longest_pause_s(answer, "application/json"))
+    assert got == answer
+    assert pause_s < 0.5 * all_s
+    assert metrics.of("m").tokens == 500_000
+
+
+def test_another_thread_runs_while_a_large_text_is_parsed_and_written() -> None:
+    data = json.dumps(response(100_000)).encode()
+    ended = threading.Event()
+
+    def work() -> None:
+        for _ in pieces(parse(data)):
+            pass
+        ended.set()
+
+    turns = 0
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not ended.is_set():
+        time.sleep(0.001)
+        turns += 1
+    thread.join()
+    assert turns > 10
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 5000])
+def test_large_texts_are_read_and_written_as_others(tokens: int) -> None:
+    value = response(tokens)
+    data = json.dumps(value).encode()
+    assert (len(data) > LARGE_BYTES) == (tokens == 5000)
+    assert parse(data) == value
+    assert "".join(pieces(value)) == json.dumps(value, sort_keys=True)
+
+
+@pytest.mark.parametrize("value", [{}, [], "é", [[], {}, [{}]], {"b": [1, [2.5, None]], "a": {"d": True, "c": "\\"}}])
+def test_any_value_is_written_in_pieces(value: object) -> None:
+    assert "".join(pieces(value)) == json.dumps(value, sort_keys=True)
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_the_usage_at_the_end_of_a_large_answer_is_found(separators: tuple[str, str]) -> None:
+    body = {"output": "a" * LARGE_BYTES, "usage": {"input_tokens": 5}}
+    for text in ("", '"usage":{"input_tokens":7}', "\\" + '"usage":7', "é" * 2000):
+        assert usage_of(json.dumps(body | {"text": text}, separators=separators).encode()) == {"input_tokens": 5}
+    with pytest.raises(ValueError, match="expected usage"):
+        usage_of(json.dumps(body | {"text": "a" * LARGE_BYTES}, separators=separators).encode())
