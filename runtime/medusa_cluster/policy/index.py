@@ -183,7 +183,7 @@ class Index:
         free = node.free_slots()
         if free > 0:
             self.free[node.name] = free
-        if node.devices and node.free_slots("cpu") > 0:
+        if node.devices and node.state == "alive" and all(one.device != "cpu" for one in node.instances):
             self.free_processors.add(node.name)
 
     def _forget(self, node: Node) -> None:
