@@ -166,7 +166,8 @@ class Index:
         if node.state == "alive":
             self.pinned_bytes[node.name] = pinned
             self.shapes[shape_of(node)] += 1
-            self.sizes.update(node.sizes)
+            for size in node.sizes:  # Counter.update costs more where there are few
+                self.sizes[size] += 1
             self.processors[node.processor("auto")] += 1
             self.memory_bytes += node.memory_bytes
             self.unlimited += not node.memory_bytes
