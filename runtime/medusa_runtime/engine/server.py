@@ -30,12 +30,15 @@ _ADAPTER_FILES = 2  # descriptors of an adapter: its region, and its weights' fi
 
 
 def _is_slow_to_add(request: GenerateRequest) -> bool:
-    """Return whether adding a request is slow, so that others should not wait: it has a long prompt, or a grammar."""
-    return _is_long(request.prompt) or request.params.structured_outputs is not None
+    """Return whether adding a request is slow, so that others should not wait: it is long, or has a grammar."""
+    params = request.params
+    return params.structured_outputs is not None or any(
+        map(_is_long, (request.prompt, params.allowed_token_ids, params.logit_bias))
+    )
 
 
 def _is_long(value: Any) -> bool:
-    return isinstance(value, str | list) and len(value) > _LONG
+    return isinstance(value, str | list | tuple | dict) and len(value) > _LONG
 
 
 class _CallThreads:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
-from medusa_runtime.engine.base import StructuredOutputs
+from medusa_runtime.engine.base import GenerateRequest, SamplingParams, StructuredOutputs
+from medusa_runtime.engine.server import _is_slow_to_add
+from medusa_runtime.engine.serving.sequence import Sequence
+from medusa_runtime.engine.torch.penalties import Adjustment
 from medusa_runtime.errors import RequestError
 
 PROMPT = "Tokens flow from storage"
@@ -33,6 +37,40 @@ def test_bias_and_penalties_choose_among_allowed_tokens(serve: Any) -> None:
     allowed = {"allowed_token_ids": (7, 90), "max_tokens": 8}
     assert set(served.ask(PROMPT, **allowed, logit_bias={90: 100.0, 5: 100.0}).tokens) == {90}
     assert served.ask(PROMPT, **allowed, ignore_eos=False, min_tokens=4, stop_token_ids=(7,)).tokens[:4] == [90] * 4
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"allowed_token_ids": (7, 90)},
+        {"logit_bias": {7: 50.0}},
+        {"bad_words": ("e",)},
+        {"min_tokens": 3, "stop_token_ids": (7,)},
+    ],
+)
+def test_no_step_waits_until_they_are_made(serve: Any, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]) -> None:
+    """To make the tensors of 150,000 tokens takes 30 ms, in which all other sequences would wait."""
+    threads: list[threading.Thread] = []
+    make = Adjustment.__init__
+
+    def record(self: Adjustment, sequence: Sequence, vocab_size: int) -> None:
+        threads.append(threading.current_thread())
+        make(self, sequence, vocab_size)
+
+    monkeypatch.setattr(Adjustment, "__init__", record)
+    served = serve()
+    assert served.ask(PROMPT, max_tokens=5, **params).last.finish_reason == "length"
+    assert threads == [threading.current_thread()]
+
+
+def test_a_request_with_many_of_them_is_added_beside_others() -> None:
+    many = range(1 << 17)
+    for params in (SamplingParams(allowed_token_ids=tuple(many)), SamplingParams(logit_bias=dict.fromkeys(many, 1.0))):
+        assert _is_slow_to_add(GenerateRequest("r", "a", params))
+    assert _is_slow_to_add(GenerateRequest("r", tuple(many), SamplingParams()))
+    assert not _is_slow_to_add(
+        GenerateRequest("r", (1, 2), SamplingParams(allowed_token_ids=(1,), logit_bias={1: 1.0}))
+    )
 
 
 def words_of(served: Any, ids: list[int]) -> str:

@@ -131,7 +131,7 @@ def test_no_bytes_break_a_reader() -> None:
 def test_no_frame_breaks_the_server() -> None:
     """Each frame that can be read is answered or refused, and the connection goes on."""
     ours, theirs = socket.socketpair()
-    connection = server._Connection(theirs, Engine(), lambda _: None)  # type: ignore[arg-type]
+    connection = server._Connection(theirs, Engine(), server._CallThreads(), lambda _: None)  # type: ignore[arg-type]
 
     def check(data: bytes) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from typing import Any
@@ -131,6 +132,58 @@ def test_penalties_are_those_of_a_plain_reference() -> None:
         expected[token] -= 0.5 * count + 0.25
     adjust(row, given)
     assert row.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("count", [3, VOCAB // 4, VOCAB])
+def test_biases_and_allowed_tokens_are_those_of_a_plain_reference(count: int) -> None:
+    chosen = random.Random(count).sample(range(VOCAB), count)
+    bias = {token: (token % 7 - 3) * (1 if token % 2 else 0.5) for token in chosen}
+    allowed = tuple(chosen[: max(2, count // 2)]) * 2
+    for given in (
+        {"logit_bias": bias},
+        {"allowed_token_ids": allowed},
+        {"logit_bias": bias, "allowed_token_ids": allowed},
+    ):
+        row = logits()[0]
+        expected = [value + given.get("logit_bias", {}).get(token, 0) for token, value in enumerate(row.tolist())]
+        if "allowed_token_ids" in given:
+            expected = [value if token in allowed else float("-inf") for token, value in enumerate(expected)]
+        made = sequence(**given)
+        for _ in range(2):
+            changed = row.clone()
+            adjust(changed, made)
+            assert changed.tolist() == pytest.approx(expected)
+
+
+def test_bad_words_are_those_of_a_plain_reference() -> None:
+    chance = random.Random(5)
+    for _ in range(200):
+        words = [chance.choices((1, 2, 3), k=chance.randrange(1, 5)) for _ in range(6)]
+        given = sequence(tuple(chance.choices((1, 2, 3), k=3)), tuple(chance.choices((1, 2, 3), k=chance.randrange(6))))
+        given.bad_words = words
+        completion = given.tokens[3:]
+        expected = {word[-1] for word in words if completion[max(len(completion) - len(word) + 1, 0) :] == word[:-1]}
+        row = torch.zeros(VOCAB)
+        adjust(row, given)
+        assert {token for token in range(VOCAB) if row[token] < 0} == expected
+
+
+def test_long_bad_words_are_not_compared_where_the_token_before_their_last_one_did_not_come() -> None:
+    class Tokens(list[int]):
+        slices = 0
+
+        def __getitem__(self, key: Any) -> Any:
+            Tokens.slices += isinstance(key, slice)
+            return super().__getitem__(key)
+
+    given = sequence(completion=(1,) * 2000)
+    given.bad_words = [[1] * 1000 + [2, number % VOCAB] for number in range(128)]
+    given.tokens = Tokens(given.tokens)
+    adjust(torch.zeros(VOCAB), given)
+    assert Tokens.slices == 0
+    given.tokens.append(2)
+    adjust(torch.zeros(VOCAB), given)
+    assert Tokens.slices == 1
 
 
 def test_penalties_follow_the_tokens_that_are_added() -> None:

@@ -38,6 +38,7 @@ from ..structured.constraints import Constraints
 from .adapters import Adapters
 from .kv_cache import BLOCK_TOKENS, KvCache, KvShape
 from .kv_size import kv_plan, previous_kv_tokens
+from .penalties import Adjustment
 from .prompt_scoring import most_rows
 from .runner import CpuRunner, Runner
 from .scheduler import Scheduler
@@ -173,6 +174,8 @@ class TorchEngine:
         form = request.params.structured_outputs
         sequence = self._requests.open(request, sink)
         sequence.adapter = adapter
+        if not sequence.is_plain or request.params.min_tokens:
+            sequence.adjustment = Adjustment(sequence, self.info.vocab_size)
         if form is not None:
             with self._requests.withdrawing(sequence):
                 sequence.constraint = self._constraints.open(form, lambda: not sequence.cancelled)
