@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Any
 
 from ..faults import compact
@@ -13,6 +14,8 @@ from ..large_json import LARGE_BYTES, pieces
 _IDS = ("id", "item_id", "response_id", "call_id", "message_id")
 _LOGPROBS = "logprobs"  # has no ids, and may have a million values
 _TIMES = ("created", "created_at", "completed_at")
+_TIME = re.compile(rb'"(?:created|created_at|completed_at)": ?[^,}]*')
+_HEAD_BYTES = 64 << 10  # in which the times of an event stand that is not parsed
 
 
 class DivergedError(Exception):
@@ -41,15 +44,37 @@ class OtherEvents:
         ``raw`` is the whole event, ``data`` its data and ``value`` the data's JSON.
         """
         self._note_ids(value)
-        digest = _digest(_lasting(value), large=len(data) >= LARGE_BYTES)
-        self._repeated += 1
-        if self._repeated <= len(self._sent):
-            if self._sent[self._repeated - 1] != digest:
-                raise DivergedError
+        if not self._is_new(_digest(_lasting(value), large=len(data) >= LARGE_BYTES)):
             return None
-        self._sent.append(digest)
         names = {new: self._ids[place] for new, place in self._new_ids.items() if self._ids[place] != new}
         return raw.replace(data, compact(_renamed(value, names))) if names else raw
+
+    def take_unparsed(self, raw: bytes, data: bytes) -> bytes | None:
+        """Do the same for an event that would take too much memory if it were parsed.
+
+        Its ids have stood in earlier events: it is one of the last of a response.
+        """
+        same = data
+        for new, place in self._new_ids.items():
+            same = same.replace(_quoted(new), b'"%d"' % place)
+        found = hashlib.sha256(_TIME.sub(b"", same[:_HEAD_BYTES]))
+        found.update(memoryview(same)[_HEAD_BYTES:])
+        if not self._is_new(found.digest()[:16]):
+            return None
+        for new, place in self._new_ids.items():
+            if self._ids[place] != new:
+                raw = raw.replace(_quoted(new), _quoted(self._ids[place]))
+        return raw
+
+    def _is_new(self, digest: bytes) -> bool:
+        """Return whether the client does not have the event of this digest. Raises DivergedError if it has another."""
+        self._repeated += 1
+        if self._repeated > len(self._sent):
+            self._sent.append(digest)
+            return True
+        if self._sent[self._repeated - 1] != digest:
+            raise DivergedError
+        return False
 
     def _note_ids(self, value: Any) -> None:
         if isinstance(value, list):
@@ -70,6 +95,10 @@ def _digest(value: dict[str, Any], *, large: bool) -> bytes:
     for piece in pieces(value) if large else (json.dumps(value, sort_keys=True),):
         found.update(piece.encode())
     return found.digest()[:16]
+
+
+def _quoted(text: str) -> bytes:
+    return b'"%s"' % text.encode("utf-8", "surrogatepass")
 
 
 def _lasting(value: Any) -> Any:

@@ -17,6 +17,7 @@ from .other_events import DivergedError, OtherEvents
 from .sse import event
 
 _SILENT = ("role", "content", "refusal")  # fields of a chat's delta that are not compared as other fields
+_MOST_PARSED_BYTES = 4 << 20  # of an event of the Responses API: only its last ones are larger
 _DELTAS = ("response.output_text.delta", "response.function_call_arguments.delta")  # of a token each
 
 
@@ -70,6 +71,8 @@ class Transcript:
         ``raw`` is the whole event and ``data`` its data. Raises DivergedError if the event contradicts what the client
         has, and ValueError if it cannot be read.
         """
+        if len(data) > _MOST_PARSED_BYTES and raw.startswith(b"event: response."):
+            return self._others.take_unparsed(raw, data)
         chunk = parse(data)
         if not isinstance(chunk, dict):
             raise ValueError("expected an object as an event's data, found something else")  # noqa: TRY004
