@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .tools.choice import Tools
 
 _MOST_SEQUENCES = 128  # prompts x n of one request
+_MOST_RESTRICTIONS = 1 << 20  # token ids of logit_bias and allowed_token_ids, in all sequences of one request
 _MOST_BEST_OF = 20
 _STREAM_OPTIONS = frozenset(("include_usage", "continuous_usage_stats", "include_obfuscation"))
 
@@ -240,6 +241,11 @@ def _requests(
     add_special_tokens: bool,
     stream: bool,
 ) -> list[GenerateRequest]:
+    for field in ("logit_bias", "allowed_token_ids"):
+        given = len(getattr(params, field) or ()) * len(prompts) * per_prompt
+        if given > _MOST_RESTRICTIONS:
+            expected = f"expected at most {_MOST_RESTRICTIONS:,} token ids in all sequences together, found {given:,}"
+            raise ApiError(400, f"{field}: {expected}", param=field)
     requests: list[GenerateRequest] = []
     for prompt in prompts:
         for number in range(per_prompt):

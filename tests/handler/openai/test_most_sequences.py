@@ -23,3 +23,14 @@ def test_more_sequences_than_an_instance_has_places_for_are_refused_at_once(serv
         assert (status, answer["error"]["param"]) == (400, param)
         assert answer["error"]["message"].startswith("expected at most 3 sequences, found ")
     assert served.request("POST", "/v1/completions", {"model": "words", "prompt": "a", "n": 3})[0] == 200
+
+
+def test_many_token_ids_for_many_sequences_are_refused(serve: Serve) -> None:
+    served = serve()
+    served.wait_ready()
+    allowed = list(range(9000))
+    for field, value in (("allowed_token_ids", allowed), ("logit_bias", dict.fromkeys(map(str, allowed), 1))):
+        body = {"model": "words", "prompt": "a", "max_tokens": 1, "n": 128, field: value}
+        status, answer, _ = served.request("POST", "/v1/completions", body)
+        assert (status, answer["error"]["param"]) == (400, field)
+        assert "expected at most 1,048,576 token ids in all sequences together, found 1,152,000" in str(answer)
