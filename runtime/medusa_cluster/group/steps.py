@@ -202,6 +202,10 @@ def read_scores(values: dict[str, Any], spans: list[Span], vocab_size: int) -> N
             if not all(0 <= token < vocab_size for token in found[0]):
                 raise ValueError("expected tokens of the vocabulary")  # noqa: TRY301
             scores.add(*found)
+        for sequence, _, stop in spans:
+            scores = sequence.prompt_scores
+            if scores is not None and stop >= sequence.prompt_length > scores.scored + 1:
+                raise ValueError("there are fewer scores than tokens")  # noqa: TRY301
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise EngineError(f"the scores of a group's step could not be read: {error!r}") from None
 

@@ -27,7 +27,7 @@ from medusa_cluster.group.wire.message import HEADER_BYTES, Kind, Message, hidde
 from medusa_runtime.engine import frames
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.engine.torch.kv_cache import KvCache, KvShape
-from medusa_runtime.errors import MedusaError
+from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.models.layer_range import LayerRange
 from medusa_runtime.storage.peer_access import PeerAccess
 
@@ -190,6 +190,22 @@ def test_a_peer_that_takes_no_blocks_is_made_no_further_ones(door: Door) -> None
     member.close()
     sending.join(60)
     assert not sending.is_alive()
+
+
+def test_a_prompt_with_fewer_scores_than_tokens_is_refused() -> None:
+    request = frames.request_to_frame(GenerateRequest("a", (), SamplingParams(prompt_logprobs=1)))
+    step = {"number": 1, "start": 0, "stop": 3, "tokens": [1, 2, 3], "keep": 0, "blocks": [0], "prompt": 3,
+            "ends": True, "roll": 0.5, "request": request}  # fmt: skip
+
+    def read(count: int) -> None:
+        spans = StepReader(()).read({"gone": [], "spans": [step]})
+        arrays = array("i", [3, 4] * count), array("f", [-1, -2] * count), array("i", [1] * count)
+        read_scores({"scores": [[0, *(base64.b64encode(values).decode() for values in arrays)]]}, spans, 8)
+
+    read(2)
+    for count in (0, 1):
+        with pytest.raises(EngineError, match="fewer scores than tokens"):
+            read(count)
 
 
 def test_fuzzed_messages_end_in_one_error() -> None:

@@ -114,6 +114,15 @@ def test_where_nothing_may_come_the_request_ends_with_an_error(serve: Any) -> No
     assert served.engine.stats()["kv_tokens_used"] == 0
 
 
+def test_where_no_token_is_asked_for_none_has_to_be_left(serve: Any) -> None:
+    restricted = {"allowed_token_ids": (7,), "stop_token_ids": (7,), "logit_bias": {7: 1.0}}
+    word = {"allowed_token_ids": tuple(serve().engine.tokenize("e", False)), "bad_words": ("e",)}
+    for params in (restricted, word):
+        last = serve().ask(PROMPT, max_tokens=0, prompt_logprobs=1, **params).last
+        assert (last.finish_reason, last.error) == ("length", None)
+        assert last.prompt_logprobs is not None
+
+
 def test_with_a_grammar_both_hold(serve: Any) -> None:
     pytest.importorskip("llguidance")
     served = serve()

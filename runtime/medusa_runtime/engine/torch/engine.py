@@ -360,7 +360,8 @@ class TorchEngine:
         ``request_next_masks`` says that the next step continues the same sequences, so their masks can be prepared now.
         """
         for sequence, sampled_token in zip(sequences, sampled, strict=True):
-            if sampled_token.token == NO_TOKEN and not sequence.cancelled:
+            wanted = sequence.params.max_tokens != 0
+            if sampled_token.token == NO_TOKEN and wanted and not sequence.cancelled:
                 sequence.cancelled = True
                 self._requests.end(sequence, "error", RequestError(_NO_TOKEN_LEFT))
         self._constraints.add_tokens(sequences, sampled, request_next=request_next_masks)
