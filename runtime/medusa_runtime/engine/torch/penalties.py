@@ -54,8 +54,7 @@ class Adjustment:
             self._biased, self._biases = torch.tensor(list(bias), dtype=torch.long), torch.tensor(list(bias.values()))
         ends = sorted(sequence.end_token_ids) if params.min_tokens else []
         self._ends = torch.tensor(ends, dtype=torch.long)
-        self._seen = _Tally(0)
-        self._generated = _Tally(sequence.prompt_length)
+        self._tallies = _Tally(0), _Tally(sequence.prompt_length)  # of all tokens, and of the completion's
         self._device: torch.device | None = None
 
     def apply(self, logits: Tensor, sequence: Sequence) -> None:
@@ -75,16 +74,18 @@ class Adjustment:
         if sequence.generated < params.min_tokens and len(self._ends):
             logits[self._ends] = float("-inf")
         if params.repetition_penalty != 1:
-            seen = self._seen.read(sequence.tokens).token_ids
+            seen = self._tallies[0].read(sequence.tokens).token_ids
             found, penalty = logits[seen], float(params.repetition_penalty)  # a whole number may be too large
             logits[seen] = torch.where(found > 0, found / penalty, found * penalty)
         if sequence.generated and (params.frequency_penalty or params.presence_penalty):
-            generated = self._generated.read(sequence.tokens)
+            generated = self._tallies[1].read(sequence.tokens)
             logits[generated.token_ids] -= params.frequency_penalty * generated.times + params.presence_penalty
 
     def _move(self, device: torch.device) -> None:
         """Move the tensors to the device of the logits, which the thread that has made them did not know."""
         self._device = device
+        for tally in self._tallies:
+            tally.token_ids, tally.times = tally.token_ids.to(device), tally.times.to(device)
         self._biases, self._ends = self._biases.to(device), self._ends.to(device)
         if self._forbidden is not None:
             self._forbidden = self._forbidden.to(device)
