@@ -210,7 +210,8 @@ def test_the_drivers_functions_are_timed_in_a_restore(fake_cuda: Path) -> None:
     assert counts["cuLibraryLoadData"] == 5
     assert all(one["seconds"] > 0 for one in times.values())
     loads = times["cuLibraryLoadData"]
-    assert loads["from_s"] < loads["to_s"] < times["cuGraphInstantiateWithParams"]["to_s"]
+    assert loads["from_s"] < loads["to_s"]
+    assert loads["from_s"] < times["cuGraphInstantiateWithParams"]["to_s"]  # threads load images beside the building
     restore = {
         "begin_s": 0.1,
         "build_s": 0.2,
