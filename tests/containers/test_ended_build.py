@@ -25,7 +25,7 @@ images, folder, base, name = sys.argv[1:]
 sys.path.insert(0, images)
 import build
 build.ROOT, build.NAME = Path(folder), name
-build.build("slim", base, Path(folder))
+build.build("slim", base, build.host.build_flags(Path(folder)), Path(folder))
 """
 DOCKERFILE = "FROM {base} AS packages\nRUN echo begun; exec sleep 600\n"
 
