@@ -16,10 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from medusa_adapters.bench.process import Process
+from medusa_adapters.bench.process import Process, runs
 from medusa_adapters.bench.served_instance import medusa_command
-
-from benchmarks.soak.footprint import runs
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 _WHOLE_WITHIN_S = 240.0

@@ -1,4 +1,4 @@
-"""What a tree of processes holds: memory, descriptors, threads, shared memory, files, by the role of each process."""
+"""The memory, descriptors, threads, shared memory and files of a tree of processes, by the role of each of them."""
 
 from __future__ import annotations
 
@@ -56,11 +56,3 @@ def _add(found: Counter[str], memfds: dict[int, int], pid: int) -> None:
 
 def _is_there(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
-
-
-def runs(pid: int) -> bool:
-    """Return whether a process has not ended; a zombie has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

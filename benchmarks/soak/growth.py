@@ -1,4 +1,4 @@
-"""Whether a number grows with the work done: a robust line through its samples, and how far it has risen by the end."""
+"""A check for growth with the work done: a robust line through samples, and how far they have risen by the end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Growth(NamedTuple):
 
     @property
     def grows(self) -> bool:
-        """Whether it rose by more than is allowed, by the line and by the samples at both ends."""
+        """Whether both the line and the samples at its ends rise by more than is allowed."""
         return self.rise > self.allowed and self.last - self.first > self.allowed
 
 

@@ -18,12 +18,12 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from medusa_adapters.bench.process import Process
+from medusa_adapters.bench.process import Process, runs
 from medusa_adapters.bench.served_instance import ServedInstance, medusa_command, serve_command
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.node.client import NodeClient
 
-from benchmarks.soak.footprint import MB, footprint, runs
+from benchmarks.soak.footprint import MB, footprint
 from benchmarks.waiting import until
 
 _MODELS = 8

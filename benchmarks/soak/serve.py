@@ -13,11 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from medusa_adapters.bench.process import runs
 from medusa_adapters.bench.served_instance import ServedInstance, serve_command
 from medusa_runtime.errors import MedusaError
 
 from benchmarks.soak.adapter import write_adapter
-from benchmarks.soak.footprint import MB, footprint, runs
+from benchmarks.soak.footprint import MB, footprint
 from benchmarks.soak.requests import Client, Wrong
 
 _FUNCTION = """

@@ -63,6 +63,13 @@ class Served:
     def complete(self, **body: Any) -> tuple[int, Any, dict[str, str]]:
         return self.request("POST", "/v1/completions", {"prompt": "a b c", "max_tokens": 5} | body)
 
+    def prompts(self) -> list[str]:
+        """Return what the engine has been asked since the last call."""
+        path = self.log.parent / "prompts"
+        asked: list[str] = path.read_text().splitlines()
+        os.truncate(path, 0)
+        return asked
+
     def metric(self, name: str) -> float:
         lines = self.request("GET", "/metrics")[1].decode().splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + " ", name + "{")))

@@ -146,7 +146,7 @@ class Process:
             _kill(self.pid)
         self.process.wait()
         _wait_gone(tree, _LEAVE_S)
-        for pid in filter(_runs, tree):  # what outlives its parent
+        for pid in filter(runs, tree):  # what outlives its parent
             _kill(pid)
         # Processes that still run would take memory, and CPU time from the next sample.
         _wait_gone(tree, _GONE_S)
@@ -184,11 +184,12 @@ def _smaps(pid: int, field: str) -> int:
 
 def _wait_gone(pids: Sequence[int], within_s: float) -> None:
     deadline = time.monotonic() + within_s
-    while any(map(_runs, pids)) and time.monotonic() < deadline:
+    while any(map(runs, pids)) and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
+    """Return whether a process has not ended; a zombie has."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

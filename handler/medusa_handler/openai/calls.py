@@ -293,12 +293,9 @@ def _field_names(constraint: OutputConstraint | None) -> dict[str, str]:
 
 def _usage(body: Body) -> tuple[bool, bool]:
     """Return whether a stream ends with the usage, and whether each chunk has the usage so far."""
-    options: Any = body.get("stream_options")
+    options = fields.inner_object(body, "stream_options", _STREAM_OPTIONS)
     if options is None:
         return False, False
-    if not isinstance(options, dict):
-        raise invalid("stream_options", "an object", options)
-    fields.check_inner_fields(options, "stream_options", _STREAM_OPTIONS)
     parameters.flag(options, "include_obfuscation")  # it asks for random characters, which are never sent
     return parameters.flag(options, "include_usage"), parameters.flag(options, "continuous_usage_stats")
 

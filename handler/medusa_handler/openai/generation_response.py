@@ -54,7 +54,7 @@ class Answer(Protocol):
 
 
 class Plan(Protocol):
-    """What to generate for a request, and the form of the answer."""
+    """The requests to the engine that an HTTP request needs, and the form of its answer."""
 
     @property
     def requests(self) -> list[GenerateRequest]: ...

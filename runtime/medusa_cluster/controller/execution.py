@@ -94,7 +94,8 @@ class Execution:
 
     def look_after_helpers(self) -> None:
         """Look what has become of the instances that prefill for others."""
-        self.live.update(lambda instance: self._begin_release(instance, "the one that it prefilled for ends"))
+        for instance in self.live.update():
+            self._begin_release(instance, "the one that it prefilled for ends")
 
     def _begin_release(self, instance: KnownInstance, reason: str) -> None:
         """Let an instance that prefills for another one decode instead."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 from medusa_runtime.storage.retry import doubling_pause_s
@@ -20,7 +19,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 300.0  # after an instance that was t
 
 
 class Live:
-    """Who helps whom.
+    """Finds the instance that a new one helps.
 
     With live scaling, an instance helps at most one other, and has at most one helper at a time. With prefill and
     decode apart, an instance that decodes has up to ``MOST_PREFILLING`` others. Nodes show where each instance can be
@@ -44,22 +43,24 @@ class Live:
         count, now = self._withheld.get(model, (0, 0.0))[0] + 1, time.monotonic()
         self._withheld[model] = count, now + doubling_pause_s(count, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S)
 
-    def update(self, release: Callable[[KnownInstance], None]) -> None:
-        """Look what has become of the instances that prefill. ``release`` those whose source is gone or ends."""
+    def update(self) -> list[KnownInstance]:
+        """Look what has become of the instances that prefill. Return those whose source is gone or ends."""
         instances = self._state.instances
+        left: list[KnownInstance] = []
         self._withheld = {model: found for model, found in self._withheld.items() if model in self._state.deployments}
-        for item in list(instances.values()):
+        for item in instances.values():
             if item.role == "prefill":
                 if item.helping and not item.loading:
                     item.has_prefilled = True
                     self._withheld.pop(item.model, None)
                 source = instances.get(item.helps or "")
                 if item.helping and item.confirmed and (source is None or source.state == "draining"):
-                    release(item)
+                    left.append(item)
             elif item.wanted_role == "prefill":
                 item.wanted_role = item.role
                 if not item.has_prefilled:
                     self.note_not_prefilling(item.model)
+        return left
 
     async def plan(self, new: KnownInstance, partner: str | None) -> dict[str, Any] | None:
         """Return the ``group`` of a new instance's start, as JSON, or None if it neither helps nor is helped.

@@ -75,11 +75,6 @@ class GroupWorker:
         return replace(self, plan=replace(plan, rank=0, leader=plan.listen, listen=None, then="stay"), helps=None)
 
     @property
-    def helping(self) -> bool:
-        """Whether the worker prefills for another instance, or did so a moment ago."""
-        return self.plan.rank > 0 and self.plan.mode == "disaggregated"
-
-    @property
     def is_followed(self) -> bool:
         """Whether the worker's timeline shows when it stops sharing its model.
 

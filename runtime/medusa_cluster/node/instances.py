@@ -62,6 +62,11 @@ class RunningInstance:
     )
 
     @property
+    def works(self) -> bool:
+        """Whether it runs requests, or prefills for another instance."""
+        return self.running > 0 or self.group_state == "prefilling"
+
+    @property
     def port(self) -> int | None:
         done = self.listening.done() and not self.listening.cancelled() and self.listening.exception() is None
         return self.listening.result() if done else None
@@ -209,10 +214,11 @@ class Instances:
 
     def note_released(self, instance: RunningInstance) -> None:
         """Let the instance's file say that it prefills for nobody any more."""
-        if instance.worker is not None and instance.worker.as_instance() is not instance.worker:
-            instance.worker = instance.worker.as_instance()
+        worker = None if instance.worker is None else instance.worker.as_instance()
+        if worker is not None and worker is not instance.worker:
+            instance.worker = worker
             if instance.failure is None and not instance.ending:
-                instance.worker.write(self._group_file(instance))
+                worker.write(self._group_file(instance))
 
     async def _follow(self, instance: RunningInstance, child: Child) -> None:
         await child.wait()
@@ -255,11 +261,9 @@ class Instances:
         if instance.state != "draining":
             instance.set_state("draining")
             deadline = asyncio.get_running_loop().time() + drain_s
-            if instance.worker is not None and instance.worker.helping and instance.group_state == "prefilling":
+            if instance.group_state == "prefilling":
                 self.release(instance.id)  # so that it hands over what it has begun
-            while (
-                self._works(instance) and asyncio.get_running_loop().time() < deadline and instance.child.status is None
-            ):
+            while instance.works and asyncio.get_running_loop().time() < deadline and instance.child.status is None:
                 await asyncio.sleep(_POLL_S)
                 if instance.state != "draining":
                     return False
@@ -273,11 +277,6 @@ class Instances:
                     return False
         self._instances.pop(instance_id, None)
         return True
-
-    @staticmethod
-    def _works(instance: RunningInstance) -> bool:
-        helping = instance.worker is not None and instance.worker.helping
-        return instance.running > 0 or (helping and instance.group_state == "prefilling")
 
     def resume(self, instance_id: str) -> bool:
         """Let an instance that drains take requests again; returns False where it is too late.

@@ -47,12 +47,11 @@ class TimelineReader:
             return False
         now = asyncio.get_running_loop().time()
         first = self._first_read_at.setdefault(instance.id, now)
-        if instance.group_state == "prefilling" and instance.state != "draining":  # perhaps for hours
+        late = not shares and now - first > _START_S
+        if late and instance.start is not None:
+            return False  # it has its first token, but decodes too little to measure a step
+        if late or (instance.group_state == "prefilling" and instance.state != "draining"):  # perhaps for hours
             return now - self._last_read_at.get(instance.id, 0.0) >= _LATER_S
-        if not shares and now - first > _START_S:
-            if instance.start is not None:
-                return False  # it has its first token, but decodes too little to measure a step
-            return (now - first) % _LATER_S < _SOON_S
         return True
 
     async def _read(self, session: ClientSession, instance: RunningInstance) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,20 +24,6 @@ def served(serve_module: Serve) -> Any:
     served = serve_module(files={"chat_template.jinja": TEMPLATE})
     served.wait_ready()
     return served
-
-
-@pytest.fixture
-def client(served: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def prompts(served: Any) -> list[str]:
-    """Return what the engine has been asked since the last call."""
-    path = served.log.parent / "prompts"
-    asked: list[str] = path.read_text().splitlines()
-    os.truncate(path, 0)
-    return asked
 
 
 def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
@@ -72,14 +57,14 @@ def test_a_streamed_completion_says_the_same(client: openai.OpenAI) -> None:
 
 
 def test_many_prompts_in_every_form(client: openai.OpenAI, served: Any) -> None:
-    prompts(served)
+    served.prompts()
     answer = client.completions.create(model="words", prompt=["a", "b c"], n=2, max_tokens=2)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 8)
     client.completions.create(model="words", prompt=[[1, 2], [3]], max_tokens=1)
     client.completions.create(model="words", prompt=[4, 5], max_tokens=1)
-    assert sorted(prompts(served)) == sorted(["'a'", "'a'", "'b c'", "'b c'", "(1, 2)", "(3,)", "(4, 5)"])
+    assert sorted(served.prompts()) == sorted(["'a'", "'a'", "'b c'", "'b c'", "(1, 2)", "(3,)", "(4, 5)"])
 
 
 def test_a_stream_of_many_choices_names_each(client: openai.OpenAI) -> None:
@@ -90,11 +75,11 @@ def test_a_stream_of_many_choices_names_each(client: openai.OpenAI) -> None:
 
 
 def test_best_of_returns_n(client: openai.OpenAI, served: Any) -> None:
-    prompts(served)
+    served.prompts()
     answer = client.completions.create(model="words", prompt="a", n=1, best_of=3, max_tokens=2)
     assert len(answer.choices) == 1
     assert answer.choices[0].logprobs is None
-    assert len(prompts(served)) == 3
+    assert len(served.prompts()) == 3
 
 
 def test_echo_puts_the_prompt_in_front(client: openai.OpenAI) -> None:
@@ -130,12 +115,12 @@ def test_logprobs_in_both_shapes(client: openai.OpenAI) -> None:
 
 
 def test_a_chat_is_rendered_by_the_template(client: openai.OpenAI, served: Any) -> None:
-    prompts(served)
+    served.prompts()
     parts: Any = [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]}]
     answer = client.chat.completions.create(model="words", messages=parts, max_completion_tokens=3)
     assert answer.choices[0].message.content == "w0 w1 w2"
     assert answer.choices[0].message.role == "assistant"
-    assert prompts(served) == [repr("<user>hi\nyou<assistant>")]
+    assert served.prompts() == [repr("<user>hi\nyou<assistant>")]
 
 
 def test_a_streamed_chat(client: openai.OpenAI) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -42,20 +41,6 @@ def served(serve_module: Serve) -> Any:
     served = serve_module(files={"chat_template.jinja": TEMPLATE})
     served.wait_ready()
     return served
-
-
-@pytest.fixture
-def client(served: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def prompts(served: Any) -> list[str]:
-    """Return what the engine has been asked since the last call."""
-    path = served.log.parent / "prompts"
-    asked: list[str] = path.read_text().splitlines()
-    os.truncate(path, 0)
-    return asked
 
 
 def extras(value: Any) -> set[str]:
@@ -104,10 +89,10 @@ def without_ids(items: Any) -> Any:
 
 
 def test_a_text_is_answered(served: Any) -> None:
-    prompts(served)
+    served.prompts()
     found = respond(served, model="words", input="hi", instructions="Be short.", max_output_tokens=3, user="u")
     assert found.output_text == "w0 w1 w2"
-    assert prompts(served) == [repr("<system>Be short.<user>hi<assistant>")]
+    assert served.prompts() == [repr("<system>Be short.<user>hi<assistant>")]
     assert (found.status, found.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
     assert found.output[0].status == "incomplete"  # type: ignore[union-attr]
     assert (found.id[:5], found.output[0].id[:4], found.model) == ("resp_", "msg_", "words")  # type: ignore[index]
@@ -123,7 +108,7 @@ def test_a_text_is_answered(served: Any) -> None:
 
 
 def test_items_become_messages(served: Any) -> None:
-    prompts(served)
+    served.prompts()
     respond(
         served,
         input=[
@@ -141,7 +126,7 @@ def test_items_become_messages(served: Any) -> None:
             {"type": "function_call_output", "call_id": "x3", "output": ""},
         ],
     )  # fmt: skip
-    assert prompts(served) == [
+    assert served.prompts() == [
         repr(
             "<system>Be kind.<user>a\nb<assistant>c[x1 weather Rom][x2 weather Bonn]<tool>rain<tool>sun"
             "<assistant>[x3 weather ]<tool><assistant>"
@@ -249,9 +234,9 @@ def test_the_client_runs_a_round_of_tools(client: openai.OpenAI, served: Any) ->
     assert call.type == "function_call"
     items += answer.output
     items.append({"type": "function_call_output", "call_id": call.call_id, "output": "say:sunny"})
-    prompts(served)
+    served.prompts()
     second = client.responses.parse(input=items, **asked)
-    assert "<tool>say:sunny<assistant>" in prompts(served)[0]
+    assert "<tool>say:sunny<assistant>" in served.prompts()[0]
     items += second.output
     assert client.responses.create(input=items, **asked).output
 
@@ -307,20 +292,20 @@ def test_the_effort_reaches_the_template(serve: Serve) -> None:
     served = serve(files={"chat_template.jinja": template})
     served.wait_ready()
     assert respond(served, input="x", reasoning={"effort": "low", "summary": None}).reasoning.effort == "low"  # type: ignore[union-attr]
-    assert prompts(served) == ["'x low True'"]
+    assert served.prompts() == ["'x low True'"]
 
 
 def test_old_turns_are_left_out_on_request(served: Any) -> None:
-    prompts(served)
+    served.prompts()
     turns: list[Any] = [{"role": "system", "content": "Be kind."}]
     for number in range(30):
         turns += [{"role": "user", "content": f"question {number} ?"}, {"role": "assistant", "content": "an answer !"}]
     turns.append({"role": "user", "content": "the last question"})
     status, answer, _ = served.request("POST", "/v1/responses", {"input": turns})
     assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", "input")
-    prompts(served)
+    served.prompts()
     assert respond(served, input=turns, truncation="auto", max_output_tokens=5).truncation == "auto"
-    [kept] = prompts(served)
+    [kept] = served.prompts()
     assert kept.startswith("'<system>Be kind.<user>question ")
     assert kept.endswith("<user>the last question<assistant>'")
     assert 90 <= len(kept.split()) <= 95  # of a context of 100 tokens, in which each word is one
@@ -346,7 +331,7 @@ def test_only_allowed_tools_are_offered(serve: Serve) -> None:
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "time"}]}
     for body in ({"tool_choice": choice}, {"tool_choice": "none"}, {}):
         respond(served, input="x", tools=[WEATHER, TIME], max_output_tokens=1, **body)
-    assert prompts(served) == ["'time '", "''", "'weather time '"]
+    assert served.prompts() == ["'time '", "''", "'weather time '"]
 
 
 def test_every_field_of_the_client_is_known() -> None:

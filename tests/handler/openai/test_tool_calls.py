@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -146,12 +146,6 @@ def served(serve_module: Callable[..., Any]) -> Any:
     served = serve_module(files={"chat_template.jinja": TEMPLATE})
     served.wait_ready()
     return served
-
-
-@pytest.fixture
-def client(served: Any) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def ask(client: openai.OpenAI, say: str, **options: Any) -> Any:

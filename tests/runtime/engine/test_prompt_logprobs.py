@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,22 @@ def test_texts_are_the_same_whatever_is_decoded_together(serve: Any, monkeypatch
         assert [again._text(place) for place in before] == expected
 
 
+@contextmanager
+def connected(served: Any, folder: Path) -> Iterator[EngineClient]:
+    """Return a client of the engine behind a socket."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "engine"))
+        listener.listen()
+        server = EngineServer(listener, served.engine)
+        server.start()
+        client = EngineClient(listener.getsockname())
+        try:
+            yield client
+        finally:
+            client.close()
+            server.close()
+
+
 def test_other_requests_go_on_while_texts_are_made(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To make the texts of a long prompt takes seconds. Later deltas of the same request come behind them."""
     served = serve()
@@ -146,12 +164,7 @@ def test_other_requests_go_on_while_texts_are_made(serve: Any, tmp_path: Path, m
 
     monkeypatch.setattr(served.engine._tokenizer, "decode_each", wait)
     params = SamplingParams(prompt_logprobs=3, max_tokens=20, temperature=0, ignore_eos=True)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "engine"))
-        listener.listen()
-        server = EngineServer(listener, served.engine)
-        server.start()
-        client = EngineClient(listener.getsockname())
+    with connected(served, tmp_path) as client:
         try:
             scored = client.generate(GenerateRequest("scored", PROMPTS[3], params))
             assert asked.wait(60)
@@ -162,8 +175,6 @@ def test_other_requests_go_on_while_texts_are_made(serve: Any, tmp_path: Path, m
             first, *following = list(scored)
         finally:
             go_on.set()
-            client.close()
-            server.close()
     assert first.prompt_logprobs is not None
     assert list(first.prompt_logprobs.tokens()) == list(expected.tokens())
     assert [delta.completion_tokens for delta in (first, *following)] == list(range(1, 21))
@@ -178,21 +189,12 @@ def test_a_request_whose_texts_cannot_be_made_ends_with_an_error(
         raise RuntimeError("no text")
 
     monkeypatch.setattr(served.engine._tokenizer, "decode_each", fail)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "engine"))
-        listener.listen()
-        server = EngineServer(listener, served.engine)
-        server.start()
-        client = EngineClient(listener.getsockname())
-        try:
-            params = SamplingParams(prompt_logprobs=3, max_tokens=400, temperature=0, ignore_eos=True)
-            with pytest.raises(EngineError, match="the texts of the prompt's tokens could not be made: no text"):
-                list(client.generate(GenerateRequest("scored", PROMPTS[3], params)))
-            plain = GenerateRequest("other", "A", SamplingParams(max_tokens=3))
-            assert list(client.generate(plain))
-        finally:
-            client.close()
-            server.close()
+    with connected(served, tmp_path) as client:
+        params = SamplingParams(prompt_logprobs=3, max_tokens=400, temperature=0, ignore_eos=True)
+        with pytest.raises(EngineError, match="the texts of the prompt's tokens could not be made: no text"):
+            list(client.generate(GenerateRequest("scored", PROMPTS[3], params)))
+        plain = GenerateRequest("other", "A", SamplingParams(max_tokens=3))
+        assert list(client.generate(plain))
 
 
 def test_bad_counts_are_refused(serve: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from medusa_runtime.errors import json_excerpt, printable
 
-from ...faults import ApiError, UnsupportedRequestError
+from ...faults import ApiError, UnsupportedRequestError, invalid
 from .parameters import Body
 
 
@@ -200,6 +200,19 @@ def check_inner_fields(
         if not refusal.allows(value):
             param = f"{parent}.{name}"
             raise ApiError(400, f"{param}: {refusal.reason}", param=param, code="unsupported_value")
+
+
+def inner_object(
+    body: Body, name: str, known: frozenset[str], refused: Mapping[str, Refusal] | None = None
+) -> Body | None:
+    """Return an object inside the body, which has only ``known`` fields, or None. Raises ApiError 400 for others."""
+    found = body.get(name)
+    if found is None:
+        return None
+    if not isinstance(found, Mapping):
+        raise invalid(name, "an object", found)
+    check_inner_fields(found, name, known, refused)
+    return found
 
 
 def _unknown(name: str, known: frozenset[str], prefix: str = "") -> ApiError:

@@ -9,7 +9,7 @@ from medusa_runtime.engine.base import StructuredOutputs
 
 from ...faults import invalid
 from ...model.structured_outputs import json_object, json_schema, parse_structured_outputs
-from .fields import REFUSED_TEXT, TEXT, check_inner_fields
+from .fields import REFUSED_TEXT, TEXT, check_inner_fields, inner_object
 from .parameters import Body
 
 _EXPECTED = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": …}}'
@@ -46,13 +46,8 @@ def _one_constraint(body: Body, formatted: StructuredOutputs | None, field: str)
 
 
 def _text_format(body: Body) -> StructuredOutputs | None:
-    text = body.get("text")
-    if text is None:
-        return None
-    if not isinstance(text, Mapping):
-        raise invalid("text", "an object", text)
-    check_inner_fields(text, "text", TEXT, REFUSED_TEXT)
-    value = text.get("format")
+    text = inner_object(body, "text", TEXT, REFUSED_TEXT)
+    value = None if text is None else text.get("format")
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, Mapping) else None

@@ -23,7 +23,7 @@ _TOO_MANY = "in a response, whose last events repeat them, found more; expected 
 
 @dataclass(frozen=True)
 class ResponsePlan:
-    """What to generate for a response. ``head`` are the fields that the response object shares with its request."""
+    """The engine's request for a response. ``head`` has the response object's fields that repeat the HTTP request."""
 
     request: GenerateRequest
     head: Mapping[str, Any]

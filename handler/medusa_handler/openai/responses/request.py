@@ -110,13 +110,8 @@ def _text(body: Body, name: str) -> str | None:
 
 def _effort(body: Body) -> str | None:
     """Return ``reasoning.effort``. Raises ApiError 400 for what else is asked of the reasoning."""
-    value = body.get("reasoning")
-    if value is None:
-        return None
-    if not isinstance(value, Mapping):
-        raise invalid("reasoning", "an object", value)
-    fields.check_inner_fields(value, "reasoning", fields.REASONING, fields.REFUSED_REASONING)
-    effort = value.get("effort")
+    value = fields.inner_object(body, "reasoning", fields.REASONING, fields.REFUSED_REASONING)
+    effort = None if value is None else value.get("effort")
     if effort is not None and not isinstance(effort, str):
         raise invalid("reasoning.effort", "text", effort)
     return effort
@@ -138,13 +133,9 @@ def _alternatives(body: Body) -> int | None:
 
 
 def _check_stream_options(body: Body) -> None:
-    options = body.get("stream_options")
-    if options is None:
-        return
-    if not isinstance(options, Mapping):
-        raise invalid("stream_options", "an object", options)
-    fields.check_inner_fields(options, "stream_options", _STREAM_OPTIONS)
-    parameters.flag(options, "include_obfuscation")  # it asks for random characters, which are never sent
+    options = fields.inner_object(body, "stream_options", _STREAM_OPTIONS)
+    if options is not None:
+        parameters.flag(options, "include_obfuscation")  # it asks for random characters, which are never sent
 
 
 def _metadata(body: Body) -> dict[str, str]:
