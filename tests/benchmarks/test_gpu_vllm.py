@@ -113,6 +113,12 @@ def test_what_run_5_reaches_is_said() -> None:
     assert "----  llama-3-8b: vLLM: tokens and logits of restored graphs: not measured" in missing
 
 
+def test_what_a_start_puts_off_is_measured_with_the_first_token() -> None:
+    found = results(restored={"first_s": 0.5}, stock={"first_s": 2.0})
+    assert "m: vLLM: with the first token: 2.00 s against 8.00 s, 75.0% shorter" in summary.lines(found)
+    assert not any("first token" in line for line in summary.lines(results()))
+
+
 @pytest.mark.parametrize(
     ("part", "change", "line"),
     [

@@ -7,6 +7,7 @@ import logging
 import pytest
 from engine_fixtures import checkpoint, make_checkpoint, serve, serve_region
 from fake_driver import fake_cuda
+from vllm_gpu_parts import manager, parts
 
 
 @pytest.fixture(autouse=True)
@@ -15,4 +16,13 @@ def warnings_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
 
 
-__all__ = ["checkpoint", "fake_cuda", "make_checkpoint", "serve", "serve_region", "warnings_are_logged"]
+__all__ = [
+    "checkpoint",
+    "fake_cuda",
+    "make_checkpoint",
+    "manager",
+    "parts",
+    "serve",
+    "serve_region",
+    "warnings_are_logged",
+]

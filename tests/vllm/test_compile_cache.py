@@ -14,7 +14,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.errors import ConfigError, StateError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
-from medusa_vllm.compiled.cache import pack, read_file, restore
+from medusa_vllm.compiled.cache import ARCHIVE
 from medusa_vllm.compiled.settings import CompiledStart
 
 CONTENT = bytes(range(256)) * 4096
@@ -27,15 +27,15 @@ def blob(tmp_path: Path) -> Path:
     (made / "index.json").write_text("{}")
     (made / "0.aot").write_bytes(CONTENT)
     (made / "kernels" / "ab.so").write_bytes(b"\x7fELF")
-    return pack(made, tmp_path / "cache.zip")
+    return ARCHIVE.pack(made, tmp_path / "cache.zip")
 
 
 def test_what_was_packed_comes_back_in_another_folder(blob: Path, tmp_path: Path) -> None:
-    folder = restore(blob.read_bytes(), tmp_path / "here")
+    folder = ARCHIVE.unpack(blob.read_bytes(), tmp_path / "here")
     assert (folder / "0.aot").read_bytes() == CONTENT
     assert (folder / "kernels" / "ab.so").read_bytes() == b"\x7fELF"
     assert folder.is_relative_to(tmp_path / "here")
-    assert read_file(blob.read_bytes(), "index.json") == b"{}"
+    assert ARCHIVE.read(blob.read_bytes(), "index.json") == b"{}"
 
 
 def test_the_file_names_nothing_of_where_it_was_made(blob: Path, tmp_path: Path) -> None:
@@ -49,13 +49,13 @@ def test_every_damage_is_noticed(blob: Path, tmp_path: Path) -> None:
     data = blob.read_bytes()
     for size in range(0, len(data) - 1, max(1, len(data) // 40)):
         with pytest.raises(StateError, match="materialize it again"):
-            restore(data[:size], tmp_path / "cut")
+            ARCHIVE.unpack(data[:size], tmp_path / "cut")
     noticed = 0
     for place in range(0, len(data), max(1, len(data) // 200)):
         flipped = bytearray(data)
         flipped[place] ^= 0x10
         try:
-            folder = restore(bytes(flipped), tmp_path / f"flip{place}")
+            folder = ARCHIVE.unpack(bytes(flipped), tmp_path / f"flip{place}")
         except StateError:
             noticed += 1
             continue
@@ -69,13 +69,13 @@ def test_no_file_is_written_outside_and_no_other_format_read(tmp_path: Path, nam
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr(name, b"x")
     with pytest.raises(StateError, match="materialize it again"):
-        restore((tmp_path / "x.zip").read_bytes(), tmp_path / "here")
+        ARCHIVE.unpack((tmp_path / "x.zip").read_bytes(), tmp_path / "here")
     assert not (tmp_path / "outside").exists()
 
 
 def test_a_missing_part_is_told(blob: Path) -> None:
     with pytest.raises(StateError, match=r"nothing\.json"):
-        read_file(blob.read_bytes(), "nothing.json")
+        ARCHIVE.read(blob.read_bytes(), "nothing.json")
 
 
 def compiling(region: Region) -> CompiledStart:

@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..checkpoint.index import MOST_SHARDS_BYTES, PAGE_BYTES, Shard, WeightIndex, read_shards
@@ -206,6 +206,11 @@ class Region:
     def attach_file(self, name: str, data: bytes) -> None:
         """Add a file that only this reader sees in the region."""
         self._attached[name] = data
+
+    @property
+    def attached_files(self) -> Mapping[str, bytes]:
+        """The files that ``attach_file`` has added, by name."""
+        return self._attached
 
     def shard(self, number: int) -> memoryview:
         """Return a view of a shard's data section. Its bytes are valid only after a wait for them.

@@ -17,7 +17,7 @@ from medusa_runtime.timeline import Timeline
 from medusa_vllm import COMPILE_CACHE
 
 from ..scratch import scratch_folder
-from .cache import cache_folders, read_file, restore
+from .cache import ARCHIVE, cache_folders
 from .compiler_folder import claim_compiler_folder
 from .model import INDEX, CompiledModel, check_index
 
@@ -59,7 +59,7 @@ class CompiledStart:
         try:
             if (ranks := config.parallel_config.world_size) > 1:
                 raise StateError(f"it was made for one rank, here are {ranks}")  # noqa: TRY301
-            check_index(read_file(self._blob, INDEX), config)
+            check_index(ARCHIVE.read(self._blob, INDEX), config)
         except StateError as error:
             logger.warning("%s is not used: %s", COMPILE_CACHE.name, error)
             self._timeline.mark("compiled", left_out=str(error)[:300])
@@ -117,7 +117,7 @@ def _attach(blob: Path, model: Any, config: Any) -> int:
     from unittest.mock import patch
 
     with scratch_folder("medusa-compiled") as scratch:
-        folder = restore(blob.read_bytes(), scratch)
+        folder = ARCHIVE.unpack(blob.read_bytes(), scratch)
         with patch.dict(os.environ, cache_folders(scratch)):
             return CompiledModel(folder).attach(model, config)
 

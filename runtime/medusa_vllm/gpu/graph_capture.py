@@ -1,7 +1,8 @@
 """Lets vLLM capture its decode graphs on this GPU, and materializes them, offline.
 
 Two processes do so, one after the other. Nothing has the same address in both. A third process starts as an instance
-does, and leaves out the graphs that do not give their outputs there.
+does, and leaves out the graphs that do not give their outputs there. The Triton kernels that they have compiled are
+kept, too.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu.graph_capture import ATTEMPTS, closed_after, errors_in_one_line, read_task
 from medusa_runtime.errors import EngineError, MedusaError
 
+from medusa_vllm import TRITON_KERNELS
+
 from ..offline import fetch_and_import, load
 from ..version import MISSING_PART_ERRORS, installed_version, missing_part
+from . import triton_kernels
 
 if TYPE_CHECKING:  # vLLM is imported after the recorder of kernel images has begun
     from medusa_runtime.state.graphs import Blueprints, ImageStore
@@ -28,12 +32,14 @@ if TYPE_CHECKING:  # vLLM is imported after the recorder of kernel images has be
 
 logger = logging.getLogger(__name__)
 
+_CACHE = "triton"  # the folder beside a result in which Triton keeps what it compiles
 _SHIFTS = (3 << 20, 24 << 20, 1 << 30)  # bytes allocated for the dump before weights, KV cache and captures
 
 
 def main(arguments: list[str]) -> int:
     """Write a dump, blueprints, or those that can be restored; see ``run`` of the runtime's module of this name."""
     settings, out, other, check = read_task(arguments)
+    triton_kernels.keep_in(out.with_name(_CACHE))  # of all these processes, so only the first one compiles
     if settings.compile == "auto":  # as in an instance: the bundle has the compiled code, too
         settings = replace(settings, compile="always")
     with errors_in_one_line():
@@ -87,6 +93,8 @@ def _check(settings: Settings, out: Path, unchecked: Path) -> None:
         checked = check.result()
         save_blueprints(checked, out)
         logger.info("restored in a process of its own: %s", summary(checked))
+    count = triton_kernels.pack(out.with_name(_CACHE), out.with_name(TRITON_KERNELS.name))
+    logger.info("%d Triton kernels were compiled", count)
 
 
 @contextmanager

@@ -2,14 +2,15 @@
 
 Between loading the weights and the first request, vLLM does some work only to measure it: the largest forward, which
 shows the free memory, and captures that it throws away. Both are left out; the free memory is recorded instead (MEDUSA
-§6). Warm-ups of kernels stay.
+§6). So is the warm-up that compiles Triton's kernels, if the state bundle has them. A model whose kernels share a
+workspace needs both: vLLM lets it grow until graphs are captured, and not afterwards.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +23,7 @@ from medusa_runtime.process import abort
 from medusa_runtime.state.graphs import Blueprints, CudaDriver
 from medusa_runtime.state.graphs.blob_format import decode_blueprints
 from medusa_runtime.timeline import Timeline
+from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -30,10 +32,12 @@ from .graph_check import GraphCheck
 from .graph_state import KV_BYTES, VllmGraphState
 from .graphs import GraphManager, NoTimeline, RestoredDecodeGraphs, context_is_lost
 from .recording import Recording, RecordingManager
+from .triton_kernels import restored
 
 logger = logging.getLogger(__name__)
 
 _LEAST_FREE_BYTES = 512 << 20  # for activations; a plan that leaves less is not used
+_WITHOUT_WORKSPACE = ("FLASH_ATTN", "TRITON_ATTN")  # backends of attention
 
 
 class GpuWorker(Worker):  # type: ignore[misc]
@@ -42,6 +46,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
     recording: Recording | None = None  # set offline, in the processes that materialize
     check: GraphCheck | None = None  # set offline, in the process that checks what was materialized
     _graph_state: VllmGraphState | None = None
+    _has_kernels = False
 
     def init_device(self) -> None:
         capability = current_platform.get_device_capability(self.local_rank)
@@ -60,6 +65,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
 
     def determine_available_memory(self) -> int:
         """Return the planned bytes, if the GPU has them free now. Otherwise vLLM measures, by running a forward."""
+        self._restore_kernels()
         with self._timeline.stage("kv_plan") as detail:
             planned = self._graphs_kv_bytes() or self.cache_config.kv_cache_memory_bytes
             if planned:
@@ -67,7 +73,10 @@ class GpuWorker(Worker):  # type: ignore[misc]
                 if planned + _LEAST_FREE_BYTES <= free:
                     self.cache_config.kv_cache_memory_bytes = planned
                     detail |= {"bytes": planned, "source": "planned"}
-                    return int(planned)
+                    if self._has_no_workspace():
+                        return int(planned)
+                    with _needs_memory("largest step, in which the kernels' workspace grows"):
+                        return int(super().determine_available_memory())
                 logger.warning(
                     "the KV cache was planned with %d MiB, but %d MiB of the GPU's memory are free; measuring",
                     planned >> 20,
@@ -102,8 +111,15 @@ class GpuWorker(Worker):  # type: ignore[misc]
             )
 
     def compile_or_warm_up_model(self) -> Any:
-        with self._timeline.stage("warm_up"), _needs_memory("warm-up and the CUDA graphs"):
+        kernels = self.vllm_config.kernel_config
+        with self._timeline.stage("warm_up") as detail, _needs_memory("warm-up and the CUDA graphs"):
+            if self._has_kernels and kernels.enable_jit_warmup and self._has_no_workspace():
+                detail["compiles"] = kernels.enable_jit_warmup = False
             return super().compile_or_warm_up_model()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._folders.close()
 
     def restore_graphs(self, manager: GraphManager) -> RestoredDecodeGraphs | None:
         """Restore the graphs that the state bundle has for this model and GPU; None if it has none."""
@@ -122,6 +138,28 @@ class GpuWorker(Worker):  # type: ignore[misc]
             return []
         with self._quarantine_on_loss():
             return self._graph_state.restore_pieces(create_forward)
+
+    def _restore_kernels(self) -> None:
+        try:
+            region = AttachedRegion.of(self.load_config).region
+        except ConfigError:
+            return
+        with self._timeline.stage("triton_restore") as detail:
+            detail["found"] = self._has_kernels = self._folders.enter_context(restored(region))
+
+    @cached_property
+    def _folders(self) -> ExitStack:
+        return ExitStack()
+
+    def _has_no_workspace(self) -> bool:
+        """Return whether all layers are attention by kernels without a workspace; False if that is not certain."""
+        config = self.model_config
+        if config.is_quantized or config.is_multimodal_model:
+            return False
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        return all(
+            type(layer) is Attention and layer.get_attn_backend().get_name() in _WITHOUT_WORKSPACE for layer in layers
+        )
 
     @contextmanager
     def _quarantine_on_loss(self) -> Iterator[None]:

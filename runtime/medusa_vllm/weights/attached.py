@@ -7,6 +7,7 @@ same memory in any process of this user.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -18,10 +19,15 @@ from medusa_runtime.timeline import Timeline
 _REGION, _TIMELINE, _KERNELS = "medusa_region", "medusa_timeline", "medusa_kernels"
 _SHARED, _LAYERS = "medusa_shared", "medusa_layers"
 
+# By a region's path, what was attached to it in this process: a state bundle's code, beside an agent's region. A rank
+# that is another process goes on without.
+_attached_files: dict[str, Mapping[str, bytes]] = {}
+
 
 def loader_config(region: Region, timeline: Timeline, settings: Settings) -> dict[str, str]:
     """Return the ``model_loader_extra_config`` for processes that load from this region."""
     own = f"/proc/{os.getpid()}/fd"
+    _attached_files[f"{own}/{region.fd}"] = region.attached_files
     paths = {_REGION: f"{own}/{region.fd}", _TIMELINE: f"{own}/{timeline.fd}", _KERNELS: settings.kernels}
     return paths | ({_SHARED: "1"} if region.from_agent else {})
 
@@ -65,7 +71,10 @@ class AttachedRegion:
     @cached_property
     def region(self) -> Region:
         """Map the region private and writable: a page that vLLM changes in place becomes this process's own copy."""
-        return Region(os.open(self._paths[0], os.O_RDONLY | os.O_CLOEXEC), private=True, from_agent=self._shared)
+        region = Region(os.open(self._paths[0], os.O_RDONLY | os.O_CLOEXEC), private=True, from_agent=self._shared)
+        for name, data in _attached_files.get(self._paths[0], {}).items():
+            region.attach_file(name, data)
+        return region
 
     @cached_property
     def timeline(self) -> Timeline:

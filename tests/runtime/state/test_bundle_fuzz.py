@@ -383,12 +383,12 @@ def test_a_compile_cache_leaves_its_folder_by_no_name(tmp_path: Path) -> None:
     made, blob = tmp_path / "made", tmp_path / "blob"
     made.mkdir()
     (made / "index.json").write_text("{}")
-    whole = compile_cache.pack(made, blob).read_bytes()
+    whole = compile_cache.ARCHIVE.pack(made, blob).read_bytes()
     target = tmp_path / "out"
 
     def use(data: bytes) -> None:
-        compile_cache.restore(data, target)
-        compile_cache.read_file(data, "index.json")
+        compile_cache.ARCHIVE.unpack(data, target)
+        compile_cache.ARCHIVE.read(data, "index.json")
 
     use(whole)
 
@@ -410,5 +410,5 @@ def test_a_compile_cache_leaves_its_folder_by_no_name(tmp_path: Path) -> None:
         with zipfile.ZipFile(blob, "w") as archive:
             archive.writestr(name, b"x")
         with pytest.raises(StateError):
-            compile_cache.restore(blob.read_bytes(), target)
+            compile_cache.ARCHIVE.unpack(blob.read_bytes(), target)
     assert {path.name for path in tmp_path.iterdir()} <= {"made", "blob", "out"}

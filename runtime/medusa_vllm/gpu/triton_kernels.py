@@ -1,0 +1,107 @@
+"""The Triton kernels that a start of vLLM compiles, as an artifact of the state bundle.
+
+vLLM compiles them in its warm-up, which takes half a minute where Triton's cache on disk is empty: in every new
+container. Triton finds a kernel in the cache by a hash of its source, the options, the GPU's type and Triton itself, so
+a kernel of another version is not found, and compiled. Only a group's paths have to be written anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from medusa_runtime.errors import StateError
+from medusa_runtime.region.reader import Region
+from medusa_runtime.state.kinds import file_name
+
+from medusa_vllm import TRITON_KERNELS
+
+from ..archive import Archive
+from ..scratch import scratch_folder
+
+logger = logging.getLogger(__name__)
+
+_ARCHIVE = Archive("the artifact with Triton's kernels", "triton-1")
+_CACHE = "TRITON_CACHE_DIR"
+_KEPT = (".json", ".cubin", ".so")  # the others are intermediate code, which nothing reads unless somebody debugs
+_GROUP, _MEMBERS = "__grp__", "child_paths"  # a group's file, and what in it names the paths of its members
+
+
+def keep_in(folder: Path) -> None:
+    """Let Triton keep in ``folder`` what this process compiles. Call it before anything is compiled."""
+    os.environ[_CACHE] = str(folder)
+
+
+def pack(folder: Path, blob: Path) -> int:
+    """Write the kernels that Triton has kept in ``folder`` to the file ``blob``, and return how many these are.
+
+    Without any, nothing is written.
+    """
+    made = blob.with_name(f"{blob.name}-made")
+    count = 0
+    for path in sorted(folder.glob("*/*")):
+        if path.suffix not in _KEPT or not path.is_file():
+            continue
+        target = made / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.name.startswith(_GROUP):
+            members = [name for name in json.loads(path.read_text())[_MEMBERS] if Path(name).suffix in _KEPT]
+            target.write_text(json.dumps({_MEMBERS: dict.fromkeys(members, "")}))
+        else:
+            shutil.copyfile(path, target)
+        count += path.suffix == ".cubin"
+    if count:
+        _ARCHIVE.pack(made, blob)
+    return count
+
+
+def unpack(blob: bytes, folder: Path) -> Path:
+    """Unpack into ``folder``, which is private to this process, and return the folder to use as Triton's cache.
+
+    Raises StateError if the blob is damaged.
+    """
+    cache = _ARCHIVE.unpack(blob, folder)
+    for path in cache.glob(f"*/{_GROUP}*"):
+        try:
+            members = [str(name) for name in json.loads(path.read_text())[_MEMBERS]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise StateError(f"{_ARCHIVE.what} has a damaged group ({error}); materialize it again") from error
+        path.write_text(json.dumps({_MEMBERS: {name: str(path.with_name(Path(name).name)) for name in members}}))
+    return cache
+
+
+@contextmanager
+def restored(region: Region) -> Iterator[bool]:
+    """Let Triton find the state bundle's kernels in this context. False if there are none, or they cannot be used.
+
+    Triton's cache is then a temporary folder, so a folder that the user has named stays in use.
+    """
+    if not region.has_code(file_name(TRITON_KERNELS.name)):
+        yield False
+        return
+    if (named := os.environ.get(_CACHE)) is not None:
+        logger.info("the state bundle's Triton kernels are not used: %s is %s", _CACHE, named)
+        yield False
+        return
+    if (blob := region.code(file_name(TRITON_KERNELS.name))) is None:
+        yield False
+        return
+    with scratch_folder("medusa-triton") as folder:
+        try:
+            os.environ[_CACHE] = str(unpack(blob, folder))
+        except (StateError, OSError) as error:
+            logger.warning("Triton's kernels are compiled and not restored: %s", error)
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            os.environ.pop(_CACHE, None)
+
+
+__all__ = ["keep_in", "pack", "restored", "unpack"]
