@@ -10,6 +10,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -130,10 +131,19 @@ def decode_blueprints(data: bytes) -> Blueprints:
     if len(data) != end + rest_bytes:
         raise StateError(f"expected {end + rest_bytes:,} bytes of CUDA graphs, found {len(data):,}; materialize again")
     view = memoryview(data)
-    if hashlib.sha256(view[IDENTITY_BYTES:end]).digest() != digest:
-        raise StateError("the sha256 of the CUDA graphs is wrong; materialize again")
+    with ThreadPoolExecutor(1, "digest") as thread:  # hashing tens of MB takes as long as all else here
+        found = thread.submit(lambda: hashlib.sha256(view[IDENTITY_BYTES:end]).digest())
+        try:
+            return _parse(view, body_at, end)
+        finally:
+            if found.result() != digest:  # then nothing else counts
+                raise StateError("the sha256 of the CUDA graphs is wrong; materialize again") from None
+
+
+def _parse(view: memoryview, body_at: int, end: int) -> Blueprints:
+    """Read the header, and the body and the images to which it refers. Raises StateError if they are malformed."""
     try:
-        header = json.loads(data[_PROLOGUE.size : body_at])
+        header = json.loads(bytes(view[_PROLOGUE.size : body_at]))
         images = BundledImages(_split(view, end, header["images"]))
         blueprints = _Decoder(view[body_at:end]).blueprints(header, images)
         check(blueprints)
