@@ -125,7 +125,8 @@ def triggered(machine: Machine, options: Any) -> dict[str, Any]:
 def _restore(machine: Machine, one: Started, data: bytes) -> dict[str, Any]:
     """Restore all graphs.
 
-    Returns the seconds of it all, of each step (the first two need no weights), and of the driver's functions.
+    Returns the seconds of it all, of each step (the first two need no weights), of the driver's functions, and of each
+    thread in the driver.
     """
     timed = machine.timed(one.gpu)
     began = time.perf_counter()
@@ -139,7 +140,7 @@ def _restore(machine: Machine, one: Started, data: bytes) -> dict[str, Any]:
     end = time.perf_counter()
     steps: dict[str, Any] = {"begin_s": mapped - began, "build_s": built - mapped, "check_s": end - built}
     if timed is not None:
-        steps["calls"] = timed.times()
+        steps |= {"calls": timed.times(), "threads": timed.threads()}
     missing = list(one.graphs.pending)
     return {"seconds": end - began, **steps, "graphs": len(one.graphs.graphs), "missing": missing}
 

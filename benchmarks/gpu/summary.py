@@ -19,6 +19,13 @@ from benchmarks.gpu.vllm_check.lines import vllm_lines
 
 PROMISED = ("llama-3-8b", "qwen2.5-0.5b", "opt-1.3b")
 _LONGEST = 10  # of the driver's functions, how many are shown
+_MOMENTS = {  # of a restore: the driver's functions that show when each was done
+    "fingerprint": "cuDeviceGetName",
+    "images": "cuLibraryLoadData",
+    "kernels": "cuKernelGetFunction",
+    "graphs": "cuGraphInstantiateWithParams",
+    "replays": "cuGraphLaunch",
+}
 _DRY = "A DRY RUN, WITHOUT A GPU: none of these numbers means anything."
 # Each row that is promised, and what its line says where there is one.
 _ROWS = {
@@ -171,7 +178,10 @@ def _graphs(shape: str, captured: Results, restored: Results) -> list[str]:
 
 
 def _restore_times(shape: str, restore: Results) -> list[str]:
-    """Return a line with the steps of a restore, and the driver's functions that took longest; none without them."""
+    """Return a line with the steps of a restore, and the driver's functions that took longest; none without them.
+
+    Another one says when what was done, and how long each thread was in the driver.
+    """
     steps = [
         f"{restore[f'{name}_s'] * 1e3:.0f} to {name}" for name in ("begin", "build", "check") if f"{name}_s" in restore
     ]
@@ -180,7 +190,13 @@ def _restore_times(shape: str, restore: Results) -> list[str]:
     if not steps:
         return []
     of_driver = f"; by function of the driver (calls): {', '.join(calls)}" if calls else ""
-    return [f"{shape}: ms of the restore: {', '.join(steps)}{of_driver}"]
+    found = [f"{shape}: ms of the restore: {', '.join(steps)}{of_driver}"]
+    if "threads" in restore:
+        times = {name: restore["calls"].get(function) for name, function in _MOMENTS.items()}
+        moments = [f"{name} {one['from_s'] * 1e3:.0f} to {one['to_s'] * 1e3:.0f}" for name, one in times.items() if one]
+        busy = [f"{thread} {one['seconds'] * 1e3:.0f}" for thread, one in restore["threads"].items()]
+        found.append(f"{shape}: ms since its start: {', '.join(moments)}; in the driver, by thread: {', '.join(busy)}")
+    return found
 
 
 def differing(captured: dict[str, list[str]], restored: dict[str, list[str]]) -> list[str]:

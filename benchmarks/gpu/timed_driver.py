@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from threading import Lock
-from typing import Any
+from threading import Lock, current_thread
+from typing import Any, NamedTuple
 
 from medusa_runtime.device.compiling import compile_library
 from medusa_runtime.state.graphs.compiled import CALLS
@@ -20,13 +20,20 @@ from medusa_runtime.state.graphs.driver import CudaDriver
 _SOURCE = Path(__file__).with_name("timed_calls.c")
 
 
+class _Span(NamedTuple):
+    """One call, in seconds since the driver object was made."""
+
+    began: float
+    end: float
+    thread: str
+
+
 class TimedDriver(CudaDriver):
     """A driver that measures itself. Raises DeviceError if there is no C compiler."""
 
     def __init__(self, file: str) -> None:
         super().__init__(file)
-        self._began = time.perf_counter()
-        self._spent: dict[str, list[tuple[float, float]]] = {}
+        self._spent: dict[str, list[_Span]] = {}
         self._lock = Lock()
         with compile_library(_SOURCE) as library:
             self._timed = ctypes.CDLL(str(library))
@@ -35,6 +42,7 @@ class TimedDriver(CudaDriver):
             getattr(self._timed, name).restype = ctypes.c_uint64
         for number, name in enumerate(CALLS):
             self._timed.medusa_timed_set(number, self.address(name))
+        self._began = time.perf_counter()
 
     def bind(self, function: str) -> Any:
         return getattr(self._timed, f"timed_{function}") if function in CALLS else super().bind(function)
@@ -42,8 +50,9 @@ class TimedDriver(CudaDriver):
     def result(self, function: str, *arguments: Any) -> int:
         began = time.perf_counter()
         found = super().result(function, *arguments)
+        span = _Span(began - self._began, time.perf_counter() - self._began, current_thread().name)
         with self._lock:
-            self._spent.setdefault(function, []).append((began - self._began, time.perf_counter() - self._began))
+            self._spent.setdefault(function, []).append(span)
         return found
 
     def times(self) -> dict[str, dict[str, float]]:
@@ -54,13 +63,27 @@ class TimedDriver(CudaDriver):
         """
         return dict(sorted(self._times(), key=lambda one: -one[1]["seconds"]))
 
+    def threads(self) -> dict[str, dict[str, float]]:
+        """Return for each thread that called the driver how long it was in there, and from when to when it did so."""
+        spans = [span for spans in self._spent.values() for span in spans]
+        found = {
+            name: _sum([span for span in spans if span.thread == name]) for name in {span.thread for span in spans}
+        }
+        for span in self._spent.get("cuGraphInstantiateWithParams", [])[:1]:  # its thread runs the compiled code
+            found[span.thread]["seconds"] += sum(map(self._timed.medusa_timed_ns, range(len(CALLS)))) / 1e9
+        return dict(sorted(found.items()))
+
     def _times(self) -> Iterator[tuple[str, dict[str, float]]]:
         for name, spans in self._spent.items():
-            seconds = sum(end - began for began, end in spans)
-            yield name, {"calls": len(spans), "seconds": seconds, "from_s": spans[0][0], "to_s": spans[-1][1]}
+            yield name, {"calls": len(spans), **_sum(spans)}
         for number, name in enumerate(CALLS):
             if count := self._timed.medusa_timed_calls(number):
                 yield name, {"calls": count, "seconds": self._timed.medusa_timed_ns(number) / 1e9}
+
+
+def _sum(spans: Sequence[_Span]) -> dict[str, float]:
+    seconds = sum(span.end - span.began for span in spans)
+    return {"seconds": seconds, "from_s": min(span.began for span in spans), "to_s": max(span.end for span in spans)}
 
 
 __all__ = ["TimedDriver"]

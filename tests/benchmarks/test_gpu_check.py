@@ -212,14 +212,20 @@ def test_the_drivers_functions_are_timed_in_a_restore(fake_cuda: Path) -> None:
     loads = times["cuLibraryLoadData"]
     assert loads["from_s"] < loads["to_s"]
     assert loads["from_s"] < times["cuGraphInstantiateWithParams"]["to_s"]  # threads load images beside the building
+    threads = driver.threads()
+    main = threads.pop("MainThread")
+    assert threads, "images are loaded in threads of their own"
+    assert all(name.startswith("kernel images_") for name in threads)
+    assert main["seconds"] > times["cuGraphAddKernelNode_v2"]["seconds"] + times["cuGraphDestroy"]["seconds"]
     restore = {
         "begin_s": 0.1,
         "build_s": 0.2,
         "check_s": 0.03,
-        "calls": {"cuGraphLaunch": {"calls": 4, "seconds": 0.02}},
+        "calls": {"cuGraphLaunch": {"calls": 4, "seconds": 0.02, "from_s": 0.3, "to_s": 0.33}},
+        "threads": {"MainThread": {"seconds": 0.02, "from_s": 0.0, "to_s": 0.33}},
     }
-    (line,) = summary._restore_times("tiny", restore)
-    assert line == (
+    assert summary._restore_times("tiny", restore) == [
         "tiny: ms of the restore: 100 to begin, 200 to build, 30 to check; by function of the driver (calls): "
-        "cuGraphLaunch 20 (4)"
-    )
+        "cuGraphLaunch 20 (4)",
+        "tiny: ms since its start: replays 300 to 330; in the driver, by thread: MainThread 20",
+    ]
