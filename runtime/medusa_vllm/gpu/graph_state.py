@@ -229,6 +229,7 @@ class VllmGraphState:
             trigger=trigger,
         )
         keys = [key_of(batch) for batch in full]
+        restorer.begin_loading(keys)
         restorer.build(keys)
         if attempts is not None:
             self._verify_each(restorer, keys, attempts)

@@ -83,7 +83,8 @@ class GraphState:
             current_stream=lambda: torch.cuda.current_stream().cuda_stream,
             trigger=self._trigger,
         )
-        restorer.begin_loading()  # beside the mapping of memory
+        sizes = (*self._graphs.first_sizes, *self._graphs.sizes)
+        restorer.begin_loading([key_of(size) for size in sizes])  # beside the mapping of memory
         used = used_ranges(blueprints) if restorer.keys else set()
         wanted = [
             memory_range

@@ -11,6 +11,7 @@ from ...errors import DeviceError
 
 OUT_OF_MEMORY, INVALID_VALUE = 2, 1
 HOST_MEMORY = 1  # CU_MEMORYTYPE_HOST
+RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 _LETTERS: dict[str, Any] = {
     "p": c_void_p,  # a handle or a pointer; None and byref() are accepted too
@@ -35,6 +36,7 @@ SIGNATURES = {
     "cuCtxGetCurrent": "p",
     "cuCtxGetDevice": "p",
     "cuCtxSynchronize": "",
+    "cuThreadExchangeStreamCaptureMode": "p",
     "cuStreamCreate": "pu",
     "cuStreamSynchronize": "p",
     "cuMemGetInfo_v2": "pp",

@@ -281,3 +281,49 @@ for number in range(2):
     first, second = out.split()
     assert first == "count"
     assert second.endswith("count_twiceEPi")
+
+
+def test_images_are_loaded_in_the_order_in_which_they_are_needed(python: Any) -> None:
+    """Their threads find the kernels, too. What the driver refuses there is asked for again, and named."""
+    out = python(
+        CONTEXT
+        + """
+from threading import current_thread
+from medusa_runtime.state.graphs.blueprint import Blueprints, KernelRecord
+from medusa_runtime.state.graphs.materialization.cubin import parse_cubin
+from medusa_runtime.state.graphs.mismatch import GraphMismatch
+from medusa_runtime.state.graphs.restoration import kernels as restoration
+
+class Recording(type(driver)):
+    calls = []
+    def result(self, function, *arguments):
+        self.calls.append((function, current_thread().name))
+        return super().result(function, *arguments)
+
+images = {name: (Path(os.environ["TOY_CUBINS"]) / f"{name}.cubin").read_bytes() for name in ("toy_a", "toy_b", "toy_g")}
+names = {image: next(iter(parse_cubin(data).kernels)) for image, data in images.items()}
+records = [KernelRecord(name, image, (), ((8, 1024),)) for image, name in names.items()]
+records.append(KernelRecord("absent", "toy_b", (), ()))
+restoration._LOADERS = 1
+driver = Recording(os.environ["FAKE_CUDA_LIBRARY"])
+finder = restoration.KernelFinder(driver, Blueprints(kernels=tuple(records), images=images))
+finder.begin_loading([2, 1])
+finder.begin_loading([0])
+print(*finder._libraries)
+for number in range(3):
+    print(driver.text("cuKernelGetName", finder.handle(number, "decode").kern) == records[number].name)
+print({thread for function, thread in driver.calls if function == "cuFuncSetAttribute"})
+try:
+    finder.handle(3, "decode")
+except GraphMismatch as mismatch:
+    print(mismatch)
+asked = [thread for function, thread in driver.calls if function == "cuLibraryGetKernelCount"]
+print(asked[-2:])
+finder.close()
+print(sum(function == "cuLibraryUnload" for function, _ in driver.calls))
+"""
+    ).splitlines()
+    assert out[:4] == ["toy_g toy_b toy_a", "True", "True", "True"]
+    assert out[4] == "{'kernel images_0'}"
+    assert out[5].startswith("kernel-missing: absent is not in its image: cuLibraryGetKernel failed")
+    assert out[6:] == ["['kernel images_0', 'MainThread']", "3"]

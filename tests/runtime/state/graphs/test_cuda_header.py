@@ -22,7 +22,14 @@ from medusa_runtime.load.upload import staging
 from medusa_runtime.state.graphs import compiled as compiled_graphs
 from medusa_runtime.state.graphs import placement, structs
 from medusa_runtime.state.graphs.blueprint import NodeKind
-from medusa_runtime.state.graphs.driver import HOST_MEMORY, INVALID_VALUE, OUT_OF_MEMORY, SIGNATURES, STICKY
+from medusa_runtime.state.graphs.driver import (
+    HOST_MEMORY,
+    INVALID_VALUE,
+    OUT_OF_MEMORY,
+    RELAXED_CAPTURE,
+    SIGNATURES,
+    STICKY,
+)
 from medusa_runtime.state.graphs.fingerprint import _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _PROCESSORS
 from medusa_runtime.state.graphs.materialization import dump
 from medusa_runtime.state.graphs.restoration import build
@@ -65,7 +72,6 @@ UNTYPED = {
     "cuMemHostAlloc": "pzu",
     "cuMemcpyHtoDAsync_v2": "qpzp",
     "cuStreamDestroy_v2": "p",
-    "cuThreadExchangeStreamCaptureMode": "p",
 }
 
 CALLS = r"""
@@ -164,6 +170,7 @@ CONSTANTS = {
     **{f"CU_DEVICE_ATTRIBUTE_{name}": number for name, number in environment._ATTRIBUTES.items()},
     "CU_POINTER_ATTRIBUTE_MEMORY_TYPE": 2,  # CudaDriver.on_host
     "CU_MEMORYTYPE_HOST": HOST_MEMORY,
+    "CU_STREAM_CAPTURE_MODE_RELAXED": RELAXED_CAPTURE,
     "CU_POINTER_ATTRIBUTE_RANGE_START_ADDR": 11,  # CudaDriver.range_of
     "CU_POINTER_ATTRIBUTE_RANGE_SIZE": 12,
     "CU_GRAPH_NODE_TYPE_KERNEL": NodeKind.KERNEL,

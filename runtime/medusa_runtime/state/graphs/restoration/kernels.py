@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from ctypes import byref, c_size_t, c_uint, c_uint64
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from ctypes import byref, c_int, c_size_t, c_uint, c_uint64
 from typing import NamedTuple
 
-from ....errors import StateError
+from ....errors import DeviceError, StateError
 from ..blueprint import Blueprints, KernelRecord, NodeKind
-from ..driver import CudaDriver, CudaError
+from ..driver import RELAXED_CAPTURE, CudaDriver, CudaError
 from ..kernel_images import address_of
 from ..materialization.dump import IDENTITY, describe, kernel_of, node_kind, nodes_of
 from ..mismatch import GraphMismatch, Reason
@@ -34,8 +35,9 @@ class KernelHandle(NamedTuple):
 class KernelFinder:
     """Loads each image once, and finds kernels in it. ``close`` unloads the images, so no graph may use them then.
 
-    Several threads check and load all images, which are tens of MB for a model, from ``begin_loading`` on, or from when
-    the first kernel is looked for. A damaged one is not loaded, so graphs that use it are not restored.
+    Several threads check and load all images, which are tens of MB for a model, and find their kernels. They begin with
+    ``begin_loading``, or when the first kernel is looked for. A damaged image is not loaded, so graphs that use it are
+    not restored.
     """
 
     def __init__(self, driver: CudaDriver, blueprints: Blueprints, trigger: Trigger | None = None) -> None:
@@ -45,6 +47,9 @@ class KernelFinder:
         self._libraries: dict[str, Future[int]] = {}  # of each image
         self._modules: dict[str, int] = {}  # by image, the module of a triggered kernel of it
         self._found: dict[int, KernelHandle] = {}
+        self._kernels: defaultdict[str, list[int]] = defaultdict(list)  # of each image, by number
+        for number, record in enumerate(blueprints.kernels):
+            self._kernels[record.image].append(number)
         self._triggered: defaultdict[str, list[KernelHandle]] = defaultdict(list)
         self._done: set[str] = set()
         self._listed: set[int] = set()  # modules whose functions are known
@@ -54,17 +59,16 @@ class KernelFinder:
 
         Raises GraphMismatch if it is not found, or if several fit.
         """
-        if number not in self._found:
-            record = self._blueprints.kernels[number]
-            self.begin_loading()
-            library = self._library(record.image)
-            if library:
-                try:
-                    handle = KernelHandle(0, self._in_library(library, record.name))
-                except CudaError as error:
-                    raise GraphMismatch(Reason.KERNEL_MISSING, f"{record.name} is not in its image: {error}") from error
-            else:
-                handle = self._by_trigger(record, graph)
+        if number in self._found:
+            return self._found[number]
+        record = self._blueprints.kernels[number]
+        self.begin_loading()
+        library = self._library(record.image)
+        if library:
+            if number not in self._found:  # it was refused in the thread that loaded the image; here that raises
+                self._find(number, library)
+        else:
+            handle = self._by_trigger(record, graph)
             set_function_attributes(self._driver, handle, record)
             self._found[number] = handle
         return self._found[number]
@@ -87,13 +91,20 @@ class KernelFinder:
                 self._driver.result("cuLibraryUnload", loading.result())
         self._found.clear()
 
-    def begin_loading(self) -> None:
-        """Begin to load all images, if that has not begun."""
-        if self._libraries:
+    def begin_loading(self, first: Iterable[int] = ()) -> None:
+        """Begin to load all images, if that has not begun: those of the ``first`` kernels, by number, before others.
+
+        Raises DeviceError if this thread has no context. The kernels are loaded in that.
+        """
+        images = self._blueprints.images
+        if self._libraries or not images:
             return
+        context = self._driver.current_context()
+        wanted = [self._blueprints.kernels[number].image for number in first]
         loaders = ThreadPoolExecutor(_LOADERS, "kernel images")
-        for digest in self._blueprints.images:
-            self._libraries[digest] = loaders.submit(self._load, digest)
+        for digest in dict.fromkeys((*wanted, *images)):
+            if digest in images:
+                self._libraries[digest] = loaders.submit(self._load, digest, context)
         loaders.shutdown(wait=False)  # a graph waits for its own images
 
     def _library(self, image: str) -> int:
@@ -104,15 +115,33 @@ class KernelFinder:
         loading = self._libraries.get(image)
         return loading.result() if loading is not None else 0
 
-    def _load(self, digest: str) -> int:
+    def _load(self, digest: str, context: int) -> int:
         try:
+            self._driver.call("cuCtxSetCurrent", context)
+            # What this thread does is no part of what another may be capturing.
+            self._driver.call("cuThreadExchangeStreamCaptureMode", byref(c_int(RELAXED_CAPTURE)))
             # The blueprints keep the code: the driver may read it later, when a kernel of it is first used.
             code = address_of(self._blueprints.images[digest])
-            return self._driver.handle("cuLibraryLoadData", code, None, None, 0, None, None, 0)
+            library = self._driver.handle("cuLibraryLoadData", code, None, None, 0, None, None, 0)
         except StateError as error:
             raise GraphMismatch(Reason.CORRUPT, str(error)) from error
         except CudaError as error:
             raise GraphMismatch(Reason.KERNEL_MISSING, f"a kernel image cannot be loaded: {error}") from error
+        for number in self._kernels[digest]:
+            # Driver calls that load a kernel take 0.3 ms. A graph that needs one that was refused asks again.
+            with suppress(GraphMismatch, DeviceError):
+                self._find(number, library)
+        return library
+
+    def _find(self, number: int, library: int) -> None:
+        """Find a kernel in its image. Raises GraphMismatch if it is not there, CudaError if the driver refuses it."""
+        record = self._blueprints.kernels[number]
+        try:
+            handle = KernelHandle(0, self._in_library(library, record.name))
+        except CudaError as error:
+            raise GraphMismatch(Reason.KERNEL_MISSING, f"{record.name} is not in its image: {error}") from error
+        set_function_attributes(self._driver, handle, record)
+        self._found[number] = handle
 
     def _in_library(self, library: int, name: str) -> int:
         """Return the CUkernel of this name. Raises CudaError if the library has none."""
@@ -132,6 +161,7 @@ class KernelFinder:
     def _by_trigger(self, record: KernelRecord, graph: str) -> KernelHandle:
         if self._trigger is not None and graph not in self._done:
             self._done.add(graph)
+            wait(self._libraries.values())  # nothing is loaded beside a capture
             try:
                 self._collect(self._trigger(graph))
             except Exception as error:  # the capture of a layer may raise anything; then all graphs are captured

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 from ....errors import DeviceError, StateError
@@ -120,10 +121,23 @@ class GraphRestorer:
         """The keys of the bundle's graphs; none if the bundle does not fit here."""
         return [] if self._rejected else [graph.key for graph in self._blueprints.graphs]
 
-    def begin_loading(self) -> None:
-        """Begin to load kernel images, in threads, if a graph may fit here. Otherwise the first graph begins it."""
-        if self.keys:
-            self._finder.begin_loading()
+    def begin_loading(self, keys: Sequence[str]) -> None:
+        """Begin to load kernel images in threads, in the order in which the graphs with these keys need them.
+
+        Then the first graphs are built while images of others are loaded. If this is not called, or no graph of these
+        fits here, the first graph that is built begins it.
+        """
+        with suppress(DeviceError):  # the first graph says why
+            if kernels := list(self._kernels(keys)):
+                self._finder.begin_loading(kernels)
+
+    def _kernels(self, keys: Sequence[str]) -> Iterator[int]:
+        """Yield the numbers of the kernels that graphs use, as far as these fit."""
+        known = {} if self._rejected else {graph.key: graph for graph in self._blueprints.graphs}
+        for key in keys:
+            if key in known and self._builder is not None:
+                with suppress(GraphMismatch):  # building it says why
+                    yield from self._builder.used(known[key]).kernels
 
     def build(self, keys: Sequence[str]) -> None:
         """Load images, relocate, and build these graphs. This needs the weights' addresses, but not their bytes."""
@@ -249,6 +263,7 @@ def restore_graphs(
         current_stream=current_stream,
         trigger=trigger,
     )
+    restoration.begin_loading(keys)
     restoration.build(keys)
     restoration.verify(keys, validate)
     log_reasons(restoration.restored)

@@ -1,6 +1,7 @@
 // A CUDA driver in host memory, for tests: device pointers are mmapped, kernels are host functions found by the names in
 // real cubins. Layouts are those of cuda.h 13.0; a test compares them with the real header where there is one.
 #pragma once
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -18,6 +19,12 @@
 #define CUDA_ERROR_ILLEGAL_ADDRESS 700
 #define CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED 900
 #define CUDA_ERROR_INVALID_CLUSTER_SIZE 912
+
+// Several threads load images, and find kernels in them, while another one builds graphs. Holds the lock until the block ends.
+#define GUARDED(lock) \
+  pthread_mutex_lock(&lock); \
+  __attribute__((cleanup(fake_release), unused)) pthread_mutex_t *guard = &lock
+static inline void fake_release(pthread_mutex_t **lock) { pthread_mutex_unlock(*lock); }
 
 typedef int CUresult;
 typedef uint64_t CUdeviceptr;
@@ -138,6 +145,7 @@ CUresult device_alloc(CUdeviceptr *address, size_t size);
 // stream.c
 extern CUresult broken; // what every call returns once a kernel has broken the context; 0 before
 int capture_forbids(void); // whether this thread captures, and must not call what is potentially unsafe then
+void *context_of_thread(void);
 
 // kernels.c
 HostKernel host_kernel(const char *name, int variant);

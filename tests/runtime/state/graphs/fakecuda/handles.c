@@ -9,6 +9,7 @@ typedef struct {
 } Slot;
 static Slot *slots;
 static size_t used, room;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static uintptr_t base(void) {
   const char *text = getenv("FAKE_CUDA_HANDLES");
@@ -16,6 +17,7 @@ static uintptr_t base(void) {
 }
 
 void *handle_new(int kind, void *object) {
+  GUARDED(lock);
   if (used == room) slots = realloc(slots, (room = room ? room * 2 : 1024) * sizeof(Slot));
   slots[used] = (Slot){kind, object};
   return (void *)(base() + 16 * ++used);
@@ -27,11 +29,13 @@ static Slot *slot(void *handle) {
 }
 
 void *handle_get(int kind, void *handle) {
+  GUARDED(lock);
   Slot *found = slot(handle);
   return found && found->kind == kind ? found->object : NULL;
 }
 
 void handle_free(void *handle) {
+  GUARDED(lock);
   Slot *found = slot(handle);
   if (found) found->kind = 0;
 }

@@ -19,6 +19,7 @@ static Range ranges[MAX_RANGES];
 static int count;
 static size_t taken;
 static CUdeviceptr cursor;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; // of all above
 
 static uint64_t setting(const char *name, uint64_t otherwise) {
   const char *text = getenv(name);
@@ -54,6 +55,7 @@ static Range *find(CUdeviceptr address, size_t size, int reserved) {
 
 // What is mapped side by side in one reservation is one range to copies and kernels, as in torch's expandable segments.
 int device_range(CUdeviceptr address, size_t size) {
+  GUARDED(lock);
   int together = find(address, size, 1) != NULL;
   for (;;) {
     Range *range = find(address, together && size ? 1 : size, 0);
@@ -65,6 +67,7 @@ int device_range(CUdeviceptr address, size_t size) {
 }
 
 CUresult device_alloc(CUdeviceptr *address, size_t size) {
+  GUARDED(lock);
   size_t whole = (size + PAGE - 1) / PAGE * PAGE;
   if (!size) return CUDA_ERROR_INVALID_VALUE;
   if (capture_forbids()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
@@ -82,6 +85,7 @@ CUresult device_alloc(CUdeviceptr *address, size_t size) {
 
 CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t size) { return device_alloc(address, size); }
 CUresult cuMemFree_v2(CUdeviceptr address) {
+  GUARDED(lock);
   Range *range = find(address, 1, 0);
   if (!range || !range->usable || range->start != address) return CUDA_ERROR_INVALID_VALUE;
   mprotect((void *)address, range->size, PROT_NONE);
@@ -94,6 +98,7 @@ CUresult cuMemGetAllocationGranularity(size_t *size, const void *prop, int optio
 // the wished address of larger ones up to 32 MiB.
 enum { SMALL = 1 << 30, ROUNDED = 32 << 20 };
 CUresult cuMemAddressReserve(CUdeviceptr *address, size_t size, size_t alignment, CUdeviceptr wanted, uint64_t flags) {
+  GUARDED(lock);
   if (!size || size % GRANULE || wanted % GRANULE) return CUDA_ERROR_INVALID_VALUE;
   if (is_full()) return CUDA_ERROR_OUT_OF_MEMORY;
   if (wanted && getenv("FAKE_CUDA_NO_HINTS")) return CUDA_ERROR_INVALID_VALUE;
@@ -103,6 +108,7 @@ CUresult cuMemAddressReserve(CUdeviceptr *address, size_t size, size_t alignment
   return CUDA_SUCCESS;
 }
 CUresult cuMemAddressFree(CUdeviceptr address, size_t size) {
+  GUARDED(lock);
   Range *range = find(address, size, 1);
   if (!range || find(address, size, 0)) return CUDA_ERROR_INVALID_VALUE;
   munmap((void *)address, size);
@@ -111,6 +117,7 @@ CUresult cuMemAddressFree(CUdeviceptr address, size_t size) {
 }
 // NVIDIA names cudaMalloc as what captures forbid, and does not say whether this is another such call.
 CUresult cuMemCreate(uint64_t *handle, size_t size, const void *prop, uint64_t flags) {
+  GUARDED(lock);
   if (broken) return broken;
   if (capture_forbids()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   if (!size || size % GRANULE) return CUDA_ERROR_INVALID_VALUE;
@@ -122,12 +129,14 @@ CUresult cuMemCreate(uint64_t *handle, size_t size, const void *prop, uint64_t f
   return CUDA_SUCCESS;
 }
 CUresult cuMemRelease(uint64_t handle) {
+  GUARDED(lock);
   Physical *memory = handle_get(MEMORY, (void *)handle);
   if (!memory) return CUDA_ERROR_INVALID_VALUE;
   close(memory->descriptor), taken -= memory->size, handle_free((void *)handle);
   return CUDA_SUCCESS;
 }
 CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, uint64_t handle, uint64_t flags) {
+  GUARDED(lock);
   Physical *memory = handle_get(MEMORY, (void *)handle);
   if (!memory || !find(address, size, 1) || find(address, 1, 0) || offset + size > memory->size) return CUDA_ERROR_INVALID_VALUE;
   if (mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, memory->descriptor, offset) == MAP_FAILED)
@@ -136,6 +145,7 @@ CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, uint64_t hand
   return CUDA_SUCCESS;
 }
 CUresult cuMemSetAccess(CUdeviceptr address, size_t size, const void *description, size_t n) {
+  GUARDED(lock);
   Range *range = find(address, size, 0);
   if (is_full()) return CUDA_ERROR_OUT_OF_MEMORY;
   if (!range || mprotect((void *)address, size, PROT_READ | PROT_WRITE)) return CUDA_ERROR_INVALID_VALUE;
@@ -143,6 +153,7 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t size, const void *descriptio
   return CUDA_SUCCESS;
 }
 CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
+  GUARDED(lock);
   Range *range = find(address, size, 0);
   if (!range) return CUDA_ERROR_INVALID_VALUE;
   mmap((void *)address, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);

@@ -1,7 +1,6 @@
 #define _GNU_SOURCE
 #include "fakecuda.h"
 #include <elf.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -159,13 +158,10 @@ static CUresult load_one(const void *code, Image **made) {
   return *made = image, CUDA_SUCCESS;
 }
 
-// Several threads load images at once. Nothing else here is called by more than one.
 static CUresult load(const void *code, Image **made) {
   static pthread_mutex_t loading = PTHREAD_MUTEX_INITIALIZER;
-  pthread_mutex_lock(&loading);
-  CUresult result = load_one(code, made);
-  pthread_mutex_unlock(&loading);
-  return result;
+  GUARDED(loading);
+  return load_one(code, made);
 }
 
 CUdeviceptr constants_of(const Function *function) { return function->image->constants; }
@@ -249,6 +245,7 @@ CUresult cuModuleEnumerateFunctions(void **functions, unsigned count, void *modu
 }
 CUresult cuKernelGetFunction(void **handle, void *kernel) {
   KNOWN(NULL, kernel);
+  if (!context_of_thread()) return CUDA_ERROR_INVALID_CONTEXT;
   return *handle = function->function, CUDA_SUCCESS;
 }
 CUresult cuKernelGetLibrary(void **library, void *kernel) {

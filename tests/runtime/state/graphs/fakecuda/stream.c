@@ -15,7 +15,8 @@ enum { RELAXED = 2 };
 static _Thread_local int captures, mode; // not relaxed ones; mode: of the thread's calls during a capture
 
 CUresult broken;
-static void *primary, *current;
+static void *primary;
+static _Thread_local void *current;
 static int initialised;
 
 CUresult cuInit(unsigned flags) { return initialised = 1, CUDA_SUCCESS; }
@@ -47,6 +48,7 @@ CUresult cuDevicePrimaryCtxRetain(void **context, int device) {
 }
 CUresult cuDevicePrimaryCtxRelease_v2(int device) { return CUDA_SUCCESS; }
 CUresult cuCtxSetCurrent(void *context) { return current = context, CUDA_SUCCESS; }
+void *context_of_thread(void) { return current; }
 CUresult cuCtxGetCurrent(void **context) { return *context = current, CUDA_SUCCESS; }
 CUresult cuCtxGetDevice(int *device) { return *device = 0, current ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT; }
 CUresult cuCtxSynchronize(void) { return memory_finish(), current ? broken : CUDA_ERROR_INVALID_CONTEXT; }
