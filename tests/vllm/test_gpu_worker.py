@@ -313,3 +313,36 @@ def clean(manager: Any) -> Any:
     manager.graphs.clear()
     manager._graphs_captured = False
     return manager
+
+
+def test_what_is_checked_is_restored_by_a_start_and_what_that_leaves_out_has_the_reason(
+    worker: Any, parts: Any, manager: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from medusa_runtime.engine.gpu.attempts import Attempts
+    from medusa_runtime.state.graphs import Blueprints, GraphMismatch, Reason
+    from medusa_runtime.state.graphs.blueprint import GraphBlueprint
+    from medusa_vllm.gpu.graph_check import GraphCheck
+
+    class Without:
+        def __init__(self, *_: Any) -> None:
+            self.verified: set[str] = set()
+            self.reasons = {"one": GraphMismatch(Reason.KERNEL_MISSING, "scale")}
+
+        def restore(self, blueprints: Any, *, attempts: Attempts, **_: Any) -> None:
+            assert attempts.ended("check") == set()
+            raise GraphMismatch(Reason.MEMORY, "expected 2 MiB, found 1 MiB")
+
+    graphs = tuple(GraphBlueprint(key, (), (), b"") for key in ("one", "two"))
+    attempts = Attempts(tmp_path / "attempts")
+    check = GraphCheck(Blueprints({"kv_cache_bytes": str(5 << 30)}, graphs=graphs), attempts)
+    monkeypatch.setattr(parts.worker, "VllmGraphState", Without)
+    monkeypatch.setattr(parts.worker, "CudaDriver", lambda: None)
+    monkeypatch.setattr(type(worker), "check", check)
+    worker.model_runner = SimpleNamespace()
+    assert set(check.result().refused.values()) == {"absent: a start with it did not come to restore it"}
+    assert worker.determine_available_memory() == 5 << 30
+    adopt(parts, manager, worker.restore_graphs).capture()
+    assert manager.captured == [4, 2, 1]
+    found = check.result()
+    assert found.graphs == ()
+    assert found.refused == {"one": "kernel-missing: scale", "two": "memory: expected 2 MiB, found 1 MiB"}
