@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -139,6 +140,8 @@ def our_start(settings: Settings) -> Iterator[OurStart]:
     region, timeline = Region.create(), Timeline.create("engine")
     with timeline.stage("import"):
         import_vllm(settings, region)
+        gc.collect()
+        gc.freeze()  # as a zygote does; vLLM collects garbage several times in a start
     from medusa_vllm.engine import VllmEngine
 
     began = time.monotonic()
