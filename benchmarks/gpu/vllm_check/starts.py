@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from medusa_runtime.config import Settings
+from medusa_runtime.device.context import DeviceContext
 from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.reader import Region
@@ -138,10 +139,15 @@ class OurStart:
 def our_start(settings: Settings) -> Iterator[OurStart]:
     """Start vLLM as an instance does. The loading phase begins when everything is imported."""
     region, timeline = Region.create(), Timeline.create("engine")
+    # As an instance's engine and its zygote: the device's context is made beside the imports, and what was imported is
+    # frozen, because vLLM collects garbage several times in a start.
+    context = DeviceContext(timeline=timeline) if settings.device == "cuda" else None
     with timeline.stage("import"):
         import_vllm(settings, region)
         gc.collect()
-        gc.freeze()  # as a zygote does; vLLM collects garbage several times in a start
+        gc.freeze()
+    if context is not None:
+        context.wait()
     from medusa_vllm.engine import VllmEngine
 
     began = time.monotonic()
