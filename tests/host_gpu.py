@@ -18,7 +18,8 @@ from medusa_runtime.engine.gpu.device import Gpu
 from medusa_runtime.engine.gpu.runner import GpuRunner
 from medusa_runtime.errors import DeviceError, StateError
 from medusa_runtime.fetch.prefetcher import prefetch
-from medusa_runtime.kernels import cuda
+from medusa_runtime.kernels import cuda, paged
+from medusa_runtime.kernels.pointwise import write_kv
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from strict_device import STRICT, MadeThere
@@ -179,6 +180,30 @@ class HostGpu(Gpu):
 
     def as_default_device(self) -> AbstractContextManager[object]:
         return MadeThere() if self.device == STRICT else nullcontext()
+
+
+class HostKernels:
+    """Triton's kernels, computed by torch. Every launch waits until they are ``compiled``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.compiled = threading.Event()
+        self.waited: set[str] = set()  # the threads that waited for it
+        monkeypatch.setattr(cuda, "triton_obstacle", lambda: None)
+        monkeypatch.setattr(cuda, "_paged_triton", lambda: self)
+
+    def write(self, *arguments: Tensor) -> None:
+        self._wait()
+        write_kv(*arguments)
+
+    def decode(self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, contexts: Tensor, **options: Any) -> Any:
+        self._wait()
+        rows = torch.arange(len(q), dtype=torch.int32, device=q.device)
+        return paged.attention(q, keys, values, tables, rows, contexts, **options)
+
+    def _wait(self) -> None:
+        if not self.compiled.is_set():
+            self.waited.add(threading.current_thread().name)
+            assert self.compiled.wait(60)
 
 
 @pytest.fixture(autouse=True)

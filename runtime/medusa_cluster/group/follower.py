@@ -61,6 +61,7 @@ class Follower(WorkerEngine):
         return self._instance.is_set()
 
     def run(self, stop: threading.Event) -> None:
+        self.runner.prepare(eagerly=True)
         self.released = serve_group(lambda: _Session(self, stop.is_set), self.plan, stop)
         if self.released == "instance" and not stop.is_set():
             self._throttle.release()

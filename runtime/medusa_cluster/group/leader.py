@@ -68,6 +68,7 @@ class Leader(WorkerEngine):
         self._check_loaded()
 
     def run(self, stop: threading.Event) -> None:
+        self.runner.prepare(eagerly=True)
         self._form(stop)
         try:
             super().run(stop)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from engine_fixtures import SETTINGS, fill_region
 from group_fixtures import Group, host_gpu, until
-from host_gpu import Arrived, Bundled, HostGpu, HostLink, Recorder
+from host_gpu import Arrived, Bundled, HostGpu, HostKernels, HostLink, Recorder
 from medusa_cluster.group.gathering import BlockSource, Gathering
 from medusa_cluster.group.plan import GroupPlan
 from medusa_cluster.group.vllm import engine as vllm_engine
@@ -117,6 +117,27 @@ def test_graphs_are_captured_once_it_is_alone_and_used_then(group: Callable[...,
     assert made.leader.ask(PROMPT, max_tokens=40).tokens == expected
     assert leader.runner.graphs.replays > 0
     assert "alone" not in [stage.name for stage in made.leader.timeline.stages()]
+
+
+@pytest.mark.parametrize("bundled", [None, b"1 2 4 8"])
+def test_all_workers_prepare_the_kernels_of_decode_steps_at_once(
+    group: Callable[..., Group], serve: Any, monkeypatch: pytest.MonkeyPatch, bundled: bytes | None
+) -> None:
+    """Else the second token of a group waits for the first worker's kernels, and then for those of the next."""
+    expected = serve().ask(PROMPT, max_tokens=9).tokens
+    if bundled is not None:
+        monkeypatch.setattr(torch_engine, "bundled_graphs", lambda region, settings: Bundled(bundled))
+    kernels = HostKernels(monkeypatch)
+    made = group("0:2", "2:4", gpu=host_gpu).start()
+    answer = made.leader.ask(PROMPT, max_tokens=9)
+    answer.next()
+    assert made.formed
+    assert answer.incoming.empty()
+    kernels.compiled.set()
+    assert answer.tokens == expected
+    assert kernels.waited == {"decode-kernels"}, "a step launched them before"
+    for worker in made.workers:
+        assert "decode_kernels" in [stage.name for stage in worker.timeline.stages()]
 
 
 def test_the_bundles_graphs_are_restored_once_it_is_alone(

@@ -90,12 +90,17 @@ def compile_it(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def variants(shape: dict[str, Any]) -> dict[str, Any]:
-    """Steps of 1 to 3 sequences, with block tables of several widths, each in the places that ``GpuAttention`` has."""
+    """Steps of 1 to 3 sequences, with block tables of several widths, each in the places that ``GpuAttention`` has.
+
+    Before them, what ``DecodeKernels`` launches.
+    """
     from types import SimpleNamespace
 
     import torch
     import triton
+    from medusa_runtime.engine.gpu.decode_kernels import DecodeKernels
     from medusa_runtime.kernels import paged_triton
+    from medusa_runtime.timeline import Timeline
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget("cuda", 90, 32)
@@ -111,6 +116,11 @@ def variants(shape: dict[str, Any]) -> dict[str, Any]:
         kernel.run = run
     paged_triton._combine.run = lambda *args, **kwargs: None
     paged_triton.splits_for = lambda programs, processors: 4
+    config: Any = SimpleNamespace(
+        num_heads=shape["heads"], num_kv_heads=shape["kv_heads"], head_dim=shape["head_dim"], windows=(None,) * 4
+    )
+    DecodeKernels(config, torch.bfloat16, torch.device("cpu"), Timeline.create("variants"))._launch()
+    assert {name: len(seen) for name, seen in compiled.items()} == {"_attend": 1, "_write": 1}
     pools = [torch.empty(64, 16, shape["kv_heads"], shape["head_dim"], dtype=torch.bfloat16) for _ in range(2)]
     for count in (1, 2, 3):
         slots, lengths = torch.ones((2, count + 5), dtype=torch.long)

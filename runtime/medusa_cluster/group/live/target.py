@@ -64,6 +64,7 @@ class TargetEngine(SourceEngine):
         return super().stats() | {"layers_loaded": self.loaded_layers()}
 
     def run(self, stop: threading.Event) -> None:
+        self.runner.prepare()
         helper = _Helper(self)
         try:
             with torch.inference_mode():

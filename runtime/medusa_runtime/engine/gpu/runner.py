@@ -18,6 +18,7 @@ from ..torch.runner import Forward, run_step
 from ..torch.sampler import sample
 from .attention import GpuAttention
 from .decode_graphs import DecodeGraphs, Restorer, capture_obstacle, sizes_for
+from .decode_kernels import DecodeKernels
 from .device import BundledGraphs, Gpu
 from .static_inputs import INPUTS, OUTPUTS
 
@@ -70,6 +71,7 @@ class GpuRunner:
         self._to_restore: list[int] = []  # sizes that the bundle has and that have not been restored yet
         self._adopted = False  # whether a graph of the bundle is in use
         self._to_build: list[int] = []  # those of them to build while the weights are loading
+        self._kernels = DecodeKernels(model.config, cache.shape.dtype, cache.pool.device, timeline)
         self.graphs: DecodeGraphs | None = None
         if not has_all_layers:
             return
@@ -95,6 +97,11 @@ class GpuRunner:
                 gpu.free(name)
             logger.warning("decode steps run without a CUDA graph: %s", error)
 
+    def prepare(self, *, eagerly: bool = False) -> None:
+        """Begin to make the kernels of decode steps ready, unless all of these will run in a bundle's graphs."""
+        if eagerly or self.graphs is None or self._blueprints is None:
+            self._kernels.begin()
+
     def step(self, spans: list[Span]) -> tuple[Tensor | None, list[Sequence]]:
         """Run one step, like ``run_step``. Graphs do not wait at gates, so they need all weights to be loaded."""
         graphs = self.graphs
@@ -102,6 +109,7 @@ class GpuRunner:
             # The weights are loaded, so this need not wait until the engine is idle. A prompt is computed without it.
             self._restore(graphs)
         if graphs is None or not self._weights.applied or not graphs.can_run(spans):
+            self._wait_for_kernels(spans)
             return run_step(self.model, self.cache, spans, GpuAttention)
         try:
             logits = graphs.run(spans)
@@ -113,6 +121,7 @@ class GpuRunner:
         return logits, [span.sequence for span in spans]
 
     def forward(self, spans: list[Span], hidden: Tensor | None = None) -> Forward:
+        self._wait_for_kernels(spans)
         return Forward(self.model, self.cache, spans, hidden, GpuAttention)
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
@@ -141,8 +150,19 @@ class GpuRunner:
                 return self._build_next()
             self._restore(graphs)
             return True
+        self._kernels.begin()
+        if self._kernels.under_way:  # a prompt can be computed meanwhile
+            return False
         graphs.capture_next()
         return True
+
+    def close(self) -> None:
+        self._kernels.wait()
+
+    def _wait_for_kernels(self, spans: list[Span]) -> None:
+        """Wait for the kernels of decode steps if a step has a decode, and a thread makes them ready."""
+        if self._kernels.under_way and any(span.stop - span.start == 1 for span in spans):
+            self._kernels.wait()
 
     @property
     def _must_restore_first(self) -> bool:

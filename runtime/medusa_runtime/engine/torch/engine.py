@@ -209,6 +209,7 @@ class TorchEngine:
             self._inbox.post(lambda: self._requests.end(sequence, "cancelled"))
 
     def run(self, stop: threading.Event) -> None:
+        self.runner.prepare()
         with contextlib.closing(self._inbox), self._requests.serving(), torch.inference_mode():
             while not stop.is_set():
                 self._inbox.run_pending()
@@ -242,6 +243,7 @@ class TorchEngine:
         self._constraints.close()
         self._loader.close()
         self._watcher.join()
+        self.runner.close()
 
     def _cached_layers(self) -> range:
         """Return the numbers of the layers that this engine's KV cache has room for."""

@@ -20,6 +20,9 @@ from .transfers import on_host
 class Runner(Protocol):
     """Runs an engine's steps on its device. Belongs to the engine's thread."""
 
+    def prepare(self, *, eagerly: bool = False) -> None:
+        """Begin in the background what the first steps need. ``eagerly``: they run without graphs, as a group's do."""
+
     def step(self, spans: list[Span]) -> tuple[Tensor | None, list[Sequence]]:
         """Run the spans, and return logits and sequences like ``run_step``."""
 
@@ -32,11 +35,17 @@ class Runner(Protocol):
     def use_idle_time(self) -> bool:
         """Do a fraction of a second of work that can wait, and return whether there was any."""
 
+    def close(self) -> None:
+        """Wait until nothing runs in the background any more."""
+
 
 class CpuRunner:
     def __init__(self, model: DecoderModel, cache: KvCache) -> None:
         self._model = model
         self._cache = cache
+
+    def prepare(self, *, eagerly: bool = False) -> None:
+        pass
 
     def step(self, spans: list[Span]) -> tuple[Tensor | None, list[Sequence]]:
         return run_step(self._model, self._cache, spans)
@@ -49,6 +58,9 @@ class CpuRunner:
 
     def use_idle_time(self) -> bool:
         return False
+
+    def close(self) -> None:
+        pass
 
 
 class Forward:

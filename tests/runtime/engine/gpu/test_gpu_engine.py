@@ -13,6 +13,7 @@ from host_gpu import (
     PROMPTS,
     Bundled,
     HostGpu,
+    HostKernels,
     Recorder,
     answers,
     no_triton,
@@ -142,6 +143,23 @@ def test_graphs_are_captured_while_the_weights_still_come(start: Callable[..., A
     assert answer.incoming.empty()
     gpu.link.open.set()
     assert answer.tokens == expected[0]
+
+
+def test_a_first_token_does_not_wait_for_the_kernels_of_decode_steps(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers(start(None))
+    kernels = HostKernels(monkeypatch)
+    served = start(HostGpu(recorder := Recorder(), strict=True))
+    served.engine.wait_ready()
+    answer = served.ask(PROMPTS[0], max_tokens=20)
+    answer.next()
+    assert answer.incoming.empty()
+    assert not recorder.captured
+    kernels.compiled.set()
+    assert answer.tokens == expected[0]
+    assert kernels.waited == {"decode-kernels"}, "a step launched them before"
+    assert "decode_kernels" in [stage.name for stage in served.timeline.stages()]
 
 
 def test_restored_graphs_are_used_and_the_missing_ones_captured(
