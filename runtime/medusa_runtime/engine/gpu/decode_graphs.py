@@ -2,7 +2,8 @@
 
 A batch runs in the smallest graph that is large enough, or eagerly if there is none. A graph contains the addresses of
 the weights, the KV cache and the static inputs, which are all known before the weights' bytes arrive. So graphs can be
-captured while weights are still loading, and whenever the engine is idle.
+captured while weights are still loading, and whenever the engine is idle. Without idle time, a step captures the graph
+that it needs.
 """
 
 from __future__ import annotations
@@ -193,6 +194,19 @@ class DecodeGraphs:
             self.inputs.fill([], self.inputs.rows)
             capturer.warm_up(work)
             return capturer.capture(work)
+
+    def capture_for(self, count: int) -> None:
+        """Capture at most one size for steps of ``count`` sequences, since an engine with work may never be idle.
+
+        The largest size comes first: its graph runs such a step at once, and smaller graphs reuse its memory. The next
+        step captures the size that fits best.
+        """
+        if count > self.sizes[-1]:
+            return
+        pending, best = self.pending, self.sizes[bisect_left(self.sizes, count)]
+        size = next((size for size in (self.sizes[-1], best) if size in pending), None)
+        if size is not None:
+            self.capture(size)
 
     def capture_next(self) -> None:
         """Capture the largest size without a graph."""

@@ -108,6 +108,9 @@ class GpuRunner:
         if graphs is not None and self._weights.applied and self._must_restore_first and graphs.are_decodes(spans):
             # The weights are loaded, so this need not wait until the engine is idle. A prompt is computed without it.
             self._restore(graphs)
+        if graphs is not None and self._weights.applied and not self._restores and graphs.are_decodes(spans):
+            self._wait_for_kernels(spans)
+            graphs.capture_for(len(spans))
         if graphs is None or not self._weights.applied or not graphs.can_run(spans):
             self._wait_for_kernels(spans)
             return run_step(self.model, self.cache, spans, GpuAttention)
@@ -163,6 +166,11 @@ class GpuRunner:
         """Wait for the kernels of decode steps if a step has a decode, and a thread makes them ready."""
         if self._kernels.under_way and any(span.stop - span.start == 1 for span in spans):
             self._kernels.wait()
+
+    @property
+    def _restores(self) -> bool:
+        """Whether the bundle may have graphs that have not been restored yet."""
+        return self._blueprints is not None or bool(self._to_restore)
 
     @property
     def _must_restore_first(self) -> bool:

@@ -26,6 +26,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu.decode_graphs import BATCH_SIZES, sizes_for
 from medusa_runtime.engine.gpu.device import BundledGraphs, bundled_graphs
 from medusa_runtime.engine.gpu.footprint import measure_kv_plan
+from medusa_runtime.engine.gpu.runner import GpuRunner
 from medusa_runtime.engine.torch import engine as torch_engine
 from medusa_runtime.engine.torch.kv_cache import SPARE_BLOCKS
 from medusa_runtime.errors import DeviceError, StateError
@@ -143,6 +144,20 @@ def test_graphs_are_captured_while_the_weights_still_come(start: Callable[..., A
     assert answer.incoming.empty()
     gpu.link.open.set()
     assert answer.tokens == expected[0]
+
+
+def test_an_engine_that_is_never_idle_captures_the_graphs_of_its_batches(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers(start(None))
+    monkeypatch.setattr(GpuRunner, "use_idle_time", lambda self: False)
+    served = start(HostGpu(recorder := Recorder(), strict=True))
+    assert served.ask(PROMPTS[0], max_tokens=20).tokens == expected[0]
+    graphs = runner_of(served).graphs
+    assert graphs is not None
+    assert list(graphs.graphs) == [8, 1], "the largest, whose memory the others share, and the one that is used"
+    assert [graph.replays for graph in recorder.captured] == [1, 18]
+    assert answers(served) == expected
 
 
 def test_a_first_token_does_not_wait_for_the_kernels_of_decode_steps(
