@@ -9,7 +9,6 @@ While a long answer is written, the group becomes one instance. With ``--pair`` 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import secrets
 import subprocess
@@ -27,6 +26,7 @@ from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.engine.client import EngineClient
 from medusa_runtime.timeline import Stage
 
+from benchmarks.gpu.gaps import longest, median_ms
 from benchmarks.gpu.part_process import part_parser, prepare
 from benchmarks.gpu.probe import environ
 from benchmarks.ports import free_port
@@ -35,6 +35,9 @@ SIZE = 2
 _PROMPT = tuple(range(3, 131))
 _TOKENS, _AFTER = 384, 48  # of the long answer, and of a sampled one behind it
 _SWITCH_AT = 32  # when the long answer has so many tokens, the group may become one instance
+_STAGES = (
+    "context", "import", "device", "load", "kv_plan", "decode_kernels", "form", "first_forward", "full", "capture",
+)  # fmt: skip
 _START_S = 60.0
 _POLL_S = 0.005
 # One sequence at a time, so that all compute products of the same number of rows: an instance's graph for 8 sequences
@@ -61,16 +64,27 @@ def groups(model: Path, *, pair: bool, dry_run: bool) -> dict[str, Any]:
     with Workers(model, device, layers_of(model)) as group:
         found = group.answers(group.consolidate)
     alone, together = single.facts(0), group.facts(0)
+    apart, times = group.moment("consolidated"), found["times"]
+    gaps = {"group_gap_ms": median_ms(times, until=apart), "instance_gap_ms": median_ms(times, since=apart)}
     first = next((n for n, (a, b) in enumerate(zip(found["all"], expected["all"], strict=True)) if a != b), None)
     gather = together.pop("gather", None)
     return {
-        "alone": {key: expected[key] for key in ("ttft_s", "gap_ms")} | alone,
-        "group": {key: found[key] for key in ("ttft_s", "gap_ms", "longest_gap_ms")} | together,
+        "alone": _times(single, expected) | alone,
+        "group": _times(group, found) | gaps | together,
         "wrong_answers": _wrong(found, expected),
         "first_difference": first,
         "gather": gather,
         "pair": _pair(model, device, expected) if pair else None,
         "device": alone["device"],
+    }
+
+
+def _times(workers: Workers, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the times of an answer's tokens. Call it after the workers have ended."""
+    return {
+        "ttft_s": found["times"][0] - workers.began,
+        "gap_ms": median_ms(found["times"]),
+        "longest_gaps": longest(found["times"], workers.all_stages()),
     }
 
 
@@ -163,21 +177,14 @@ class Workers:
         times: list[float] = []
         long: list[int] = []
         for delta in self._client.generate(_request(_TOKENS, temperature=0.0)):
-            times += [time.monotonic() - self.began] * len(delta.token_ids)
+            times += [time.monotonic()] * len(delta.token_ids)
             before, long = len(long), [*long, *delta.token_ids]
             if before < _SWITCH_AT <= len(long):
                 meanwhile()
         self.wait_for("workers", 1, absent=1)  # in a single engine
         sampled = _request(_AFTER, temperature=0.8, seed=11)
         short = [token for delta in self._client.generate(sampled) for token in delta.token_ids]
-        gaps = [after - before for before, after in itertools.pairwise(times)]
-        return {
-            "ttft_s": times[0],
-            "gap_ms": sorted(gaps)[len(gaps) // 2] * 1e3,
-            "longest_gap_ms": max(gaps) * 1e3,
-            "tokens": [long, short],
-            "all": [*long, *short],
-        }
+        return {"times": times, "tokens": [long, short], "all": [*long, *short]}
 
     def stats(self) -> dict[str, Any]:
         return self._client.stats()
@@ -197,7 +204,7 @@ class Workers:
         begin = next(stage.start_ns for stage in stages if stage.name == "exec")
         found: dict[str, Any] = {"stages": {}, "device": ""}
         for stage in stages:
-            if stage.name in ("context", "import", "device", "load", "kv_plan", "form", "first_forward", "full"):
+            if stage.name in _STAGES:
                 times = [(stage.start_ns - begin) / 1e9, (stage.end_ns - begin) / 1e9]
                 found["stages"].setdefault(f"{stage.process} {stage.name}", times)
             if stage.name == "context":
@@ -207,6 +214,22 @@ class Workers:
             if stage.name == "alone":
                 found["alone"] = (stage.detail or {}).get("reason", "")
         return found
+
+    def moment(self, name: str) -> float:
+        """Return when the first worker's first stage of this name ended, in monotonic seconds; infinity if it has not.
+
+        Call it after the workers have ended.
+        """
+        return min((stage.end_ns / 1e9 for stage in self._stages[0] if stage.name == name), default=float("inf"))
+
+    def all_stages(self) -> list[Stage]:
+        """Return the stages of all workers, each with its rank. Call it after the workers have ended."""
+        return [
+            stage._replace(process=f"worker {rank} {stage.process}")
+            for rank, stages in enumerate(self._stages)
+            for stage in stages
+            if not stage.process.startswith("worker ") and stage.name != "exec"  # what the leader was told of others
+        ]
 
     def __enter__(self) -> Workers:
         return self

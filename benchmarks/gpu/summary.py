@@ -110,8 +110,11 @@ def _groups(results: Results) -> list[str]:
         found.append(judged(said, not wrong and not fell_back and gather is not None))
         found.append(
             f"{shape}: first token after {group['ttft_s']:.2f} s in the group, {alone['ttft_s']:.2f} s alone; "
-            f"{group['gap_ms']:.1f} and {alone['gap_ms']:.1f} ms from token to token"
+            f"{_ms(group['group_gap_ms'])} and {_ms(alone['gap_ms'])} from token to token, "
+            f"{_ms(group['instance_gap_ms'])} once the group is an instance"
         )
+        for where, one in (("alone", alone), ("in the group", group)):
+            found.append(f"{shape}: the longest gap {where}: {_gap(one)}")
         if (pair := value.get("pair")) is not None:
             said = f"{shape}: an instance that prefills for another: answers that are not one engine's: "
             said += f"{pair['wrong_answers']}; it ran {pair['layers_helped']} layers"
@@ -119,9 +122,20 @@ def _groups(results: Results) -> list[str]:
         if gather is not None:
             found.append(
                 f"{shape}: consolidated with a pause of {gather['pause_s'] * 1e3:.1f} ms for {gather['last_bytes']} "
-                f"bytes; the longest gap between two tokens was {group['longest_gap_ms']:.1f} ms"
+                "bytes"
             )
     return found
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} ms"
+
+
+def _gap(found: Results) -> str:
+    """Return an answer's longest gap in words, with the stages that overlap it most."""
+    gap = found["longest_gaps"][0]
+    stages = ", ".join(f"{name} from {begin:.0f} to {end:.0f} ms" for name, begin, end in gap["stages"][:4])
+    return f"{gap['ms']:.1f} ms before token {gap['token']}; meanwhile: {stages or 'no stage'}"
 
 
 def _offline(shape: str, made: Results) -> list[str]:

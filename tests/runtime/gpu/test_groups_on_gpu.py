@@ -33,6 +33,9 @@ def test_the_tokens_are_those_of_one_engine(where: str, tmp_path: Path, request:
     assert found["pair"] == {"wrong_answers": 0, "layers_helped": 2 * 2}  # two layers of two prompts
     assert "alone" not in found["group"], "it fell back"
     assert bool(found["device"]) == (where == "gpu")
+    gap = found["group"]["longest_gaps"][0]
+    assert gap["ms"] >= max(found["group"]["group_gap_ms"], found["group"]["instance_gap_ms"])
     said = lines(results)
+    assert any(f"the longest gap in the group: {gap['ms']:.1f} ms before token {gap['token']}" in line for line in said)
     assert "ok    tiny-llama: two workers of a group: answers that are not one engine's: 0" in said
     assert "----  a group of workers on one GPU: not measured" not in said
