@@ -187,3 +187,12 @@ def until(condition: Callable[[], Any], why: Callable[[], str] = lambda: "") -> 
         if time.monotonic() > deadline:
             pytest.fail(f"it did not come to pass within {PATIENCE_S:g} s:\n{why()}")
         time.sleep(0.05)
+
+
+def resident_mb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6
+
+
+def peak_mb(pid: int) -> float:
+    found = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(found.split()[1]) / 1e3

@@ -8,7 +8,7 @@ from typing import Any
 
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error", 404: "not_found_error"}
 
-_LARGEST_BYTES = 256 << 10  # of an instance's error
+LARGEST_ERROR_BYTES = 256 << 10  # of an instance's error
 
 
 class Fault(Exception):
@@ -41,23 +41,30 @@ def too_large(what: str, most_bytes: int) -> Fault:
     return Fault(400, text + "ask for fewer log-probabilities, sequences or tokens", code="answer_too_large")
 
 
+def answers_too_large(total_bytes: int) -> Fault:
+    """Return the error for an answer that cannot be passed on in pieces, when answers take the memory there is."""
+    text = f"large answers take the {total_bytes // 10**6} MB that they may take together (--answer-memory-mb); "
+    text += "try again later, or ask for fewer log-probabilities, sequences or tokens"
+    return Fault(503, text, code="answer_memory", retry_after_s=1.0)
+
+
 def compact(value: Any) -> bytes:
     """Return a value as compact JSON in UTF-8."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
-def error_code(body: bytes) -> str:
+def error_code(body: bytes | bytearray) -> str:
     """Return the code in an error's body, or an empty string if there is none."""
     return _of_error(body, "code")
 
 
-def error_message(body: bytes) -> str:
+def error_message(body: bytes | bytearray) -> str:
     """Return the message in an error's body, or an empty string if there is none."""
     return _of_error(body, "message")
 
 
-def _of_error(body: bytes, name: str) -> str:
-    if len(body) > _LARGEST_BYTES:
+def _of_error(body: bytes | bytearray, name: str) -> str:
+    if len(body) > LARGEST_ERROR_BYTES:
         return ""
     try:
         found = json.loads(body)["error"][name]

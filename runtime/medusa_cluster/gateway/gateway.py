@@ -15,6 +15,7 @@ from medusa_runtime.errors import MedusaError
 from medusa_runtime.prometheus import gauge
 from medusa_runtime.storage.peer_access import PeerAccess
 
+from .answer_memory import AnswerMemory
 from .controller_api import ControllerApi, NodeServers
 from .dispatch import Dispatch
 from .health import Health
@@ -32,7 +33,8 @@ class GatewayOptions:
 
     ``addresses`` are node servers as ``host:port``, and ``client_token`` is the token that clients must send, if any.
     ``hold_s`` is how long a request may wait for an instance, and ``max_waiting`` how many may wait.
-    ``body_memory_mb`` limits the bodies of all requests in flight together.
+    ``body_memory_mb`` limits the bodies of all requests in flight together, and ``answer_memory_mb`` the answers that
+    are held.
     """
 
     addresses: tuple[str, ...]
@@ -45,6 +47,7 @@ class GatewayOptions:
     drain_s: float = 30.0
     max_body_mb: int = 32
     body_memory_mb: int = 512
+    answer_memory_mb: int = 1024
     read_timeout_s: float = 60.0
     write_timeout_s: float = 60.0
     name: str = ""
@@ -71,6 +74,7 @@ class Gateway:
         self.dispatch = Dispatch(options.max_waiting, self.metrics, self.table.wake)
         self._health = Health(session, headers, self.dispatch)
         self.relay = Relay(session, headers, self.dispatch, self._health, self.metrics, options.hold_s)
+        self.answers = AnswerMemory(options.answer_memory_mb * 10**6)
         self._status: dict[str, Any] = {}
         self._status_at = 0.0
         self._asking: asyncio.Lock = asyncio.Lock()
@@ -106,8 +110,19 @@ class Gateway:
         gauges["tokens_per_second"] = {
             name: self.metrics.of(name).token_rate.per_s() for name in self.table.current.models
         }
-        name, text = "medusa_gateway_controller_away_seconds", "For how long the controller has not answered."
-        return self.metrics.text(gauges) + "\n".join(gauge(name, text, ((), round(self.table.away_s, 1)))) + "\n"
+        lines = [
+            *gauge(
+                "medusa_gateway_controller_away_seconds",
+                "For how long the controller has not answered.",
+                ((), round(self.table.away_s, 1)),
+            ),
+            *gauge(
+                "medusa_gateway_answer_memory_bytes",
+                "What answers take that are held until their clients have them.",
+                ((), self.answers.used_bytes),
+            ),
+        ]
+        return self.metrics.text(gauges) + "\n".join(lines) + "\n"
 
     async def status(self) -> dict[str, Any]:
         """Return the cluster's state as the controller sees it, and for how long the controller has been away.

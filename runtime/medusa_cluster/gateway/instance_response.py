@@ -9,15 +9,18 @@ from typing import NamedTuple
 
 import aiohttp
 
-from .faults import error_code, error_message, too_large
+from .answer_memory import Share
+from .faults import LARGEST_ERROR_BYTES, answers_too_large, error_code, error_message, too_large
 from .health import Health, InstanceLostError
-from .large_json import parse, run_beside
+from .large_json import LARGE_BYTES, parse, run_beside
 from .routes import Instance
 from .streaming.sse import DONE, Event, Splitter
 
 _CONNECT_S = 5.0
 _END_S = 0.5
 _LARGEST_ANSWER_BYTES = 256 << 20
+_COPIES = 4  # of a large event of a stream, while it is split off and compared
+SMALL_BYTES = 64 << 10  # an answer of this size never waits for its client
 _KEPT_HEADERS = ("Content-Type", "Retry-After", "Server-Timing", "X-Request-Id", "Allow", "Cache-Control")
 _BUSY_CODES = ("not_ready", "overloaded")
 # A stream of chunks ends with [DONE], one of the Responses API with one of these.
@@ -37,7 +40,7 @@ class Answer(NamedTuple):
 
     status: int
     headers: dict[str, str]
-    body: bytes
+    body: bytes | bytearray
 
 
 class InstanceResponse:
@@ -47,7 +50,17 @@ class InstanceResponse:
         self._response = response
         self._instance = instance
         self._health = health
+        self._held = bytearray()
         self._done = False
+
+    @property
+    def status(self) -> int:
+        return self._response.status
+
+    @property
+    def size_bytes(self) -> int | None:
+        """The size of an answer that is no stream, or None if its head does not say."""
+        return self._response.content_length
 
     @property
     def is_stream(self) -> bool:
@@ -57,27 +70,55 @@ class InstanceResponse:
         """Return the headers that the client should get."""
         return {name: self._response.headers[name] for name in _KEPT_HEADERS if name in self._response.headers}
 
-    async def whole(self) -> Answer:
-        """Read the whole answer. Raises InstanceLostError, BusyError, and Fault if it is too large."""
-        pieces, size = [], 0
+    async def whole(self, share: Share) -> Answer | None:
+        """Read the whole answer. Return None if there is not enough memory for it; ``rest`` then yields it.
+
+        Raises InstanceLostError, BusyError, and Fault if it is too large.
+        """
+        if (self.size_bytes or 0) > _LARGEST_ANSWER_BYTES:
+            raise too_large("an answer", _LARGEST_ANSWER_BYTES)
+        may_be_unusable = self.status in (404, 429) or self.status >= 500
         async with self._health.watch(self._instance):
             with _as_instance_lost():
                 async for piece in self._response.content.iter_any():
                     self._health.note_bytes(self._instance.id)
-                    pieces.append(piece)
-                    size += len(piece)
+                    self._held += piece
+                    size = len(self._held)
                     if size > _LARGEST_ANSWER_BYTES:
                         raise too_large("an answer", _LARGEST_ANSWER_BYTES)
-        body = b"".join(pieces)
-        status = self._response.status
-        if status in (404, 429) or status >= 500:
-            _raise_if_unusable(status, body)
-        return Answer(status, self.head(), body)
+                    has_room = size <= SMALL_BYTES or share.resize(size)
+                    if may_be_unusable and size <= LARGEST_ERROR_BYTES:
+                        continue
+                    if may_be_unusable:
+                        _raise_if_unusable(self.status, self._held)
+                        may_be_unusable = False
+                    if not has_room:
+                        return None
+        if may_be_unusable:
+            _raise_if_unusable(self.status, self._held)
+        return Answer(self.status, self.head(), self._held)
 
-    async def events(self) -> AsyncGenerator[Event]:
+    async def rest(self, share: Share) -> AsyncGenerator[bytes]:
+        """Yield an answer that ``whole`` has not read to its end, in pieces. Raises InstanceLostError."""
+        held, self._held = self._held, bytearray()
+        for start in range(0, len(held), SMALL_BYTES):
+            yield bytes(memoryview(held)[start : start + SMALL_BYTES])
+        del held
+        share.release()
+        while True:
+            async with self._health.watch(self._instance):
+                with _as_instance_lost():
+                    piece = await self._response.content.readany()
+            if not piece:
+                return
+            self._health.note_bytes(self._instance.id)
+            yield piece
+
+    async def events(self, share: Share) -> AsyncGenerator[Event]:
         """Yield the events of a stream, up to the last one.
 
-        Raises InstanceLostError if the stream ends before it, and Fault if an event is too large.
+        Raises InstanceLostError if the stream ends before it, and Fault if an event is too large, or too large for the
+        memory that is left.
         """
         splitter = Splitter()
         while True:
@@ -87,6 +128,9 @@ class InstanceResponse:
             if not piece:
                 raise InstanceLostError("its stream ended early", began=True)
             self._health.note_bytes(self._instance.id)
+            size = splitter.held_bytes + len(piece)
+            if not share.resize(_COPIES * size if size > LARGE_BYTES else 0):
+                raise answers_too_large(share.total_bytes)
             for event in splitter.feed(piece):
                 if event.data is not None and event.data.startswith(b'{"error"'):
                     _raise_if_given_up(error_code(event.data))
@@ -149,7 +193,7 @@ def _as_instance_lost() -> Iterator[None]:
         raise InstanceLostError(f"the connection broke ({error or type(error).__name__})", began=True) from None
 
 
-def _raise_if_unusable(status: int, body: bytes) -> None:
+def _raise_if_unusable(status: int, body: bytes | bytearray) -> None:
     """Raise InstanceLostError or BusyError for an error that another instance would probably not give."""
     code = error_code(body)
     if code in _ABSENT_CODES:
@@ -160,7 +204,7 @@ def _raise_if_unusable(status: int, body: bytes) -> None:
         raise InstanceLostError(f"it failed ({_describe_error(status, body)})", began=True)
 
 
-def _describe_error(status: int, body: bytes) -> str:
+def _describe_error(status: int, body: bytes | bytearray) -> str:
     parts = [part for part in (error_code(body), error_message(body)) if part]
     return ": ".join(parts) or str(status)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from medusa_runtime.imports.gc_paused import gc_paused
 
 LARGE_BYTES = 256 << 10  # a text of this size is parsed in about two milliseconds
-_END_BYTES = 16 << 10
+END_BYTES = 16 << 10  # the end of a large answer, in which its usage is looked for
 _LONG, _PART = 64, 1024  # lists of more values are written in parts
 
 _Result = TypeVar("_Result")
@@ -69,15 +69,20 @@ def pieces(value: Any) -> Iterator[str]:
         yield json.dumps(value)
 
 
-def usage_of(body: bytes) -> Any:
+def usage_of(body: bytes | bytearray) -> Any:
     """Return the usage in a whole answer. In a large one it is found only near the end.
 
     Raises ValueError, KeyError, TypeError and RecursionError if there is none.
     """
     if len(body) < LARGE_BYTES:
         return json.loads(body)["usage"]
+    return usage_at_end(body[-END_BYTES:])
+
+
+def usage_at_end(end: bytes | bytearray) -> Any:
+    """Return the usage in the end of an answer. Raises what ``usage_of`` does."""
     # In a JSON text, these bytes are always a name: a quotation mark in a string has a backslash before it.
-    _, found, rest = body[-_END_BYTES:].rpartition(b'"usage":')
+    _, found, rest = end.rpartition(b'"usage":')
     if not found:
         raise ValueError("expected usage at the end of an answer, found none")
     return json.JSONDecoder().raw_decode(rest.decode("utf-8", "replace").lstrip())[0]

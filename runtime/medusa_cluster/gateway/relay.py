@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import aiohttp
 
+from .answer_memory import Share
 from .call import SAMPLING_ROUTES, Call
 from .dispatch import Dispatch, Lease
 from .faults import Fault
 from .health import Health, InstanceLostError
 from .instance_response import Answer, BusyError, InstanceResponse, request_instance
-from .large_json import run_beside, usage_of
+from .large_json import END_BYTES, run_beside, usage_at_end, usage_of
 from .metrics import Metrics, ModelMetrics
 from .streaming import sse
 from .streaming.other_events import DivergedError
@@ -34,8 +35,14 @@ class Client(Protocol):
     async def begin(self, headers: Mapping[str, str]) -> None:
         """Send the head of a streamed answer."""
 
+    async def begin_whole(self, status: int, headers: Mapping[str, str], size_bytes: int | None) -> None:
+        """Send the head of an answer that is no stream, and comes in pieces."""
+
     async def send(self, data: bytes) -> None:
-        """Send a part of a streamed answer. Raises ConnectionError if the client is gone or takes nothing."""
+        """Send a part of an answer. Raises ConnectionError if the client is gone, or takes nothing or too slowly."""
+
+    def cut_off(self, reason: str) -> ConnectionResetError:
+        """Break the connection to the client, which has a part of an answer. Return the error to raise."""
 
 
 @dataclass(slots=True)
@@ -71,11 +78,11 @@ class Relay:
         self._metrics = metrics
         self._hold_s = hold_s
 
-    async def run(self, call: Call, client: Client, began: float) -> Answer | None:
-        """Answer a request. Return the whole answer, or None if it was streamed to ``client``.
+    async def run(self, call: Call, client: Client, began: float, share: Share) -> Answer | None:
+        """Answer a request. Return the whole answer, or None if it was sent to ``client`` piece by piece.
 
-        ``began`` is when the request arrived, by the monotonic clock. Raises Fault if it cannot be answered, and
-        ConnectionError if the client is gone.
+        ``began`` is when the request arrived, by the monotonic clock. The answer takes its memory from ``share``.
+        Raises Fault if it cannot be answered, and ConnectionError if the client is gone.
         """
         hold_s = self._dispatch.deployed(call.model).hold_s
         progress = _Progress(began, began + (self._hold_s if hold_s is None else hold_s))
@@ -84,7 +91,7 @@ class Relay:
         progress.prompt_tokens = metrics.prompt_tokens(call.prompt_tokens, call.prompt_bytes)
         metrics.arrived.note(progress.prompt_tokens)
         try:
-            return await self._run_until_answered(call, client, progress, transcript)
+            return await self._run_until_answered(call, client, progress, transcript, share)
         except Fault as fault:
             if not progress.opened:
                 raise
@@ -94,7 +101,7 @@ class Relay:
             _note_times(metrics, transcript, progress)
 
     async def _run_until_answered(
-        self, call: Call, client: Client, progress: _Progress, transcript: Transcript
+        self, call: Call, client: Client, progress: _Progress, transcript: Transcript, share: Share
     ) -> Answer | None:
         avoid: frozenset[str] = frozenset()
         metrics = self._metrics.of(call.model)
@@ -103,7 +110,7 @@ class Relay:
             lease = await self._lease(call, avoid, progress, again)
             again = True
             try:
-                answer = await self._run_on(lease, call, client, progress, transcript)
+                answer = await self._run_on(lease, call, client, progress, transcript, share)
             except BusyError:
                 self._dispatch.pause(lease.instance.id)
                 metrics.retries["busy"] += 1
@@ -146,8 +153,9 @@ class Relay:
             raise Fault(503, text, code="instance_lost", retry_after_s=5.0) from None
 
     async def _run_on(
-        self, lease: Lease, call: Call, client: Client, progress: _Progress, transcript: Transcript
+        self, lease: Lease, call: Call, client: Client, progress: _Progress, transcript: Transcript, share: Share
     ) -> Answer | None:
+        share.release()  # what an earlier run held
         sent = request_instance(
             self._session,
             lease.instance,
@@ -158,23 +166,50 @@ class Relay:
         )
         async with sent as answer:
             if not answer.is_stream:
-                whole = await answer.whole()
+                whole = await answer.whole(share)
                 if progress.opened:  # an earlier run streamed, but this one refuses
-                    raise InstanceLostError(f"it answered with status {whole.status}", began=True)
-                self._count(call, whole)
+                    raise InstanceLostError(f"it answered with status {answer.status}", began=True)
+                if whole is None:
+                    await self._pass_on(answer, call, client, share)
+                else:
+                    self._count(call, whole.status, usage_of, whole.body)
                 return whole
             if not progress.opened:
                 await client.begin(answer.head())
                 progress.opened = True
             transcript.begin()
-            await self._stream(answer, call, client, progress, transcript)
+            await self._stream(answer, call, client, progress, transcript, share)
             return None
 
+    async def _pass_on(self, answer: InstanceResponse, call: Call, client: Client, share: Share) -> None:
+        """Pass an answer on in pieces, because there is no memory to hold it.
+
+        It cannot be run again once the client has a part of it: another run's has another id.
+        """
+        end = bytearray()
+        await client.begin_whole(answer.status, answer.head(), answer.size_bytes)
+        try:
+            async with aclosing(answer.rest(share)) as pieces:
+                async for piece in pieces:
+                    await client.send(piece)
+                    end += piece
+                    del end[:-END_BYTES]
+        except InstanceLostError as error:
+            logger.warning("an answer of %s that was passed on in pieces broke off: %s", call.model, error.reason)
+            raise client.cut_off("the instance was lost in the middle of its answer") from None
+        self._count(call, answer.status, usage_at_end, end)
+
     async def _stream(
-        self, answer: InstanceResponse, call: Call, client: Client, progress: _Progress, transcript: Transcript
+        self,
+        answer: InstanceResponse,
+        call: Call,
+        client: Client,
+        progress: _Progress,
+        transcript: Transcript,
+        share: Share,
     ) -> None:
         metrics = self._metrics.of(call.model)
-        async with aclosing(answer.events()) as events:
+        async with aclosing(answer.events(share)) as events:
             async for event in events:
                 rest: bytes | None = event.raw
                 if event.data is not None and event.raw != sse.DONE:
@@ -201,11 +236,13 @@ class Relay:
             metrics.generated(transcript.tokens - before)
         return rest
 
-    def _count(self, call: Call, answer: Answer) -> None:
+    def _count(
+        self, call: Call, status: int, find_usage: Callable[[bytes | bytearray], Any], text: bytes | bytearray
+    ) -> None:
         """Count the tokens of a whole answer. The time of its first token is unknown."""
-        if call.route in SAMPLING_ROUTES and answer.status == 200:
+        if call.route in SAMPLING_ROUTES and status == 200:
             with suppress(ValueError, KeyError, TypeError, RecursionError):
-                usage, metrics = usage_of(answer.body), self._metrics.of(call.model)
+                usage, metrics = find_usage(text), self._metrics.of(call.model)
                 read, written = ("prompt_tokens", "completion_tokens")
                 if read not in usage:  # the Responses API has other names
                     read, written = ("input_tokens", "output_tokens")

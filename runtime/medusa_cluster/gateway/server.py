@@ -22,7 +22,7 @@ from .access_log import MODEL, REQUEST_ID
 from .call import ROUTES, Call, parse_call
 from .faults import Fault, compact
 from .gateway import Gateway
-from .instance_response import Answer
+from .instance_response import SMALL_BYTES, Answer
 from .page import page
 from .routes import DeployedModel
 from .streaming import sse
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 _CLIENT_CLOSED = 499  # nginx's status for a client that left; appears only in metrics
 _HEARTBEAT_S = 10.0
-_PIECE_BYTES = 64 << 10  # the pieces of a large answer; a smaller one never waits for its client
 _LEAST_BYTES_PER_S = 256_000  # of a client that takes a large answer, which is in memory meanwhile
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # as instances take it
@@ -134,12 +133,13 @@ class GatewayServer:
     async def _relay(self, request: web.Request, call: Call, began: float) -> web.StreamResponse:
         client = _Client(request, self._options.write_timeout_s)
         try:
-            answer = await self._gateway.relay.run(call, client, began)
-            if answer is None:
-                return await client.end()
-            if len(answer.body) > _PIECE_BYTES:
-                return await client.send_whole(answer)
-            return web.Response(status=answer.status, headers=answer.headers, body=answer.body)
+            with self._gateway.answers.share() as share:
+                answer = await self._gateway.relay.run(call, client, began, share)
+                if answer is None:
+                    return await client.end()
+                if len(answer.body) > SMALL_BYTES:
+                    return await client.send_whole(answer)
+                return web.Response(status=answer.status, headers=answer.headers, body=bytes(answer.body))
         finally:
             client.close()
 
@@ -325,6 +325,9 @@ class _Client:
         self._write_timeout_s = write_timeout_s
         self._response: web.StreamResponse | None = None
         self._sent_at = 0.0
+        self._is_whole = False
+        self._size_bytes = self._sent_bytes = 0
+        self._waited_s = 0.0
         self._heartbeat_task: asyncio.Task[None] | None = None
 
     async def begin(self, headers: Mapping[str, str]) -> None:
@@ -337,28 +340,34 @@ class _Client:
         assert self._response is not None
         self._sent_at = time.monotonic()
         await self._within_timeout(self._response.write(data))
+        if self._is_whole:
+            self._waited_s += time.monotonic() - self._sent_at
+            self._sent_bytes += len(data)
+            size = max(self._size_bytes, self._sent_bytes)
+            if self._waited_s > self._write_timeout_s + size / _LEAST_BYTES_PER_S:
+                raise self.cut_off("the client takes its answer too slowly")
 
     async def send_whole(self, answer: Answer) -> web.StreamResponse:
         """Send a large answer that is no stream, in pieces. Raises ConnectionError like ``send``."""
-        self._response = web.StreamResponse(status=answer.status, headers=answer.headers)
-        self._response.content_length = len(answer.body)
+        await self.begin_whole(answer.status, answer.headers, len(answer.body))
+        for start in range(0, len(answer.body), SMALL_BYTES):
+            await self.send(bytes(answer.body[start : start + SMALL_BYTES]))
+        return await self.end()
+
+    async def begin_whole(self, status: int, headers: Mapping[str, str], size_bytes: int | None) -> None:
+        self._response = web.StreamResponse(status=status, headers=headers)
+        self._response.content_length = size_bytes
+        self._is_whole, self._size_bytes = True, size_bytes or 0
         await self._response.prepare(self._request)
-        try:
-            async with asyncio.timeout(self._write_timeout_s + len(answer.body) / _LEAST_BYTES_PER_S):
-                for start in range(0, len(answer.body), _PIECE_BYTES):
-                    await self.send(answer.body[start : start + _PIECE_BYTES])
-                return await self.end()
-        except TimeoutError:
-            raise self._given_up("the client takes its answer too slowly") from None
 
     async def _within_timeout(self, writing: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(self._write_timeout_s):
                 await writing
         except TimeoutError:
-            raise self._given_up("the client takes nothing of its answer") from None
+            raise self.cut_off("the client takes nothing of its answer") from None
 
-    def _given_up(self, reason: str) -> ConnectionResetError:
+    def cut_off(self, reason: str) -> ConnectionResetError:
         if self._request.transport is not None:
             self._request.transport.abort()
         return ConnectionResetError(reason)

@@ -11,20 +11,11 @@ from pathlib import Path
 
 import pytest
 from cluster_stand_in import StandIn
-from gateway_fixtures import NAME, GatewayProcess, until
+from gateway_fixtures import NAME, GatewayProcess, peak_mb, resident_mb, until
 from medusa_cluster.gateway.call import parse_call
 
 Start = Callable[..., GatewayProcess]
 _CHUNK = b"100000\r\n" + b"x" * (1 << 20) + b"\r\n"
-
-
-def resident_mb(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6
-
-
-def peak_mb(pid: int) -> float:
-    found = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(found.split()[1]) / 1e3
 
 
 def send(gateway: GatewayProcess, head: bytes) -> socket.socket:

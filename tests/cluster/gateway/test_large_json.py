@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from medusa_cluster.gateway.answer_memory import AnswerMemory
 from medusa_cluster.gateway.call import Call
 from medusa_cluster.gateway.dispatch import Dispatch
 from medusa_cluster.gateway.health import Health
@@ -59,8 +60,14 @@ class Client:
     async def begin(self, headers: Mapping[str, str]) -> None:
         pass
 
+    async def begin_whole(self, status: int, headers: Mapping[str, str], size_bytes: int | None) -> None:
+        pass
+
     async def send(self, data: bytes) -> None:
         self.got += data
+
+    def cut_off(self, reason: str) -> ConnectionResetError:
+        return ConnectionResetError(reason)
 
 
 async def longest_pause_s(answer: bytes, kind: str) -> tuple[float, bytes, Metrics]:
@@ -92,12 +99,13 @@ async def longest_pause_s(answer: bytes, kind: str) -> tuple[float, bytes, Metri
     client = Client()
     async with aiohttp.ClientSession() as session:
         relay = Relay(session, {}, dispatch, Health(session, {}, dispatch), metrics, 30.0)
-        whole = await relay.run(Call(ROUTE, "m", b"{}", 1.0, {}), client, time.monotonic())
+        with AnswerMemory(1 << 30).share() as share:
+            whole = await relay.run(Call(ROUTE, "m", b"{}", 1.0, {}), client, time.monotonic(), share)
     pauses.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await pauses
     await runner.cleanup()
-    return longest, client.got if whole is None else whole.body, metrics
+    return longest, client.got if whole is None else bytes(whole.body), metrics
 
 
 def test_others_are_served_while_a_large_event_is_read() -> None:

@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, parse, default, text in (
         ("max-waiting", positive, 2048, "requests that may wait; more get 429"),
         ("max-body-mb", positive, 32, "largest request body"),
+        ("answer-memory-mb", positive, 1024, "memory for answers that are held, all together"),
         ("hold-s", seconds, 600.0, "how long a request waits for an instance"),
         ("drain-s", seconds, 30.0, "how long running requests may go on after SIGTERM"),
         ("write-timeout-s", seconds, 60.0, "how long a client may take nothing of its answer"),
@@ -62,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         hold_s=arguments.hold_s,
         drain_s=arguments.drain_s,
         max_body_mb=arguments.max_body_mb,
+        answer_memory_mb=arguments.answer_memory_mb,
         write_timeout_s=arguments.write_timeout_s,
         name=arguments.name,
         access_log=arguments.access_log,

@@ -8,7 +8,8 @@ the rest through.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +28,8 @@ class _Choice:
 
     opened: bool = False
     text: bytearray = field(default_factory=bytearray)  # in UTF-8: a string would be copied for every token
-    tokens: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("q"))  # hashes: eight bytes for each instead of eighty
+    others: array[int] = field(default_factory=lambda: array("q"))
     finish_reason: str | None = None
     repeated_text: int = 0
     repeated_tokens: int = 0
@@ -43,8 +44,8 @@ class _Piece:
     """The part that one chunk adds to a choice."""
 
     text: bytes
-    tokens: list[str]
-    others: list[str]
+    tokens: array[int]
+    others: array[int]
     finish_reason: str | None
 
 
@@ -117,7 +118,7 @@ class Transcript:
         text, token_ids, logprobs, finish_reason = frame["values"][:4]
         record = self._choices.setdefault(0, _Choice())
         whole = _encoded(text)
-        known = self._compare(record, _Piece(whole, [str(token) for token in token_ids], [], finish_reason))
+        known = self._compare(record, _Piece(whole, _hashes(token_ids), _hashes(()), finish_reason))
         if self.runs == 1:
             return raw
         if known.tokens == len(token_ids) and known.text == len(whole) and not known.finishes:
@@ -178,6 +179,7 @@ def _overlap(sent: Any, repeated: int, new: Any) -> int:
 def _piece(choice: Mapping[str, Any]) -> _Piece:
     logprobs = choice.get("logprobs")
     tokens: list[str] = []
+    others: list[str] = []
     delta = choice.get("delta")
     if isinstance(delta, Mapping):
         text = delta.get("content") or ""
@@ -186,10 +188,13 @@ def _piece(choice: Mapping[str, Any]) -> _Piece:
             tokens = [str(entry.get("token")) for entry in logprobs.get("content") or []]
     else:
         text = choice.get("text") or ""
-        others = []
         if isinstance(logprobs, Mapping):
             tokens = list(map(str, logprobs.get("tokens") or []))
-    return _Piece(_encoded(text), tokens, others, choice.get("finish_reason"))
+    return _Piece(_encoded(text), _hashes(tokens), _hashes(others), choice.get("finish_reason"))
+
+
+def _hashes(values: Iterable[object]) -> array[int]:
+    return array("q", map(hash, values))
 
 
 def _comparable(name: str, value: Any) -> str:

@@ -25,12 +25,18 @@ class Splitter:
         self._buffer = bytearray()
         self._searched = 0
 
+    @property
+    def held_bytes(self) -> int:
+        """The size of the event that has begun and is not complete."""
+        return len(self._buffer)
+
     def feed(self, piece: bytes) -> list[Event]:
         """Return the events that ``piece`` has completed. Raises Fault if an event is too large."""
         self._buffer += piece
         events = []
         while (end := self._buffer.find(b"\n\n", max(0, self._searched - 1))) >= 0:
-            raw = bytes(self._buffer[: end + 2])
+            with memoryview(self._buffer) as view:
+                raw = bytes(view[: end + 2])  # one copy; a slice of the buffer would be another
             del self._buffer[: end + 2]
             self._searched = 0
             events.append(Event(raw, _data(raw)))

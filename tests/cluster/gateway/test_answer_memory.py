@@ -1,0 +1,143 @@
+"""Large answers of many clients, which have a limit of their own in a gateway's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from cluster_stand_in import StandIn
+from gateway_fixtures import NAME, GatewayProcess, peak_mb, resident_mb, until
+from medusa_cluster.gateway.answer_memory import AnswerMemory
+
+Start = Callable[..., GatewayProcess]
+_USAGE = {"prompt_tokens": 1, "completion_tokens": 7}
+_ANSWER = json.dumps({"choices": ["x" * (24 << 20)], "usage": _USAGE}).encode()
+_REQUEST = json.dumps({"model": NAME, "prompt": "text"}).encode()
+_EVENT = b'event: response.completed\ndata: {"type": "response.completed", "text": "' + b"x" * (8 << 20) + b'"}\n\n'
+
+
+class _Instance(http.server.ThreadingHTTPServer):
+    """An instance of large answers. ``broken``: they end early, once the gateway has begun to pass them on."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Large)
+        self.broken = False
+        self.events: bytes | None = None
+        self.runs = 0
+
+
+class _Large(http.server.BaseHTTPRequestHandler):
+    server: _Instance
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.runs += 1
+        answer = _ANSWER if self.server.events is None else self.server.events
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json" if self.server.events is None else "text/event-stream")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):  # the client, and so the gateway, may have seen enough
+            self.wfile.write(answer[: len(answer) // 2] if self.server.broken else answer)
+        self.close_connection = self.server.broken
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def instance(cluster: StandIn) -> Iterator[_Instance]:
+    cluster.deploy(NAME, **{"max-concurrency": "128"})
+    with _Instance() as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,)).start()
+        cluster.add(NAME, "one", f"http://127.0.0.1:{server.server_port}")
+        yield server
+        server.shutdown()
+
+
+def ask(gateway: GatewayProcess) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", gateway.port), timeout=60)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    client.sendall(head % len(_REQUEST) + _REQUEST)
+    return client
+
+
+def read(client: socket.socket) -> bytes:
+    found = bytearray()
+    while piece := client.recv(1 << 20):
+        found += piece
+    return bytes(found)
+
+
+def test_answers_that_are_held_have_a_budget_and_all_come_whole(start_gateway: Start, instance: _Instance) -> None:
+    """Those without memory are passed on as fast as their clients take them."""
+    gateway = start_gateway("--answer-memory-mb", "100")
+    before_mb = resident_mb(gateway.process.pid)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(ask(gateway)) for _ in range(16)]
+        until(lambda: instance.runs == len(clients), gateway.output)
+        time.sleep(2)  # for the gateway to take what it can
+        assert 0 < gateway.metric("medusa_gateway_answer_memory_bytes") <= 100e6
+        assert peak_mb(gateway.process.pid) - before_mb < 200  # of 400
+        for client in clients:
+            head, _, body = read(client).partition(b"\r\n\r\n")
+            assert b" 200 OK" in head
+            assert body == _ANSWER
+    until(lambda: gateway.metric("medusa_gateway_answer_memory_bytes") == 0, gateway.output)
+    assert gateway.metric("medusa_gateway_tokens_total", model=NAME) == 7 * len(clients)
+    assert instance.runs == len(clients)
+
+
+def test_an_answer_that_breaks_off_while_it_is_passed_on_breaks_the_clients_connection(
+    start_gateway: Start, instance: _Instance
+) -> None:
+    gateway = start_gateway("--answer-memory-mb", "1")
+    instance.broken = True
+    with ask(gateway) as client:
+        try:
+            _, _, body = read(client).partition(b"\r\n\r\n")
+        except ConnectionError:
+            body = b""
+        assert len(body) < len(_ANSWER)
+    assert instance.runs == 1
+    assert "broke off" in gateway.output()
+    instance.broken = False
+    assert gateway.post("/v1/completions", json.loads(_REQUEST)) == (200, json.loads(_ANSWER))
+
+
+def test_an_event_of_a_stream_for_which_there_is_no_memory_ends_it_with_an_error(
+    start_gateway: Start, instance: _Instance
+) -> None:
+    first = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
+    instance.events = first + _EVENT
+    gateway = start_gateway("--answer-memory-mb", "16")
+    with ask(gateway) as client:
+        events = read(client).partition(b"\r\n\r\n")[2]
+    assert events.count(b'"code":"answer_memory"') == 1, events[-500:]
+    assert b"--answer-memory-mb" in events
+    assert gateway.metric("medusa_gateway_answer_memory_bytes") == 0
+    instance.events = _EVENT[:1000] + _EVENT[-1000:]
+    with ask(gateway) as client:
+        assert b"response.completed" in read(client)
+
+
+def test_a_share_that_does_not_fit_stays_as_it_is() -> None:
+    memory = AnswerMemory(100)
+    with memory.share() as one, memory.share() as other:
+        assert one.resize(60)
+        assert not other.resize(50)
+        assert other.resize(40)
+        assert not one.resize(61)
+        assert memory.used_bytes == 100
+        assert one.resize(10)
+        assert other.resize(90)
+    assert memory.used_bytes == 0
