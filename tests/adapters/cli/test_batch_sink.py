@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -85,6 +86,135 @@ def test_an_object_is_begun_with_its_first_result(tmp_path: Path) -> None:
     sink.write(LINE)
     sink.close()
     assert (output.read_bytes(), list(tmp_path.iterdir())) == (LINE * 2, [output])
+
+
+@pytest.fixture
+def store() -> Iterator[dict[str, bytes]]:
+    """A store in memory, and what is in it."""
+    pytest.importorskip("fsspec")
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Store(dict[str, bytes]):
+        def __getitem__(self, name: str) -> bytes:
+            return bytes(MemoryFileSystem.store[f"/{name}"].getvalue())
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(sorted(name.removeprefix("/") for name in MemoryFileSystem.store))
+
+    MemoryFileSystem.store.clear()
+    yield Store()
+    MemoryFileSystem.store.clear()
+
+
+def other(line: bytes) -> bytes:
+    return line.replace(b"x", b"y")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_batch_whose_object_another_one_wrote_keeps_its_results_beside_it(
+    store: dict[str, bytes], resume: bool
+) -> None:
+    if resume:
+        sink, _ = begin("memory://out.jsonl")
+        sink.write(LINE)
+        sink.close()
+    first, second = (begin("memory://out.jsonl", resume=resume)[0] for _ in range(2))
+    first.write(LINE)
+    second.write(other(LINE))
+    first.close()
+    with pytest.raises(StorageError, match=r"by another batch meanwhile.*memory://out\.jsonl\.\w+\.new"):
+        second.close()
+    output, kept = store
+    assert (output, store[output]) == ("out.jsonl", LINE * (1 + resume))
+    assert store[kept] == LINE * resume + other(LINE)
+    assert kept.endswith(".new")
+    second.close()  # again, which does nothing
+
+
+def test_a_batch_is_refused_at_its_first_result_if_there_are_others_by_then(store: dict[str, bytes]) -> None:
+    first, second = (begin("memory://out.jsonl")[0] for _ in range(2))
+    first.write(LINE)
+    first.close()
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"since this one began.*--resume"):
+            second.write(other(LINE))
+    second.close()
+    assert list(store) == ["out.jsonl"]
+    assert store["out.jsonl"] == LINE
+
+
+def test_one_batch_at_a_time_writes_its_object(store: dict[str, bytes]) -> None:
+    import fsspec
+
+    sink, _ = begin("memory://out.jsonl")
+    sink.write(LINE)
+    fsspec.filesystem("memory").pipe_file("/out.jsonl.lock", b"another's")
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=r"another medusa batch.*remove memory://out\.jsonl\.lock if none runs"):
+            begin("memory://out.jsonl", resume=resume)
+    with pytest.raises(StorageError, match=r"being written by another batch.*are in memory://out\.jsonl\.\w+\.new"):
+        sink.close()
+    kept, lock = store
+    assert (store[kept], lock, store[lock]) == (LINE, "out.jsonl.lock", b"another's")
+
+
+@pytest.mark.parametrize("conditions", [True, False])
+def test_batches_that_end_at_the_same_time_replace_no_results(
+    store: dict[str, bytes], conditions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both find the output free; the second one's right is refused by the store, or taken for the first one's."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def pipe_file(system: MemoryFileSystem, path: str, value: bytes, mode: str = "overwrite") -> None:
+        original(system, path, b"another's")
+        if conditions:
+            raise FileExistsError(path)
+
+    original = MemoryFileSystem.pipe_file
+    sink, _ = begin("memory://out.jsonl")
+    sink.write(LINE)
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
+    with pytest.raises(StorageError, match="being written by another batch"):
+        sink.close()
+    kept, lock = store
+    assert (store[kept], store[lock]) == (LINE, b"another's")
+
+
+def test_batches_of_one_s3_object_leave_one_result_and_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "secret")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        import s3fs
+
+        system = s3fs.S3FileSystem()
+        system.mkdir("bucket")
+        sinks = [begin("s3://bucket/out.jsonl")[0] for _ in range(6)]
+        for number, sink in enumerate(sinks):
+            sink.write(b"%d\n" % number)
+
+        def close(sink: Sink) -> str:
+            try:
+                sink.close()
+            except StorageError as error:
+                return str(error)
+            return ""
+
+        with ThreadPoolExecutor(len(sinks)) as pool:
+            errors = list(pool.map(close, sinks))
+        system.invalidate_cache()
+        found = {name: system.cat_file(name) for name in system.ls("bucket", detail=False)}
+        assert sorted(found.values()) == [b"%d\n" % number for number in range(len(sinks))]
+        winner = found.pop("bucket/out.jsonl", None)
+        assert (winner is not None, errors.count("")) == (True, 1)
+        assert errors.index("") == int(winner or b"-1")
+        assert all(name.endswith(".new") for name in found)
+    finally:
+        server.stop()
 
 
 def test_an_object_that_cannot_be_copied_stays_as_it_was(tmp_path: Path) -> None:

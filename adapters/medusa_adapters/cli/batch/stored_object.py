@@ -1,0 +1,201 @@
+"""Results as an object in a store, through fsspec. Two batches with one object never replace each other's results.
+
+Stores cannot append, so the results go to an object of their own first. It takes the place of the output when the batch
+ends, if the output is still as the batch found it. One batch at a time may do that: it makes an object beside the
+output that only one can make (If-None-Match on S3, a generation of 0 on Google Cloud Storage, no overwriting on Azure).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from medusa_runtime.errors import ConfigError, MedusaError, MissingPackageError, StorageError
+from medusa_runtime.storage.base import FSSPEC_EXTRAS, redacted, scheme_of
+
+from .sink import NoteId, note_ids, there_are_results
+
+_PIECE_BYTES = 1 << 20
+# By these an object differs from one that replaces it. Each file system has some of them.
+_VERSION = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created", "ino", "size")
+
+
+class StoredObject:
+    """An object that is there when it is closed, or as it was.
+
+    It is begun with the first result: a batch that is stopped before leaves none.
+    """
+
+    def __init__(self, url: str, resume: bool, note: NoteId) -> None:
+        self._name = redacted(url)
+        self._lock = threading.Lock()
+        try:
+            import fsspec
+
+            self._system, self._path = fsspec.core.url_to_fs(url)
+        except ImportError as error:
+            extra = FSSPEC_EXTRAS.get(scheme_of(url))
+            wanted = f'pip install "medusa-runtime[{extra}]"' if extra else f"pip install fsspec s3fs ({error})"
+            raise MissingPackageError(f"results at {scheme_of(url)}:// need an optional package: {wanted}") from None
+        except ValueError as error:
+            raise ConfigError(f"{self._name} cannot be written: {error}") from None
+        self._suffix = f".{os.urandom(6).hex()}.new"
+        self._whole_bytes = 0
+        self._file: Any = None
+        self._failed: StorageError | None = None
+        try:
+            self._publication = _Publication(self._system, self._path + _LOCK)
+            self._refuse_if_published()
+            self._version = self._find_version()
+            if self._version is not None and resume:
+                with self._system.open(self._path, "rb") as file:
+                    self._whole_bytes = note_ids(file, self._name, note)
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 each file system has errors of its own
+            raise self._failure(error) from None
+        if self._version is not None and not resume:
+            raise there_are_results(self._name)
+
+    def _refuse_if_published(self) -> None:
+        if self._publication.holder() is not None:
+            text = "another medusa batch writes its results there now, or was killed while it did"
+            raise ConfigError(f"{self._name}: {text}; wait for its end, or remove {self._name}{_LOCK} if none runs")
+
+    def _find_version(self) -> tuple[str, ...] | None:
+        """Return what tells the object from one that replaces it, or None if there is none."""
+        self._system.invalidate_cache()
+        try:
+            found = self._system.info(self._path)
+        except FileNotFoundError:
+            return None
+        return tuple(str(found.get(name)) for name in _VERSION)
+
+    def write(self, line: bytes) -> None:
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            try:
+                self._file = self._file or self._begin()
+                self._file.write(line)
+            except _TakenError as error:
+                text = "nothing of this one is kept; choose another file, or go on behind its results with --resume"
+                self._failed = StorageError(f"{self._name} {error}; {text}")
+                raise self._failed from None
+            except Exception as error:  # noqa: BLE001
+                self._failed = self._failure(error)
+                raise self._failed from None
+
+    def _begin(self) -> Any:
+        """Open the object for the results, and write the earlier ones to it. Raises _TakenError."""
+        file = self._system.open(self._path + self._suffix, "wb")
+        try:
+            for piece in self._earlier():
+                file.write(piece)
+            self._require_unchanged("was written by another batch since this one began")
+        except BaseException:
+            self._discard(file)
+            raise
+        return file
+
+    def _require_unchanged(self, message: str) -> None:
+        """Raise _TakenError if the output is not as it was when the batch began."""
+        if self._find_version() != self._version:
+            raise _TakenError(message)
+
+    def _discard(self, file: Any) -> None:
+        """Drop an object that has begun. Not every file system can do that before the object is complete."""
+        with suppress(Exception):
+            file.discard()
+        with suppress(Exception):
+            file.close()
+        with suppress(Exception):
+            self._system.rm(self._path + self._suffix)
+
+    def _earlier(self) -> Iterator[bytes]:
+        if not self._whole_bytes:
+            return
+        whole = self._whole_bytes
+        with self._system.open(self._path, "rb") as file:
+            while whole and (piece := file.read(min(_PIECE_BYTES, whole))):
+                whole -= len(piece)
+                yield piece
+
+    def close(self) -> None:
+        """Put the object into the store. Raises StorageError; the results are then in an object of another name."""
+        with self._lock:
+            file, self._file = self._file, None
+            if file is None:
+                return
+            try:
+                file.close()
+                with self._publication.alone():
+                    self._require_unchanged("was written by another batch meanwhile, and stays as that one left it")
+                    self._system.mv(self._path + self._suffix, self._path)
+            except _TakenError as error:
+                kept = f"the results of this one are in {self._name}{self._suffix}"
+                raise StorageError(f"{self._name} {error}; {kept}") from None
+            except MedusaError:
+                raise
+            except Exception as error:  # noqa: BLE001
+                raise self._failure(error) from None
+
+    def _failure(self, error: Exception) -> StorageError:
+        return StorageError(f"{self._name} cannot be written ({type(error).__name__}: {error})")
+
+
+_LOCK = ".lock"
+
+
+class _TakenError(Exception):
+    """Another batch has written the output, or is about to."""
+
+
+class _Publication:
+    """The right to replace the output: an object that one batch at a time can make."""
+
+    def __init__(self, system: Any, path: str) -> None:
+        self._system = system
+        self._path = path
+        self._own = os.urandom(16).hex().encode()
+
+    def holder(self) -> bytes | None:
+        """Return the content of the object, or None if there is none."""
+        self._system.invalidate_cache()
+        try:
+            return bytes(self._system.cat_file(self._path))
+        except FileNotFoundError:
+            return None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Have the right for as long as the block runs. Raises _TakenError if another batch has it."""
+        taken = f"is being written by another batch, or one was killed while it did: then remove the {_LOCK} beside it"
+        if self.holder() is not None:
+            raise _TakenError(taken)
+        try:
+            self._system.pipe_file(self._path, self._own, mode="create")
+        except Exception:
+            if self.holder() is None:
+                raise
+        # A store that takes no conditions may have replaced it by another's: the last one to make it has the right.
+        # Another store may have made it, and have refused the same request when it was sent again.
+        if self.holder() != self._own:
+            raise _TakenError(taken)
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):
+                self._system.rm(self._path)
+            raise
+        try:
+            self._system.rm(self._path)
+        except Exception as error:  # noqa: BLE001
+            text = f"the results are written, but the {_LOCK} beside them keeps other batches out; remove it"
+            raise StorageError(f"{text} ({type(error).__name__}: {error})") from None
+
+
+__all__ = ["StoredObject"]
