@@ -123,6 +123,10 @@ class HostRestorer:
     def build(self, sizes: Sequence[int]) -> None:
         self.gpu.built.append(tuple(sizes))
 
+    def build_one(self, sizes: Sequence[int]) -> int:
+        self.build(sizes[:1])
+        return sizes[0]
+
     def restore_sizes(self, sizes: Sequence[int], *, validate: str = "all") -> dict[int, Recorded]:
         if self.data == b"breaks":
             raise DeviceError("a restored CUDA graph broke the context")

@@ -177,6 +177,9 @@ class _HostRestorer:
 
     def build(self, sizes: Sequence[int]) -> None: ...
 
+    def build_one(self, sizes: Sequence[int]) -> int:
+        return sizes[0]
+
     def restore_sizes(self, sizes: Sequence[int], *, validate: str = "all") -> Mapping[int, Any]:
         return {size: _Recorded(partial(self._graphs.run_eagerly, size)) for size in sizes}
 

@@ -58,6 +58,9 @@ class Restorer(Protocol):
     def build(self, sizes: Sequence[int]) -> None:
         """Do what needs no weights: load kernels, relocate, build the graphs of these sizes."""
 
+    def build_one(self, sizes: Sequence[int]) -> int:
+        """Build one of these graphs, if possible one whose kernels are loaded, and return its size."""
+
     def restore_sizes(self, sizes: Sequence[int], *, validate: str = "all") -> Mapping[int, Graph]:
         """Return the graphs that fit, of these sizes. ``validate`` says which of them are checked by a replay.
 

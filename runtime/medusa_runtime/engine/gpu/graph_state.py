@@ -114,6 +114,11 @@ class GraphState:
         if self._restorer is not None:
             self._restorer.build([key_of(size) for size in sizes])
 
+    def build_one(self, sizes: Sequence[int]) -> int:
+        """Build the graph of one of these sizes, and return the size: the first whose kernel images are loaded."""
+        keys = {key_of(size): size for size in sizes}
+        return keys[self._restorer.build_one(list(keys))] if self._restorer is not None else sizes[0]
+
     def restore_sizes(self, sizes: Sequence[int], *, validate: str = "all") -> dict[int, Any]:
         """Build the graphs of these sizes unless ``build`` has, check them, and return those that fit by batch size.
 

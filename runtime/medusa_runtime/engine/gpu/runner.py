@@ -202,10 +202,9 @@ class GpuRunner:
         """Build one of the most useful graphs, which needs no weights. Returns whether there was one."""
         if self._restorer is None or not self._to_build:
             return False
-        size = self._to_build.pop(0)
         with self._timeline.stage("build_graph") as detail, self._tolerate_errors():
-            self._restorer.build([size])
-            detail["batch"] = size
+            detail["batch"] = size = self._restorer.build_one(self._to_build)
+            self._to_build.remove(size)
         self._release_unused()
         return True
 

@@ -307,8 +307,8 @@ records.append(KernelRecord("absent", "toy_b", (), ()))
 restoration._LOADERS = 1
 driver = Recording(os.environ["FAKE_CUDA_LIBRARY"])
 finder = restoration.KernelFinder(driver, Blueprints(kernels=tuple(records), images=images))
-finder.begin_loading([2, 1])
-finder.begin_loading([0])
+finder.begin_loading(["toy_g", "toy_b"])
+finder.begin_loading(["toy_a"])
 print(*finder._libraries)
 for number in range(3):
     print(driver.text("cuKernelGetName", finder.handle(number, "decode").kern) == records[number].name)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_runtime.state.graphs import Blueprints, GraphRestorer
 from medusa_runtime.state.graphs.blob_format import decode_blueprints
+from medusa_runtime.state.graphs.restoration.kernels import KernelFinder
 
 KEYS = ["decode-1", "decode-2", "decode-4"]
 OTHER_BASE = 0x580000000000
@@ -264,3 +268,30 @@ def test_damaged_bundles(toy: Any, materialized: dict[str, Any], tmp_path: Path,
     assert restored["restored"] == []
     assert {reason.partition(":")[0] for reason in restored["reasons"].values()} == {"corrupt"}
     assert "materialize again" in restored["error"]
+
+
+def test_graphs_whose_images_are_loaded_are_built_while_a_large_image_is_still_loading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built: list[str] = []
+    restorer = GraphRestorer.__new__(GraphRestorer)
+    finder = KernelFinder(None, Blueprints())  # type: ignore[arg-type] # nothing is asked of the driver
+    large, small, last = Future[int](), Future[int](), Future[int]()
+    finder._libraries.update(large=large, small=small, last=last)
+    images = {"1": ("small", "large"), "8": ("small",), "16": ("last",), "absent": ()}
+    restorer.__dict__.update(_finder=finder, _used_images=images, _rejected=None)
+
+    def build(key: str) -> None:
+        built.append(key)
+        if key == "8":
+            last.set_result(2)
+        elif key == "16":
+            large.set_result(3)
+
+    monkeypatch.setattr(restorer, "_build", build)
+    monkeypatch.setattr(restorer, "begin_loading", lambda keys: None)
+    loading = threading.Timer(0.05, small.set_result, (1,))
+    loading.start()
+    restorer.build(["1", "8", "16", "absent"])
+    loading.join()
+    assert built == ["absent", "8", "16", "1"]

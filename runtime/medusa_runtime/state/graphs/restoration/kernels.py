@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64
 from typing import NamedTuple
@@ -23,6 +23,11 @@ from ..mismatch import GraphMismatch, Reason
 _LOADERS = 4
 Trigger = Callable[[str], int]
 """Captures the first layer at the batch size of the graph with this key, and returns the CUgraph."""
+
+
+def image_of(variable: str) -> str:
+    """Return the digest of the image that has a variable "<image>:<variable>"."""
+    return variable.partition(":")[0]
 
 
 class KernelHandle(NamedTuple):
@@ -75,7 +80,7 @@ class KernelFinder:
 
     def variable(self, name: str) -> int | None:
         """Return the address of a variable "<image>:<variable>"; None if its image is not loaded yet."""
-        image, _, variable = name.partition(":")
+        image, variable = image_of(name), name.partition(":")[2]
         library, module = self._library(image), self._modules.get(image)
         if not library and not module:
             return None
@@ -91,8 +96,8 @@ class KernelFinder:
                 self._driver.result("cuLibraryUnload", loading.result())
         self._found.clear()
 
-    def begin_loading(self, first: Iterable[int] = ()) -> None:
-        """Begin to load all images, if that has not begun: those of the ``first`` kernels, by number, before others.
+    def begin_loading(self, first: Iterable[str] = ()) -> None:
+        """Begin to load all images, if that has not begun: those with the ``first`` digests before others.
 
         Raises DeviceError if this thread has no context. The kernels are loaded in that.
         """
@@ -100,12 +105,19 @@ class KernelFinder:
         if self._libraries or not images:
             return
         context = self._driver.current_context()
-        wanted = [self._blueprints.kernels[number].image for number in first]
         loaders = ThreadPoolExecutor(_LOADERS, "kernel images")
-        for digest in dict.fromkeys((*wanted, *images)):
+        for digest in dict.fromkeys((*first, *images)):
             if digest in images:
                 self._libraries[digest] = loaders.submit(self._load, digest, context)
         loaders.shutdown(wait=False)  # a graph waits for its own images
+
+    def has_loaded(self, images: Iterable[str]) -> bool:
+        """Return whether none of these images, by digest, is still being loaded."""
+        return all(image not in self._libraries or self._libraries[image].done() for image in images)
+
+    def wait_for_an_image(self) -> None:
+        """Wait until another image is loaded, if one is being loaded."""
+        wait([loading for loading in self._libraries.values() if not loading.done()], return_when=FIRST_COMPLETED)
 
     def _library(self, image: str) -> int:
         """Return the library of an image; 0 if the bundle does not have it, or it has not been loaded yet.

@@ -18,7 +18,7 @@ from ..mismatch import GraphMismatch, Reason
 from ..placement import Placement
 from ..replay import Replayer
 from .build import GraphBuilder
-from .kernels import KernelFinder, Trigger
+from .kernels import KernelFinder, Trigger, image_of
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,7 @@ class GraphRestorer:
         self._current_stream = current_stream or (lambda: stream)
         self._blueprints = Blueprints()
         self._rejected: GraphMismatch | None = None  # why no graph of the bundle fits here
+        self._used_images: dict[str, tuple[str, ...]] = {}  # by graph
         self._filled = False  # whether permanent contents are in place
         self._builder: GraphBuilder | None = None
         try:
@@ -128,37 +129,61 @@ class GraphRestorer:
         fits here, the first graph that is built begins it.
         """
         with suppress(DeviceError):  # the first graph says why
-            if kernels := list(self._kernels(keys)):
-                self._finder.begin_loading(kernels)
-
-    def _kernels(self, keys: Sequence[str]) -> Iterator[int]:
-        """Yield the numbers of the kernels that graphs use, as far as these fit."""
-        known = {} if self._rejected else {graph.key: graph for graph in self._blueprints.graphs}
-        for key in keys:
-            if key in known and self._builder is not None:
-                with suppress(GraphMismatch):  # building it says why
-                    yield from self._builder.used(known[key]).kernels
+            if images := [image for key in keys for image in self._images(key)]:
+                self._finder.begin_loading(images)
 
     def build(self, keys: Sequence[str]) -> None:
         """Load images, relocate, and build these graphs. This needs the weights' addresses, but not their bytes."""
-        known = {graph.key: graph for graph in self._blueprints.graphs}
-        for key in keys:
-            if key in self.restored.graphs or key in self.restored.reasons:
-                continue
-            if self._rejected is not None:
-                self.restored.reasons[key] = self._rejected
-                continue
-            if key not in known:
-                absent = f"{Reason.ABSENT}: it was not materialized"
-                self.restored.reasons[key] = GraphMismatch.parse(self._blueprints.refused.get(key, absent))
-                continue
-            try:
-                handle = self._restore(known[key])
-                self.restored.graphs[key] = RestoredGraph(self._driver, handle, self._current_stream)
-            except GraphMismatch as mismatch:
-                self.restored.reasons[key] = mismatch
-            except DeviceError as error:
-                self.restored.reasons[key] = GraphMismatch(Reason.DRIVER_CALL, str(error))
+        left = list(keys)
+        while left:
+            left.remove(self.build_one(left))
+
+    def build_one(self, keys: Sequence[str]) -> str:
+        """Build one of these graphs, the first whose images are loaded, and return its key. Waits for such a graph.
+
+        One image can be as large as all others together. The graphs that do not use it are built meanwhile.
+        """
+        self.begin_loading(keys)
+        while (key := next((key for key in keys if self._finder.has_loaded(self._images(key))), None)) is None:
+            self._finder.wait_for_an_image()
+        self._build(key)
+        return key
+
+    def _images(self, key: str) -> tuple[str, ...]:
+        """Return the digests of the images that a graph uses; none if it does not fit here."""
+        if key not in self._used_images:
+            self._used_images[key] = tuple(dict.fromkeys(self._find_images(key)))
+        return self._used_images[key]
+
+    def _find_images(self, key: str) -> Iterator[str]:
+        graph = next((graph for graph in self._blueprints.graphs if graph.key == key), None)
+        if graph is None or self._rejected is not None or self._builder is None:
+            return
+        with suppress(GraphMismatch):  # building it says why
+            used = self._builder.used(graph)
+            yield from (self._blueprints.kernels[number].image for number in used.kernels)
+            for number in used.ranges:
+                if (memory_range := self._blueprints.ranges[number]).kind == RangeKind.MODULE:
+                    yield image_of(memory_range.name)
+
+    def _build(self, key: str) -> None:
+        if key in self.restored.graphs or key in self.restored.reasons:
+            return
+        if self._rejected is not None:
+            self.restored.reasons[key] = self._rejected
+            return
+        graph = next((graph for graph in self._blueprints.graphs if graph.key == key), None)
+        if graph is None:
+            absent = f"{Reason.ABSENT}: it was not materialized"
+            self.restored.reasons[key] = GraphMismatch.parse(self._blueprints.refused.get(key, absent))
+            return
+        try:
+            handle = self._restore(graph)
+            self.restored.graphs[key] = RestoredGraph(self._driver, handle, self._current_stream)
+        except GraphMismatch as mismatch:
+            self.restored.reasons[key] = mismatch
+        except DeviceError as error:
+            self.restored.reasons[key] = GraphMismatch(Reason.DRIVER_CALL, str(error))
 
     def _restore(self, graph: GraphBlueprint) -> int:
         """Return the executable graph."""
