@@ -245,6 +245,29 @@ def test_the_cache_has_the_size_that_the_bundles_graphs_know(worker: Any) -> Non
     assert worker.determine_available_memory() == 4 << 30
 
 
+@pytest.mark.parametrize(
+    ("given", "compiled", "used"),
+    [
+        ("auto", False, "restore"),
+        ("auto", True, "auto"),
+        ("restore", True, "restore"),
+        ("capture", False, "capture"),
+        (None, False, "capture"),
+    ],
+)
+def test_by_default_only_graphs_of_a_model_without_pieces_are_restored(
+    worker: Any, parts: Any, monkeypatch: pytest.MonkeyPatch, given: str | None, compiled: bool, used: str
+) -> None:
+    asked: list[Settings] = []
+    worker.load_config.model_loader_extra_config = {"medusa_graphs": given} if given else {}
+    worker.parallel_config = SimpleNamespace(world_size=1)
+    worker.vllm_config.compilation_config.mode = parts.worker.CompilationMode(3 if compiled else 0)
+    monkeypatch.setattr(parts.worker, "AttachedRegion", SimpleNamespace(of=lambda config: SimpleNamespace(region=None)))
+    monkeypatch.setattr(parts.worker, "bundled_graphs", lambda region, settings: asked.append(settings))
+    assert worker._bundled is None
+    assert [(one.graphs, one.engine) for one in asked] == [(used, "vllm")]
+
+
 class Bundled:
     def __init__(self, failing: Exception | None = None) -> None:
         self.failing = failing

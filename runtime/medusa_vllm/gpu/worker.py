@@ -23,6 +23,7 @@ from medusa_runtime.process import abort
 from medusa_runtime.state.graphs import Blueprints, CudaDriver
 from medusa_runtime.state.graphs.blob_format import decode_blueprints
 from medusa_runtime.timeline import Timeline
+from vllm.config import CompilationMode
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
@@ -194,11 +195,11 @@ class GpuWorker(Worker):  # type: ignore[misc]
         except ConfigError:
             return None
         extra = self.load_config.model_loader_extra_config
+        graphs = extra.get("medusa_graphs", "capture")
+        if graphs == "auto" and self.vllm_config.compilation_config.mode == CompilationMode.NONE:
+            graphs = "restore"  # those of a compiled model, which has pieces, have not run on a GPU yet
         settings = Settings(
-            model=extra.get("medusa_model"),
-            state=extra.get("medusa_state"),
-            engine="vllm",
-            graphs=extra.get("medusa_graphs", "capture"),
+            model=extra.get("medusa_model"), state=extra.get("medusa_state"), engine="vllm", graphs=graphs
         )
         if self.parallel_config.world_size > 1:  # these graphs contain messages between ranks
             return None

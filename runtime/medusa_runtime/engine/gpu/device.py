@@ -65,7 +65,7 @@ def full_gpu(error: Exception, what: str) -> DeviceError:
 def bundled_graphs(region: Region, settings: Settings) -> BundledGraphs | None:
     """Return the state bundle's graphs; None if there are none, or the settings do not use them.
 
-    By default only the torch engine restores its graphs: vLLM's have not run on a GPU yet.
+    With ``--graphs auto``, only the torch engine's settings do. vLLM's worker decides for itself what that means.
     """
     if not region.has_code(file_name(CUDA_GRAPHS.name)):
         return None
