@@ -64,7 +64,7 @@ _OURS = tuple(f"medusa_vllm.{name}" for name in ("executor", "weights.loader"))
 def preimport(settings: Settings, region: Region | None = None) -> None:
     """Import all that a start needs, and the model's module if the region already has the model's configuration.
 
-    This is for a process that will only fork: it touches no device and starts no thread. Raises MissingPackageError,
+    This is for a process that will only fork: it touches no device and leaves no thread. Raises MissingPackageError,
     ConfigError and ImportError.
     """
     check_version()
@@ -107,8 +107,15 @@ def _import_all() -> None:
         importlib.import_module(module)
     from vllm.platforms import current_platform
 
-    for module in (*_OURS, *(_CPU_MODULES if current_platform.is_cpu() else _GPU_MODULES)):
-        importlib.import_module(module)
+    if current_platform.is_cpu():
+        for module in (*_OURS, *_CPU_MODULES):
+            importlib.import_module(module)
+        return
+    from .gpu.triton_kernels import key_read_beside
+
+    with key_read_beside():
+        for module in (*_OURS, *_GPU_MODULES):
+            importlib.import_module(module)
 
 
 def _import_server() -> None:

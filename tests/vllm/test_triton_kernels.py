@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ import pytest
 from medusa_runtime.errors import StateError
 from medusa_runtime.state.kinds import file_name
 from medusa_vllm import TRITON_KERNELS
-from medusa_vllm.gpu.triton_kernels import pack, restored, unpack
+from medusa_vllm.gpu import triton_kernels
+from medusa_vllm.gpu.triton_kernels import key_read_beside, pack, restored, unpack
 
 KERNEL = """
 import sys, time
@@ -159,6 +161,25 @@ def test_triton_itself_finds_them_and_compiles_nothing(tmp_path: Path) -> None:
     again = compiled(script, unpack((tmp_path / "blob").read_bytes(), tmp_path / "elsewhere"))
     size = first.split()[1]
     assert again == f"[True] {size} ['cubin']"
+
+
+def test_what_triton_reads_of_itself_is_read_beside_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = threading.Event()
+    monkeypatch.setattr(triton_kernels, "_read_key", lambda: imported.wait(10))
+    with key_read_beside():
+        assert "triton-key" in [thread.name for thread in threading.enumerate()]
+        imported.set()
+    assert "triton-key" not in [thread.name for thread in threading.enumerate()], "it would not survive a fork"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_what_triton_reads_of_itself_is_kept() -> None:
+    from triton.runtime.cache import triton_key
+
+    triton_key.cache_clear()
+    with key_read_beside():
+        pass
+    assert triton_key.cache_info().currsize == 1
 
 
 def test_what_was_attached_to_an_agents_region_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

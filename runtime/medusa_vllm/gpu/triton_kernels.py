@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,6 +77,30 @@ def unpack(blob: bytes, folder: Path) -> Path:
 
 
 @contextmanager
+def key_read_beside() -> Iterator[None]:
+    """Let Triton read its own files in a thread during this context, which may import anything, but not fork.
+
+    It does so once in a process, or in the one that this was forked from, before it looks for its first kernel: 400 MB
+    for a third of a second. No thread is left.
+    """
+    thread = threading.Thread(target=_read_key, name="triton-key")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _read_key() -> None:
+    try:
+        from triton.runtime.cache import triton_key
+
+        triton_key()  # which keeps what it returns
+    except Exception as error:  # noqa: BLE001 - without Triton, or with another version of it, its first kernel does so
+        logger.debug("Triton's files are read with its first kernel: %s", error)
+
+
+@contextmanager
 def restored(region: Region) -> Iterator[bool]:
     """Let Triton find the state bundle's kernels in this context. False if there are none, or they cannot be used.
 
@@ -104,4 +129,4 @@ def restored(region: Region) -> Iterator[bool]:
             os.environ.pop(_CACHE, None)
 
 
-__all__ = ["keep_in", "pack", "restored", "unpack"]
+__all__ = ["keep_in", "key_read_beside", "pack", "restored", "unpack"]
