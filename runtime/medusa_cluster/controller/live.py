@@ -8,6 +8,7 @@ from typing import Any
 
 from medusa_runtime.storage.retry import doubling_pause_s
 
+from ..deployment import Deployment
 from ..policy.state import MOST_PREFILLING
 from .models import Models
 from .nodes import KnownInstance, Nodes, Rendezvous, group_address
@@ -33,10 +34,16 @@ class Live:
         self._withheld: dict[
             str, tuple[int, float]
         ] = {}  # model → starts that did not prefill, and until when none may
+        self._whole: set[str] = set()  # models of which an event says that their instances share no work
 
-    def may_prefill(self, model: str) -> bool:
-        """Return whether instances may start in order to prefill. Not for a while after one that came to decode."""
-        return time.monotonic() >= self._withheld.get(model, (0, 0.0))[1]
+    def may_prefill(self, deployment: Deployment) -> bool:
+        """Return whether instances may start in order to prefill.
+
+        Not before a node has described the model, which may be an encoder, and not for a while after one that came to
+        decode.
+        """
+        known = self._models.get(deployment.url) is not None
+        return known and time.monotonic() >= self._withheld.get(deployment.name, (0, 0.0))[1]
 
     def note_not_prefilling(self, model: str) -> None:
         """Note that an instance was started in order to prefill, and does not. The pause doubles each time."""
@@ -45,6 +52,7 @@ class Live:
 
     def update(self) -> list[KnownInstance]:
         """Look what has become of the instances that prefill. Return those whose source is gone or ends."""
+        self._note_whole()
         instances = self._state.instances
         left: list[KnownInstance] = []
         self._withheld = {model: found for model, found in self._withheld.items() if model in self._state.deployments}
@@ -62,6 +70,16 @@ class Live:
                     self.note_not_prefilling(item.model)
         return left
 
+    def _note_whole(self) -> None:
+        """Record once, of each encoder that is to share work, that it does not."""
+        wanted = [item for item in self._state.deployments.values() if item.disaggregated or item.live_scaling]
+        found = {item.name: item for item in wanted if not self._models.generates(item)}
+        for name in found.keys() - self._whole:
+            flag = "--disaggregated" if found[name].disaggregated else "--live-scaling"
+            text = f"{flag} is ignored for {name}: it is an encoder, which writes no text, and each instance does all"
+            self._state.record_event("whole", text, model=name)
+        self._whole = set(found)
+
     async def plan(self, new: KnownInstance, partner: str | None) -> dict[str, Any] | None:
         """Return the ``group`` of a new instance's start, as JSON, or None if it neither helps nor is helped.
 
@@ -69,7 +87,7 @@ class Live:
         does not answer.
         """
         deployment = self._state.deployments[new.model]
-        if deployment.disaggregated:
+        if self._models.is_apart(deployment):
             return await self._separate(new)
         if not self._models.scales_live(deployment, time.monotonic()):
             return None

@@ -43,6 +43,7 @@ class KnownModel:
     total_bytes: int
     times: StageTimes
     kv_bytes_per_token: int = 0
+    generates: bool = True  # text with the torch engine; an encoder does not
     starts: defaultdict[Processor, deque[dict[str, float]]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=_KEPT_STARTS))
     )
@@ -112,13 +113,25 @@ class Models:
         model = self._known.get(deployment.url)
         if model is None or deployment.ttft_slo_s is None or now < model.no_groups_until:
             return 0
-        if not deployment.may_be_shared():
+        if not deployment.may_be_shared() or not self.generates(deployment):
             return 0
         return len(model.bytes.layers)
 
+    def generates(self, deployment: Deployment) -> bool:
+        """Return whether a deployment writes text. Others cannot share work: an encoder has no decode to leave others.
+
+        True as long as no node has described the model.
+        """
+        model = self._known.get(deployment.url)
+        return model is None or model.generates or deployment.engine != "torch"
+
+    def is_apart(self, deployment: Deployment) -> bool:
+        """Return whether prefill and decode are on instances of their own."""
+        return deployment.disaggregated and self.generates(deployment)
+
     def scales_live(self, deployment: Deployment, now: float) -> bool:
         """Return whether a deployment's instances may help one another while they load."""
-        return deployment.live_scaling and self.may_share(deployment, now)
+        return deployment.live_scaling and self.generates(deployment) and self.may_share(deployment, now)
 
     def may_share(self, deployment: Deployment, now: float) -> bool:
         """Return whether instances may share work. Not for a while after such a start failed."""
@@ -159,7 +172,8 @@ class Models:
             return
         if times is None:
             times = StageTimes(_BEGINS_S, 0.0, 0.0, _PREFILL_S, _DECODE_S, total, float("inf"), 0.0, 0)
-        self._known[url] = KnownModel(parts, total, replace(times, weights_bytes=total), max(token, 0))
+        times, generates = replace(times, weights_bytes=total), bool(found.get("generates", True))
+        self._known[url] = KnownModel(parts, total, times, max(token, 0), generates)
 
     def learn(
         self, node: KnownNode, instance: KnownInstance, deployment: Deployment, start: Mapping[str, float]

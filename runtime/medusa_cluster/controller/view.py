@@ -177,6 +177,6 @@ def _policy_deployment(
         devices=item.gpus,
         kv_bytes=item.kv_bytes(models.kv_bytes_per_token(item.url)),
         gpu_groups=item.engine in GPU_GROUP_ENGINES,
-        disaggregated=item.disaggregated,
-        may_prefill=live.may_prefill(item.name),
+        disaggregated=models.is_apart(item),
+        may_prefill=live.may_prefill(item),
     )

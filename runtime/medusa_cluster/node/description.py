@@ -9,7 +9,10 @@ from contextlib import closing
 from typing import Any
 
 from medusa_runtime.checkpoint.reader import open_checkpoint
+from medusa_runtime.config import Settings
 from medusa_runtime.errors import ConfigError, MedusaError
+from medusa_runtime.models.backend import backend
+from medusa_runtime.models.fields import ReadFile
 from medusa_runtime.state.bundle.locate import FOLDER
 from medusa_runtime.state.bundle.reader import Bundle
 from medusa_runtime.state.kinds import STAGE_TIMES
@@ -25,7 +28,8 @@ def describe(url: str) -> dict[str, Any]:
     """Describe a model by its checkpoint's index and state bundle. Blocks. Raises the store's errors.
 
     Returns ``total_bytes``; the bytes of ``entry``, of each of ``layers``, and of ``exit`` (see ``ModelBytes``);
-    ``kv_bytes_per_token``, of keys and values in 16 bits; and ``times``, the stage times as JSON. ``layers`` is empty
+    ``kv_bytes_per_token``, of keys and values in 16 bits; ``generates``, False for an encoder or a classifier of the
+    torch engine, which writes no text; and ``times``, the stage times as JSON. ``layers`` is empty
     if the model cannot be split, ``kv_bytes_per_token`` 0 if config.json does not say it, and ``times`` None if none
     were recorded.
     """
@@ -42,10 +46,18 @@ def describe(url: str) -> dict[str, Any]:
             "layers": list(parts.layers),
             "exit": parts.exit,
             "kv_bytes_per_token": kv_bytes_per_token(checkpoint.files.get("config.json", b"")),
+            "generates": _generates(checkpoint.files.get),
             "times": None if times is None else times.to_bytes().decode(),
         }
     finally:
         checkpoint.store.close()
+
+
+def _generates(read: ReadFile) -> bool:
+    try:
+        return backend(read, Settings()).kind not in ("encoder", "classifier")
+    except MedusaError:  # its instances will say why they do not run it
+        return True
 
 
 def kv_bytes_per_token(config: bytes) -> int:

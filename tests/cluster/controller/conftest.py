@@ -38,6 +38,7 @@ class StandInNode:
         self.device_kind = ""
         self.store_is_away = False
         self.failed_fetches: dict[str, str] = {}
+        self.generates = True  # else every model is an encoder
         self.version = "v1"  # of what it fetches
         self.arrives = False  # what it fetches is on its way, until ``arrived``
         self.refuses_groups: str | None = None
@@ -89,7 +90,8 @@ class StandInNode:
             model |= {"state": "done", "fetched_bytes": model["total_bytes"]}
 
     async def describe(self, _: dict[str, Any]) -> dict[str, Any]:
-        return {"total_bytes": 4 * 10**8, "entry": 0, "layers": [5 * 10**7] * 8, "exit": 0, "times": None}
+        parts = {"total_bytes": 4 * 10**8, "entry": 0, "layers": [5 * 10**7] * 8, "exit": 0, "times": None}
+        return parts | {"generates": self.generates}
 
     async def group_port(self, _: dict[str, Any]) -> dict[str, Any]:
         if self.refuses_groups:

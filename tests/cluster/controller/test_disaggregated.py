@@ -209,3 +209,42 @@ def test_one_whose_partner_ends_decodes(run: Run, ends: str) -> None:
         net.nodes[decode.node].resumed.set()
 
     run(scenario, "n1", "n2", "n3")
+
+
+@pytest.mark.parametrize("flag", ["disaggregated", "live_scaling"])
+def test_an_encoder_is_started_as_a_whole_and_one_event_says_so(run: Run, flag: str) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        for node in net.nodes.values():
+            node.generates = False
+        given = {**MODEL, "disaggregated": False, "ttft_slo_s": 0.01, "min": 2, flag: True}
+        await cluster.answer({"op": "deploy", "arguments": given})
+        await until(lambda: cluster.models.get(MODEL["url"]))
+        end = time.monotonic() + 2
+        await asked(cluster, lambda: time.monotonic() > end, running=30, waiting=5)
+        named = [event["text"] for event in cluster.state.events if event["kind"] == "whole"]
+        assert len(named) == 1
+        assert "is ignored for m: it is an encoder" in named[0]
+        await asked(cluster, lambda: len(routed(cluster)) == 3, running=30, waiting=5)
+        late = [plan for name, plan in starts(net).items() if name in routed(cluster)]
+        assert not [plan for plan in late if plan and plan["rank"]]
+        assert not confirmed(cluster, "prefill")
+        kinds = {event["kind"] for event in cluster.state.events}
+        assert not kinds & {"group", "live", "start-failed", "instance-died"}
+
+    run(scenario, "n1", "n2", "n3")
+
+
+def test_nothing_prefills_before_a_node_has_described_the_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may turn out to be an encoder."""
+
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        monkeypatch.setattr(cluster.models, "update", lambda *_: None)
+        await cluster.answer({"op": "deploy", "arguments": MODEL})
+        await asked(cluster, lambda: confirmed(cluster, "decode"), waiting=1)
+        end = time.monotonic() + 1
+        await asked(cluster, lambda: time.monotonic() > end, running=5)
+        assert not [plan for plan in starts(net).values() if plan is None or plan["rank"]]
+        monkeypatch.undo()
+        await asked(cluster, lambda: confirmed(cluster, "prefill", helping=True), running=5)
+
+    run(scenario, "n1", "n2", "n3")

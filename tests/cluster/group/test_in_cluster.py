@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -26,6 +27,7 @@ from lab_cluster import (
     completion,
     until,
 )
+from medusa_cluster.json_lines import call
 from medusa_cluster.lab.laboratory import Laboratory
 from medusa_cluster.lab.link_speed import LinkSpeed
 
@@ -119,32 +121,67 @@ def test_prefill_and_decode_apart_answer_as_one_instance_also_when_either_is_los
         alone = completion(url)
         ended = threading.Event()
 
-        def paired() -> bool:
-            helping = [item for item in _shown(cluster) if item["helps"]]
-            try:
-                return len(helping) == 1 and "prefilling" in _marks(cluster, helping[0]["id"])
-            except (KeyError, StopIteration):  # it has just ended
-                return False
-
         with ThreadPoolExecutor(_CLIENTS) as pool:
             asked = [pool.submit(_ask_until, ended.is_set, url) for _ in range(_CLIENTS)]
             try:
-                until(paired, cluster.told)
+                prefill = _wait_prefilling(cluster)
                 time.sleep(2)  # with prompts that another instance prefills
-                (prefill,) = (item for item in _shown(cluster) if item["helps"])
                 lost = prefill["helps"] if victim == "decode" else prefill["id"]
                 places = {item["id"]: node["name"] for node in cluster.status()["nodes"] for item in node["instances"]}
                 _stop_instance(lab, places[lost])
                 until(lambda: "instance-died" in cluster.kinds(), cluster.told)
-                until(paired, cluster.told)
+                prefill = _wait_prefilling(cluster)
+                assert "paired" in _marks(cluster, prefill["helps"])
             finally:
                 ended.set()
         assert {text for one in asked for text in one.result()} == {alone}
-        (prefill,) = (item for item in _shown(cluster) if item["helps"])
-        assert "paired" in _marks(cluster, prefill["helps"])
         cluster.call("remove", name="m")
         until(lambda: not _shown(cluster), cluster.told)
         cluster.end()
+
+
+def test_an_instance_that_prefills_is_ended_while_prompts_run_and_no_request_is_lost() -> None:
+    """Its node drains: it hands over what it has begun, and another one prefills."""
+    with Laboratory(3, GROUP_LINK, origin={"m": EXAMPLE}) as lab:
+        cluster = ClusterWithoutRay(lab)
+        url = _started(cluster)
+        cluster.deploy("m", max=1, disaggregated=True, settings=cluster.settings | {"max_concurrency": "8"})
+        alone = completion(url)
+        ended = threading.Event()
+        with ThreadPoolExecutor(_CLIENTS) as pool:
+            asked = [pool.submit(_ask_until, ended.is_set, url) for _ in range(_CLIENTS)]
+            try:
+                first = _wait_prefilling(cluster)
+                time.sleep(2)  # with prompts that another instance prefills
+                nodes = cluster.status()["nodes"]
+                place = next(node["name"] for node in nodes for item in node["instances"] if item["id"] == first["id"])
+                drain = {"op": "cluster", "call": "drain", "arguments": {"node": place}}
+                asyncio.run(call(lab.node_folder(cluster.head) / "control.sock", drain))
+                until(lambda: first["id"] not in [item["id"] for item in _shown(cluster)], cluster.told)
+                _wait_prefilling(cluster)
+            finally:
+                ended.set()
+        assert {text for one in asked for text in one.result()} == {alone}
+        assert not {"instance-died", "start-failed"} & set(cluster.kinds()), cluster.told()
+        stages = _timeline(cluster, first["helps"])
+        parted = [stage["detail"]["reason"] for stage in stages if stage["name"] == "unpaired"]
+        assert set(parted) == {"both are instances"}, cluster.told()
+        cluster.end()
+
+
+def _wait_prefilling(cluster: ClusterWithRay) -> dict[str, Any]:
+    """Wait until one instance prefills for another one, and return it."""
+    found: list[dict[str, Any]] = []
+
+    def look() -> bool:
+        found[:] = [item for item in _shown(cluster) if item["helps"]]
+        try:
+            return len(found) == 1 and "prefilling" in _marks(cluster, found[0]["id"])
+        except (KeyError, StopIteration):  # it has just ended
+            return False
+
+    until(look, cluster.told)
+    return found[0]
 
 
 def _started(cluster: ClusterWithRay) -> str:

@@ -358,6 +358,23 @@ def test_partners_that_come_at_once_are_no_more_than_there_are_places(group: Cal
     assert sorted(first) == sorted([Kind.HEARTBEAT, Kind.ERROR, Kind.ERROR])
 
 
+def test_a_partner_that_comes_while_the_source_waits_for_weights_is_not_lost(group: Callable[..., Group]) -> None:
+    """The source's thread is busy for longer than a partner may be silent, and nobody reads what the partner says."""
+    made = group("0:4", "0:4", mode="disaggregated", silent_s=1.0)
+    source: Any = made.add(0, layers=None).engine
+    loaded = threading.Event()
+    source._inbox.post(loaded.wait)
+    made.add(1, layers=None)
+    until(lambda: source._free_slots._value == 0)  # accepted
+    time.sleep(1.5)
+    loaded.set()
+    until(lambda: source.stats()["paired"] == 1)
+    assert made.leader.ask(PROMPTS[3], max_tokens=2).tokens
+    time.sleep(0.5)
+    assert "unpaired" not in [stage.name for stage in made.leader.timeline.stages()]
+    assert source.stats()["layers_helped"] > 0
+
+
 @pytest.mark.parametrize("wrong", ["columns", "type", "keys"])
 def test_a_target_that_hands_over_nonsense_costs_no_token(wrong: str, group: Callable[..., Group], serve: Any) -> None:
     import torch

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from encoder_checkpoint import write_encoder
 from engine_fixtures import checkpoint
 from medusa_cluster.deployment import Deployment
+from medusa_cluster.node.description import describe
 from medusa_cluster.node.group_worker import GroupWorker, free_port
 from medusa_cluster.node.instances import Instances, RunningInstance
 from medusa_cluster.node.settings import NodeServerSettings
+from medusa_cluster.node.timeline_reader import TimelineReader
 from medusa_runtime.errors import ConfigError
 
 __all__ = ["checkpoint"]
@@ -131,5 +136,106 @@ def test_two_instances_serve_as_a_group_and_then_as_instances(tmp_path: Path, ch
         finally:
             await instances.end(0.0)
         assert not list(tmp_path.glob("group-*"))
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_an_instance_that_prefills_hands_over_before_it_is_stopped(tmp_path: Path, checkpoint: Path) -> None:
+    """Prompts go on while the node stops it: none is lost, and none of its work is."""
+    settings = NodeServerSettings(name="n1", folder=tmp_path, host="127.0.0.1", token_file=tmp_path / "token")
+    settings.log_folder.mkdir(parents=True, exist_ok=True)
+    deployment = Deployment(
+        "m", str(checkpoint), disaggregated=True, settings={"threads": "1", "kv_cache_mb": "4", "device": "cpu"}
+    )
+
+    async def run() -> None:
+        instances = Instances(settings)
+        port = free_port("127.0.0.1")
+        plan = {"mode": "disaggregated", "layers": None}
+        for rank, more in enumerate([plan, {**plan, "helps": "i0", "listen": f"127.0.0.1:{free_port('127.0.0.1')}"}]):
+            await instances.start(f"i{rank}", deployment, worker(rank, port, **more))
+        decodes, prefills = (instances.get(f"i{rank}") for rank in range(2))
+        assert decodes is not None
+        assert prefills is not None
+
+        def ask(path: str, body: dict[str, Any] | None = None) -> Any:
+            headers = {"Authorization": f"Bearer {decodes.secret}", "Content-Type": "application/json"}
+            data = None if body is None else json.dumps(body).encode()
+            request = urllib.request.Request(f"http://127.0.0.1:{decodes.port}{path}", data, headers)
+            with urllib.request.urlopen(request, timeout=90) as answer:
+                return json.loads(answer.read())
+
+        def complete() -> str:
+            body = {"prompt": "Tokens flow " * 20, "max_tokens": 8, "temperature": 0}
+            return str(ask("/v1/completions", body)["choices"][0]["text"])
+
+        def complete_until() -> list[str]:
+            found = [complete()]
+            while not ended.is_set():
+                found.append(complete())
+            return found
+
+        async def until(condition: Callable[[], bool]) -> None:
+            async with asyncio.timeout(60):
+                while not condition():
+                    await asyncio.sleep(0.05)
+
+        ended = threading.Event()
+        reading = asyncio.create_task(TimelineReader(instances).run())
+        try:
+            await until(lambda: prefills.group_state == "prefilling")
+            asking = [asyncio.create_task(asyncio.to_thread(complete_until)) for _ in range(4)]
+            await asyncio.sleep(1.0)
+            began = time.monotonic()
+            assert await instances.stop("i1", 30.0)
+            assert time.monotonic() - began < 15
+            await asyncio.sleep(1.0)
+            ended.set()
+            texts = [text for one in asking for text in await one]
+            assert set(texts) == {await asyncio.to_thread(complete)}
+            stages = (await asyncio.to_thread(ask, "/timeline"))["stages"]
+            reasons = [stage["detail"]["reason"] for stage in stages if stage["name"] == "unpaired"]
+            assert reasons == ["both are instances"]
+            assert instances.get("i1") is None
+        finally:
+            ended.set()
+            reading.cancel()
+            await instances.end(0.0)
+        assert not list(tmp_path.glob("group-*"))
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_an_encoder_that_is_to_decode_does_all_by_itself(tmp_path: Path) -> None:
+    """Such as one that starts before a node has described it; the controller starts others as a whole."""
+    for package in ("transformers", "tokenizers"):
+        pytest.importorskip(package)
+    folder = write_encoder(tmp_path / "encoder", None)
+    assert describe(str(folder))["generates"] is False
+    settings = NodeServerSettings(name="n1", folder=tmp_path, host="127.0.0.1", token_file=tmp_path / "token")
+    settings.log_folder.mkdir(parents=True, exist_ok=True)
+    deployment = Deployment("m", str(folder), disaggregated=True, settings={"threads": "1", "device": "cpu"})
+
+    async def run() -> None:
+        instances = Instances(settings)
+        plan = {"mode": "disaggregated", "layers": None}
+        port = await instances.start("i0", deployment, worker(0, free_port("127.0.0.1"), **plan))
+        headers = {
+            "Authorization": f"Bearer {instances.get('i0').secret}",  # type: ignore[union-attr]
+            "Content-Type": "application/json",
+        }
+
+        def embed() -> Any:
+            body = json.dumps({"input": ["a cat sat", "on the mat"]}).encode()
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/embeddings", body, headers)
+            with urllib.request.urlopen(request, timeout=90) as answer:
+                return json.loads(answer.read())
+
+        try:
+            assert len((await asyncio.to_thread(embed))["data"]) == 2
+        finally:
+            await instances.end(0.0)
 
     asyncio.run(run())

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from encoder_checkpoint import write_encoder
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.forked
@@ -24,33 +25,6 @@ tokenizers = pytest.importorskip("tokenizers")
 
 Start = Callable[..., Any]
 TEXTS = ["a cat sat", "the mat was a cat and the cat sat on the mat", "sat"]
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "sat", "the", "mat", "was", "and", "on"]
-
-
-def write_encoder(folder: Path, pooling: str | None, *, unit: bool = False, limit: int | None = None) -> Path:
-    """A tiny BERT with random weights and a tokenizer of words; with ``pooling`` as sentence-transformers saves it."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=24, **sizes)
-    torch.manual_seed(0)
-    model = transformers.BertModel(config)
-    for parameter in model.parameters():
-        parameter.data += torch.randn_like(parameter) * 0.3
-    model.save_pretrained(folder)
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: id for id, word in enumerate(WORDS)}, "[UNK]"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    words.save(str(folder / "tokenizer.json"))
-    if pooling is not None:
-        modules = ["Transformer", "Pooling", *(["Normalize"] if unit else [])]
-        paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-        listed = [{"path": paths[kind], "type": f"sentence_transformers.models.{kind}"} for kind in modules]
-        (folder / "modules.json").write_text(json.dumps(listed))
-        (folder / "1_Pooling").mkdir()
-        modes = {f"pooling_mode_{name}": name.startswith(pooling) for name in ("cls_token", "mean_tokens")}
-        (folder / "1_Pooling" / "config.json").write_text(json.dumps(modes | {"word_embedding_dimension": 32}))
-    if limit is not None:
-        (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": limit}))
-    return folder
 
 
 def reference(folder: Path, texts: list[str], pooling: str, *, unit: bool) -> torch.Tensor:

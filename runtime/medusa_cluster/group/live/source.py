@@ -107,6 +107,7 @@ class SourceEngine(TorchEngine):
         return True
 
     def _begin_pair(self, pair: _Pair) -> None:
+        pair.channel.last_received_at = time.monotonic()  # nobody has listened to it yet, perhaps for a whole load
         self._pairs.append(pair)
         self._timeline.mark("paired")
         threading.Thread(target=self._listen, args=(pair,), name="live-target", daemon=True).start()
