@@ -137,6 +137,7 @@ class KnownInstance:
     helping: bool = False
     wanted_role: str = "both"  # for which it was started
     has_prefilled: bool = False
+    has_helped: bool = False  # so that the times of its start say nothing
     meets: Rendezvous | None = None
     helps: str | None = None
     slots: int = 1
@@ -151,6 +152,7 @@ class KnownInstance:
     def set_pair(self, shown: Mapping[str, Any]) -> None:
         """Set by the node's status what the instance does for another one, or others for it."""
         self.helping, self.helps = shown["helping"], shown["helps"]
+        self.has_helped = self.has_helped or self.helping
         if self.role != "decode":  # else it was told to become one, and that takes a moment
             self.role = shown["role"]
         self.loading = self.helping and not (self.role == "prefill" and shown["prefills"])

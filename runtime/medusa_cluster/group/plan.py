@@ -37,7 +37,7 @@ class GroupPlan:
     form_s: how long the leader waits for the others before it goes on alone, and a worker for its leader.
     mode: ``pipeline``: each worker has a range of layers. ``live``: rank 0 is an instance with all layers, and rank 1 a
         new one, which helps it while loading them. ``disaggregated``: rank 0 decodes, and the others prefill for it.
-        One of them becomes an instance when its own file says ``up``, or when it loses rank 0.
+        One that helps rank 0 becomes an instance when its own file says ``up``, or when it loses rank 0.
     listen: ``HOST:PORT`` where one of those others listens once it is an instance, for others that prefill for it.
     schedule: how a new instance helps: ``zigzag``, or the naive ``best-effort`` for comparison.
     silent_s: a worker without a sign of life for so many seconds counts as dead.

@@ -65,11 +65,13 @@ class GroupWorker:
         return replace(self, plan=replace(self.plan, then="up"))
 
     def as_instance(self) -> GroupWorker:
-        """Return the same worker once it prefills for nobody any more: one for which others can prefill.
+        """Return the same worker once it helps nobody any more. One that has prefilled is one that others can help.
 
-        If its engine is replaced, the new one does not look for the instance that this one prefilled for.
+        If its engine is replaced, the new one does not look for the instance that this one helped.
         """
         plan = self.plan
+        if plan.mode == "live" and plan.rank and plan.then != "up":
+            return replace(self, plan=replace(plan, then="up"))
         if plan.rank == 0 or plan.listen is None:
             return self
         return replace(self, plan=replace(plan, rank=0, leader=plan.listen, listen=None, then="stay"), helps=None)

@@ -213,7 +213,7 @@ class Instances:
         instance.worker.write(self._group_file(instance))
 
     def note_released(self, instance: RunningInstance) -> None:
-        """Let the instance's file say that it prefills for nobody any more."""
+        """Let the instance's file say that it helps nobody any more."""
         worker = None if instance.worker is None else instance.worker.as_instance()
         if worker is not None and worker is not instance.worker:
             instance.worker = worker

@@ -248,3 +248,21 @@ def test_nothing_prefills_before_a_node_has_described_the_model(run: Run, monkey
         await asked(cluster, lambda: confirmed(cluster, "prefill", helping=True), running=5)
 
     run(scenario, "n1", "n2", "n3")
+
+
+def test_nothing_is_learned_from_the_start_of_one_that_prefilled_first(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        _, prefill = await started(net, cluster)
+        cluster.execution.begin(ChangeRole(prefill.id, prefill.node, "decode", "decode instances are missing"))
+        await asked(cluster, lambda: prefill.id in routed(cluster), running=30, waiting=9)
+        shown = net.nodes[prefill.node]
+        shown.workers[prefill.id] = shown.workers[prefill.id].as_instance()
+        shown.become(prefill.id, "released")
+        shown.instances[prefill.id]["start"] = {"ttft_s": 99.0, "begins_s": 1.0, "prefill_s": 0.1}
+        await asked(cluster, lambda: prefill.helps is None, running=30, waiting=9)
+        end = time.monotonic() + 0.5
+        await asked(cluster, lambda: time.monotonic() > end, running=30, waiting=9)
+        assert "cold-start" not in [event["kind"] for event in cluster.state.events]
+        assert not cluster.models.starts(MODEL["url"])
+
+    run(scenario, "n1", "n2", "n3")

@@ -195,6 +195,19 @@ def test_a_lost_source_leaves_an_instance(group: Callable[..., Group], checkpoin
     region.close()
 
 
+@pytest.mark.parametrize("mode", ["live", "disaggregated"])
+def test_an_engine_that_replaces_a_released_targets_looks_for_no_source(
+    group: Callable[..., Group], checkpoint: Path, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = group("0:4", "0:4", form_s=60.0, mode=mode, then="up")
+    began = time.monotonic()
+    alone = made.add(1, layers=None)
+    alone.engine.wait_ready()
+    assert alone.ask("A").last.finish_reason == "length"
+    assert time.monotonic() - began < 15
+    assert "could not be reached" not in caplog.text
+
+
 @pytest.mark.parametrize(("layers", "load", "batches"), [(7, 6, 8), (4, 2, 4), (8, 3, 6), (4, 3, 5)])
 def test_the_queues_decide_as_the_schedules_do(layers: int, load: int, batches: int) -> None:
     """A pair on a clock of layers, with the queues that the engines use."""

@@ -87,6 +87,13 @@ def test_one_that_has_prefilled_says_so_in_its_file(tmp_path: Path) -> None:
         assert one.worker.status("released")["pair"] == {
             "helping": False, "helps": None, "prefills": False, "role": "decode", "meets": meets,
         }  # fmt: skip
+        live = worker(1, 80, helps="d", mode="live", layers=None)
+        one.worker = live
+        for _ in range(2):
+            instances.note_released(one)
+            found = json.loads(path.read_text())
+            assert (found["rank"], found["leader"], found["then"]) == (1, live.plan.leader, "up")
+        assert one.worker.status("released")["pair"]["helping"] is False
         one.failure = "it ended"
         path.unlink()
         with pytest.raises(ConfigError, match="expected an instance that prefills"):

@@ -116,6 +116,8 @@ class _Helper:
     def run(self, stop: threading.Event) -> None:
         """Work until the source releases this target. Raises EngineError if the source is lost."""
         target, plan = self._target, self._plan
+        if self._is_released():
+            return  # an engine before this one has been: its source may be gone, and need not be waited for
         link = plan.emulated_link()
         identity = identity_of(target._region, target._model.config, target._dtype, size=plan.size, gpu=target._gpu)
         channel = self._channel = connect(
@@ -146,7 +148,7 @@ class _Helper:
 
     def _is_released(self) -> bool:
         """Return whether the group's file says that this target shall be an instance."""
-        return self._plan.mode == "disaggregated" and self._file is not None and self._file.reload().then == "up"
+        return self._file is not None and self._file.reload().then == "up"
 
     def _handle(self, channel: TcpChannel, *, idle: bool) -> bool:
         """Handle the source's messages. Return False if it has released this target."""
