@@ -46,7 +46,8 @@ class Archive(NamedTuple):
     def unpack(self, blob: bytes, folder: Path) -> Path:
         """Unpack into ``folder``, which is private to this process, and return the folder in it that has everything.
 
-        Raises StateError if the blob is damaged or of another format. The engine then starts without it.
+        Raises StateError if the blob is damaged or of another format, or if a file cannot be written. The engine then
+        starts without it.
         """
         with self._open(blob) as archive:
             for name in archive.namelist():
@@ -71,8 +72,11 @@ class Archive(NamedTuple):
         if len(parts) < 2 or parts[0] != self.top or ".." in parts:
             raise StateError(f"{self.what} holds {name!r}, expected files under {self.top}/; materialize it again")
         path = folder.joinpath(*parts)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        except OSError as error:  # not the blob's fault
+            raise StateError(f"{self.what} cannot be unpacked ({error})") from error
 
 
 __all__ = ["Archive"]

@@ -49,6 +49,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     ),
     "config/compilation.py": ("class CUDAGraphMode", "static_forward_context"),
     "config/kernel.py": ("enable_jit_warmup",),
+    "config/parallel.py": ("decode_context_parallel_size",),
     "forward_context.py": ("class BatchDescriptor",),
     "platforms/interface.py": ("_global_graph_pool",),
     "v1/engine/core.py": ("class EngineCore",),

@@ -73,9 +73,12 @@ def worker(parts: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.load_config = SimpleNamespace(model_loader_extra_config={})
     made.cache_config = SimpleNamespace(kv_cache_memory_bytes=4 << 30)
     made.model_config = SimpleNamespace(is_quantized=False, is_multimodal_model=False)
+    made.parallel_config = SimpleNamespace(world_size=1, decode_context_parallel_size=1)
     made.vllm_config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"layers.0": attention(parts)}),
         kernel_config=SimpleNamespace(enable_jit_warmup=True),
+        lora_config=None,
+        speculative_config=None,
     )
     monkeypatch.setattr(parts.worker, "free_bytes", lambda device: 8 << 30)
     monkeypatch.setattr(parts.worker.Worker, "determine_available_memory", lambda self: 3 << 30)
@@ -94,11 +97,13 @@ def give_workspace(worker: Any, parts: Any, how: str) -> None:
         layers["layers.0.mlp.experts"] = object()
     elif how == "backend":
         layers["layers.1"] = attention(parts, "FLASHINFER")
+    elif how == "contexts over ranks":  # whose results FlashAttention gathers in the workspace
+        worker.parallel_config.decode_context_parallel_size = 2
     else:
         setattr(worker.model_config, how, True)
 
 
-WITH_WORKSPACE = ("experts", "backend", "is_quantized", "is_multimodal_model")
+WITH_WORKSPACE = ("experts", "backend", "contexts over ranks", "is_quantized", "is_multimodal_model")
 
 
 @pytest.mark.parametrize("how", WITH_WORKSPACE)
@@ -118,7 +123,10 @@ def test_a_workspace_has_its_size_before_graphs_are_captured(
     assert planned == [4 << 30], "it did not run, or would measure"
 
 
-@pytest.mark.parametrize("how", [None, "no kernels", *WITH_WORKSPACE])
+WITH_OTHER_KERNELS = ("ranks", "lora_config", "speculative_config")  # which are not materialized
+
+
+@pytest.mark.parametrize("how", [None, "no kernels", *WITH_WORKSPACE, *WITH_OTHER_KERNELS])
 def test_kernels_of_the_bundle_need_no_warm_up(
     worker: Any, parts: Any, monkeypatch: pytest.MonkeyPatch, how: str | None
 ) -> None:
@@ -137,6 +145,10 @@ def test_kernels_of_the_bundle_need_no_warm_up(
     monkeypatch.setattr(parts.worker.Worker, "shutdown", lambda self: None)
     if how in WITH_WORKSPACE:
         give_workspace(worker, parts, str(how))
+    elif how == "ranks":
+        worker.parallel_config.world_size = 2
+    elif how in WITH_OTHER_KERNELS:
+        setattr(worker.vllm_config, str(how), object())
     worker.determine_available_memory()
     worker.compile_or_warm_up_model()
     assert compiling == [how is not None]

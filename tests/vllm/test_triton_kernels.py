@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -125,6 +126,66 @@ def test_without_usable_kernels_triton_compiles(
         assert not found
         assert "TRITON_CACHE_DIR" not in os.environ
     assert ("compiled and not restored" in caplog.text) == (data is not None)
+
+
+@pytest.mark.parametrize("name", ["", ".", "/"])
+def test_a_group_with_a_member_without_a_name_is_told(tmp_path: Path, name: str) -> None:
+    with zipfile.ZipFile(tmp_path / "blob", "w") as archive:
+        archive.writestr("triton-1/KEY/__grp__add.json", json.dumps({"child_paths": {name: ""}}))
+    with pytest.raises(StateError, match=r"damaged group.*materialize it again"):
+        unpack((tmp_path / "blob").read_bytes(), tmp_path / "here")
+
+
+def test_without_a_place_for_temporary_files_triton_compiles(
+    blob: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The whole disk may be read-only."""
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with restored(Bundle(blob)) as found:  # type: ignore[arg-type]
+        assert not found
+        assert "TRITON_CACHE_DIR" not in os.environ
+    assert "compiled and not restored: [Errno 2]" in caplog.text
+
+
+def test_an_error_of_the_start_is_not_taken_for_one_of_the_folder(blob: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+
+    def start() -> None:
+        with restored(Bundle(blob)) as found:  # type: ignore[arg-type]
+            assert found
+            raise OSError("of the start")
+
+    with pytest.raises(OSError, match="of the start"):
+        start()
+    assert "TRITON_CACHE_DIR" not in os.environ
+
+
+def test_a_full_disk_is_not_told_as_damage(
+    blob: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+
+    def full(self: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with restored(Bundle(blob)) as found:  # type: ignore[arg-type]
+        assert not found
+    assert "cannot be unpacked ([Errno 28] No space left on device)" in caplog.text
+    assert "materialize it again" not in caplog.text
+
+
+def test_where_no_code_may_run_from_temporary_files_triton_compiles(
+    blob: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton maps its launchers, and puts one that it cannot map in the same folder again: the start would fail."""
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    with restored(Bundle(blob)) as found:  # type: ignore[arg-type]
+        assert not found
+        assert "TRITON_CACHE_DIR" not in os.environ
+    assert "is mounted without the right to run code" in caplog.text
 
 
 def test_a_folder_that_the_user_has_named_stays(

@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from medusa_runtime.errors import StateError
@@ -69,10 +69,11 @@ def unpack(blob: bytes, folder: Path) -> Path:
     cache = _ARCHIVE.unpack(blob, folder)
     for path in cache.glob(f"*/{_GROUP}*"):
         try:
-            members = [str(name) for name in json.loads(path.read_text())[_MEMBERS]]
+            names = [str(name) for name in json.loads(path.read_text())[_MEMBERS]]
+            members = {name: str(path.with_name(Path(name).name)) for name in names}
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(f"{_ARCHIVE.what} has a damaged group ({error}); materialize it again") from error
-        path.write_text(json.dumps({_MEMBERS: {name: str(path.with_name(Path(name).name)) for name in members}}))
+        path.write_text(json.dumps({_MEMBERS: members}))
     return cache
 
 
@@ -116,17 +117,26 @@ def restored(region: Region) -> Iterator[bool]:
     if (blob := region.code(file_name(TRITON_KERNELS.name))) is None:
         yield False
         return
-    with scratch_folder("medusa-triton") as folder:
+    with ExitStack() as held:
         try:
+            folder = held.enter_context(scratch_folder("medusa-triton"))
+            _require_code_from(folder)
             os.environ[_CACHE] = str(unpack(blob, folder))
         except (StateError, OSError) as error:
             logger.warning("Triton's kernels are compiled and not restored: %s", error)
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            os.environ.pop(_CACHE, None)
+            held.close()
+        else:
+            held.callback(os.environ.pop, _CACHE, None)
+        yield _CACHE in os.environ
+
+
+def _require_code_from(folder: Path) -> None:
+    """Raise StateError if no code can be mapped from this folder.
+
+    Triton maps its launchers. One that it cannot map it compiles and puts into the same folder, and then it fails.
+    """
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        raise StateError(f"{folder.parent} is mounted without the right to run code; set TMPDIR to another folder")
 
 
 __all__ = ["keep_in", "key_read_beside", "pack", "restored", "unpack"]

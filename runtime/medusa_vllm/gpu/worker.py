@@ -114,7 +114,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
     def compile_or_warm_up_model(self) -> Any:
         kernels = self.vllm_config.kernel_config
         with self._timeline.stage("warm_up") as detail, _needs_memory("warm-up and the CUDA graphs"):
-            if self._has_kernels and kernels.enable_jit_warmup and self._has_no_workspace():
+            if kernels.enable_jit_warmup and self._has_all_kernels() and self._has_no_workspace():
                 detail["compiles"] = kernels.enable_jit_warmup = False
             return super().compile_or_warm_up_model()
 
@@ -152,10 +152,19 @@ class GpuWorker(Worker):  # type: ignore[misc]
     def _folders(self) -> ExitStack:
         return ExitStack()
 
+    def _has_all_kernels(self) -> bool:
+        """Return whether the bundle's kernels are all that this start needs: it has none for what is not materialized.
+
+        Without a warm-up, the others would be compiled while requests wait.
+        """
+        config = self.vllm_config
+        is_plain = config.lora_config is None and config.speculative_config is None
+        return self._has_kernels and is_plain and self.parallel_config.world_size == 1
+
     def _has_no_workspace(self) -> bool:
         """Return whether all layers are attention by kernels without a workspace; False if that is not certain."""
         config = self.model_config
-        if config.is_quantized or config.is_multimodal_model:
+        if config.is_quantized or config.is_multimodal_model or self.parallel_config.decode_context_parallel_size > 1:
             return False
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         return all(
