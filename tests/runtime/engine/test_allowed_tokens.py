@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import tracemalloc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams, StructuredOutputs
 from medusa_runtime.engine.server import _is_slow_to_add
 from medusa_runtime.engine.serving.sequence import Sequence
-from medusa_runtime.engine.torch.penalties import Adjustment
+from medusa_runtime.engine.serving.transcript import Transcript
+from medusa_runtime.engine.torch.penalties import Adjustment, adjust
 from medusa_runtime.errors import RequestError
 
 PROMPT = "Tokens flow from storage"
@@ -164,3 +170,62 @@ def test_forms_after_a_space_count_among_the_words(serve: Any) -> None:
     served.ask(PROMPT, bad_words=words[:64])
     with pytest.raises(RequestError, match="bad_words: expected at most 128 with their forms after a space, found 130"):
         served.ask(PROMPT, bad_words=words)
+
+
+def made(
+    token_ids: tuple[int, ...] | None = None, bias: dict[int, float] | None = None, words: tuple[list[int], ...] = ()
+) -> Sequence:
+    """A sequence with copies of these values, as each frame of a request brings them, and what changes its logits."""
+    params = SamplingParams(
+        allowed_token_ids=None if token_ids is None else (*token_ids[:1], *token_ids[1:]),
+        logit_bias=None if bias is None else dict(bias),
+        bad_words=tuple(map(str, words)),
+    )
+    found = Sequence(
+        GenerateRequest("r", (1, 2), params), [1, 2], lambda _: None, limit=9, eos_token_ids=frozenset(),
+        transcript=Transcript(None, (), include_stop=False), bad_words=[list(word) for word in words],
+    )  # fmt: skip
+    found.adjustment = Adjustment(found, VOCAB)
+    return found
+
+
+VOCAB = 100_000
+EACH = {"token_ids": tuple(range(50_000)), "bias": dict.fromkeys(range(50000), 1.0), "words": ([3], [4, 5])}
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_the_sequences_of_a_request_share_their_restrictions(name: str) -> None:
+    given: dict[str, Any] = {name: EACH[name]}
+    first = made(**given)
+    tracemalloc.start()
+    others = [made(**given) for _ in range(20)]
+    kept_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    shared = first.adjustment._shared  # type: ignore[union-attr]
+    assert all(other.adjustment._shared is shared for other in others)  # type: ignore[union-attr]
+    assert kept_bytes < 20 * 20_000
+    expected, found = torch.zeros(VOCAB), torch.zeros(VOCAB)
+    adjust(expected, made(**given))
+    adjust(found, others[0])
+    assert torch.equal(expected, found)
+    assert not torch.equal(found, torch.zeros(VOCAB))
+    assert others[0].request.params is others[0].params
+    assert others[0].params == made(**given).params
+    reference = weakref.ref(shared)
+    del first, others, shared
+    gc.collect()
+    assert reference() is None  # with the last sequence
+
+
+def test_other_restrictions_are_not_shared() -> None:
+    found = [made(ids) for ids in ((1,), (2,), (1, 2), (2, 1))]
+    found += [made(None, bias) for bias in ({1: 1.0}, {1: 2.0}, {2: 1.0})]
+    found += [made(None, None, words) for words in (([1],), ([1], [2]), ([1, 2],))]
+    found += [made((1,), {1: 1.0}), made((1,), None, ([1],))]
+    assert len({id(one.adjustment._shared) for one in found}) == len(found)  # type: ignore[union-attr]
+
+
+def test_restrictions_that_are_added_at_once_are_made_for_all() -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: made(**EACH), range(16)))  # type: ignore[arg-type]
+    assert len({id(one.adjustment._shared) for one in found}) == 1  # type: ignore[union-attr]

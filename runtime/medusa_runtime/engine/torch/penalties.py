@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
-
 import torch
 from torch import Tensor
 
 from ..serving.sequence import Sequence
-
-_MANY = 8  # more than an eighth of the vocabulary is kept as a whole row, which is faster to use
+from .restrictions import Restrictions
 
 
 def adjust(logits: Tensor, sequence: Sequence) -> None:
@@ -32,26 +29,8 @@ class Adjustment:
 
     def __init__(self, sequence: Sequence, vocab_size: int) -> None:
         params = sequence.params
-        allowed = params.allowed_token_ids
-        self._allowed: Tensor | None = None  # int64, or the others as a mask
-        self._forbidden: Tensor | None = None  # bool [vocab]
-        if allowed is not None and len(allowed) * _MANY > vocab_size:
-            forbidden = bytearray(b"\x01") * vocab_size
-            for token in allowed:
-                forbidden[token] = 0
-            self._forbidden = torch.frombuffer(forbidden, dtype=torch.bool)
-        elif allowed is not None:
-            self._allowed = torch.tensor(allowed, dtype=torch.long)
-        self._words = _Words(sequence.bad_words)
-        bias = params.logit_bias or {}
-        self._biased: Tensor | slice = slice(None)
-        if len(bias) * _MANY > vocab_size:
-            biases = array("f", bytes(4 * vocab_size))
-            for token, value in bias.items():
-                biases[token] = value
-            self._biases = torch.frombuffer(biases, dtype=torch.float32)
-        else:
-            self._biased, self._biases = torch.tensor(list(bias), dtype=torch.long), torch.tensor(list(bias.values()))
+        self._shared = Restrictions.of(sequence, vocab_size)
+        self._restrictions = self._shared  # on the device of the logits
         ends = sorted(sequence.end_token_ids) if params.min_tokens else []
         self._ends = torch.tensor(ends, dtype=torch.long)
         self._tallies = _Tally(0), _Tally(sequence.prompt_length)  # of all tokens, and of the completion's
@@ -61,16 +40,7 @@ class Adjustment:
         params = sequence.params
         if self._device != logits.device:
             self._move(logits.device)
-        if self._allowed is not None:
-            kept = logits[self._allowed]
-            logits.fill_(float("-inf"))
-            logits[self._allowed] = kept
-        if self._forbidden is not None:
-            logits.masked_fill_(self._forbidden, float("-inf"))
-        if sequence.bad_words:
-            logits[torch.tensor(self._words.completing(sequence), dtype=torch.long)] = float("-inf")
-        if params.logit_bias:
-            logits[self._biased] += self._biases
+        self._restrictions.apply(logits, sequence)
         if sequence.generated < params.min_tokens and len(self._ends):
             logits[self._ends] = float("-inf")
         if params.repetition_penalty != 1:
@@ -86,35 +56,8 @@ class Adjustment:
         self._device = device
         for tally in self._tallies:
             tally.token_ids, tally.times = tally.token_ids.to(device), tally.times.to(device)
-        self._biases, self._ends = self._biases.to(device), self._ends.to(device)
-        if self._forbidden is not None:
-            self._forbidden = self._forbidden.to(device)
-        if self._allowed is not None:
-            self._allowed = self._allowed.to(device)
-        if isinstance(self._biased, Tensor):
-            self._biased = self._biased.to(device)
-
-
-class _Words:
-    """Words that must not be generated, by what is before their last token."""
-
-    def __init__(self, words: list[list[int]]) -> None:
-        self._single = [word[0] for word in words if len(word) == 1]
-        # The last token before the last one → all tokens before it → the tokens that complete a word.
-        self._longer: dict[int, dict[tuple[int, ...], list[int]]] = {}
-        for word in words:
-            if len(word) > 1:
-                beginnings = self._longer.setdefault(word[-2], {})
-                beginnings.setdefault(tuple(word[:-1]), []).append(word[-1])
-
-    def completing(self, sequence: Sequence) -> list[int]:
-        """Return the tokens that would complete a word, of which the completion ends with all tokens but the last."""
-        found, tokens = self._single, sequence.tokens
-        if sequence.generated:
-            for before, last in self._longer.get(tokens[-1], {}).items():
-                if sequence.generated >= len(before) and tuple(tokens[-len(before) :]) == before:
-                    found = found + last
-        return found
+        self._ends = self._ends.to(device)
+        self._restrictions = self._shared.on(device)
 
 
 class _Tally:
