@@ -2,7 +2,7 @@
 
 A batch runs in the smallest graph that is large enough, or eagerly if there is none. A graph contains the addresses of
 the weights, the KV cache and the static inputs, which are all known before the weights' bytes arrive. So graphs can be
-captured while weights are still loading, and whenever the engine is idle. Without idle time, a step captures the graph
+captured while weights are still loading, and whenever the engine is idle. Without idle time, a step gets the graph
 that it needs.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -134,10 +134,10 @@ class DecodeGraphs:
         """Use graphs that were restored from a state bundle. Graphs for other sizes are ignored."""
         self.graphs.update({size: graph for size, graph in graphs.items() if size in self.sizes})
 
-    def size_for(self, count: int) -> int | None:
-        """Return the smallest size of at least ``count`` that has a graph; None if there is none."""
+    def size_for(self, count: int, others: Container[int] = ()) -> int | None:
+        """Return the smallest size of at least ``count`` that has a graph, or is among ``others``; None without any."""
         first = bisect_left(self.sizes, count)
-        return next((size for size in self.sizes[first:] if size in self.graphs), None)
+        return next((size for size in self.sizes[first:] if size in self.graphs or size in others), None)
 
     @staticmethod
     def are_decodes(spans: Sequence[Span]) -> bool:

@@ -105,12 +105,9 @@ class GpuRunner:
     def step(self, spans: list[Span]) -> tuple[Tensor | None, list[Sequence]]:
         """Run one step, like ``run_step``. Graphs do not wait at gates, so they need all weights to be loaded."""
         graphs = self.graphs
-        if graphs is not None and self._weights.applied and self._must_restore_first and graphs.are_decodes(spans):
+        if graphs is not None and self._weights.applied and graphs.are_decodes(spans):
             # The weights are loaded, so this need not wait until the engine is idle. A prompt is computed without it.
-            self._restore(graphs)
-        if graphs is not None and self._weights.applied and not self._restores and graphs.are_decodes(spans):
-            self._wait_for_kernels(spans)
-            graphs.capture_for(len(spans))
+            self._get_graph(graphs, spans)
         if graphs is None or not self._weights.applied or not graphs.can_run(spans):
             self._wait_for_kernels(spans)
             return run_step(self.model, self.cache, spans, GpuAttention)
@@ -140,8 +137,7 @@ class GpuRunner:
 
         A bundle's graphs are built one by one while the weights are loading, so that a request waits for one at most,
         and checked by a replay once they are loaded. Until then nothing is captured, since that may turn out to be
-        unnecessary. After the most useful sizes the others are restored one by one; meanwhile their batches run in the
-        next larger graph.
+        unnecessary. After the most useful sizes the others are restored one by one, unless a step has needed them.
         """
         graphs = self.graphs
         if graphs is None or not self._weights.placed or not graphs.pending:
@@ -161,6 +157,17 @@ class GpuRunner:
 
     def close(self) -> None:
         self._kernels.wait()
+
+    def _get_graph(self, graphs: DecodeGraphs, spans: list[Span]) -> None:
+        """Restore or capture what a decode step needs next, since an engine with work may never be idle."""
+        size = graphs.size_for(len(spans), self._to_restore)
+        if self._must_restore_first:
+            self._restore(graphs)
+        elif size in self._to_restore:
+            self._restore(graphs, size)
+        elif size is None or not self._restores:
+            self._wait_for_kernels(spans)
+            graphs.capture_for(len(spans))
 
     def _wait_for_kernels(self, spans: list[Span]) -> None:
         """Wait for the kernels of decode steps if a step has a decode, and a thread makes them ready."""
@@ -208,11 +215,11 @@ class GpuRunner:
         self._release_unused()
         return True
 
-    def _restore(self, graphs: DecodeGraphs) -> None:
-        """Restore the most useful graphs, or one more if these have been restored."""
+    def _restore(self, graphs: DecodeGraphs, size: int | None = None) -> None:
+        """Restore the most useful graphs, or one more if these have been restored: that of ``size``, or any."""
         if self._blueprints is not None:
             self._begin(graphs, wait=True)
-        sizes = self._first_pending(graphs) or self._to_restore[:1]
+        sizes = self._first_pending(graphs) or (self._to_restore[:1] if size is None else [size])
         if self._restorer is None or not sizes:
             return
         self._to_restore = [size for size in self._to_restore if size not in sizes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from host_gpu import (
     Bundled,
     HostGpu,
     HostKernels,
+    HostRestorer,
+    Recorded,
     Recorder,
     answers,
     no_triton,
@@ -233,6 +235,41 @@ def test_the_most_useful_graphs_are_restored_first_and_the_others_one_by_one(
     assert len(recorder.captured) == 1, "the one that does not fit"
     names = [stage.name for stage in served.timeline.stages() if stage.name.endswith("_graphs")]
     assert names == ["prepare_graphs", *["restore_graphs"] * 3]
+
+
+def test_an_engine_that_is_never_idle_restores_the_graphs_of_its_batches(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundled = " ".join(map(str, sizes_for(32)))
+    monkeypatch.setattr(torch_engine, "bundled_graphs", lambda region, settings: Bundled(bundled.encode()))
+    monkeypatch.setattr(GpuRunner, "use_idle_time", lambda self: False)
+    served = start(gpu := HostGpu(recorder := Recorder()), max_concurrency=32)
+    together = [served.ask(prompt, max_tokens=20) for prompt in PROMPTS * (9 // len(PROMPTS) + 1)]
+    assert 8 < len(together) <= 16
+    assert all(len(answer.tokens) == 20 for answer in together)
+    assert gpu.restores == [(1, 2, 4, 8, 32), (16,)], "a batch of 9 would run in the graph for 32"
+    assert not recorder.captured
+
+
+def test_an_engine_that_is_never_idle_tries_larger_graphs_of_the_bundle_and_then_captures(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundled = " ".join(map(str, sizes_for(32)))
+    monkeypatch.setattr(torch_engine, "bundled_graphs", lambda region, settings: Bundled(bundled.encode()))
+    monkeypatch.setattr(GpuRunner, "use_idle_time", lambda self: False)
+    gpu = HostGpu(Recorder())
+
+    def none_fits(self: HostRestorer, sizes: Sequence[int]) -> dict[int, Recorded]:
+        gpu.restores.append(tuple(sizes))
+        return {}
+
+    monkeypatch.setattr(HostRestorer, "restore_sizes", none_fits)
+    served = start(gpu, max_concurrency=32)
+    assert len(served.ask(PROMPTS[0], max_tokens=20).tokens) == 20
+    assert gpu.restores == [(1, 2, 4, 8, 32), (16,), (24,)]
+    graphs = runner_of(served).graphs
+    assert graphs is not None
+    assert list(graphs.graphs) == [32, 1]
 
 
 @pytest.mark.parametrize("data", [b"damaged", None])
