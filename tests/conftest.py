@@ -22,7 +22,18 @@ import fake_nvml as fake_nvml_library
 import medusa_cluster  # noqa: F401  makes --engine cluster known
 import medusa_vllm  # noqa: F401  makes --engine vllm known
 import pytest
-from fork_server import MEDUSA_MAIN, ForkServer, asked_for
+from fork_server import (
+    MEDUSA_MAIN,
+    OF_CLUSTERS,
+    OF_FUNCTIONS,
+    ForkServer,
+    asked_for,
+    end_shared,
+    server_of,
+    share,
+    shared_pids,
+)
+from forked_workers import fork_workers
 from medusa_runtime.errors import NodeError
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.process import share_cores
@@ -143,7 +154,17 @@ def pytest_configure(config: pytest.Config) -> None:
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
-    signal.signal(signal.SIGTERM, partial(_stop, os.getpid(), bool(config.getoption("numprocesses", None))))
+    workers = config.getoption("numprocesses", None)
+    signal.signal(signal.SIGTERM, partial(_stop, os.getpid(), bool(workers)))
+    if workers and config.args_source is not config.ArgsSource.ARGS:  # all tests
+        share(*OF_FUNCTIONS)
+        share(*OF_CLUSTERS)
+        fork_workers(len(config.getoption("tx")), Path(__file__).parent)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        end_shared()
 
 
 class Frozen:
@@ -184,8 +205,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _stop(tests: int, has_workers: bool, number: int, frame: FrameType | None) -> None:
     """End the tests at SIGTERM as at Ctrl-C, through the fixtures that end what was started."""
     if os.getpid() == tests:
-        for worker in Path(f"/proc/self/task/{tests}/children").read_text().split() if has_workers else ():
-            os.kill(int(worker), number)  # xdist would kill them
+        children = set(map(int, Path(f"/proc/self/task/{tests}/children").read_text().split()))
+        for worker in children - shared_pids() if has_workers else ():
+            os.kill(worker, number)  # xdist would kill them
         signal.default_int_handler(number, frame)
     signal.signal(number, signal.SIG_DFL)  # in a process that a test has forked
     os.kill(os.getpid(), number)
@@ -193,21 +215,9 @@ def _stop(tests: int, has_workers: bool, number: int, frame: FrameType | None) -
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
-    """Has imported what `medusa serve` and `medusa node` import until a request is answered, torch as well."""
-    server = ForkServer(
-        "medusa_adapters.cli.command_line",
-        "medusa_adapters.cli.serve",
-        "medusa_runtime.instance",
-        "medusa_handler.server.lean_gunicorn:import_leanly",  # as a function's process does
-        "medusa_handler.server.gunicorn_worker",
-        "medusa_handler.http.lean_flask:import_leanly",  # as it does, too
-        "medusa_handler.openai.routes",
-        "medusa_runtime.imports.lazy_torch:import_torch",
-        "medusa_runtime.engine.torch.engine",
-        "medusa_runtime.node.agent",
-    )
-    yield server
-    server.close()
+    """Has imported what functions and node agents consist of."""
+    with server_of(*OF_FUNCTIONS) as server:
+        yield server
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
@@ -31,6 +31,27 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 MESSAGE_BYTES = 1 << 20
 MEDUSA_MAIN = "medusa_adapters.cli.main:main"
+# What `medusa serve` and `medusa node` import until a request is answered, torch as well.
+OF_FUNCTIONS = (
+    "medusa_adapters.cli.command_line",
+    "medusa_adapters.cli.serve",
+    "medusa_runtime.instance",
+    "medusa_handler.server.lean_gunicorn:import_leanly",  # as a function's process does
+    "medusa_handler.server.gunicorn_worker",
+    "medusa_handler.http.lean_flask:import_leanly",  # as it does, too
+    "medusa_handler.openai.routes",
+    "medusa_runtime.imports.lazy_torch:import_torch",
+    "medusa_runtime.engine.torch.engine",
+    "medusa_runtime.node.agent",
+)
+# What serves regions, and what a gateway consists of.
+OF_CLUSTERS = (
+    "medusa_adapters.cli.command_line",
+    "medusa_cluster.gateway.process",
+    "medusa_cluster.gateway.server",
+    "benchmarks.cluster.peer_node",
+    "medusa_runtime.node.agent",
+)
 
 
 class ForkServer:
@@ -105,9 +126,46 @@ class ForkServer:
             printed, said = output.read().decode(), log.read().decode()
         return subprocess.CompletedProcess([function, *arguments], status, printed, said)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def close(self) -> None:
         self._requests.close()
         self._process.wait()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.close()
+
+
+_shared: dict[tuple[str, ...], ForkServer] = {}
+
+
+def share(*modules: str) -> None:
+    """Start the server that ``server_of`` gives to all workers which are forked from this process later."""
+    _shared[modules] = ForkServer(*modules)
+
+
+def shared_pids() -> set[int]:
+    return {server.pid for server in _shared.values()}
+
+
+def end_shared() -> None:
+    """End the shared servers, also if a process that a test has left behind could still ask them."""
+    for server in _shared.values():
+        server.kill()
+    _shared.clear()
+
+
+@contextlib.contextmanager
+def server_of(*modules: str) -> Iterator[ForkServer]:
+    """The shared server that has imported ``modules``, or a new one."""
+    shared = _shared.get(modules)
+    server = shared or ForkServer(*modules)
+    yield server
+    if shared is None:
+        server.close()
 
 
 def asked_for(request: pytest.FixtureRequest) -> ForkServer | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from faulty_cluster import BUDGET_MB, LARGE, NAMES, FaultyCluster, start
-from fork_server import ForkServer
+from fork_server import OF_CLUSTERS, ForkServer, server_of
 from hypothesis import HealthCheck, settings
 from medusa_cluster.lab.laboratory import Laboratory
 
@@ -21,10 +21,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 @pytest.fixture(scope="session")
 def cluster_fork_server() -> Iterator[ForkServer]:
     """Has imported what serves regions, and what a gateway consists of."""
-    modules = ("medusa_adapters.cli.command_line", "medusa_cluster.gateway.process", "medusa_cluster.gateway.server")
-    server = ForkServer(*modules, "benchmarks.cluster.peer_node", "medusa_runtime.node.agent")
-    yield server
-    server.close()
+    with server_of(*OF_CLUSTERS) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
