@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +12,7 @@ from subprocess import CompletedProcess
 
 import medusa_command
 import pytest
+from fork_server import MEDUSA_MAIN, ForkServer
 from medusa_adapters.cli import doctor as doctor_command
 
 from ..command import medusa
@@ -47,14 +49,20 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_all_commands_refuse_what_serve_refuses(
-    name: str, tmp_path: Path, example: Path, quick_doctor: Callable[..., CompletedProcess[str]]
+    name: str,
+    tmp_path: Path,
+    example: Path,
+    quick_doctor: Callable[..., CompletedProcess[str]],
+    fork_server: ForkServer,
 ) -> None:
     changes, words = REFUSED[name]
     model = checkpoint(tmp_path / "model", example, **changes)
-    serve = medusa("serve", "--model", model, "--host", "127.0.0.1", "--port", "0")
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_")}
+    serving = ["serve", "--model", str(model), "--host", "127.0.0.1", "--port", "0"]
+    serve = fork_server.run(MEDUSA_MAIN, serving, environ=environ)
     assert serve.returncode in (1, 2)
     assert words in serve.stderr
-    materialize = medusa("materialize", "--model", model)
+    materialize = fork_server.run(MEDUSA_MAIN, ["materialize", "--model", str(model)], environ=environ)
     assert (materialize.returncode, words in materialize.stderr) == (serve.returncode, True)
     assert not (model / ".medusa").exists()
     doctor = quick_doctor("--model", model)
