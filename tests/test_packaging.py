@@ -25,8 +25,8 @@ CROSS_COMPILER = shutil.which("aarch64-linux-gnu-gcc")
 pytest.importorskip("hatchling", reason="the wheel is built offline, by the hatchling that is installed")
 
 
-def build_wheel(folder: Path, compiler: str) -> tuple[Path, str]:
-    """A wheel of a copy of the sources, and what the build said."""
+def build_wheel(folder: Path, compiler: str, kernels: bool = True) -> tuple[Path, str]:
+    """A wheel of a copy of the sources, and what the build said. Without ``kernels``, these are empty files."""
     source = folder / "source"
     source.mkdir()
     for name in PARTS:
@@ -36,6 +36,8 @@ def build_wheel(folder: Path, compiler: str) -> tuple[Path, str]:
             )
         elif (ROOT / name).exists():
             shutil.copy(ROOT / name, source / name)
+    for path in () if kernels else source.glob("runtime/medusa_runtime/kernels/*.c"):
+        path.write_text("")
     built = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")],
         cwd=source,
@@ -112,7 +114,7 @@ def test_wheel_with_kernels_names_its_platform(wheel: Path) -> None:
 
 @pytest.mark.skipif(CROSS_COMPILER is None, reason="no aarch64-linux-gnu-gcc")
 def test_wheel_names_the_platform_that_the_compiler_is_for(tmp_path: Path) -> None:
-    wheel, _ = build_wheel(tmp_path, f"""sh -c 'exec {CROSS_COMPILER} "$@" -O0' cc""")
+    wheel, _ = build_wheel(tmp_path, str(CROSS_COMPILER), kernels=False)
     assert wheel.name.endswith("-py3-none-linux_aarch64.whl")
     library = zipfile.ZipFile(wheel).read(LIBRARY)
     assert int.from_bytes(library[18:20], "little") == 183  # EM_AARCH64
