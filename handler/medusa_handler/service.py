@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from medusa_runtime.registry import NO_ENGINE, engine_kind, imported
 
 from .admission import Admission
+from .logprob_budget import LogprobBudget
 from .metrics import Metrics
 from .model.served_model import ServedModel
 
@@ -44,6 +45,7 @@ class Service:
         self.timeline = instance.timeline
         self.admission = Admission(settings.max_concurrency, settings.max_waiting)
         self.metrics = Metrics()
+        self.logprobs = LogprobBudget()
         self.draining = threading.Event()
         self.model = ServedModel(
             settings, self.engine, self.region, self.timeline, metrics=self.metrics, draining=self.draining

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from medusa_runtime.engine.base import Delta, PromptLogprobs, TokenLogprob
 
-from ..faults import ApiError
+from ..faults import ApiError, retry_after
+from ..logprob_budget import LogprobBudget
 
 _MOST_LOGPROBS = 1_000_000  # each takes 170 bytes until it is sent, or 300 of a prompt
 
@@ -53,21 +54,39 @@ class Choice:
 
 
 class LogprobLimit:
-    """How many log-probabilities one answer may keep. An error has this ``message``, and the name of the field."""
+    """How many log-probabilities one answer may keep, and all answers of a ``budget``. Give them back with ``close``.
 
-    def __init__(self, param: str, message: str) -> None:
+    An error has this ``message``, and the name of the field.
+    """
+
+    def __init__(self, param: str, message: str, budget: LogprobBudget) -> None:
         self._param = param
         self._message = message
-        self._count = 0
+        self._budget = budget
+        self._count = self._taken = 0
 
     def add(self, delta: Delta, prompt_copies: int = 1) -> None:
-        """Count those of a delta, and its prompt's as often as the answer has them. Raises ApiError 400 if too many."""
+        """Count those of a delta, and its prompt's as often as the answer has them.
+
+        Raises ApiError 400 if one answer has too many, and 503 if others leave too little room.
+        """
         self._count += sum(1 + len(token.top) for token in delta.logprobs)
         if delta.prompt_logprobs is not None:
             self._count += prompt_copies * len(delta.prompt_logprobs.token_ids)
         if self._count > _MOST_LOGPROBS:
             expected = f"{self._param}: expected at most {_MOST_LOGPROBS:,} log-probabilities"
             raise ApiError(400, f"{expected} {self._message}", param=self._param)
+        if not self._budget.take(self._count - self._taken):
+            used, most = self._budget.used, self._budget.most
+            found = f"the answers that are being made keep {used:,} of the {most:,} log-probabilities that they may"
+            text = f"{self._param}: {found}; try again later, or ask for fewer"
+            raise ApiError(503, text, code="answer_memory", param=self._param, headers=retry_after(1.0))
+        self._taken = self._count
+
+    def close(self) -> None:
+        """Free the room of this answer in the budget."""
+        self._budget.give_back(self._taken)
+        self._count = self._taken = 0
 
 
 class ChoiceFormatter(Protocol):

@@ -13,6 +13,7 @@ from medusa_runtime.errors import RequestError
 
 from ..faults import ApiError, ClientDisconnectedError, compact, stream_error
 from ..http import sse
+from ..logprob_budget import LogprobBudget
 from ..merge import Item
 from ..model.generation import Generation
 from .answer import Choice, Envelope, LogprobLimit, usage
@@ -52,6 +53,9 @@ class Answer(Protocol):
     def failure(self, error: ApiError) -> Iterator[bytes]:
         """Yield the events that end a stream with an error."""
 
+    def close(self) -> None:
+        """Give back what the answer has taken of its budget."""
+
 
 class Plan(Protocol):
     """The requests to the engine that an HTTP request needs, and the form of its answer."""
@@ -66,7 +70,7 @@ class Plan(Protocol):
     def names(self) -> Mapping[str, str]:
         """The engine's names of fields → the body's."""
 
-    def answer(self) -> Answer: ...
+    def answer(self, budget: LogprobBudget) -> Answer: ...
 
 
 @dataclass(frozen=True)
@@ -82,19 +86,19 @@ class GenerationPlan:
     usage_in_chunks: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
 
-    def answer(self) -> Answer:
-        return _Choices(self)
+    def answer(self, budget: LogprobBudget) -> Answer:
+        return _Choices(self, budget)
 
 
 class _Choices:
     """The choices of a completion or a chat."""
 
-    def __init__(self, plan: GenerationPlan) -> None:
+    def __init__(self, plan: GenerationPlan, budget: LogprobBudget) -> None:
         self._plan = plan
         self._envelope = plan.envelope
         self._formatter = plan.envelope.formatter
         self._choices = [Choice() for _ in plan.requests]
-        self._logprobs = LogprobLimit("logprobs", _TOO_MANY)
+        self._logprobs = LogprobLimit("logprobs", _TOO_MANY, budget)
 
     @property
     def id(self) -> str:
@@ -137,6 +141,9 @@ class _Choices:
         yield sse.event(error.body())
         yield sse.DONE
 
+    def close(self) -> None:
+        self._logprobs.close()
+
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         plan, used = self._plan, {}
         if plan.include_usage:
@@ -150,7 +157,7 @@ def respond(service: Service, plan: Plan, is_disconnected: Callable[[], bool]) -
     try:
         if not plan.streams:
             with generation:
-                return _whole(plan.answer(), generation)
+                return _whole(plan.answer(service.logprobs), generation)
         events = generation.events(service.settings.heartbeat_s)
         first = next(events)  # an error before the first token still has its own status
         while first is None and not service.platform.early_heartbeats:
@@ -171,16 +178,19 @@ def _name_field(plan: Plan, error: BaseException) -> None:
 
 
 def _whole(answer: Answer, generation: Generation) -> Response:
-    for item in generation.events():
-        if item is not None:
-            answer.add(item.source, item.value)
-    return Response(compact(answer.whole()), content_type="application/json")
+    try:
+        for item in generation.events():
+            if item is not None:
+                answer.add(item.source, item.value)
+        return Response(compact(answer.whole()), content_type="application/json")
+    finally:
+        answer.close()
 
 
 def _stream(
     service: Service, plan: Plan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]
 ) -> Iterator[bytes]:
-    answer = plan.answer()
+    answer = plan.answer(service.logprobs)
     try:
         yield from answer.opening()
         item = first
@@ -200,3 +210,5 @@ def _stream(
         _name_field(plan, error)
         known = stream_error(error, answer.id, lambda: logger.exception("request %s failed", answer.id))
         yield from answer.failure(known)
+    finally:
+        answer.close()

@@ -17,13 +17,13 @@ Start = Callable[..., GatewayProcess]
 
 
 @contextmanager
-def answering(cluster: StandIn, kind: str, *pieces: bytes) -> Iterator[None]:
+def answering(cluster: StandIn, kind: str, *pieces: bytes, status: int = 200) -> Iterator[None]:
     """An instance of the model that gives this answer to everything."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(sum(map(len, pieces))))
             self.end_headers()
@@ -99,3 +99,13 @@ def test_a_stream_whose_event_is_too_large_ends_with_an_error_and_is_run_once(
         assert events[2:] == [b"data: [DONE]", b""]
         assert gateway.metric("medusa_gateway_retries_total") == 0
         assert len(cluster.calls) == 1
+
+
+def test_an_instance_whose_answers_take_all_their_memory_is_not_lost(start_gateway: Start, cluster: StandIn) -> None:
+    error = {"error": {"message": "try again later", "type": "t", "param": "logprobs", "code": "answer_memory"}}
+    with answering(cluster, "application/json", json.dumps(error).encode(), status=503):
+        gateway = start_gateway("--hold-s", "5")
+        for _ in range(2):
+            assert gateway.post("/v1/completions", {"model": NAME, "prompt": "a"}) == (503, error)
+        assert gateway.metric("medusa_gateway_retries_total") == 0
+        assert len(cluster.calls) == 2

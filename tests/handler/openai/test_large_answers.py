@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import tracemalloc
 from array import array
+from pathlib import Path
 
 import pytest
 from medusa_handler.faults import ApiError
+from medusa_handler.logprob_budget import LogprobBudget
 from medusa_handler.openai.answer import ChoiceFormatter, Envelope
 from medusa_handler.openai.chat import ChatFormatter
 from medusa_handler.openai.completion import CompletionFormatter
@@ -27,7 +29,7 @@ def plan(streams: bool) -> GenerationPlan:
 
 
 def test_a_stream_forgets_what_it_has_sent() -> None:
-    answer = plan(streams=True).answer()
+    answer = plan(streams=True).answer(LogprobBudget())
     for place in range(5):
         for number in (0, 1):
             [event] = answer.stream(number, TOKEN)
@@ -38,7 +40,7 @@ def test_a_stream_forgets_what_it_has_sent() -> None:
 
 
 def test_a_whole_answer_of_too_many_log_probabilities_is_refused() -> None:
-    answer = plan(streams=False).answer()
+    answer = plan(streams=False).answer(LogprobBudget())
 
     def add_all() -> None:
         for _ in range(100_000):
@@ -51,14 +53,15 @@ def test_a_whole_answer_of_too_many_log_probabilities_is_refused() -> None:
 
 
 def test_a_stream_may_have_any_number_of_them() -> None:
-    answer = plan(streams=True).answer()
+    answer = plan(streams=True).answer(LogprobBudget())
     for _ in range(50_000):
         [_] = answer.stream(0, TOKEN)
 
 
 def response() -> Answer:
     request = GenerateRequest("r", "a", SamplingParams(logprobs=20))
-    return ResponsePlan(request, {"id": "resp_1"}, Output(None, parallel=True, alternatives=20), True).answer()
+    output = Output(None, parallel=True, alternatives=20)
+    return ResponsePlan(request, {"id": "resp_1"}, output, True).answer(LogprobBudget())
 
 
 def test_a_response_keeps_tokens_and_not_what_was_sent() -> None:
@@ -114,7 +117,7 @@ def test_the_log_probabilities_of_a_prompt_count_in_each_choice_that_shows_them(
     request = GenerateRequest("r", "a", SamplingParams(logprobs=20, prompt_logprobs=20))
     plan = GenerationPlan([request] * 10, Envelope("cmpl-1", "m", formatter), 10, 8, False, include_usage=False)
     most = 1_000_000 // (21 * copies)
-    answer = plan.answer()
+    answer = plan.answer(LogprobBudget())
     answer.add(0, scored(most - 100))
     answer.add(0, scored(100))
     with pytest.raises(ApiError, match="at most 1,000,000") as refused:
@@ -126,7 +129,8 @@ def test_the_log_probabilities_of_a_prompt_count_in_each_choice_that_shows_them(
 def test_the_log_probabilities_of_a_prompt_come_in_chunks_and_are_those_of_a_whole_answer(echo: str) -> None:
     request = GenerateRequest("r", "a", SamplingParams(logprobs=20, prompt_logprobs=20))
     envelope = Envelope("cmpl-1", "m", CompletionFormatter(20, [echo]))
-    whole, stream = (GenerationPlan([request], envelope, 1, 1, streams, False).answer() for streams in (False, True))
+    plans = [GenerationPlan([request], envelope, 1, 1, streams, False) for streams in (False, True)]
+    whole, stream = (plan.answer(LogprobBudget()) for plan in plans)
     delta = scored(10_000)._replace(text="b", logprobs=(TokenLogprob(2, "b", -2.0, TOP),))
     whole.add(0, delta)
     [expected] = whole.whole()["choices"]
@@ -138,3 +142,29 @@ def test_the_log_probabilities_of_a_prompt_come_in_chunks_and_are_those_of_a_who
     for name, values in expected["logprobs"].items():
         assert [value for chunk in chunks for value in chunk["logprobs"][name]] == values
     assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+
+
+def test_the_answers_of_a_process_keep_so_many_log_probabilities_together() -> None:
+    budget = LogprobBudget(most=21 * 100)
+    first, second = (plan(streams=False).answer(budget) for _ in range(2))
+    for _ in range(60):
+        first.add(0, TOKEN)
+    for _ in range(40):
+        second.add(0, TOKEN)
+    with pytest.raises(ApiError, match="being made keep 2,100 of the 2,100 log-probabilities") as refused:
+        second.add(0, TOKEN)
+    assert (refused.value.status, refused.value.body()["error"]["code"]) == (503, "answer_memory")
+    assert refused.value.headers["Retry-After"] == "1"
+    second.close()
+    assert budget.used == 21 * 60
+    first.whole()
+    first.close()
+    first.close()
+    assert budget.used == 0
+
+
+def test_they_have_an_eighth_of_the_memory_and_room_for_four_answers(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    for available_kb, most in ((1 << 20, 4_000_000), (64 << 20, (64 << 30) // 8 // 300)):
+        (tmp_path / "proc" / "meminfo").write_text(f"MemAvailable: {available_kb} kB\n")
+        assert LogprobBudget(root=tmp_path).most == most

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _TRIES = 3
 _PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 5.0
-_FULL = ("overloaded", "not_ready", "body_memory")  # an instance that answers so has not begun the request
+# An instance that answers so has not begun the request, or has to wait for other answers to be sent.
+_FULL = ("overloaded", "not_ready", "body_memory", "answer_memory")
 _LONGEST_ANSWER_S = 7 * 24 * 3600.0
 
 

@@ -11,6 +11,7 @@ from medusa_runtime.engine.base import Delta, GenerateRequest
 
 from ...faults import ApiError
 from ...http import sse
+from ...logprob_budget import LogprobBudget
 from ..answer import Choice, LogprobLimit
 from ..generation_response import Answer
 from .output import Event, Output
@@ -35,16 +36,16 @@ class ResponsePlan:
     def requests(self) -> list[GenerateRequest]:
         return [self.request]
 
-    def answer(self) -> Answer:
-        return _ResponseAnswer(self.head, self.output)
+    def answer(self, budget: LogprobBudget) -> Answer:
+        return _ResponseAnswer(self.head, self.output, budget)
 
 
 class _ResponseAnswer:
-    def __init__(self, head: Mapping[str, Any], output: Output) -> None:
+    def __init__(self, head: Mapping[str, Any], output: Output, budget: LogprobBudget) -> None:
         self._head = head
         self._output = output
         self._choice = Choice()
-        self._logprobs = LogprobLimit("top_logprobs", _TOO_MANY)
+        self._logprobs = LogprobLimit("top_logprobs", _TOO_MANY, budget)
         self._created = int(time.time())
         self._events = 0
 
@@ -82,6 +83,9 @@ class _ResponseAnswer:
             "param": known["param"],
         }
         yield self._event({"type": "response.failed", "response": self._object("failed", found)})
+
+    def close(self) -> None:
+        self._logprobs.close()
 
     def _add(self, delta: Delta) -> Iterator[Event]:
         self._choice.add(delta)

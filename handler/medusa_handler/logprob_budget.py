@@ -1,0 +1,48 @@
+"""A limit on the log-probabilities that all answers keep in memory together until they are sent."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from medusa_runtime.limits import memory_available_bytes
+
+_LEAST = 4_000_000  # four answers of the largest size
+_EACH_BYTES = 300  # of a prompt; 170 of a generated token
+_PART = 8  # of the memory that this process may have when the first one comes
+
+
+class LogprobBudget:
+    """How many log-probabilities the answers of this process keep. ``used`` may be read by any thread.
+
+    ``most`` is an eighth of the memory that is available when the first ones come, and at least 4,000,000.
+    """
+
+    def __init__(self, most: int | None = None, root: Path = Path("/")) -> None:
+        self._most = most
+        self._root = root
+        self._lock = threading.Lock()
+        self.used = 0
+
+    @property
+    def most(self) -> int:
+        if self._most is None:
+            self._most = max(_LEAST, memory_available_bytes(self._root) // _PART // _EACH_BYTES)
+        return self._most
+
+    def take(self, count: int) -> bool:
+        """Take room for so many. Return False, and take none, if there is not as much."""
+        if not count:
+            return True
+        with self._lock:
+            if self.used + count > self.most:
+                return False
+            self.used += count
+            return True
+
+    def give_back(self, count: int) -> None:
+        with self._lock:
+            self.used -= count
+
+
+__all__ = ["LogprobBudget"]
