@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import DeviceError
+from medusa_vllm.gpu import triton_kernels
 from vllm_gpu_parts import adopt
 
 if importlib.util.find_spec("vllm") is None:
@@ -123,7 +124,7 @@ def test_a_workspace_has_its_size_before_graphs_are_captured(
     assert planned == [4 << 30], "it did not run, or would measure"
 
 
-WITH_OTHER_KERNELS = ("ranks", "lora_config", "speculative_config")  # which are not materialized
+WITH_OTHER_KERNELS = ("ranks", "lora_config", "speculative_config", "flags", "compiled")  # not those materialized
 
 
 @pytest.mark.parametrize("how", [None, "no kernels", *WITH_WORKSPACE, *WITH_OTHER_KERNELS])
@@ -134,6 +135,10 @@ def test_kernels_of_the_bundle_need_no_warm_up(
     region = SimpleNamespace(has_code=lambda name: how != "no kernels", code=lambda name: kernels)
     kernels = triton_kernels_blob()
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setattr(triton_kernels, "_NAMED", None)
+    flags = "--attention-backend TRITON_ATTN" if how == "flags" else "--attention-backend FLASH_ATTN"
+    worker.load_config.model_loader_extra_config["medusa_flags"] = flags
+    worker.vllm_config.compilation_config.mode = 3 if how == "compiled" else 0
     monkeypatch.setattr(parts.worker, "AttachedRegion", SimpleNamespace(of=lambda config: attached))
     attached = SimpleNamespace(region=region, timeline=parts.graphs.NoTimeline())
     monkeypatch.setattr(parts.worker.GpuWorker, "_bundled", None)
@@ -147,7 +152,7 @@ def test_kernels_of_the_bundle_need_no_warm_up(
         give_workspace(worker, parts, str(how))
     elif how == "ranks":
         worker.parallel_config.world_size = 2
-    elif how in WITH_OTHER_KERNELS:
+    elif how in ("lora_config", "speculative_config"):
         setattr(worker.vllm_config, str(how), object())
     worker.determine_available_memory()
     worker.compile_or_warm_up_model()
@@ -162,6 +167,7 @@ def triton_kernels_blob() -> bytes:
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as archive:
         archive.writestr("triton-1/KEY/add.cubin", b"code")
+        archive.writestr("triton-1/made-for", "0 --attention-backend FLASH_ATTN")
     return data.getvalue()
 
 

@@ -66,10 +66,16 @@ class Bundle:
         return self._files.get(name)
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setattr(triton_kernels, "_NAMED", None)
+
+
 @pytest.fixture
 def blob(tmp_path: Path) -> bytes:
     cached(tmp_path / "cache")
-    assert pack(tmp_path / "cache", tmp_path / TRITON_KERNELS.name) == 1
+    assert pack(tmp_path / "cache", tmp_path / TRITON_KERNELS.name, "eager") == 1
     return (tmp_path / TRITON_KERNELS.name).read_bytes()
 
 
@@ -106,11 +112,10 @@ def test_a_group_names_nothing_outside_its_folder(tmp_path: Path) -> None:
     assert group == {"../../x.cubin": str(folder / "KEY/x.cubin")}
 
 
-def test_a_start_has_the_kernels_until_it_ends(blob: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    with restored(Bundle(blob)) as found:  # type: ignore[arg-type]
+def test_a_start_has_the_kernels_until_it_ends(blob: bytes) -> None:
+    with restored(Bundle(blob)) as made_for:  # type: ignore[arg-type]
         folder = Path(os.environ["TRITON_CACHE_DIR"])
-        assert found
+        assert made_for == "eager"
         assert (folder / "KEY/add.cubin").exists()
         assert folder.parent.stat().st_mode & 0o777 == 0o700, "others could put code there"
     assert "TRITON_CACHE_DIR" not in os.environ
@@ -118,10 +123,7 @@ def test_a_start_has_the_kernels_until_it_ends(blob: bytes, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("data", [None, b"no archive"])
-def test_without_usable_kernels_triton_compiles(
-    data: bytes | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+def test_without_usable_kernels_triton_compiles(data: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
     with restored(Bundle(data)) as found:  # type: ignore[arg-type]
         assert not found
         assert "TRITON_CACHE_DIR" not in os.environ
@@ -140,7 +142,6 @@ def test_without_a_place_for_temporary_files_triton_compiles(
     blob: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The whole disk may be read-only."""
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     with restored(Bundle(blob)) as found:  # type: ignore[arg-type]
         assert not found
@@ -148,8 +149,7 @@ def test_without_a_place_for_temporary_files_triton_compiles(
     assert "compiled and not restored: [Errno 2]" in caplog.text
 
 
-def test_an_error_of_the_start_is_not_taken_for_one_of_the_folder(blob: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+def test_an_error_of_the_start_is_not_taken_for_one_of_the_folder(blob: bytes) -> None:
 
     def start() -> None:
         with restored(Bundle(blob)) as found:  # type: ignore[arg-type]
@@ -164,7 +164,6 @@ def test_an_error_of_the_start_is_not_taken_for_one_of_the_folder(blob: bytes, m
 def test_a_full_disk_is_not_told_as_damage(
     blob: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
 
     def full(self: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -180,7 +179,6 @@ def test_where_no_code_may_run_from_temporary_files_triton_compiles(
     blob: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Triton maps its launchers, and puts one that it cannot map in the same folder again: the start would fail."""
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
     with restored(Bundle(blob)) as found:  # type: ignore[arg-type]
         assert not found
@@ -188,11 +186,33 @@ def test_where_no_code_may_run_from_temporary_files_triton_compiles(
     assert "is mounted without the right to run code" in caplog.text
 
 
+def test_a_folder_that_inductor_has_named_is_used_again_afterwards(
+    blob: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with restored(Bundle(blob)) as made_for:  # type: ignore[arg-type]
+        assert made_for
+        assert os.environ["TRITON_CACHE_DIR"] != str(tmp_path)
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path)
+
+
+def test_an_archive_that_does_not_say_what_it_is_for_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with zipfile.ZipFile(tmp_path / "blob", "w") as archive:
+        archive.writestr("triton-1/KEY/add.cubin", b"code")
+    with restored(Bundle((tmp_path / "blob").read_bytes())) as made_for:  # type: ignore[arg-type]
+        assert made_for is None
+        assert "TRITON_CACHE_DIR" not in os.environ
+    assert "does not say what it is for" in caplog.text
+
+
 def test_a_folder_that_the_user_has_named_stays(
     blob: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton_kernels, "_NAMED", str(tmp_path))
     with restored(Bundle(blob)) as found:  # type: ignore[arg-type]
         assert not found
         assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path)

@@ -35,9 +35,15 @@ def warn_of_unused_flags(given: dict[str, Any]) -> None:
 def bundle_arguments(settings: Settings) -> dict[str, str | None]:
     """Return the part of ``model_loader_extra_config`` that names the bundle, and says whether to use it.
 
-    A worker also records in the bundle's quarantine that a graph broke the context.
+    A worker also records in the bundle's quarantine that a graph broke the context. The flags decide which kernels it
+    needs.
     """
-    return {"medusa_model": settings.model, "medusa_state": settings.state, "medusa_graphs": settings.graphs}
+    return {
+        "medusa_model": settings.model,
+        "medusa_state": settings.state,
+        "medusa_graphs": settings.graphs,
+        "medusa_flags": settings.vllm_args,
+    }
 
 
 __all__ = ["WORKER", "bundle_arguments", "gpu_arguments", "warn_of_unused_flags"]

@@ -93,8 +93,12 @@ def _check(settings: Settings, out: Path, unchecked: Path) -> None:
         checked = check.result()
         save_blueprints(checked, out)
         logger.info("restored in a process of its own: %s", summary(checked))
-    count = triton_kernels.pack(out.with_name(_CACHE), out.with_name(TRITON_KERNELS.name))
-    logger.info("%d Triton kernels were compiled", count)
+    made_for = triton_kernels.purpose(engine.config, settings.vllm_args)
+    try:
+        count = triton_kernels.pack(out.with_name(_CACHE), out.with_name(TRITON_KERNELS.name), made_for)
+        logger.info("%d Triton kernels were compiled", count)
+    except OSError as error:  # a full disk, say: the graphs are there
+        logger.warning("the Triton kernels are left out: %s", error)
 
 
 @contextmanager

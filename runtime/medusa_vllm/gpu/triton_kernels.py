@@ -15,6 +15,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from medusa_runtime.errors import StateError
 from medusa_runtime.region.reader import Region
@@ -33,15 +35,25 @@ _KEPT = (".json", ".cubin", ".so")  # the others are intermediate code, which no
 _GROUP, _MEMBERS = "__grp__", "child_paths"  # a group's file, and what in it names the paths of its members
 
 
+_MADE_FOR = "made-for"  # the file of an archive that says for which start its kernels are all that is needed
+# Read when this module is imported, by the process that forks engines: Inductor may set the variable later.
+_NAMED = os.environ.get(_CACHE)
+
+
+def purpose(config: Any, flags: str | None) -> str:
+    """Return what decides, for one model and GPU, which kernels a start needs: of its VllmConfig, and vLLM's flags."""
+    return f"{config.compilation_config.mode!s} {flags or ''}".strip()
+
+
 def keep_in(folder: Path) -> None:
     """Let Triton keep in ``folder`` what this process compiles. Call it before anything is compiled."""
     os.environ[_CACHE] = str(folder)
 
 
-def pack(folder: Path, blob: Path) -> int:
+def pack(folder: Path, blob: Path, made_for: str = "") -> int:
     """Write the kernels that Triton has kept in ``folder`` to the file ``blob``, and return how many these are.
 
-    Without any, nothing is written.
+    ``made_for`` is the ``purpose`` of the start that compiled them. Without any kernels, nothing is written.
     """
     made = blob.with_name(f"{blob.name}-made")
     count = 0
@@ -57,6 +69,7 @@ def pack(folder: Path, blob: Path) -> int:
             shutil.copyfile(path, target)
         count += path.suffix == ".cubin"
     if count:
+        (made / _MADE_FOR).write_text(made_for)
         _ARCHIVE.pack(made, blob)
     return count
 
@@ -102,32 +115,34 @@ def _read_key() -> None:
 
 
 @contextmanager
-def restored(region: Region) -> Iterator[bool]:
-    """Let Triton find the state bundle's kernels in this context. False if there are none, or they cannot be used.
+def restored(region: Region) -> Iterator[str | None]:
+    """Let Triton find the state bundle's kernels in this context, and return the ``purpose`` that they were made for.
 
-    Triton's cache is then a temporary folder, so a folder that the user has named stays in use.
+    None if there are none, or they cannot be used. Triton's cache is then a temporary folder, so a folder that the user
+    has named stays in use.
     """
-    if not region.has_code(file_name(TRITON_KERNELS.name)):
-        yield False
-        return
-    if (named := os.environ.get(_CACHE)) is not None:
-        logger.info("the state bundle's Triton kernels are not used: %s is %s", _CACHE, named)
-        yield False
-        return
-    if (blob := region.code(file_name(TRITON_KERNELS.name))) is None:
-        yield False
-        return
+    made_for: str | None = None
     with ExitStack() as held:
-        try:
-            folder = held.enter_context(scratch_folder("medusa-triton"))
-            _require_code_from(folder)
-            os.environ[_CACHE] = str(unpack(blob, folder))
-        except (StateError, OSError) as error:
-            logger.warning("Triton's kernels are compiled and not restored: %s", error)
-            held.close()
-        else:
-            held.callback(os.environ.pop, _CACHE, None)
-        yield _CACHE in os.environ
+        if region.has_code(file_name(TRITON_KERNELS.name)):
+            if _NAMED is not None:
+                logger.info("the state bundle's Triton kernels are not used: %s is %s", _CACHE, _NAMED)
+            elif (blob := region.code(file_name(TRITON_KERNELS.name))) is not None:
+                try:
+                    folder = held.enter_context(scratch_folder("medusa-triton"))
+                    _require_code_from(folder)
+                    cache = unpack(blob, folder)
+                    made_for = _read_purpose(cache)
+                    held.enter_context(patch.dict(os.environ, {_CACHE: str(cache)}))
+                except (StateError, OSError) as error:
+                    logger.warning("Triton's kernels are compiled and not restored: %s", error)
+        yield made_for
+
+
+def _read_purpose(cache: Path) -> str:
+    try:
+        return (cache / _MADE_FOR).read_text()
+    except (OSError, ValueError) as error:
+        raise StateError(f"{_ARCHIVE.what} does not say what it is for ({error}); materialize it again") from error
 
 
 def _require_code_from(folder: Path) -> None:
@@ -139,4 +154,4 @@ def _require_code_from(folder: Path) -> None:
         raise StateError(f"{folder.parent} is mounted without the right to run code; set TMPDIR to another folder")
 
 
-__all__ = ["keep_in", "key_read_beside", "pack", "restored", "unpack"]
+__all__ = ["keep_in", "key_read_beside", "pack", "purpose", "restored", "unpack"]

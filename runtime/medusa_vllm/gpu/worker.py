@@ -33,7 +33,7 @@ from .graph_check import GraphCheck
 from .graph_state import KV_BYTES, VllmGraphState
 from .graphs import GraphManager, NoTimeline, RestoredDecodeGraphs, context_is_lost
 from .recording import Recording, RecordingManager
-from .triton_kernels import restored
+from .triton_kernels import purpose, restored
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
     recording: Recording | None = None  # set offline, in the processes that materialize
     check: GraphCheck | None = None  # set offline, in the process that checks what was materialized
     _graph_state: VllmGraphState | None = None
-    _has_kernels = False
+    _kernels_for: str | None = None  # the purpose of the Triton kernels that were restored
 
     def init_device(self) -> None:
         capability = current_platform.get_device_capability(self.local_rank)
@@ -146,7 +146,8 @@ class GpuWorker(Worker):  # type: ignore[misc]
         except ConfigError:
             return
         with self._timeline.stage("triton_restore") as detail:
-            detail["found"] = self._has_kernels = self._folders.enter_context(restored(region))
+            self._kernels_for = self._folders.enter_context(restored(region))
+            detail["found"] = self._kernels_for is not None
 
     @cached_property
     def _folders(self) -> ExitStack:
@@ -159,7 +160,9 @@ class GpuWorker(Worker):  # type: ignore[misc]
         """
         config = self.vllm_config
         is_plain = config.lora_config is None and config.speculative_config is None
-        return self._has_kernels and is_plain and self.parallel_config.world_size == 1
+        if self._kernels_for is None or not is_plain or self.parallel_config.world_size > 1:
+            return False
+        return self._kernels_for == purpose(config, self.load_config.model_loader_extra_config.get("medusa_flags"))
 
     def _has_no_workspace(self) -> bool:
         """Return whether all layers are attention by kernels without a workspace; False if that is not certain."""
@@ -193,7 +196,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
         try:
             data = bundled.read()
             return decode_blueprints(data) if data is not None else None
-        except MedusaError as error:
+        except (MedusaError, RuntimeError) as error:  # such as for want of threads
             logger.warning("CUDA graphs are captured and not restored: %s", error)
             return None
 

@@ -85,13 +85,13 @@ class GraphState:
         )
         sizes = (*self._graphs.first_sizes, *self._graphs.sizes)
         restorer.begin_loading([key_of(size) for size in sizes])  # beside the mapping of memory
-        used = used_ranges(blueprints) if restorer.keys else set()
-        wanted = [
-            memory_range
-            for n, memory_range in enumerate(blueprints.ranges)
-            if n in used and memory_range.kind in _PLACED_KINDS
-        ]
         try:
+            used = used_ranges(blueprints) if restorer.keys else set()
+            wanted = [
+                memory_range
+                for n, memory_range in enumerate(blueprints.ranges)
+                if n in used and memory_range.kind in _PLACED_KINDS
+            ]
             placement = place(self._driver, wanted, placed={one.name: one.address for one in self._named()})
         except GraphMismatch as mismatch:
             restorer.restored.close()
