@@ -373,10 +373,11 @@ def test_an_object_that_was_replaced_is_noticed(start_node: Start, put_model: Pu
     origin.requests.clear()
     node.until(lambda: len({name for name, *_ in origin.requests if name.endswith("model.safetensors")}) == 2)
     assert {held["url"] for held in node.status()["regions"]} == {url, other}, "a store that refuses says nothing"
-    again = len(origin.requests)
-    node.until(lambda: len(origin.requests) >= again + 4)
-    for name in (url, other):
-        assert node.output().count(f"it is not known whether {name} has changed in its store") == 1
+    unknown = [f"it is not known whether {name} has changed in its store" for name in (url, other)]
+    node.until(lambda: all(text in node.output() for text in unknown))
+    origin.requests.clear()
+    node.until(lambda: min(len(origin.asked(f"/{name}/model.safetensors")) for name in ("m", "other")) >= 4)
+    assert [node.output().count(text) for text in unknown] == [1, 1]
     origin.accept = lambda headers, path: True
     node.until(lambda: node.output().count("can be checked again") == 2)
     region.close()
