@@ -180,6 +180,66 @@ def test_batches_that_end_at_the_same_time_replace_no_results(
     assert (store[kept], store[lock]) == (LINE, b"another's")
 
 
+def test_a_store_that_lets_nobody_delete_keeps_copies_and_takes_the_next_batch(
+    store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def refuse(system: MemoryFileSystem, path: str, **options: object) -> None:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(MemoryFileSystem, "rm", refuse)
+    for resume in (False, True):
+        sink, _ = begin("memory://out.jsonl", resume=resume)
+        sink.write(LINE)
+        sink.close()
+        assert store["out.jsonl"] == LINE * (1 + resume)
+        assert store["out.jsonl.lock"] == b""
+    assert caplog.text.count("could not be removed (Access Denied)") == 2
+
+
+def test_a_store_that_takes_no_conditions_takes_results(
+    store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def pipe_file(system: MemoryFileSystem, path: str, value: bytes, mode: str = "overwrite") -> None:
+        if mode == "create":
+            raise NotImplementedError("a header you provided implies functionality that is not implemented")
+        original(system, path, value)
+
+    original = MemoryFileSystem.pipe_file
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
+    sink, _ = begin("memory://out.jsonl")
+    sink.write(LINE)
+    sink.close()
+    assert (list(store), store["out.jsonl"]) == (["out.jsonl"], LINE)
+
+
+def test_an_object_that_cannot_be_moved_leaves_its_results_where_the_error_says(
+    store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def mv(system: MemoryFileSystem, old: str, new: str) -> None:
+        raise OSError("Slow Down")
+
+    sink, _ = begin("memory://out.jsonl")
+    sink.write(LINE)
+    monkeypatch.setattr(MemoryFileSystem, "mv", mv)
+    with pytest.raises(StorageError, match=r"Slow Down.*are in memory://out\.jsonl\.\w+\.new"):
+        sink.close()
+    (kept,) = store
+    assert store[kept] == LINE
+
+
+def test_an_object_may_have_a_name_that_looks_like_a_pattern(store: dict[str, bytes]) -> None:
+    sink, _ = begin("memory://out[1].jsonl")
+    sink.write(LINE)
+    sink.close()
+    assert (list(store), store["out[1].jsonl"]) == (["out[1].jsonl"], LINE)
+
+
 def test_batches_of_one_s3_object_leave_one_result_and_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("s3fs")
     server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)

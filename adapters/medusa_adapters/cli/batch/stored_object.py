@@ -3,10 +3,13 @@
 Stores cannot append, so the results go to an object of their own first. It takes the place of the output when the batch
 ends, if the output is still as the batch found it. One batch at a time may do that: it makes an object beside the
 output that only one can make (If-None-Match on S3, a generation of 0 on Google Cloud Storage, no overwriting on Azure).
+Where a store takes no conditions, or lets nobody delete, the batch that wrote this object last may do it.
 """
 
 from __future__ import annotations
 
+import glob
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -17,6 +20,8 @@ from medusa_runtime.errors import ConfigError, MedusaError, MissingPackageError,
 from medusa_runtime.storage.base import FSSPEC_EXTRAS, redacted, scheme_of
 
 from .sink import NoteId, note_ids, there_are_results
+
+logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 1 << 20
 # By these an object differs from one that replaces it. Each file system has some of them.
@@ -113,7 +118,7 @@ class StoredObject:
         with suppress(Exception):
             file.close()
         with suppress(Exception):
-            self._system.rm(self._path + self._suffix)
+            _remove(self._system, self._path + self._suffix)
 
     def _earlier(self) -> Iterator[bytes]:
         if not self._whole_bytes:
@@ -130,21 +135,53 @@ class StoredObject:
             file, self._file = self._file, None
             if file is None:
                 return
+            kept = ""
             try:
                 file.close()
+                kept = f"; the results of this batch are in {self._name}{self._suffix}"
                 with self._publication.alone():
                     self._require_unchanged("was written by another batch meanwhile, and stays as that one left it")
-                    self._system.mv(self._path + self._suffix, self._path)
+                    self._move()
             except _TakenError as error:
-                kept = f"the results of this one are in {self._name}{self._suffix}"
-                raise StorageError(f"{self._name} {error}; {kept}") from None
+                raise StorageError(f"{self._name} {error}{kept}") from None
             except MedusaError:
                 raise
             except Exception as error:  # noqa: BLE001
-                raise self._failure(error) from None
+                raise StorageError(f"{self._failure(error)}{kept}") from None
+
+    def _move(self) -> None:
+        """Let the results take the place of the output. They may stay in the other object as well."""
+        new, system = self._path + self._suffix, self._system
+        try:
+            if glob.has_magic(new):  # mv would take it for a pattern
+                system.cp_file(new, self._path)
+                system.rm_file(new)
+            else:
+                system.mv(new, self._path)
+        except Exception as error:
+            if not self._is_copied():
+                raise
+            text = "%s has the results, but %s%s beside it, a copy of them, could not be removed (%s)"
+            logger.warning(text, self._name, self._name, self._suffix, error)
+
+    def _is_copied(self) -> bool:
+        """Return whether the output is the results now. Stores copy an object as a whole or not at all."""
+        with suppress(Exception):
+            is_new = self._find_version() not in (None, self._version)
+            output, results = (self._system.info(path)["size"] for path in (self._path, self._path + self._suffix))
+            return is_new and bool(output == results)
+        return False
 
     def _failure(self, error: Exception) -> StorageError:
         return StorageError(f"{self._name} cannot be written ({type(error).__name__}: {error})")
+
+
+def _remove(system: Any, path: str) -> None:
+    """Remove an object. ``rm`` takes some names for patterns, but not every file system has ``rm_file``."""
+    if glob.has_magic(path):
+        system.rm_file(path)
+    else:
+        system.rm(path)
 
 
 _LOCK = ".lock"
@@ -163,39 +200,55 @@ class _Publication:
         self._own = os.urandom(16).hex().encode()
 
     def holder(self) -> bytes | None:
-        """Return the content of the object, or None if there is none."""
+        """Return the content of the object, or None if there is none, or an empty one, which could not be removed."""
         self._system.invalidate_cache()
         try:
-            return bytes(self._system.cat_file(self._path))
+            return bytes(self._system.cat_file(self._path)) or None
         except FileNotFoundError:
             return None
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Have the right for as long as the block runs. Raises _TakenError if another batch has it."""
-        taken = f"is being written by another batch, or one was killed while it did: then remove the {_LOCK} beside it"
-        if self.holder() is not None:
-            raise _TakenError(taken)
+        self._require(None)
         try:
-            self._system.pipe_file(self._path, self._own, mode="create")
-        except Exception:
-            if self.holder() is None:
-                raise
-        # A store that takes no conditions may have replaced it by another's: the last one to make it has the right.
-        # Another store may have made it, and have refused the same request when it was sent again.
-        if self.holder() != self._own:
-            raise _TakenError(taken)
-        try:
+            self._make()
+            # Without conditions one may have replaced another's: the last one to make it has the right. And a store may
+            # have made it, and have refused the same request when it was sent again.
+            self._require(self._own)
             yield
         except BaseException:
-            with suppress(Exception):
-                self._system.rm(self._path)
+            self._free_own()
             raise
         try:
-            self._system.rm(self._path)
+            self._free()
         except Exception as error:  # noqa: BLE001
             text = f"the results are written, but the {_LOCK} beside them keeps other batches out; remove it"
             raise StorageError(f"{text} ({type(error).__name__}: {error})") from None
+
+    def _require(self, holder: bytes | None) -> None:
+        if self.holder() != holder:
+            text = "is being written by another batch, or one was killed while it did"
+            raise _TakenError(f"{text}: then remove the {_LOCK} beside it")
+
+    def _make(self) -> None:
+        try:
+            self._system.pipe_file(self._path, self._own, mode="create")
+        except Exception:  # noqa: BLE001 another has made it, or the store takes no conditions
+            if self.holder() is None:
+                self._system.pipe_file(self._path, self._own)
+
+    def _free_own(self) -> None:
+        """Free the right if this batch has it."""
+        with suppress(Exception):
+            if self.holder() == self._own:
+                self._free()
+
+    def _free(self) -> None:
+        try:
+            _remove(self._system, self._path)
+        except Exception:  # noqa: BLE001 not everybody who may write may delete
+            self._system.pipe_file(self._path, b"")
 
 
 __all__ = ["StoredObject"]
