@@ -76,7 +76,7 @@ class LogprobLimit:
         if self._count > _MOST_LOGPROBS:
             expected = f"{self._param}: expected at most {_MOST_LOGPROBS:,} log-probabilities"
             raise ApiError(400, f"{expected} {self._message}", param=self._param)
-        if not self._budget.take(self._count - self._taken):
+        if not self._budget.take(self, self._count - self._taken):
             used, most = self._budget.used, self._budget.most
             found = f"the answers that are being made keep {used:,} of the {most:,} log-probabilities that they may"
             text = f"{self._param}: {found}; try again later, or ask for fewer"
@@ -85,7 +85,7 @@ class LogprobLimit:
 
     def close(self) -> None:
         """Free the room of this answer in the budget."""
-        self._budget.give_back(self._taken)
+        self._budget.give_back(self)
         self._count = self._taken = 0
 
 

@@ -146,21 +146,40 @@ def test_the_log_probabilities_of_a_prompt_come_in_chunks_and_are_those_of_a_who
 
 def test_the_answers_of_a_process_keep_so_many_log_probabilities_together() -> None:
     budget = LogprobBudget(most=21 * 100)
-    first, second = (plan(streams=False).answer(budget) for _ in range(2))
-    for _ in range(60):
-        first.add(0, TOKEN)
-    for _ in range(40):
-        second.add(0, TOKEN)
+    first, second, third = (plan(streams=False).answer(budget) for _ in range(3))
+    for answer, count in ((first, 40), (second, 20), (third, 40)):
+        for _ in range(count):
+            answer.add(0, TOKEN)
     with pytest.raises(ApiError, match="being made keep 2,100 of the 2,100 log-probabilities") as refused:
-        second.add(0, TOKEN)
+        third.add(0, TOKEN)
     assert (refused.value.status, refused.value.body()["error"]["code"]) == (503, "answer_memory")
     assert refused.value.headers["Retry-After"] == "1"
-    second.close()
+    third.close()
     assert budget.used == 21 * 60
     first.whole()
-    first.close()
-    first.close()
+    for answer in (first, first, second):
+        answer.close()
     assert budget.used == 0
+
+
+def test_of_many_large_answers_that_are_asked_for_again_some_come() -> None:
+    """All grow at the same time. If each could be refused, all would be, before any of them is complete."""
+    budget, complete = LogprobBudget(most=21 * 100), 0
+    answers = [plan(streams=False).answer(budget) for _ in range(64)]
+    sizes = [0] * len(answers)
+    for step in range(250):
+        for number, answer in list(enumerate(answers))[:: 1 if step % 2 else -1]:
+            try:
+                answer.add(0, TOKEN)
+            except ApiError:
+                sizes[number] = -1
+            sizes[number] += 1
+            if sizes[number] in (0, 25):
+                complete += sizes[number] == 25
+                sizes[number] = 0
+                answer.close()
+    assert complete >= 10
+    assert budget.used <= 21 * 125
 
 
 def test_they_have_an_eighth_of_the_memory_and_room_for_four_answers(tmp_path: Path) -> None:
