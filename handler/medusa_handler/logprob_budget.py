@@ -6,8 +6,6 @@ import threading
 from itertools import islice
 from pathlib import Path
 
-from medusa_runtime.limits import memory_available_bytes
-
 _LEAST = 4_000_000  # four answers of the largest size
 _EACH_BYTES = 300  # of a prompt; 170 of a generated token
 _PART = 8  # of the memory that this process may have when the first one comes
@@ -33,6 +31,8 @@ class LogprobBudget:
     @property
     def most(self) -> int:
         if self._most is None:
+            from medusa_runtime.limits import memory_available_bytes  # a start does not need it
+
             self._most = max(_LEAST, memory_available_bytes(self._root) // _PART // _EACH_BYTES)
         return self._most
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import tracemalloc
 import weakref
@@ -229,3 +231,16 @@ def test_restrictions_that_are_added_at_once_are_made_for_all() -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: made(**EACH), range(16)))  # type: ignore[arg-type]
     assert len({id(one.adjustment._shared) for one in found}) == 1  # type: ignore[union-attr]
+
+
+def test_an_engine_starts_without_what_only_restrictions_need() -> None:
+    """hashlib loads OpenSSL."""
+    code = """
+import sys
+from medusa_runtime.imports.lazy_torch import import_torch
+import_torch(numpy=False)
+before = "hashlib" in sys.modules
+import medusa_runtime.engine.torch.engine
+assert before or "hashlib" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

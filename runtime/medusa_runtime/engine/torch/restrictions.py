@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from array import array
 from dataclasses import replace
-from hashlib import blake2b
 from typing import ClassVar
 from weakref import WeakValueDictionary
 
@@ -102,6 +101,8 @@ class Restrictions:
 
 def _key(sequence: Sequence, vocab_size: int) -> bytes:
     """Return a digest of a sequence's restrictions: equal ones have the same, and others do not."""
+    from hashlib import blake2b  # which loads OpenSSL; most requests have no restrictions
+
     params = sequence.params
     bias = params.logit_bias or {}
     parts = (
