@@ -68,7 +68,9 @@ class StoredObject:
     def _refuse_if_published(self) -> None:
         if self._publication.holder() is not None:
             text = "another medusa batch writes its results there now, or was killed while it did"
-            raise ConfigError(f"{self._name}: {text}; wait for its end, or remove {self._name}{_LOCK} if none runs")
+            kept = "one that was killed may have left its results in an object ….new beside it"
+            todo = f"wait for its end, or remove {self._name}{_LOCK} if none runs; {kept}"
+            raise ConfigError(f"{self._name}: {text}; {todo}")
 
     def _find_version(self) -> tuple[str, ...] | None:
         """Return what tells the object from one that replaces it, or None if there is none."""
