@@ -130,6 +130,8 @@ class InstanceResponse:
                 raise InstanceLostError("its stream ended early", began=True)
             self._health.note_bytes(self._instance.id)
             size = splitter.held_bytes + len(piece)
+            if _COPIES * size > share.total_bytes > 0 and size > LARGE_BYTES:  # it would not fit alone either
+                raise too_large("an event of a stream (a share of --answer-memory-mb)", share.total_bytes // _COPIES)
             if not share.resize(_COPIES * size if size > LARGE_BYTES else 0):
                 raise answers_too_large(share.total_bytes)
             for event in splitter.feed(piece):

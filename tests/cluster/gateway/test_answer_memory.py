@@ -114,16 +114,31 @@ def test_an_answer_that_breaks_off_while_it_is_passed_on_breaks_the_clients_conn
     assert gateway.post("/v1/completions", json.loads(_REQUEST)) == (200, json.loads(_ANSWER))
 
 
-def test_an_event_of_a_stream_for_which_there_is_no_memory_ends_it_with_an_error(
+def test_an_event_of_a_stream_for_which_there_is_no_memory_now_ends_it_with_an_error(
     start_gateway: Start, instance: _Instance
 ) -> None:
-    first = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
-    instance.events = first + _EVENT
+    gateway = start_gateway("--answer-memory-mb", "40")
+    with ask(gateway) as other:  # which takes nothing of a whole answer yet
+        until(lambda: gateway.metric("medusa_gateway_answer_memory_bytes") > 24e6, gateway.output)
+        instance.events = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n' + _EVENT
+        with ask(gateway) as client:
+            events = read(client).partition(b"\r\n\r\n")[2]
+        assert events.count(b'"code":"answer_memory"') == 1, events[-500:]
+        assert b"--answer-memory-mb" in events
+        assert read(other).endswith(_ANSWER)
+    with ask(gateway) as client:
+        assert b"response.completed" in read(client), "it fits alone"
+    until(lambda: gateway.metric("medusa_gateway_answer_memory_bytes") == 0, gateway.output)
+
+
+def test_an_event_of_a_stream_that_never_fits_is_the_requests_fault(start_gateway: Start, instance: _Instance) -> None:
+    """Nobody is told to try again later."""
+    instance.events = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n' + _EVENT
     gateway = start_gateway("--answer-memory-mb", "16")
     with ask(gateway) as client:
         events = read(client).partition(b"\r\n\r\n")[2]
-    assert events.count(b'"code":"answer_memory"') == 1, events[-500:]
-    assert b"--answer-memory-mb" in events
+    assert events.count(b'"code":"answer_too_large"') == 1, events[-500:]
+    assert b"at most 3 MiB as an event of a stream" in events
     assert gateway.metric("medusa_gateway_answer_memory_bytes") == 0
     instance.events = _EVENT[:1000] + _EVENT[-1000:]
     with ask(gateway) as client:
