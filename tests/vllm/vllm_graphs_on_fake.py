@@ -416,6 +416,7 @@ def check(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any], arguments
 
     class Start:
         def __init__(self, *_: Any) -> None:
+            self.config = config  # as the engine has it
             self._runner, manager = start(cuda, config, options)
             made = worker.GpuWorker.__new__(worker.GpuWorker)
             made.load_config, made.model_runner = SimpleNamespace(model_loader_extra_config={}), self._runner
