@@ -10,7 +10,6 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "sat", "the", "mat", "w
 
 def write_encoder(folder: Path, pooling: str | None, *, unit: bool = False, limit: int | None = None) -> Path:
     """A tiny BERT with random weights and a tokenizer of words; with ``pooling`` as sentence-transformers saves it."""
-    import tokenizers
     import torch
     import transformers
 
@@ -21,10 +20,7 @@ def write_encoder(folder: Path, pooling: str | None, *, unit: bool = False, limi
     for parameter in model.parameters():
         parameter.data += torch.randn_like(parameter) * 0.3
     model.save_pretrained(folder)
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: id for id, word in enumerate(WORDS)}, "[UNK]"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    words.save(str(folder / "tokenizer.json"))
+    write_tokenizer(folder)
     if pooling is not None:
         modules = ["Transformer", "Pooling", *(["Normalize"] if unit else [])]
         paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
@@ -36,3 +32,13 @@ def write_encoder(folder: Path, pooling: str | None, *, unit: bool = False, limi
     if limit is not None:
         (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": limit}))
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of ``WORDS``."""
+    import tokenizers
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: id for id, word in enumerate(WORDS)}, "[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    words.save(str(folder / "tokenizer.json"))

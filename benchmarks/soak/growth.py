@@ -31,7 +31,7 @@ class Growth(NamedTuple):
 
     @property
     def grows(self) -> bool:
-        """Whether both the line and the samples at its ends rise by more than is allowed."""
+        """Whether it rises by more than is allowed, by the fitted line and also by the samples at its ends."""
         return self.rise > self.allowed and self.last - self.first > self.allowed
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from medusa_runtime.config import Settings
@@ -107,14 +107,13 @@ def _import_all() -> None:
         importlib.import_module(module)
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        for module in (*_OURS, *_CPU_MODULES):
-            importlib.import_module(module)
-        return
-    from .gpu.triton_kernels import key_read_beside
+    on_cpu = current_platform.is_cpu()
+    with ExitStack() as beside:
+        if not on_cpu:
+            from .gpu.triton_kernels import key_read_beside
 
-    with key_read_beside():
-        for module in (*_OURS, *_GPU_MODULES):
+            beside.enter_context(key_read_beside())
+        for module in (*_OURS, *(_CPU_MODULES if on_cpu else _GPU_MODULES)):
             importlib.import_module(module)
 
 

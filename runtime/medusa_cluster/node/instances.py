@@ -63,7 +63,7 @@ class RunningInstance:
 
     @property
     def works(self) -> bool:
-        """Whether it runs requests, or prefills for another instance."""
+        """Whether this instance computes: for requests of its own, or prompts of another instance."""
         return self.running > 0 or self.group_state == "prefilling"
 
     @property

@@ -92,19 +92,13 @@ def test_a_stopped_live_instance_costs_no_request(victim: str) -> None:
         (source,) = cluster.instances()
         source_node = next(node["name"] for node in cluster.status()["nodes"] if node["instances"])
 
-        ended = threading.Event()
-        with ThreadPoolExecutor(_CLIENTS) as pool:
-            asked = [pool.submit(_ask_until, ended.is_set, url) for _ in range(_CLIENTS)]
-            try:
-                until(lambda: "paired" in _marks(cluster, source["id"]), cluster.told)
-                others = [node for node in lab.nodes if node != source_node]
-                began = time.monotonic()
-                _stop_instance(lab, source_node if victim == "source" else others[0])
-                until(lambda: "instance-died" in cluster.kinds(), cluster.told)
-                until(lambda: _ready(cluster) == 2, cluster.told)
-            finally:
-                ended.set()
-        assert {text for one in asked for text in one.result()} == {alone}
+        with _clients(url, alone):
+            until(lambda: "paired" in _marks(cluster, source["id"]), cluster.told)
+            others = [node for node in lab.nodes if node != source_node]
+            began = time.monotonic()
+            _stop_instance(lab, source_node if victim == "source" else others[0])
+            until(lambda: "instance-died" in cluster.kinds(), cluster.told)
+            until(lambda: _ready(cluster) == 2, cluster.told)
         print(f"two instances again, and no request left, {time.monotonic() - began:.1f} s after the signal")
         cluster.end()
 
@@ -119,22 +113,15 @@ def test_prefill_and_decode_apart_answer_as_one_instance_also_when_either_is_los
         url = _started(cluster)
         cluster.deploy("m", max=1, disaggregated=True, settings=kind.settings | {"max_concurrency": "8"})
         alone = completion(url)
-        ended = threading.Event()
-
-        with ThreadPoolExecutor(_CLIENTS) as pool:
-            asked = [pool.submit(_ask_until, ended.is_set, url) for _ in range(_CLIENTS)]
-            try:
-                prefill = _wait_prefilling(cluster)
-                time.sleep(2)  # with prompts that another instance prefills
-                lost = prefill["helps"] if victim == "decode" else prefill["id"]
-                places = {item["id"]: node["name"] for node in cluster.status()["nodes"] for item in node["instances"]}
-                _stop_instance(lab, places[lost])
-                until(lambda: "instance-died" in cluster.kinds(), cluster.told)
-                prefill = _wait_prefilling(cluster)
-                assert "paired" in _marks(cluster, prefill["helps"])
-            finally:
-                ended.set()
-        assert {text for one in asked for text in one.result()} == {alone}
+        with _clients(url, alone):
+            prefill = _wait_prefilling(cluster)
+            time.sleep(2)  # with prompts that another instance prefills
+            lost = prefill["helps"] if victim == "decode" else prefill["id"]
+            places = {item["id"]: node["name"] for node in cluster.status()["nodes"] for item in node["instances"]}
+            _stop_instance(lab, places[lost])
+            until(lambda: "instance-died" in cluster.kinds(), cluster.told)
+            prefill = _wait_prefilling(cluster)
+            assert "paired" in _marks(cluster, prefill["helps"])
         cluster.call("remove", name="m")
         until(lambda: not _shown(cluster), cluster.told)
         cluster.end()
@@ -147,21 +134,15 @@ def test_an_instance_that_prefills_is_ended_while_prompts_run_and_no_request_is_
         url = _started(cluster)
         cluster.deploy("m", max=1, disaggregated=True, settings=cluster.settings | {"max_concurrency": "8"})
         alone = completion(url)
-        ended = threading.Event()
-        with ThreadPoolExecutor(_CLIENTS) as pool:
-            asked = [pool.submit(_ask_until, ended.is_set, url) for _ in range(_CLIENTS)]
-            try:
-                first = _wait_prefilling(cluster)
-                time.sleep(2)  # with prompts that another instance prefills
-                nodes = cluster.status()["nodes"]
-                place = next(node["name"] for node in nodes for item in node["instances"] if item["id"] == first["id"])
-                drain = {"op": "cluster", "call": "drain", "arguments": {"node": place}}
-                asyncio.run(call(lab.node_folder(cluster.head) / "control.sock", drain))
-                until(lambda: first["id"] not in [item["id"] for item in _shown(cluster)], cluster.told)
-                _wait_prefilling(cluster)
-            finally:
-                ended.set()
-        assert {text for one in asked for text in one.result()} == {alone}
+        with _clients(url, alone):
+            first = _wait_prefilling(cluster)
+            time.sleep(2)  # with prompts that another instance prefills
+            nodes = cluster.status()["nodes"]
+            place = next(node["name"] for node in nodes for item in node["instances"] if item["id"] == first["id"])
+            drain = {"op": "cluster", "call": "drain", "arguments": {"node": place}}
+            asyncio.run(call(lab.node_folder(cluster.head) / "control.sock", drain))
+            until(lambda: first["id"] not in [item["id"] for item in _shown(cluster)], cluster.told)
+            _wait_prefilling(cluster)
         assert not {"instance-died", "start-failed"} & set(cluster.kinds()), cluster.told()
         stages = _timeline(cluster, first["helps"])
         parted = [stage["detail"]["reason"] for stage in stages if stage["name"] == "unpaired"]
@@ -212,6 +193,19 @@ def _stop_instance(lab: Laboratory, node: str) -> None:
 
 def _marks(cluster: ClusterWithRay, instance: str) -> list[str]:
     return [stage["name"] for stage in _timeline(cluster, instance)]
+
+
+@contextmanager
+def _clients(url: str, alone: str) -> Iterator[None]:
+    """Let clients ask again and again until the context ends. Each answer has to be ``alone``."""
+    ended = threading.Event()
+    with ThreadPoolExecutor(_CLIENTS) as pool:
+        asked = [pool.submit(_ask_until, ended.is_set, url) for _ in range(_CLIENTS)]
+        try:
+            yield
+        finally:
+            ended.set()
+    assert {text for one in asked for text in one.result()} == {alone}
 
 
 def _ask_until(enough: Callable[[], bool], url: str) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from encoder_checkpoint import WORDS, write_tokenizer
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.encoder.text_encoder import Encoder
 from medusa_runtime.fetch.prefetcher import prefetch
@@ -22,7 +23,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "sat", "the", "mat", "was", "and", "on"]
 TEXTS = ["a cat sat", "the mat was a cat and the cat sat on the mat"]
 SHAPE = {"vocab_size": len(WORDS), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LARGE = SHAPE | {"intermediate_size": 48, "max_position_embeddings": 40}
@@ -49,10 +49,7 @@ def write(case: str, folder: Path) -> Any:
     for parameter in model.parameters():
         parameter.data += torch.randn_like(parameter) * 0.2
     model.save_pretrained(folder)
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: id for id, word in enumerate(WORDS)}, "[UNK]"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    words.save(str(folder / "tokenizer.json"))
+    write_tokenizer(folder)
     return model
 
 

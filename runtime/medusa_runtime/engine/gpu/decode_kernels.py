@@ -39,7 +39,7 @@ class DecodeKernels:
 
     @property
     def under_way(self) -> bool:
-        """Whether they will be ready, and are not yet."""
+        """Whether the thread that makes them ready is at work."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:

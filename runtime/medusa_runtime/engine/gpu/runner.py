@@ -176,7 +176,7 @@ class GpuRunner:
 
     @property
     def _restores(self) -> bool:
-        """Whether the bundle may have graphs that have not been restored yet."""
+        """Whether graphs of the bundle may still be restored."""
         return self._blueprints is not None or bool(self._to_restore)
 
     @property

@@ -22,7 +22,7 @@ def adjust(logits: Tensor, sequence: Sequence) -> None:
 
 
 class Adjustment:
-    """What changes a sequence's logits, as tensors, which are kept from token to token.
+    """The changes to a sequence's logits, as tensors that are kept from token to token.
 
     To make them takes 30 ms for 150,000 tokens, so the thread that adds a request makes them: no step waits for it.
     """

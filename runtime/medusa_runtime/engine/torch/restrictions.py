@@ -17,7 +17,7 @@ _MANY = 8  # more than an eighth of the vocabulary is kept as a whole row, which
 
 
 class Restrictions:
-    """What allowed_token_ids, bad_words and logit_bias change in logits (fp32 [vocab]).
+    """The changes that allowed_token_ids, bad_words and logit_bias make to logits (fp32 [vocab]).
 
     Each may name the whole vocabulary, and a request has up to 128 sequences. So ``of`` gives sequences with equal
     values the same object, which nothing changes.

@@ -237,12 +237,17 @@ def test_the_most_useful_graphs_are_restored_first_and_the_others_one_by_one(
     assert names == ["prepare_graphs", *["restore_graphs"] * 3]
 
 
-def test_an_engine_that_is_never_idle_restores_the_graphs_of_its_batches(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def be_busy_with_a_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an engine have a bundle with a graph of each size, and no idle time."""
     bundled = " ".join(map(str, sizes_for(32)))
     monkeypatch.setattr(torch_engine, "bundled_graphs", lambda region, settings: Bundled(bundled.encode()))
     monkeypatch.setattr(GpuRunner, "use_idle_time", lambda self: False)
+
+
+def test_an_engine_that_is_never_idle_restores_the_graphs_of_its_batches(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_busy_with_a_bundle(monkeypatch)
     served = start(gpu := HostGpu(recorder := Recorder()), max_concurrency=32)
     together = [served.ask(prompt, max_tokens=20) for prompt in PROMPTS * (9 // len(PROMPTS) + 1)]
     assert 8 < len(together) <= 16
@@ -254,9 +259,7 @@ def test_an_engine_that_is_never_idle_restores_the_graphs_of_its_batches(
 def test_an_engine_that_is_never_idle_tries_larger_graphs_of_the_bundle_and_then_captures(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundled = " ".join(map(str, sizes_for(32)))
-    monkeypatch.setattr(torch_engine, "bundled_graphs", lambda region, settings: Bundled(bundled.encode()))
-    monkeypatch.setattr(GpuRunner, "use_idle_time", lambda self: False)
+    be_busy_with_a_bundle(monkeypatch)
     gpu = HostGpu(Recorder())
 
     def none_fits(self: HostRestorer, sizes: Sequence[int]) -> dict[int, Recorded]:

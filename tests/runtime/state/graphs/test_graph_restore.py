@@ -279,7 +279,7 @@ def test_graphs_whose_images_are_loaded_are_built_while_a_large_image_is_still_l
     large, small, last = Future[int](), Future[int](), Future[int]()
     finder._libraries.update(large=large, small=small, last=last)
     images = {"1": ("small", "large"), "8": ("small",), "16": ("last",), "absent": ()}
-    restorer.__dict__.update(_finder=finder, _used_images=images, _rejected=None)
+    restorer._finder = finder
 
     def build(key: str) -> None:
         built.append(key)
@@ -290,6 +290,7 @@ def test_graphs_whose_images_are_loaded_are_built_while_a_large_image_is_still_l
 
     monkeypatch.setattr(restorer, "_build", build)
     monkeypatch.setattr(restorer, "begin_loading", lambda keys: None)
+    monkeypatch.setattr(restorer, "_images", images.__getitem__)
     loading = threading.Timer(0.05, small.set_result, (1,))
     loading.start()
     restorer.build(["1", "8", "16", "absent"])

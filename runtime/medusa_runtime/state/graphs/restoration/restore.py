@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 from ....errors import DeviceError, StateError
 from ..blob_format import decode_blueprints
 from ..blueprint import Blueprints, GraphBlueprint, MemoryRange, Piece, RangeKind
-from ..compiled import NotCompiledError
+from ..compiled import NotCompiledError, Used
 from ..driver import CudaDriver, CudaError
 from ..fingerprint import check_fingerprint
 from ..mismatch import GraphMismatch, Reason
@@ -74,6 +75,13 @@ class RestoredGraphs:
             self._finder.close()
 
 
+class _Needs(NamedTuple):
+    """What a graph uses, and the digests of the kernel images among it."""
+
+    used: Used
+    images: tuple[str, ...]
+
+
 class GraphRestorer:
     """Restores the graphs of a bundle, a few at a time: the first before requests are served, the others in idle times.
 
@@ -99,7 +107,7 @@ class GraphRestorer:
         self._current_stream = current_stream or (lambda: stream)
         self._blueprints = Blueprints()
         self._rejected: GraphMismatch | None = None  # why no graph of the bundle fits here
-        self._used_images: dict[str, tuple[str, ...]] = {}  # by graph
+        self._needs: dict[str, _Needs] = {}  # of each graph that was asked about
         self._filled = False  # whether permanent contents are in place
         self._builder: GraphBuilder | None = None
         try:
@@ -114,13 +122,14 @@ class GraphRestorer:
             self._rejected = GraphMismatch(Reason.CORRUPT, str(error))
         except GraphMismatch as mismatch:
             self._rejected = mismatch
+        self._graphs = {graph.key: graph for graph in self._blueprints.graphs}
         self._finder = KernelFinder(driver, self._blueprints, trigger)
         self.restored = RestoredGraphs(self._finder)
 
     @property
     def keys(self) -> list[str]:
         """The keys of the bundle's graphs; none if the bundle does not fit here."""
-        return [] if self._rejected else [graph.key for graph in self._blueprints.graphs]
+        return [] if self._rejected else list(self._graphs)
 
     def begin_loading(self, keys: Sequence[str]) -> None:
         """Begin to load kernel images in threads, in the order in which the graphs with these keys need them.
@@ -151,20 +160,23 @@ class GraphRestorer:
 
     def _images(self, key: str) -> tuple[str, ...]:
         """Return the digests of the images that a graph uses; none if it does not fit here."""
-        if key not in self._used_images:
-            self._used_images[key] = tuple(dict.fromkeys(self._find_images(key)))
-        return self._used_images[key]
+        if key not in self._graphs or self._rejected is not None:
+            return ()
+        try:
+            return self._needed(self._graphs[key]).images
+        except GraphMismatch:  # building it says why
+            return ()
 
-    def _find_images(self, key: str) -> Iterator[str]:
-        graph = next((graph for graph in self._blueprints.graphs if graph.key == key), None)
-        if graph is None or self._rejected is not None or self._builder is None:
-            return
-        with suppress(GraphMismatch):  # building it says why
+    def _needed(self, graph: GraphBlueprint) -> _Needs:
+        """Return what a graph needs, which is found out once. Raises GraphMismatch."""
+        if graph.key not in self._needs:
+            assert self._builder is not None  # else all graphs were rejected
             used = self._builder.used(graph)
-            yield from (self._blueprints.kernels[number].image for number in used.kernels)
-            for number in used.ranges:
-                if (memory_range := self._blueprints.ranges[number]).kind == RangeKind.MODULE:
-                    yield image_of(memory_range.name)
+            ranges = (self._blueprints.ranges[number] for number in used.ranges)
+            images = [self._blueprints.kernels[number].image for number in used.kernels]
+            images += [image_of(one.name) for one in ranges if one.kind == RangeKind.MODULE]
+            self._needs[graph.key] = _Needs(used, tuple(dict.fromkeys(images)))
+        return self._needs[graph.key]
 
     def _build(self, key: str) -> None:
         if key in self.restored.graphs or key in self.restored.reasons:
@@ -172,13 +184,12 @@ class GraphRestorer:
         if self._rejected is not None:
             self.restored.reasons[key] = self._rejected
             return
-        graph = next((graph for graph in self._blueprints.graphs if graph.key == key), None)
-        if graph is None:
+        if key not in self._graphs:
             absent = f"{Reason.ABSENT}: it was not materialized"
             self.restored.reasons[key] = GraphMismatch.parse(self._blueprints.refused.get(key, absent))
             return
         try:
-            handle = self._restore(graph)
+            handle = self._restore(self._graphs[key])
             self.restored.graphs[key] = RestoredGraph(self._driver, handle, self._current_stream)
         except GraphMismatch as mismatch:
             self.restored.reasons[key] = mismatch
@@ -189,7 +200,7 @@ class GraphRestorer:
         """Return the executable graph."""
         _check_pins(self._blueprints, graph, self.placement)
         assert self._builder is not None  # else it was rejected
-        used = self._builder.used(graph)
+        used = self._needed(graph).used
         kernels = {number: self._finder.handle(number, graph.key) for number in used.kernels}
         addresses = {number: self._start(self._blueprints.ranges[number]) for number in used.ranges}
         return self._builder.build(graph, kernels=kernels, addresses=addresses, stream=self._stream)
@@ -237,7 +248,7 @@ class GraphRestorer:
         if validate != "all":
             keys = list(dict.fromkeys((keys[0], keys[-1]))) if validate == "ends" else []
         for key in [*keys] * _REPLAYS:
-            blueprint, graph = self._blueprints.graph(key), self.restored.graphs[key]
+            blueprint, graph = self._graphs[key], self.restored.graphs[key]
             found = replayer.run(partial(graph.launch, self._stream), blueprint.inputs, blueprint.outputs)
             if found != blueprint.outputs:
                 return GraphMismatch(Reason.OUTPUT, f"a replay of {key} did not give its stored outputs")
