@@ -54,14 +54,22 @@ class VllmEngine:
     Construction waits for the checkpoint's index and configures vLLM; ``run`` loads and serves.
     """
 
-    def __init__(self, region: Region, settings: Settings, timeline: Timeline, *, capture: Path | None = None) -> None:
-        """``capture`` is the folder into which compiled code is written (offline)."""
+    def __init__(
+        self,
+        region: Region,
+        settings: Settings,
+        timeline: Timeline,
+        *,
+        capture: Path | None = None,
+        code: bytes | None = None,
+    ) -> None:
+        """Offline, ``capture`` is the folder into which compiled code is written, ``code`` a compile cache to use."""
         _set_num_threads(settings.threads or cpu_count())
         region.wait_index()
         backend(region.file, settings)
         self._settings, self._region, self._timeline = settings, region, timeline
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
-        self._compiled = CompiledStart(region, settings, timeline, capture)
+        self._compiled = CompiledStart(region, settings, timeline, capture, code)
         self._files = TokenizerFolder(region)
         try:
             self.config, budget, self._arguments = configure(self._files, region, settings, timeline, self._compiled)

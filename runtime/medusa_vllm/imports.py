@@ -87,10 +87,11 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     from .plugin import register
 
     register()
-    if region is None and settings.device != "cuda":
+    if settings.compile == "always" or (region is None and settings.device != "cuda"):
         from .compiled.imports import import_compiled
 
-        import_compiled()  # a process that waits also has time to import what a compiled model needs
+        # A process that waits also has time to import what a compiled model needs.
+        import_compiled(on_gpu=not current_platform.is_cpu())
     if region is None:
         with keep_log_levels():
             _import_server()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import io
+import json
 import os
 import sys
 import zipfile
@@ -238,6 +239,37 @@ def test_the_runners_manager_is_replaced_once_the_cache_is_there(
     assert replaced.captured == [4, 2, 1]
 
 
+@pytest.mark.parametrize("how", ["compiled", "not compiled", "cannot be saved"])
+def test_what_the_first_offline_start_compiles_is_kept(
+    worker: Any, parts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Compiled:
+        def save_compiled_function(self, path: str) -> None:
+            if how == "cannot be saved":
+                raise TypeError("cannot pickle it")
+            Path(path).write_bytes(b"code")
+
+    model = parts.torch.nn.Sequential(parts.torch.nn.Identity())
+
+    def warm_up(self: Any) -> str:
+        model[0].aot_compiled_fn = None if how == "not compiled" else Compiled()
+        return "times"
+
+    worker.load_config.model_loader_extra_config = {"medusa_capture": str(tmp_path), "medusa_compile_key": "KEY"}
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    monkeypatch.setattr(parts.worker.Worker, "load_model", lambda self, load_dummy_weights: None)
+    monkeypatch.setattr(parts.worker.Worker, "compile_or_warm_up_model", warm_up)
+    worker.load_model()
+    assert worker.compile_or_warm_up_model() == "times"
+    found = tmp_path / "index.json"
+    if how == "compiled":
+        assert json.loads(found.read_text()) == {"modules": ["0"], "config": "KEY"}
+        assert (tmp_path / "0.aot").read_bytes() == b"code"
+    else:
+        assert not found.exists()
+        assert "the compiled code is left out" in caplog.text, "the graphs would be lost, too"
+
+
 def test_vllm_takes_the_arguments_for_a_gpu(parts: Any) -> None:
     from medusa_vllm.gpu.arguments import WORKER, gpu_arguments
     from vllm.config import CompilationConfig
@@ -266,24 +298,23 @@ def test_the_cache_has_the_size_that_the_bundles_graphs_know(worker: Any) -> Non
 @pytest.mark.parametrize(
     ("given", "compiled", "used"),
     [
-        ("auto", False, "restore"),
-        ("auto", True, "auto"),
-        ("restore", True, "restore"),
-        ("capture", False, "capture"),
-        (None, False, "capture"),
+        ("auto", False, True),
+        ("auto", True, False),
+        ("restore", True, True),
+        ("capture", False, False),
+        (None, False, False),
     ],
 )
 def test_by_default_only_graphs_of_a_model_without_pieces_are_restored(
-    worker: Any, parts: Any, monkeypatch: pytest.MonkeyPatch, given: str | None, compiled: bool, used: str
+    worker: Any, parts: Any, monkeypatch: pytest.MonkeyPatch, given: str | None, compiled: bool, used: bool
 ) -> None:
-    asked: list[Settings] = []
+    region = SimpleNamespace(has_code=lambda name: True, from_agent=False)
     worker.load_config.model_loader_extra_config = {"medusa_graphs": given} if given else {}
     worker.parallel_config = SimpleNamespace(world_size=1)
     worker.vllm_config.compilation_config.mode = parts.worker.CompilationMode(3 if compiled else 0)
-    monkeypatch.setattr(parts.worker, "AttachedRegion", SimpleNamespace(of=lambda config: SimpleNamespace(region=None)))
-    monkeypatch.setattr(parts.worker, "bundled_graphs", lambda region, settings: asked.append(settings))
-    assert worker._bundled is None
-    assert [(one.graphs, one.engine) for one in asked] == [(used, "vllm")]
+    attached = SimpleNamespace(region=region)
+    monkeypatch.setattr(parts.worker, "AttachedRegion", SimpleNamespace(of=lambda config: attached))
+    assert (worker._bundled is not None) == used
 
 
 class Bundled:

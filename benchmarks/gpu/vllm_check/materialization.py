@@ -21,15 +21,9 @@ _folder: list[Path] = []  # the bundle's, for ``capture``, which is called with 
 
 
 def materialized(settings: Settings, folder: Path) -> dict[str, Any]:
-    """Write a bundle into ``folder``, and beside it its graphs alone, and what they were made from.
-
-    An eager model (``--compile never``) needs no compiled code, so only its graphs are made.
-    """
+    """Write a bundle into ``folder``, and beside it its graphs alone, and what they were made from."""
     kind = registry.engine_kind("vllm")
-    captures = {CUDA_GRAPHS.name: f"{__name__}:capture"}
-    if settings.compile != "never":
-        captures = {**kind.captures, **captures}
-    registry.register(kind._replace(captures=captures))
+    registry.register(kind._replace(captures={**kind.captures, CUDA_GRAPHS.name: f"{__name__}:capture"}))
     _folder[:] = [folder]
     results: list[ArtifactResult] = []
     began = time.monotonic()

@@ -1,16 +1,18 @@
 """The compile cache of a state bundle: compiled code as one file, for any process on a similar machine.
 
-Offline, ``capture`` starts the engine once in a new process, with empty caches, and packs what was compiled. Online,
-the engine's worker unpacks it and attaches it to its model. The file contains no path, host name or
-user of the machine it was made on. Its key in the manifest says what it is valid for (engine, torch, Python, CPU,
-model). What only vLLM can decide is checked before the code is used.
+Offline, ``capture`` starts the engine once in a new process, with empty caches, and packs what was compiled; on a GPU,
+the first process that captures graphs does so. Online, the engine's worker unpacks it and attaches it to its model. The
+file contains no path, host name or user of the machine it was made on. Its key in the manifest says what it is valid
+for (engine, torch, Python, CPU, model). What only vLLM can decide is checked before the code is used.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from medusa_runtime.config import Settings
+from medusa_runtime.device.choice import choose
 from medusa_runtime.state.offline import run_module
 
 from ..archive import Archive
@@ -19,11 +21,14 @@ _CAPTURE = "medusa_vllm.compiled.capture"
 ARCHIVE = Archive("the compile cache", "model-1")  # of a CompiledModel's folder
 
 
-def capture(model: str, settings: Settings, folder: Path) -> Path:
+def capture(model: str, settings: Settings, folder: Path) -> Path | None:
     """Start the engine on ``model`` in a new process so that it compiles, and return the file, in ``folder``.
 
-    Raises StateError with the last line of the process's output when it fails or takes an hour.
+    None on a GPU, where it is made with the graphs. Raises StateError with the last line of the process's output when
+    it fails or takes an hour.
     """
+    if choose(settings.device, os.environ) == "cuda":
+        return None
     made, blob = folder / "made", folder / "compile-cache"
     made.mkdir(parents=True)
     caches = cache_folders(folder / "caches")

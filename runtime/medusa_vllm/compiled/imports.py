@@ -19,17 +19,15 @@ _MODULES = (
 )
 
 
-def import_compiled() -> None:
-    """Import what loading a compiled model needs, in a process that will only fork and on a CPU.
-
-    Compiles nothing and starts no thread.
-    """
+def import_compiled(*, on_gpu: bool) -> None:
+    """Import what loading a compiled model needs. Compiles nothing, starts no thread and touches no GPU."""
     import torch
 
     for module in _MODULES:
         importlib.import_module(module)
-    # Wrapping a first function makes torch look for its backends. Only a call would compile it.
-    torch.compile(_nothing)
+    if not on_gpu:
+        # Wrapping a first function makes torch look for its backends. Only a call would compile it.
+        torch.compile(_nothing)
 
 
 def _nothing() -> None:

@@ -35,12 +35,12 @@ class CompiledModel:
         self.kernels = CompiledKernels(folder / _KERNELS)
 
     @contextmanager
-    def record(self, model: Any, config: Any) -> Iterator[None]:
+    def record(self, model: Any, key: str) -> Iterator[None]:
         """Serialize the functions of ``model`` (a loaded vLLM module) that are compiled in this context.
 
-        Raises StateError at its end when nothing was compiled.
+        ``key`` is the ``config_key`` of the configuration before the model was loaded. Raises StateError at the
+        context's end when nothing was compiled.
         """
-        key = config_key(config)  # computed before the first forward, which changes the configuration
         with self.kernels.recording():
             yield
         names = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import StateError
@@ -19,11 +19,12 @@ from medusa_vllm import COMPILE_CACHE
 from ..scratch import scratch_folder
 from .cache import ARCHIVE, cache_folders
 from .compiler_folder import claim_compiler_folder
-from .model import INDEX, CompiledModel, check_index
+from .model import INDEX, CompiledModel, check_index, config_key
 
 logger = logging.getLogger(__name__)
 
-_RESTORED, _CAPTURED, _ALWAYS = "medusa_compiled", "medusa_capture", "medusa_compile"  # in model_loader_extra_config
+# In model_loader_extra_config. The key is that of the configuration as the engine has made it: loading may change it.
+_RESTORED, _CAPTURED, _KEY, _ALWAYS = "medusa_compiled", "medusa_capture", "medusa_compile_key", "medusa_compile"
 
 
 class CompiledStart:
@@ -33,15 +34,23 @@ class CompiledStart:
     ``extra`` passes that to the workers, in the load configuration.
     """
 
-    def __init__(self, region: Region, settings: Settings, timeline: Timeline, capture: Path | None = None) -> None:
+    def __init__(
+        self,
+        region: Region,
+        settings: Settings,
+        timeline: Timeline,
+        capture: Path | None = None,
+        code: bytes | None = None,
+    ) -> None:
+        """``capture`` is the folder into which workers write what they compile, ``code`` a cache to use instead."""
         self.extra: dict[str, str] = {} if capture is None else {_CAPTURED: str(capture)}
         self._always = settings.compile == "always"
         if self._always:
             claim_compiler_folder()
         self._timeline = timeline
         self._fd = -1
-        self._blob: bytes | None = None
-        if settings.compile != "never" and capture is None:
+        self._blob = code
+        if settings.compile != "never" and capture is None and code is None:
             with timeline.stage("compiled_restore"):  # waits for the blob, because the configuration depends on it
                 self._blob = region.code(file_name(COMPILE_CACHE.name))
 
@@ -54,6 +63,9 @@ class CompiledStart:
 
         After it has returned False, the configuration must be made again, for a start without the cache.
         """
+        if _CAPTURED in self.extra:
+            self.extra[_KEY] = config_key(config)
+            config.load_config.model_loader_extra_config |= self.extra
         if self._blob is None:
             return True
         try:
@@ -81,13 +93,20 @@ class CompiledStart:
             self._fd = -1
 
 
+class _Stages(Protocol):
+    """The part of a Timeline that a worker's compilation needs."""
+
+    def stage(self, name: str) -> AbstractContextManager[dict[str, Any]]: ...
+
+
 class WorkerCompilation:
     """A worker's part: attach the restored code to its model, or record what its warm-up compiles."""
 
-    def __init__(self, load_config: Any, timeline: Timeline) -> None:
+    def __init__(self, load_config: Any, timeline: _Stages) -> None:
         extra = load_config.model_loader_extra_config
         self._restored: str | None = extra.get(_RESTORED)
         self._captured: str | None = extra.get(_CAPTURED)
+        self._key: str = extra.get(_KEY, "")
         self._always = _ALWAYS in extra
         self._timeline = timeline
         self._recording = ExitStack()
@@ -95,7 +114,7 @@ class WorkerCompilation:
 
     def on_model_loaded(self, model: Any, config: Any) -> None:
         if self._captured is not None:
-            self._recording.enter_context(CompiledModel(Path(self._captured)).record(model, config))
+            self._recording.enter_context(CompiledModel(Path(self._captured)).record(model, self._key))
         elif self._restored is not None:
             self.should_warm_up = False  # there is nothing to compile
             with self._timeline.stage("compiled_attach") as detail:

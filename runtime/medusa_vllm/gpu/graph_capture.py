@@ -1,13 +1,14 @@
 """Lets vLLM capture its decode graphs on this GPU, and materializes them, offline.
 
 Two processes do so, one after the other. Nothing has the same address in both. A third process starts as an instance
-does, and leaves out the graphs that do not give their outputs there. The Triton kernels that they have compiled are
-kept, too.
+does, and leaves out the graphs that do not give their outputs there. What the first one compiles is kept, too: the
+others, and instances, start with it.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +20,10 @@ from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu.graph_capture import ATTEMPTS, closed_after, errors_in_one_line, read_task
 from medusa_runtime.errors import EngineError, MedusaError
 
-from medusa_vllm import TRITON_KERNELS
+from medusa_vllm import COMPILE_CACHE, TRITON_KERNELS
 
+from ..compiled import cache
+from ..compiled.model import INDEX
 from ..offline import fetch_and_import, load
 from ..version import MISSING_PART_ERRORS, installed_version, missing_part
 from . import triton_kernels
@@ -32,16 +35,16 @@ if TYPE_CHECKING:  # vLLM is imported after the recorder of kernel images has be
 
 logger = logging.getLogger(__name__)
 
-_CACHE = "triton"  # the folder beside a result in which Triton keeps what it compiles
+_COMPILED = "compiled"  # the folder beside a result into which the first process writes what it compiles
 _SHIFTS = (3 << 20, 24 << 20, 1 << 30)  # bytes allocated for the dump before weights, KV cache and captures
 
 
 def main(arguments: list[str]) -> int:
     """Write a dump, blueprints, or those that can be restored; see ``run`` of the runtime's module of this name."""
     settings, out, other, check = read_task(arguments)
-    triton_kernels.keep_in(out.with_name(_CACHE))  # of all these processes, so only the first one compiles
-    if settings.compile == "auto":  # as in an instance: the bundle has the compiled code, too
-        settings = replace(settings, compile="always")
+    os.environ |= cache.cache_folders(out.with_name("caches"))  # of all these processes, so only the first compiles
+    if settings.compile == "auto":  # an eager start is the shorter one, and restored decodes need no compiler
+        settings = replace(settings, compile="never")
     with errors_in_one_line():
         try:
             if check:
@@ -64,7 +67,7 @@ def _capture(settings: Settings, out: Path, second: Path | None) -> None:
         from medusa_runtime.state.graphs import ImageStore
         from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
 
-        with _recorded(settings, shifted=second is None) as recording:
+        with _recorded(settings, out, shifted=second is None) as recording:
             logger.info("vLLM has captured its graphs")
             images = ImageStore(recorder.images, recorder.handles)
             logger.info("%d kernel images were loaded", len(images.data))
@@ -88,22 +91,25 @@ def _check(settings: Settings, out: Path, unchecked: Path) -> None:
 
     check = GraphCheck(decode_blueprints(unchecked.read_bytes()), Attempts(out.with_name(ATTEMPTS)))
     GpuWorker.check = check
-    with closed_after(VllmEngine(region, settings, timeline)) as engine:
+    with closed_after(VllmEngine(region, settings, timeline, code=_compiled_code(out))) as engine:
         load(engine)
         checked = check.result()
         save_blueprints(checked, out)
         logger.info("restored in a process of its own: %s", summary(checked))
     made_for = triton_kernels.purpose(engine.config, settings.vllm_args)
     try:
-        count = triton_kernels.pack(out.with_name(_CACHE), out.with_name(TRITON_KERNELS.name), made_for)
+        count = triton_kernels.pack(Path(os.environ["TRITON_CACHE_DIR"]), out.with_name(TRITON_KERNELS.name), made_for)
         logger.info("%d Triton kernels were compiled", count)
     except OSError as error:  # a full disk, say: the graphs are there
         logger.warning("the Triton kernels are left out: %s", error)
 
 
 @contextmanager
-def _recorded(settings: Settings, *, shifted: bool) -> Iterator[Recording]:
-    """Start vLLM as an instance does, with a graph manager that keeps what it captures, until the context ends."""
+def _recorded(settings: Settings, out: Path, *, shifted: bool) -> Iterator[Recording]:
+    """Start vLLM as an instance does, with a graph manager that keeps what it captures, until the context ends.
+
+    The ``shifted`` process compiles, and leaves the compiled code beside ``out`` for the next ones.
+    """
     region, timeline = fetch_and_import(settings)
     from medusa_runtime.engine.gpu.graph_pool import OTHER_POOL_BASE, POOL_BASE
     from medusa_runtime.state.graphs import CudaDriver
@@ -116,13 +122,25 @@ def _recorded(settings: Settings, *, shifted: bool) -> Iterator[Recording]:
     recording = Recording(OTHER_POOL_BASE, shifts=_SHIFTS) if shifted else Recording(POOL_BASE)
     GpuWorker.recording = recording
     recording.attach(lambda runner, manager: VllmGraphState(CudaDriver(), runner, manager, pool=recording.pool))
-    with closed_after(VllmEngine(region, settings, timeline)) as engine:
+    is_first = shifted and settings.compile == "always"
+    capture, code = (out.with_name(_COMPILED), None) if is_first else (None, _compiled_code(out))
+    if capture is not None:
+        capture.mkdir()
+    with closed_after(VllmEngine(region, settings, timeline, capture=capture, code=code)) as engine:
         load(engine)
+        if capture is not None and (capture / INDEX).exists():
+            cache.ARCHIVE.pack(capture, out.with_name(COMPILE_CACHE.name))
         if recording.manager is None or not recording.inputs:
             raise EngineError("vLLM has captured no full graph of a decode here; see its log for why")
         if reason := materialize_obstacle(recording.runner, recording.manager):
             raise EngineError(f"vLLM's CUDA graphs are captured at each start: {reason}")
         yield recording
+
+
+def _compiled_code(out: Path) -> bytes | None:
+    """Return the compile cache that the first process has left beside ``out``."""
+    blob = out.with_name(COMPILE_CACHE.name)
+    return blob.read_bytes() if blob.exists() else None
 
 
 def _materialize(recording: Recording, images: ImageStore, second: Blueprints) -> Blueprints:

@@ -45,11 +45,6 @@ def purpose(config: Any, flags: str | None) -> str:
     return f"{config.compilation_config.mode!s} {flags or ''}".strip()
 
 
-def keep_in(folder: Path) -> None:
-    """Let Triton keep in ``folder`` what this process compiles. Call it before anything is compiled."""
-    os.environ[_CACHE] = str(folder)
-
-
 def pack(folder: Path, blob: Path, made_for: str = "") -> int:
     """Write the kernels that Triton has kept in ``folder`` to the file ``blob``, and return how many these are.
 
@@ -154,4 +149,4 @@ def _require_code_from(folder: Path) -> None:
         raise StateError(f"{folder.parent} is mounted without the right to run code; set TMPDIR to another folder")
 
 
-__all__ = ["keep_in", "key_read_beside", "pack", "purpose", "restored", "unpack"]
+__all__ = ["key_read_beside", "pack", "purpose", "restored", "unpack"]

@@ -28,6 +28,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
+from ..compiled.settings import WorkerCompilation
 from ..weights.attached import AttachedRegion
 from .graph_check import GraphCheck
 from .graph_state import KV_BYTES, VllmGraphState
@@ -62,6 +63,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         with self._timeline.stage("load"), _needs_memory("weights"):
             super().load_model(load_dummy_weights=load_dummy_weights)
+        self._compilation.on_model_loaded(self.get_model(), self.vllm_config)
         self._shift()
 
     def determine_available_memory(self) -> int:
@@ -116,7 +118,12 @@ class GpuWorker(Worker):  # type: ignore[misc]
         with self._timeline.stage("warm_up") as detail, _needs_memory("warm-up and the CUDA graphs"):
             if kernels.enable_jit_warmup and self._has_all_kernels() and self._has_no_workspace():
                 detail["compiles"] = kernels.enable_jit_warmup = False
-            return super().compile_or_warm_up_model()
+            times = super().compile_or_warm_up_model()
+        try:
+            self._compilation.on_warmed_up()
+        except Exception as error:  # noqa: BLE001 - of pickling, say: the graphs can still be kept
+            logger.warning("the compiled code is left out: %s: %s", type(error).__name__, error)
+        return times
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -148,6 +155,10 @@ class GpuWorker(Worker):  # type: ignore[misc]
         with self._timeline.stage("triton_restore") as detail:
             self._kernels_for = self._folders.enter_context(restored(region))
             detail["found"] = self._kernels_for is not None
+
+    @cached_property
+    def _compilation(self) -> WorkerCompilation:
+        return WorkerCompilation(self.load_config, self._timeline)
 
     @cached_property
     def _folders(self) -> ExitStack:
@@ -206,16 +217,18 @@ class GpuWorker(Worker):  # type: ignore[misc]
             attached = AttachedRegion.of(self.load_config)
         except ConfigError:
             return None
-        extra = self.load_config.model_loader_extra_config
-        graphs = extra.get("medusa_graphs", "capture")
-        if graphs == "auto" and self.vllm_config.compilation_config.mode == CompilationMode.NONE:
-            graphs = "restore"  # those of a compiled model, which has pieces, have not run on a GPU yet
-        settings = Settings(
-            model=extra.get("medusa_model"), state=extra.get("medusa_state"), engine="vllm", graphs=graphs
-        )
         if self.parallel_config.world_size > 1:  # these graphs contain messages between ranks
             return None
-        return bundled_graphs(attached.region, settings)
+        extra = self.load_config.model_loader_extra_config
+        settings = Settings(
+            model=extra.get("medusa_model"),
+            state=extra.get("medusa_state"),
+            engine="vllm",
+            graphs=extra.get("medusa_graphs", "capture"),
+        )
+        # Those of a compiled model, which has pieces, have not run on a GPU yet.
+        is_eager = self.vllm_config.compilation_config.mode == CompilationMode.NONE
+        return bundled_graphs(attached.region, settings, auto_restores=is_eager)
 
     def _graphs_kv_bytes(self) -> int | None:
         """Return the size of the KV cache with which the bundle's graphs were captured. They fit no other."""

@@ -14,7 +14,6 @@ from ...config import Settings
 from ...errors import DeviceError, StateError
 from ...process import abort
 from ...region.reader import Region
-from ...registry import bundle_engine
 from ...state.kinds import CUDA_GRAPHS, file_name
 from ...timeline import Timeline
 
@@ -62,19 +61,15 @@ def full_gpu(error: Exception, what: str) -> DeviceError:
     )
 
 
-def bundled_graphs(region: Region, settings: Settings) -> BundledGraphs | None:
+def bundled_graphs(region: Region, settings: Settings, *, auto_restores: bool = True) -> BundledGraphs | None:
     """Return the state bundle's graphs; None if there are none, or the settings do not use them.
 
-    With ``--graphs auto``, only the torch engine's settings do. vLLM's worker decides for itself what that means.
+    ``auto_restores`` says whether ``--graphs auto`` means ``restore``, or ``capture``.
     """
     if not region.has_code(file_name(CUDA_GRAPHS.name)):
         return None
-    if settings.graphs == "capture" or (settings.graphs == "auto" and bundle_engine(settings.engine) != "torch"):
-        logger.info(
-            "the state bundle's CUDA graphs are not used: --graphs is %s, the engine is %s",
-            settings.graphs,
-            settings.engine,
-        )
+    if settings.graphs == "capture" or (settings.graphs == "auto" and not auto_restores):
+        logger.info("the state bundle's CUDA graphs are not used: --graphs is %s", settings.graphs)
         return None
     return BundledGraphs(region, settings)
 

@@ -342,9 +342,7 @@ def test_a_gpus_plan_is_measured_where_its_graphs_are_captured(start: Callable[.
     assert stage.detail["source"] == "computed"
 
 
-def test_a_bundles_graphs_are_used_by_the_engine_that_was_seen_to_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody has seen vLLM's restored graphs run on one yet."""
-
+def test_a_bundles_graphs_are_used_as_the_settings_say(caplog: pytest.LogCaptureFixture) -> None:
     class WithGraphs:
         from_agent = False
 
@@ -355,10 +353,10 @@ def test_a_bundles_graphs_are_used_by_the_engine_that_was_seen_to_on_a_gpu(caplo
     assert bundled_graphs(region, Settings()) is not None
     with caplog.at_level("INFO"):
         assert bundled_graphs(region, Settings(graphs="capture")) is None
-        assert bundled_graphs(region, Settings(engine="vllm")) is None
-    assert "the state bundle's CUDA graphs are not used: --graphs is capture, the engine is torch" in caplog.text
-    assert "the state bundle's CUDA graphs are not used: --graphs is auto, the engine is vllm" in caplog.text
-    assert bundled_graphs(region, Settings(engine="vllm", graphs="restore")) is not None
+        assert bundled_graphs(region, Settings(), auto_restores=False) is None
+    assert "the state bundle's CUDA graphs are not used: --graphs is capture" in caplog.text
+    assert "the state bundle's CUDA graphs are not used: --graphs is auto" in caplog.text
+    assert bundled_graphs(region, Settings(graphs="restore"), auto_restores=False) is not None
 
 
 class WithGraphs:
