@@ -40,6 +40,9 @@ _COMMANDS = (
     ("doctor", "medusa_adapters.cli.doctor", "check this machine, and say what to do"),
 )
 
+# Behind --, these take flags of vllm serve.
+_WITH_ENGINE_FLAGS = ("serve", "batch", "materialize")
+
 # These also work without memfd, /proc and prctl.
 _ANYWHERE = ("run", "new", "build", "completion", "deploy", "inspect", "simulate")
 
@@ -191,7 +194,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         flag = unknown[0].partition("=")[0]
         meant = _suggestion(flag, list(chosen._option_string_actions))
-        if name == "serve" and flag.startswith("--") and (not meant or "vllm" in argv):
+        if name in _WITH_ENGINE_FLAGS and flag.startswith("--") and (not meant or "vllm" in argv):
             meant += f"{'' if meant else ';'} flags of vllm serve follow behind --: --engine vllm … -- {flag}"
         chosen.error(f"unrecognized arguments: {' '.join(_before_program(unknown, argv))}{meant}")
     return arguments
@@ -207,8 +210,8 @@ def _before_program(unknown: Sequence[str], argv: Sequence[str]) -> Sequence[str
 
 
 def _split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split ``medusa serve … -- …`` (or ``batch``) at ``--``, behind which flags of the engine's own server stand."""
-    if argv[0] not in ("serve", "batch") or "--" not in argv:
+    """Split ``medusa serve … -- …`` at ``--``, behind which flags of the engine's own server stand."""
+    if argv[0] not in _WITH_ENGINE_FLAGS or "--" not in argv:
         return list(argv), []
     place = list(argv).index("--")
     return list(argv[:place]), list(argv[place + 1 :])

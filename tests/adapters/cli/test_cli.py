@@ -107,6 +107,11 @@ def test_flags_of_vllm_are_sent_behind_the_dashes() -> None:
         assert meant in refused("serve", "m", *given)
 
 
+@pytest.mark.parametrize("command", ["serve", "materialize"])
+def test_flags_of_vllm_are_for_vllm(command: str) -> None:
+    assert "need --engine vllm, found --engine torch" in refused(command, "m", "--engine", "torch", "--", "--seed", "0")
+
+
 def test_the_node_agent_is_started_by_no_word() -> None:
     assert "expected `medusa node` alone, which starts the agent, found 'start'" in refused("node", "start")
 

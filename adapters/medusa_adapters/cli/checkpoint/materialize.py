@@ -25,13 +25,14 @@ from ...bench.coldstart.contestants import Medusa, Question
 from ..flags import add_model, model_argument, request_body
 from ..leftovers import Leftovers
 from ..progress import note, printable, size
+from ..serve import with_engine_flags
 
 if TYPE_CHECKING:
     from medusa_runtime.region.reader import Region
 
 _FLAGS = (
     "model", "engine", "handler", "device", "dtype", "max_model_len", "max_concurrency", "max_batched_tokens",
-    "threads",
+    "threads", "kv_cache_mb", "compile", "vllm_args",
 )  # fmt: skip
 _PROMPT, _TOKENS = "The quick brown fox jumps over the lazy dog", 9
 
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     flags = {name: getattr(arguments, name) for name in _FLAGS} | {"model": model_argument(arguments)}
-    settings = from_env(os.environ, **flags)
+    settings = with_engine_flags(from_env(os.environ, **flags), arguments.engine_flags)
     if settings.model is None:
         raise ConfigError("expected a checkpoint: medusa materialize URL, or --model URL")
     if arguments.starts < 0:
