@@ -24,8 +24,8 @@ ARCHIVE = Archive("the compile cache", "model-1")  # of a CompiledModel's folder
 def capture(model: str, settings: Settings, folder: Path) -> Path | None:
     """Start the engine on ``model`` in a new process so that it compiles, and return the file, in ``folder``.
 
-    None with ``--compile never``, and on a GPU, where it is made with the graphs. Raises StateError with the last line of
-    the process's output when it fails or takes an hour.
+    None with ``--compile never``, and on a GPU, where it is made with the graphs. Raises StateError with the last line
+    of the process's output when it fails or takes an hour.
     """
     if settings.compile == "never" or choose(settings.device, os.environ) == "cuda":
         return None
