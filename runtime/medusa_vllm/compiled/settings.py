@@ -26,9 +26,6 @@ logger = logging.getLogger(__name__)
 # In model_loader_extra_config. The key is that of the configuration as the engine has made it: loading may change it.
 _RESTORED, _CAPTURED, _KEY, _ALWAYS = "medusa_compiled", "medusa_capture", "medusa_compile_key", "medusa_compile"
 
-# vLLM's own functions bring all that Inductor has made of them. Before torch 2.12 it would compile that again.
-_ALL_IN_ONE = {"VLLM_USE_MEGA_AOT_ARTIFACT": "1"}
-
 
 class CompiledStart:
     """The way one engine starts: compiled or eager (``wanted``), and with the bundle's compile cache if there is one.
@@ -140,7 +137,7 @@ def _attach(blob: Path, model: Any, config: Any) -> int:
 
     with scratch_folder("medusa-compiled") as scratch:
         folder = ARCHIVE.unpack(blob.read_bytes(), scratch)
-        with patch.dict(os.environ, cache_folders(scratch) | _ALL_IN_ONE):
+        with patch.dict(os.environ, cache_folders(scratch)):
             return CompiledModel(folder).attach(model, config)
 
 
