@@ -29,6 +29,7 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_PLUGINS": "medusa",  # other plugins may import anything
+    "VLLM_USE_MEGA_AOT_ARTIFACT": "1",  # compiled functions bring all of Inductor's work: the default from torch 2.12
     **MEDIA_ENVIRONMENT,
     "HF_HUB_OFFLINE": "1",  # everything comes from the checkpoint, nothing from the network
     "TOKENIZERS_PARALLELISM": "false",

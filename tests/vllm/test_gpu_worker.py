@@ -155,6 +155,9 @@ def test_kernels_of_the_bundle_need_no_warm_up(
         worker.parallel_config.world_size = 2
     elif how in ("lora_config", "speculative_config"):
         setattr(worker.vllm_config, str(how), object())
+    monkeypatch.setattr(parts.worker.Worker, "load_model", lambda self, load_dummy_weights: None)
+    worker.model_runner = SimpleNamespace(get_model=lambda: None)
+    worker.load_model()
     worker.determine_available_memory()
     worker.compile_or_warm_up_model()
     assert compiling == [how is not None]

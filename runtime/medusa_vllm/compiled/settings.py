@@ -132,13 +132,20 @@ class WorkerCompilation:
 
 
 def _attach(blob: Path, model: Any, config: Any) -> int:
-    """Attach the code from a temporary folder: it is mapped or read at once."""
+    """Attach the code from a temporary folder: it is mapped or read at once.
+
+    Triton's cache stays where it is, if it has been named: Triton's own driver may be there.
+    """
     from unittest.mock import patch
 
     with scratch_folder("medusa-compiled") as scratch:
         folder = ARCHIVE.unpack(blob.read_bytes(), scratch)
-        with patch.dict(os.environ, cache_folders(scratch)):
+        with patch.dict(os.environ, {**cache_folders(scratch), **_named("TRITON_CACHE_DIR")}):
             return CompiledModel(folder).attach(model, config)
+
+
+def _named(variable: str) -> dict[str, str]:
+    return {variable: os.environ[variable]} if variable in os.environ else {}
 
 
 def _run_eagerly(model: Any) -> None:

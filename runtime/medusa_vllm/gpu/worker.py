@@ -63,12 +63,12 @@ class GpuWorker(Worker):  # type: ignore[misc]
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         with self._timeline.stage("load"), _needs_memory("weights"):
             super().load_model(load_dummy_weights=load_dummy_weights)
+        self._restore_kernels()  # first: loading compiled functions opens Triton's driver, which is code in its cache
         self._compilation.on_model_loaded(self.get_model(), self.vllm_config)
         self._shift()
 
     def determine_available_memory(self) -> int:
         """Return the planned bytes, if the GPU has them free now. Otherwise vLLM measures, by running a forward."""
-        self._restore_kernels()
         with self._timeline.stage("kv_plan") as detail:
             planned = self._graphs_kv_bytes() or self.cache_config.kv_cache_memory_bytes
             if planned:
