@@ -58,17 +58,29 @@ class Live:
         self._withheld = {model: found for model, found in self._withheld.items() if model in self._state.deployments}
         for item in instances.values():
             if item.role == "prefill":
+                source = instances.get(item.helps or "")
                 if item.helping and not item.loading:
                     item.has_prefilled = True
                     self._withheld.pop(item.model, None)
-                source = instances.get(item.helps or "")
+                    if source is not None:
+                        source.deserted = False
                 if item.helping and item.confirmed and (source is None or source.state == "draining"):
                     left.append(item)
             elif item.wanted_role == "prefill":
                 item.wanted_role = item.role
                 if not item.has_prefilled:
                     self.note_not_prefilling(item.model)
+                elif item.state != "draining":
+                    self._note_deserted(item)
         return left
+
+    def _note_deserted(self, item: KnownInstance) -> None:
+        """Note that an instance prefills no more though nobody told it so: it has lost the one it prefilled for."""
+        source = self._state.instances.get(item.helped or "")
+        if source is not None:
+            source.deserted = True
+        text = f"{item.id} takes requests of its own: it has lost {item.helped}, for which it prefilled"
+        self._state.record_event("role", text, node=item.node, model=item.model)
 
     def _note_whole(self) -> None:
         """Record once, of each encoder that is to share work, that it does not."""
@@ -136,17 +148,20 @@ class Live:
     def _decoding(self, new: KnownInstance) -> list[KnownInstance]:
         """Return the instances that a new one can prefill for, those first that can be met, and have the fewest others.
 
-        Among them are those that start, and will have a place to be met in a moment.
+        Among them are those that start, or have just been told to decode, and will have a place to be met in a moment.
         """
         helpers = [item.helps for item in self._state.instances.values() if item.helping]
         able = [
             item
             for item in self._alike(new)
-            if item.role == "decode" and not item.helping and item.state in ("starting", "ready")
+            if item.role == "decode" and item.state in ("starting", "ready")
             if helpers.count(item.id) < MOST_PREFILLING
         ]
         # Of those with the fewest, not the one that is the next to end: the youngest one without requests.
-        return sorted(able, key=lambda item: (item.meets is None, helpers.count(item.id), -item.running, item.since))
+        return sorted(
+            able,
+            key=lambda item: (item.meets is None, helpers.count(item.id), item.deserted, -item.running, item.since),
+        )
 
     def _alike(self, new: KnownInstance) -> list[KnownInstance]:
         """Return the model's other instances that compute on the same kind of processor as the new one."""

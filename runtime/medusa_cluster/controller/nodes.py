@@ -137,7 +137,8 @@ class KnownInstance:
     helping: bool = False
     wanted_role: str = "both"  # for which it was started
     has_prefilled: bool = False
-    has_helped: bool = False  # so that the times of its start say nothing
+    helped: str | None = None  # the last one that it helped: the times of its start say nothing then
+    deserted: bool = False  # one that prefilled for it has lost it
     meets: Rendezvous | None = None
     helps: str | None = None
     slots: int = 1
@@ -152,7 +153,7 @@ class KnownInstance:
     def set_pair(self, shown: Mapping[str, Any]) -> None:
         """Set by the node's status what the instance does for another one, or others for it."""
         self.helping, self.helps = shown["helping"], shown["helps"]
-        self.has_helped = self.has_helped or self.helping
+        self.helped = self.helps if self.helping else self.helped
         if self.role != "decode":  # else it was told to become one, and that takes a moment
             self.role = shown["role"]
         self.loading = self.helping and not (self.role == "prefill" and shown["prefills"])

@@ -108,6 +108,7 @@ def _policy_node(
                 version=item.version,
                 slots=item.slots,
                 device=item.device,
+                deserted=item.deserted,
             )
             for item in instances
         ),

@@ -486,8 +486,8 @@ _REPLACED = "its model was replaced in the store"
 
 
 def _dispensable(instance: Instance) -> tuple[bool, int, float, str]:
-    """Return a sort key for ending instances: starting ones first, then those with few requests, then young ones."""
-    return instance.state == "ready", instance.running, -instance.since_s, instance.id
+    """Return a sort key for ending instances: starting and deserted ones first, then by requests, then young ones."""
+    return instance.state == "ready" and not instance.deserted, instance.running, -instance.since_s, instance.id
 
 
 def _paces(last: Mapping[str, float], changes: list[Pace]) -> dict[str, float]:

@@ -83,6 +83,7 @@ class Instance:
     version: str = ""  # of the model that it has loaded; "": not known
     slots: int = 1  # of its node: the accelerators that it takes, or one processor
     device: Device = "auto"  # what it was told to compute on
+    deserted: bool = False  # one that prefilled for it has lost it: perhaps it hangs
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,9 @@ def routed(cluster: Cluster) -> set[str]:
     return {item["id"] for item in cluster.state.routes.current["models"]["m"]["instances"]}
 
 
-async def started(net: Any, cluster: Cluster) -> tuple[Any, Any]:
+async def started(net: Any, cluster: Cluster, **given: Any) -> tuple[Any, Any]:
     """Deploy, ask, and return the first instance that decodes and the first that prefills for it."""
-    await cluster.answer({"op": "deploy", "arguments": MODEL})
+    await cluster.answer({"op": "deploy", "arguments": MODEL | given})
     await until(lambda: cluster.models.get(MODEL["url"]))
 
     def both() -> Any:
@@ -104,6 +104,68 @@ def test_when_the_one_that_decodes_dies_its_partner_serves_and_gets_one_itself(r
             assert plan["leader"] == starts(net)[prefill.id]["listen"]
 
     run(scenario, "n1", "n2", "n3")
+
+
+def test_a_new_one_waits_for_the_partner_that_has_yet_to_hand_over_what_it_prefilled(run: Run) -> None:
+    """One that came to decode instead would be ended at once, and the next one would come only after a pause."""
+
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        decode, prefill = await started(net, cluster, max=1)
+        node, before = net.nodes[prefill.node], set(starts(net))
+
+        async def release(_: dict[str, Any]) -> dict[str, Any]:
+            return {}  # it takes a moment
+
+        node.release = release
+        del net.nodes[decode.node].instances[decode.id]
+        end = time.monotonic() + 1
+        await asked(cluster, lambda: time.monotonic() > end, waiting=1)
+        assert prefill.helping
+        assert set(starts(net)) == before
+        node.become(prefill.id, "released")
+        (new,) = await asked(cluster, lambda: confirmed(cluster, "prefill", helping=True), waiting=1)
+        assert new.helps == prefill.id
+        assert set(starts(net)) == before | {new.id}
+        assert not [call for call in net.calls() if call["op"] == "stop"]
+
+    run(scenario, "n1", "n2", "n3")
+
+
+def test_one_that_lost_its_partner_stays_and_the_partner_is_ended(run: Run) -> None:
+    """The partner may hang, which its node has not noticed yet."""
+
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        decode, prefill = await started(net, cluster, max=1)
+        net.nodes[decode.node].instances[decode.id]["running"] = 8
+        await asked(cluster, lambda: decode.running, running=8)
+        net.nodes[prefill.node].become(prefill.id, "released")
+        await asked(cluster, lambda: decode.id not in cluster.state.instances, running=8)
+        assert routed(cluster) == {prefill.id}
+        (new,) = await asked(cluster, lambda: confirmed(cluster, "prefill", helping=True), running=8)
+        assert new.helps == prefill.id
+        assert [call["id"] for call in net.calls() if call["op"] == "stop"] == [decode.id]
+        (event,) = [event for event in cluster.state.events if event["kind"] == "role"]
+        text = f"{prefill.id} takes requests of its own: it has lost {decode.id}, for which it prefilled"
+        assert event["text"] == text
+
+    run(scenario, "n1", "n2", "n3")
+
+
+def test_one_for_which_another_one_prefills_again_is_as_good_as_others(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        decode, prefill = await started(net, cluster, min=2)
+        net.nodes[prefill.node].become(prefill.id, "released")
+        await asked(cluster, lambda: decode.deserted, waiting=1)
+
+        def again() -> list[Any]:
+            for one in confirmed(cluster, "prefill", helping=True):
+                net.nodes[one.node].become(one.id, "prefilling")
+            return [one for one in confirmed(cluster, "prefill", helping=True) if one.helps == decode.id]
+
+        await asked(cluster, again, waiting=30)
+        await asked(cluster, lambda: not decode.deserted, waiting=30)
+
+    run(scenario, "n1", "n2", "n3", "n4", "n5", "n6")
 
 
 def test_one_that_prefills_decodes_when_such_are_missing(run: Run) -> None:

@@ -119,9 +119,9 @@ def test_prefill_and_decode_apart_answer_as_one_instance_also_when_either_is_los
             lost = prefill["helps"] if victim == "decode" else prefill["id"]
             places = {item["id"]: node["name"] for node in cluster.status()["nodes"] for item in node["instances"]}
             _stop_instance(lab, places[lost])
-            until(lambda: "instance-died" in cluster.kinds(), cluster.told)
+            until(lambda: lost not in [item["id"] for item in _shown(cluster)], cluster.told)
             prefill = _wait_prefilling(cluster)
-            assert "paired" in _marks(cluster, prefill["helps"])
+            assert lost not in (prefill["id"], prefill["helps"])
         cluster.call("remove", name="m")
         until(lambda: not _shown(cluster), cluster.told)
         cluster.end()
@@ -151,14 +151,16 @@ def test_an_instance_that_prefills_is_ended_while_prompts_run_and_no_request_is_
 
 
 def _wait_prefilling(cluster: ClusterWithRay) -> dict[str, Any]:
-    """Wait until one instance prefills for another one, and return it."""
+    """Wait until one instance prefills for another one, which knows of it, and return it."""
     found: list[dict[str, Any]] = []
 
     def look() -> bool:
         found[:] = [item for item in _shown(cluster) if item["helps"]]
         try:
-            return len(found) == 1 and "prefilling" in _marks(cluster, found[0]["id"])
-        except (KeyError, StopIteration):  # it has just ended
+            if len(found) != 1 or "prefilling" not in _marks(cluster, found[0]["id"]):
+                return False
+            return "paired" in _marks(cluster, found[0]["helps"])
+        except (KeyError, StopIteration):  # one of the two has just ended
             return False
 
     until(look, cluster.told)

@@ -65,6 +65,20 @@ def test_one_that_decodes_on_a_node_that_drains_stays_until_another_one_does() -
     assert change.role == "decode"
 
 
+def test_of_two_that_decode_the_deserted_one_ends() -> None:
+    """It has the requests, but perhaps hangs."""
+    cluster = ClusterModel(nodes(4), [model(disaggregated=True, max=1)], Options(live=True))
+    cluster.load("m", waiting=1)
+    cluster.run(3)
+    (old,) = (instance for instance in cluster.instances("m") if instance.role == "decode")
+    (new,) = (instance for instance in cluster.instances("m") if instance.role == "prefill")
+    for one, changes in ((old, {"running": 8, "deserted": True}), (new, {"role": "decode"})):
+        cluster.nodes[one.node] = replace(cluster.nodes[one.node], instances=(replace(one, **changes),))
+    cluster.load("m", running=8)
+    (stop,) = of(StopInstance, cluster.tick())
+    assert stop.id == old.id
+
+
 def test_no_more_start_in_order_to_prefill_than_others_decode_for() -> None:
     cluster = ClusterModel(nodes(60), [model(disaggregated=True, min=1, max=40)], Options(live=True))
     cluster.load("m", waiting=400)
