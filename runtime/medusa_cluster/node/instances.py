@@ -67,6 +67,11 @@ class RunningInstance:
         return self.running > 0 or self.group_state == "prefilling"
 
     @property
+    def is_released(self) -> bool:
+        """Whether it was told to prefill for no other instance any more, as soon as it has handed over what it has."""
+        return self.state == "draining" or (self.worker is not None and self.worker.plan.then == "up")
+
+    @property
     def port(self) -> int | None:
         done = self.listening.done() and not self.listening.cancelled() and self.listening.exception() is None
         return self.listening.result() if done else None

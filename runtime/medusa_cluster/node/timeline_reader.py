@@ -50,7 +50,7 @@ class TimelineReader:
         late = not shares and now - first > _START_S
         if late and instance.start is not None:
             return False  # it has its first token, but decodes too little to measure a step
-        if late or (instance.group_state == "prefilling" and instance.state != "draining"):  # perhaps for hours
+        if late or (instance.group_state == "prefilling" and not instance.is_released):  # perhaps for hours
             return now - self._last_read_at.get(instance.id, 0.0) >= _LATER_S
         return True
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
+from medusa_cluster.deployment import Deployment
+from medusa_cluster.node.group_worker import GroupWorker
+from medusa_cluster.node.instances import Instances, RunningInstance
+from medusa_cluster.node.settings import NodeServerSettings
 from medusa_cluster.node.timeline_reader import TimelineReader, start_times
 
 S = 1_000_000_000
@@ -18,6 +26,24 @@ def stage(name: str, start_s: float, end_s: float | None = None, process: str = 
     end_s = start_s if end_s is None else end_s
     moments = {"start_ns": int(start_s * S), "end_ns": int(end_s * S), "duration_ms": (end_s - start_s) * 1e3}
     return {"name": name, "process": process, "detail": {}, **moments}
+
+
+@asynccontextmanager
+async def served(timeline: Callable[[], str]) -> AsyncIterator[int]:
+    """Answer requests for a timeline. Yields the port."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text=timeline(), content_type="application/json")
+
+    app = web.Application()
+    app.router.add_get("/timeline", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
 
 
 START = [stage("exec", 10, 10.1), stage("skeleton", 10.2, 10.5)]
@@ -66,19 +92,41 @@ def test_a_timeline_that_is_none_changes_nothing(timeline: str) -> None:
     instance: Any = SimpleNamespace(id="one", port=0, secret="s", first_request_ns=None, start=None, group_state=None)
 
     async def look() -> None:
-        async def answer(_: web.Request) -> web.Response:
-            return web.Response(text=timeline, content_type="application/json")
-
-        app = web.Application()
-        app.router.add_get("/timeline", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        instance.port = runner.addresses[0][1]
-        async with aiohttp.ClientSession() as session:
+        async with served(lambda: timeline) as instance.port, aiohttp.ClientSession() as session:
             await TimelineReader(instance)._read(session, instance)
-        await runner.cleanup()
 
     asyncio.run(look())
     assert (instance.start, instance.group_state) == (None, None)
+
+
+def test_one_that_was_told_to_prefill_no_more_is_read_often(tmp_path: Path) -> None:
+    """It takes no requests before its node has read that it has handed over; one that prefills may do so for hours."""
+    plan = {"group": "g", "token": "t", "mode": "disaggregated", "size": 9, "rank": 1, "leader": "127.0.0.1:80"}
+    worker = GroupWorker.from_json({**plan, "listen": "127.0.0.1:81", "then": "stay"}, "127.0.0.1")
+    reads: list[float] = []
+
+    def timeline() -> str:
+        reads.append(time.monotonic())
+        return '{"stages": []}'
+
+    async def run() -> int:
+        instances = Instances(NodeServerSettings("n1", tmp_path, "127.0.0.1", tmp_path / "token"))
+        listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        one = RunningInstance("i", Deployment("m", "/m"), "s", listening, worker=worker, group_state="prefilling")
+        instances.add(one)
+        async with served(timeline) as port:
+            listening.set_result(port)
+            reading = asyncio.create_task(TimelineReader(instances).run())
+            await asyncio.sleep(1.5)
+            before = len(reads)
+            instances.release("i")
+            async with asyncio.timeout(20):
+                while len(reads) < before + 4:
+                    await asyncio.sleep(0.02)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        return before
+
+    before = asyncio.run(run())
+    assert before <= 2
+    assert reads[-1] - reads[before] < 5, "three times 2 s, if it were read as before"
