@@ -1,9 +1,9 @@
 """Record the kernel images that the driver loads, by means of CUPTI. This is done offline only.
 
 CUPTI reports every module, whether torch, cuBLAS or triton loads it, or code that is compiled at run time. For cubins
-that are loaded on their own (such as triton's, and those that cuBLAS generates), it also reports the handle, which
-distinguishes kernels of the same name. Start the recorder before anything runs on the device, because modules that were
-loaded earlier are not reported.
+that are loaded on their own (such as triton's, Inductor's, and those that cuBLAS generates), it also reports the
+handle, which distinguishes kernels of the same name. Start the recorder before anything runs on the device, because
+modules that were loaded earlier are not reported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("module_recorder.c")
 _RESOURCE, _MODULE_LOADED = 3, 6  # CUPTI_CB_DOMAIN_RESOURCE, CUPTI_CBID_RESOURCE_MODULE_LOADED
 _DRIVER_API = 1  # CUPTI_CB_DOMAIN_DRIVER_API
-_LOADS = (19, 20, 678)  # CUPTI_DRIVER_TRACE_CBID_: cuModuleLoadData, cuModuleLoadDataEx, cuLibraryLoadData
+# CUPTI_DRIVER_TRACE_CBID_: cuModuleLoad (which reads a file, and loads Inductor's kernels), cuModuleLoadData,
+# cuModuleLoadDataEx, cuLibraryLoadData
+_LOADS = (18, 19, 20, 678)
 _NAMES = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")
 
 

@@ -3,10 +3,11 @@
 #include <elf.h>
 #include <pthread.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { DRIVER_API = 1, RESOURCE = 3, EXIT = 1 };
+enum { DRIVER_API = 1, RESOURCE = 3, EXIT = 1, LOAD_FILE = 18 /* cuModuleLoad */ };
 typedef struct {  // CUpti_ModuleResourceData
   uint32_t number;
   size_t size;
@@ -16,7 +17,7 @@ typedef struct {  // CUpti_ResourceData
   void *context, *handle;
   const Module *described;
 } Resource;
-typedef struct {  // the beginning of the parameters of cuModuleLoadData, cuModuleLoadDataEx and cuLibraryLoadData
+typedef struct {  // the beginning of the parameters of all functions that load; for cuModuleLoad, code is a file's name
   void **handle;
   const char *code;
 } Load;
@@ -27,6 +28,7 @@ typedef struct {  // CUpti_CallbackData, its beginning
   const int *result;
 } Call;
 
+enum { LARGEST_FILE = 256 << 20 };
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct {
   size_t size;
@@ -35,10 +37,7 @@ static struct {
 } *images;
 static size_t count, room;
 
-static void keep(const char *image, size_t size, void *handle) {
-  char *copy = malloc(size);
-  if (!copy) return;
-  memcpy(copy, image, size);
+static void add(char *copy, size_t size, void *handle) {
   pthread_mutex_lock(&lock);
   if (count == room) {
     void *more = realloc(images, (room + 256) * sizeof *images);
@@ -47,6 +46,11 @@ static void keep(const char *image, size_t size, void *handle) {
   if (count < room) images[count].size = size, images[count].handle = handle, images[count++].data = copy;
   else free(copy);
   pthread_mutex_unlock(&lock);
+}
+
+static void keep(const char *image, size_t size, void *handle) {
+  char *copy = malloc(size);
+  if (copy) add(memcpy(copy, image, size), size, handle);
 }
 
 // How many bytes a cubin has, by its headers; 0 for what is no cubin, such as a fat binary or PTX.
@@ -65,8 +69,20 @@ static size_t cubin_bytes(const char *code) {
   return end;
 }
 
+static void keep_file(const char *name, void *handle) {
+  FILE *file = fopen(name, "rb");
+  if (!file) return;
+  fseek(file, 0, SEEK_END);
+  long size = ftell(file);
+  rewind(file);
+  char *copy = size >= (long)sizeof(Elf64_Ehdr) && size <= LARGEST_FILE ? malloc(size) : NULL;
+  if (copy && fread(copy, 1, size, file) == (size_t)size && cubin_bytes(copy) == (size_t)size) add(copy, size, handle);
+  else free(copy);
+  fclose(file);
+}
+
 void medusa_module_loaded(void *user, int domain, uint32_t callback, const void *data) {
-  (void)user, (void)callback;
+  (void)user;
   if (domain == RESOURCE) {
     const Module *module = ((const Resource *)data)->described;
     if (module && module->image && module->size) keep(module->image, module->size, NULL);
@@ -74,8 +90,12 @@ void medusa_module_loaded(void *user, int domain, uint32_t callback, const void 
     const Call *call = data;
     if (call->site != EXIT || !call->parameters || !call->result || *call->result) return;
     const Load *load = call->parameters;
-    size_t size = load->handle && load->code ? cubin_bytes(load->code) : 0;
-    if (size) keep(load->code, size, *load->handle);
+    if (!load->handle || !load->code) return;
+    if (callback == LOAD_FILE) keep_file(load->code, *load->handle);
+    else {
+      size_t size = cubin_bytes(load->code);
+      if (size) keep(load->code, size, *load->handle);
+    }
   }
 }
 

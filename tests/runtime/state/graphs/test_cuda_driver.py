@@ -226,6 +226,29 @@ print(recorder.images == wanted, recorder.images == wanted)
     assert said == f"None {compiler == 'false'} []\nTrue True\n"
 
 
+def test_a_module_that_is_loaded_from_a_file_is_recorded_with_its_handle(python: Any) -> None:
+    """So that kernels of the same name can be told apart; Inductor's are loaded so."""
+    said = python(
+        """
+import ctypes, hashlib
+from medusa_runtime.device.cupti import ModuleRecorder
+fake = ctypes.CDLL(os.environ["FAKE_CUDA_LIBRARY"])
+cubins, handles = Path(os.environ["TOY_CUBINS"]), []
+with ModuleRecorder(os.environ["FAKE_CUDA_LIBRARY"]) as recorder:
+"""
+        + CONTEXT.replace("\n", "\n    ")
+        + """
+    for name in ("toy_a.cubin", "toy_b.cubin", "missing.cubin"):
+        handle = ctypes.c_void_p()
+        print(fake.cuModuleLoad(ctypes.byref(handle), os.fsencode(cubins / name)))
+        handles.append(handle.value)
+wanted = [hashlib.sha256((cubins / name).read_bytes()).hexdigest() for name in ("toy_a.cubin", "toy_b.cubin")]
+print([recorder.handles[handle] for handle in handles[:2]] == wanted, len(recorder.images))
+"""
+    )
+    assert said == "0\n0\n301\nTrue 2\n"
+
+
 def test_without_cupti_no_image_is_recorded_and_nothing_fails(python: Any) -> None:
     said = python(
         """

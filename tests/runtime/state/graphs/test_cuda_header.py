@@ -204,7 +204,7 @@ LISTS = {
         "SHARED_SIZE_BYTES CONST_SIZE_BYTES LOCAL_SIZE_BYTES NUM_REGS PTX_VERSION BINARY_VERSION "
         "MAX_DYNAMIC_SHARED_SIZE_BYTES PREFERRED_SHARED_MEMORY_CARVEOUT NON_PORTABLE_CLUSTER_SIZE_ALLOWED",
     ),
-    "CUPTI_DRIVER_TRACE_CBID_": (cupti._LOADS, "cuModuleLoadData cuModuleLoadDataEx cuLibraryLoadData"),
+    "CUPTI_DRIVER_TRACE_CBID_": (cupti._LOADS, "cuModuleLoad cuModuleLoadData cuModuleLoadDataEx cuLibraryLoadData"),
     "CUDA_ERROR_": (
         STICKY,
         "CONTAINED ILLEGAL_ADDRESS LAUNCH_TIMEOUT ASSERT HARDWARE_STACK_ERROR ILLEGAL_INSTRUCTION MISALIGNED_ADDRESS "
@@ -266,6 +266,8 @@ def test_the_recorder_in_c_reads_what_cupti_hands_over(tmp_path: Path) -> None:
         ("Call", "site"): ("CUpti_CallbackData", "callbackSite"),
         ("Call", "parameters"): ("CUpti_CallbackData", "functionParams"),
         ("Call", "result"): ("CUpti_CallbackData", "functionReturnValue"),
+        ("Load ", "handle"): ("cuModuleLoad_params", "module"),
+        ("Load ", "code"): ("cuModuleLoad_params", "fname"),
         ("Load", "handle"): ("cuModuleLoadData_params", "module"),
         ("Load", "code"): ("cuModuleLoadData_params", "image"),
         ("Load", "handle "): ("cuModuleLoadDataEx_params", "module"),

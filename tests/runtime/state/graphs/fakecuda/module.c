@@ -22,7 +22,7 @@ typedef struct Image {
 typedef void (*Callback)(void *, int, uint32_t, void *);
 static Callback subscriber;
 static int enabled, calls_enabled;
-enum { LOAD_MODULE = 19, LOAD_LIBRARY = 678 }; // CUPTI_DRIVER_TRACE_CBID_
+enum { LOAD_FILE = 18, LOAD_MODULE = 19, LOAD_LIBRARY = 678 }; // CUPTI_DRIVER_TRACE_CBID_
 // What CUPTI does: tells of every module that is loaded, and of the end of each driver call that was asked for.
 int cuptiSubscribe(void **subscription, void *callback, void *data) {
   if (subscriber) return 39;
@@ -33,7 +33,7 @@ int cuptiGetResultString(int code, const char **text) { return *text = code == 3
 int cuptiUnsubscribe(void *subscription) { return subscriber = NULL, enabled = calls_enabled = 0; }
 int cuptiEnableCallback(uint32_t enable, void *subscription, int domain, uint32_t id) {
   if (domain == 3 && id == 6) enabled = enable;
-  if (domain == 1 && (id == LOAD_MODULE || id == LOAD_LIBRARY)) calls_enabled = enable;
+  if (domain == 1 && (id == LOAD_FILE || id == LOAD_MODULE || id == LOAD_LIBRARY)) calls_enabled = enable;
   return 0;
 }
 static void tell(Image *image) {
@@ -57,7 +57,7 @@ static CUresult told(uint32_t id, void **handle, const void *code, CUresult resu
     int site;
     const char *name;
     void *parameters, *result;
-  } call = {1, id == LOAD_LIBRARY ? "cuLibraryLoadData" : "cuModuleLoadData", &parameters, &result};
+  } call = {1, id == LOAD_LIBRARY ? "cuLibraryLoadData" : id == LOAD_FILE ? "cuModuleLoad" : "cuModuleLoadData", &parameters, &result};
   if (subscriber && calls_enabled) subscriber(NULL, 1, id, &call);
   return result;
 }
@@ -203,6 +203,15 @@ CUresult cuModuleLoadData(void **module, const void *code) {
   Image *image;
   CUresult result = load(code, &image);
   return told(LOAD_MODULE, module, code, result ? result : (*module = image->module, CUDA_SUCCESS));
+}
+CUresult cuModuleLoad(void **module, const char *name) {
+  Image *image;
+  char *code = malloc(16 << 20);
+  FILE *file = fopen(name, "rb");
+  CUresult result = file && fread(code, 1, 16 << 20, file) ? load(code, &image) : 301; // CUDA_ERROR_FILE_NOT_FOUND
+  if (file) fclose(file);
+  free(code);
+  return told(LOAD_FILE, module, name, result ? result : (*module = image->module, CUDA_SUCCESS));
 }
 CUresult cuLibraryUnload(void *library) {
   LOADED(LIBRARY, library);
