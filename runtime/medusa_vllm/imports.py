@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from medusa_runtime.region.reader import Region
 
 from .cpu.amx import request_amx_tiles
 from .flags import MEDIA_ENVIRONMENT
-from .lean_imports import avoid_cache_folder, lean_imports, without_torch_compile
+from .lean_imports import avoid_cache_folder, import_those_there, lean_imports, without_torch_compile
 from .version import check_version, is_tested
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,15 @@ _MODULES = (
 _CPU_MODULES = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn", "medusa_vllm.cpu.worker")
 # Nothing of a CPU's: importing vLLM's worker for CPUs replaces torch's streams and events by ones that do nothing.
 _GPU_MODULES = ("vllm.v1.worker.gpu_worker", "medusa_vllm.gpu.worker")
+# What each start on a GPU imports, whatever the model: the kinds of attention among which vLLM chooses, and what its
+# warm-up looks for. Some of them use torch.compile, so they are imported while it works. Not all can be imported.
+_GPU_LATE_MODULES = (
+    *(f"vllm.v1.attention.backends.{name}_attn" for name in ("flash", "triton", "turboquant")),
+    "vllm.v1.attention.backends.flex_attention",
+    "vllm.v1.worker.gpu.model_states.default",
+    "vllm.model_executor.warmup.minimax_m3_msa_warmup",
+    "vllm.model_executor.models.qwen3_vl",
+)
 # vLLM's HTTP server. A cold process imports it after the first token.
 _SERVER_MODULES = (
     "uvicorn",
@@ -71,6 +81,8 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     check_version()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if importlib.util.find_spec("flashinfer") is None:  # vLLM imports it to find out that it samples without
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if settings.log_level != "debug":
         logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns about settings that we choose on purpose
     # A process that waits for its model has time to import everything.
@@ -81,6 +93,9 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
 
     if current_platform.is_cpu():
         request_amx_tiles()
+    else:
+        with avoid_cache_folder(), keep_log_levels():
+            import_those_there(_GPU_LATE_MODULES)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it touches every name of every module, deprecated ones included
         if register_kernels := getattr(current_platform, "register_triton_kernel_overrides", None):  # from 0.31 on
@@ -88,7 +103,7 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     from .plugin import register
 
     register()
-    if settings.compile == "always" or (region is None and settings.device != "cuda"):
+    if settings.compile == "always" or region is None:
         from .compiled.imports import import_compiled
 
         # A process that waits also has time to import what a compiled model needs.

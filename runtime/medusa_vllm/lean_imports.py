@@ -8,6 +8,7 @@ tokens.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from tempfile import gettempdir
 from types import ModuleType
+
+logger = logging.getLogger(__name__)
 
 _CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 # Modules that are replaced, and their classes. Other modules import these, but use them only to parse text.
@@ -44,6 +47,15 @@ def lean_imports() -> Iterator[None]:
         sys.meta_path.remove(finder)
         if blocked:
             sys.modules.pop(_INDUCTOR, None)
+
+
+def import_those_there(modules: Sequence[str]) -> None:
+    """Import modules, without those that this version or installation lacks. Whoever needs one says so."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            logger.debug("%s is not imported beforehand: %s", module, error)
 
 
 @contextmanager
@@ -119,4 +131,4 @@ class _Placeholders(MetaPathFinder, Loader):
             setattr(module, name, type(name, (), {"__module__": module.__name__}))
 
 
-__all__ = ["import_real_modules", "lean_imports", "without_torch_compile"]
+__all__ = ["import_real_modules", "import_those_there", "lean_imports", "without_torch_compile"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.util
 import io
 import json
@@ -271,6 +272,64 @@ def test_what_the_first_offline_start_compiles_is_kept(
     else:
         assert not found.exists()
         assert "the compiled code is left out" in caplog.text, "the graphs would be lost, too"
+
+
+def test_a_start_collects_no_garbage_while_graphs_are_made(
+    worker: Any, parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would unfreeze all that the process has in common with the one that it was forked from."""
+    from vllm.v1.worker.gpu import model_runner
+
+    seen: list[tuple[bool, int]] = []
+
+    def warm_up(self: Any) -> None:
+        with model_runner.freeze_gc_for_cudagraph_capture():
+            seen.append((gc.isenabled(), gc.get_freeze_count()))
+
+    worker.load_config.model_loader_extra_config = {}
+    monkeypatch.setattr(parts.worker.Worker, "compile_or_warm_up_model", warm_up)
+    original = model_runner.freeze_gc_for_cudagraph_capture
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    try:
+        worker.compile_or_warm_up_model()
+        assert seen == [(False, frozen)]
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
+    assert gc.isenabled()
+    assert model_runner.freeze_gc_for_cudagraph_capture is original
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_model_whose_code_is_attached_prepares_no_compiler(
+    worker: Any, parts: Any, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    from medusa_runtime.errors import StateError
+    from medusa_vllm.compiled import settings
+    from vllm.compilation import compiler_interface
+
+    prepared: list[Any] = []
+
+    def attach(*_: Any) -> int:
+        if damaged:
+            raise StateError("damaged")
+        return 1
+
+    def warm_up(self: Any) -> None:
+        from vllm.compilation.compiler_interface import trigger_inductor_lazy_init
+
+        trigger_inductor_lazy_init("cuda")
+
+    worker.load_config.model_loader_extra_config = {"medusa_compiled": "blob", "medusa_compile": "1"}
+    worker.model_runner = SimpleNamespace(get_model=lambda: None)
+    monkeypatch.setattr(settings, "_attach", attach)
+    monkeypatch.setattr(compiler_interface, "trigger_inductor_lazy_init", prepared.append)
+    monkeypatch.setattr(parts.worker.Worker, "load_model", lambda self, load_dummy_weights: None)
+    monkeypatch.setattr(parts.worker.Worker, "compile_or_warm_up_model", warm_up)
+    worker.load_model()
+    worker.compile_or_warm_up_model()
+    assert prepared == (["cuda"] if damaged else [])
 
 
 def test_vllm_takes_the_arguments_for_a_gpu(parts: Any) -> None:

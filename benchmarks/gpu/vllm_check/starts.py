@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import os
 import shlex
@@ -57,8 +56,6 @@ def import_vllm(settings: Settings, region: Region) -> None:
     """Import vLLM and the module of the model, as a zygote does before an engine is forked."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if importlib.util.find_spec("flashinfer") is None:  # vLLM imports it even to find out that it samples without
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from medusa_vllm.imports import import_model, preimport
 
     preimport(settings, region)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from contextlib import suppress
+
+from ..lean_imports import import_those_there
 
 _MODULES = (
     "torch._dynamo.aot_compile",
@@ -24,12 +25,15 @@ def import_compiled(*, on_gpu: bool) -> None:
     """Import what loading a compiled model needs. Compiles nothing, starts no thread and touches no GPU."""
     import torch
 
-    for module in _MODULES:
-        with suppress(ImportError):  # not every version of torch and vLLM has each of them
-            importlib.import_module(module)
+    import_those_there(_MODULES)  # not every version of torch and vLLM has each of them
     if not on_gpu:
         # Wrapping a first function makes torch look for its backends. Only a call would compile it.
         torch.compile(_nothing)
+        return
+    with suppress(ImportError):  # loading a Triton kernel asks for a digest of torch's files, which is kept
+        from torch._inductor.codecache import torch_key
+
+        torch_key()
 
 
 def _nothing() -> None:

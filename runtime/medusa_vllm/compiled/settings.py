@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import AbstractContextManager, ExitStack
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -110,6 +112,7 @@ class WorkerCompilation:
         self._always = _ALWAYS in extra
         self._timeline = timeline
         self._recording = ExitStack()
+        self._attached = False
         self.should_warm_up = True
 
     def on_model_loaded(self, model: Any, config: Any) -> None:
@@ -120,6 +123,7 @@ class WorkerCompilation:
             with self._timeline.stage("compiled_attach") as detail:
                 try:
                     detail["functions"] = _attach(Path(self._restored), model, config)
+                    self._attached = True
                 except (StateError, OSError) as error:
                     logger.warning("%s is not used: %s", COMPILE_CACHE.name, error)
                     detail["left_out"] = str(error)[:300]
@@ -129,6 +133,21 @@ class WorkerCompilation:
 
     def on_warmed_up(self) -> None:
         self._recording.close()
+
+    @contextmanager
+    def without_compiler(self) -> Iterator[None]:
+        """Where all code is attached, keep vLLM from preparing Inductor, which would compile, in this context.
+
+        That takes most of a second.
+        """
+        module, name = sys.modules.get("vllm.compilation.compiler_interface"), "trigger_inductor_lazy_init"
+        if not self._attached or not hasattr(module, name):
+            yield
+            return
+        from unittest.mock import patch
+
+        with patch.object(module, name, lambda *_: None):
+            yield
 
 
 def _attach(blob: Path, model: Any, config: Any) -> int:

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_runtime.config import Settings
 from medusa_runtime.device.choice import choose
-from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams
+from medusa_runtime.engine.base import SamplingParams
 from medusa_runtime.engine.forward_memory import MOST_TOKENS, measure_forward
-from medusa_runtime.errors import EngineError
 from medusa_runtime.state.offline import run_module
 
-from ..offline import fetch_and_import
+from ..offline import complete, fetch_and_import, serve_beside
 
 if TYPE_CHECKING:
     from ..engine import VllmEngine
@@ -63,50 +60,28 @@ def main() -> int:
 
 def _measured(engine: VllmEngine, settings: Settings, tokens: int, retained_bytes: int) -> int | None:
     """Measure the second forward, in a thread beside the engine's loop."""
-    stop, found = threading.Event(), queue.SimpleQueue[int | None | Exception]()
     vocabulary = engine.info.vocab_size
 
-    def drive() -> None:
-        try:
-            engine.wait_ready()
-            _forward(engine, 1 % vocabulary, tokens)  # makes threads and buffers that stay, so it is not measured
-            found.put(
-                measure_forward(
-                    lambda: _forward(engine, 2 % vocabulary, tokens),
-                    settings,
-                    tokens=tokens,
-                    vocabulary=vocabulary,
-                    retained_bytes=retained_bytes,
-                )
-            )
-        except Exception as error:  # noqa: BLE001  raised again in the thread that waits
-            found.put(error)
-        finally:
-            stop.set()
+    def measure() -> int | None:
+        _forward(engine, 1 % vocabulary, tokens)  # makes threads and buffers that stay, so it is not measured
+        return measure_forward(
+            lambda: _forward(engine, 2 % vocabulary, tokens),
+            settings,
+            tokens=tokens,
+            vocabulary=vocabulary,
+            retained_bytes=retained_bytes,
+        )
 
-    threading.Thread(target=drive, name="measure", daemon=True).start()
     try:
-        engine.run(stop)
+        return serve_beside(engine, measure)
     finally:
         engine.close()
-    result = found.get()
-    if isinstance(result, Exception):
-        raise result
-    return result
 
 
 def _forward(engine: VllmEngine, token: int, tokens: int) -> None:
     """Run a forward pass of ``tokens`` tokens, none of which vLLM has cached."""
-    ended = queue.SimpleQueue[Delta]()
-
-    def sink(delta: Delta) -> None:
-        if delta.finish_reason is not None:
-            ended.put(delta)
-
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    engine.add(GenerateRequest(f"profile-{token}", (token,) * tokens, params), sink)
-    if (reason := ended.get().finish_reason) != "length":
-        raise EngineError(f"a forward of {tokens} tokens ended with {reason}, expected a token")
+    complete(engine, [[token] * tokens], params, f"profile-{token}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_runtime.config import Settings
+from medusa_runtime.engine.base import SamplingParams
 from medusa_runtime.engine.gpu.graph_capture import ATTEMPTS, closed_after, errors_in_one_line, read_task
 from medusa_runtime.errors import EngineError, MedusaError
 
@@ -24,7 +25,7 @@ from medusa_vllm import COMPILE_CACHE, TRITON_KERNELS
 
 from ..compiled import cache
 from ..compiled.model import INDEX
-from ..offline import fetch_and_import, load
+from ..offline import complete, fetch_and_import, load, serve_beside
 from ..version import MISSING_PART_ERRORS, installed_version, missing_part
 from . import triton_kernels
 
@@ -36,6 +37,13 @@ if TYPE_CHECKING:  # vLLM is imported after the recorder of kernel images has be
 logger = logging.getLogger(__name__)
 
 _COMPILED = "compiled"  # the folder beside a result into which the first process writes what it compiles
+# The requests that an instance may get first. Triton compiles other kernels for numbers that are 1 or divisible by 16.
+_SAMPLED = (
+    SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0),
+    SamplingParams(max_tokens=3, ignore_eos=True, seed=1),
+    SamplingParams(max_tokens=3, ignore_eos=True, top_p=0.9, top_k=9),
+)
+_BATCHES = (1, 2, 16)
 _SHIFTS = (3 << 20, 24 << 20, 1 << 30)  # bytes allocated for the dump before weights, KV cache and captures
 
 
@@ -92,10 +100,22 @@ def _check(settings: Settings, out: Path, unchecked: Path) -> None:
     check = GraphCheck(decode_blueprints(unchecked.read_bytes()), Attempts(out.with_name(ATTEMPTS)))
     GpuWorker.check = check
     with closed_after(VllmEngine(region, settings, timeline, code=_compiled_code(out))) as engine:
-        load(engine)
-        checked = check.result()
-        save_blueprints(checked, out)
-        logger.info("restored in a process of its own: %s", summary(checked))
+
+        def first_requests() -> None:
+            checked = check.result()
+            save_blueprints(checked, out)
+            logger.info("restored in a process of its own: %s", summary(checked))
+            for number, params in enumerate(_SAMPLED):
+                for count in _BATCHES:
+                    prompts = [[(row + number) % engine.info.vocab_size] * count for row in range(count)]
+                    complete(engine, prompts[: settings.max_concurrency], params, f"first-{number}-{count}")
+
+        try:
+            serve_beside(engine, first_requests)
+        except EngineError as error:
+            if not out.exists():
+                raise
+            logger.warning("not all kernels of first requests can be kept: %s", error)
     made_for = triton_kernels.purpose(engine.config, settings.vllm_args)
     try:
         count = triton_kernels.pack(Path(os.environ["TRITON_CACHE_DIR"]), out.with_name(TRITON_KERNELS.name), made_for)

@@ -8,11 +8,13 @@ workspace needs both: vLLM lets it grow until graphs are captured, and not after
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from medusa_runtime.config import Settings
@@ -26,6 +28,7 @@ from medusa_runtime.timeline import Timeline
 from vllm.config import CompilationMode
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu_worker import Worker
 
 from ..compiled.settings import WorkerCompilation
@@ -115,7 +118,12 @@ class GpuWorker(Worker):  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> Any:
         kernels = self.vllm_config.kernel_config
-        with self._timeline.stage("warm_up") as detail, _needs_memory("warm-up and the CUDA graphs"):
+        with (
+            self._timeline.stage("warm_up") as detail,
+            _needs_memory("warm-up and the CUDA graphs"),
+            self._compilation.without_compiler(),
+            _without_collections(),
+        ):
             if kernels.enable_jit_warmup and self._has_all_kernels() and self._has_no_workspace():
                 detail["compiles"] = kernels.enable_jit_warmup = False
             times = super().compile_or_warm_up_model()
@@ -247,6 +255,27 @@ class GpuWorker(Worker):  # type: ignore[misc]
         except ConfigError:  # vLLM was started with this worker, but not by us
             return NoTimeline()
         return timeline
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Let vLLM, which disables the garbage collector while it captures, not collect in this context, either.
+
+    It would unfreeze all that was imported, which this process shares with the one that it was forked from, and go
+    through it twice: half a second.
+    """
+    name = "freeze_gc_for_cudagraph_capture"
+    if not hasattr(model_runner, name):
+        yield
+        return
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with patch.object(model_runner, name, nullcontext):
+            yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
