@@ -230,11 +230,11 @@ class VllmGraphState:
         )
         keys = [key_of(batch) for batch in full]
         restorer.begin_loading(keys)
-        restorer.build(keys)
         if attempts is not None:
+            restorer.build(keys)
             self._verify_each(restorer, keys, attempts)
         else:
-            restorer.verify(keys, validate)
+            restorer.restore(keys, validate)
         restored = restorer.restored
         log_reasons(restored)
         self.reasons |= restored.reasons

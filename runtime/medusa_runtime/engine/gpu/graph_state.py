@@ -128,8 +128,7 @@ class GraphState:
             return {}
         keys = {key_of(size): size for size in sizes}
         torch.cuda.synchronize()
-        self._restorer.build(list(keys))
-        self._restorer.verify(list(keys), validate)
+        self._restorer.restore(list(keys), validate)
         restored = self._restorer.restored
         log_reasons(restored, keys)
         return {size: restored.graphs[key] for key, size in keys.items() if key in restored.graphs}

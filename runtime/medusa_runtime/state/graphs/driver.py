@@ -170,6 +170,11 @@ class CudaDriver(Driver):
             raise DeviceError("expected a current CUDA context in this thread, found none; retain the device's first")
         return context
 
+    def use_in_thread(self, context: int) -> None:
+        """Make a context current in this thread, whose calls are then no part of what another one may be capturing."""
+        self.call("cuCtxSetCurrent", context)
+        self.call("cuThreadExchangeStreamCaptureMode", byref(c_int(RELAXED_CAPTURE)))
+
     def current_device(self) -> int:
         device = c_int()
         self.call("cuCtxGetDevice", byref(device))

@@ -451,7 +451,7 @@ def online(options: dict[str, Any]) -> dict[str, Any]:
         return {"lost": str(error)}
     with restored:
         result = {
-            "restored": list(restored.graphs),
+            "restored": sorted(restored.graphs),
             "reasons": {key: str(mismatch) for key, mismatch in restored.reasons.items()},
             "answers": answers(driver, at, stream, {key: graph.replay for key, graph in restored.graphs.items()}),
             "at": at,

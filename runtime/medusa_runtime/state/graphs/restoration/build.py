@@ -22,7 +22,8 @@ class GraphBuilder:
 
     ``build`` and ``construct`` take what a graph uses, by number: the handles of ``kernels``, and the ``addresses`` at
     which memory ranges are now. They raise GraphMismatch: DRIVER_CALL if the driver refuses, CORRUPT if the graph
-    refers to something that does not exist.
+    refers to something that does not exist. Several threads may build graphs at the same time, if each number has the
+    same handle or address for all of them.
     """
 
     def __init__(self, driver: CudaDriver, blueprints: Blueprints) -> None:

@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from ctypes import byref, c_int, c_size_t, c_uint, c_uint64
+from ctypes import byref, c_size_t, c_uint, c_uint64
 from typing import NamedTuple
 
 from ....errors import DeviceError, StateError
 from ..blueprint import Blueprints, KernelRecord, NodeKind
-from ..driver import RELAXED_CAPTURE, CudaDriver, CudaError
+from ..driver import CudaDriver, CudaError
 from ..kernel_images import address_of
 from ..materialization.dump import IDENTITY, describe, kernel_of, node_kind, nodes_of
 from ..mismatch import GraphMismatch, Reason
@@ -129,9 +129,7 @@ class KernelFinder:
 
     def _load(self, digest: str, context: int) -> int:
         try:
-            self._driver.call("cuCtxSetCurrent", context)
-            # What this thread does is no part of what another may be capturing.
-            self._driver.call("cuThreadExchangeStreamCaptureMode", byref(c_int(RELAXED_CAPTURE)))
+            self._driver.use_in_thread(context)
             # The blueprints keep the code: the driver may read it later, when a kernel of it is first used.
             code = address_of(self._blueprints.images[digest])
             library = self._driver.handle("cuLibraryLoadData", code, None, None, 0, None, None, 0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -91,6 +92,8 @@ class GraphRestorer:
     A bad bundle never raises an error: the reason is in ``restored``, for each graph.
     """
 
+    builders = 3  # how many threads build graphs
+
     def __init__(
         self,
         driver: CudaDriver,
@@ -123,7 +126,9 @@ class GraphRestorer:
         except GraphMismatch as mismatch:
             self._rejected = mismatch
         self._graphs = {graph.key: graph for graph in self._blueprints.graphs}
-        self._finder = KernelFinder(driver, self._blueprints, trigger)
+        self._builds: dict[str, Future[None]] = {}  # of graphs that are built in threads
+        alone = partial(self._trigger_alone, trigger) if trigger is not None else None
+        self._finder = KernelFinder(driver, self._blueprints, alone)
         self.restored = RestoredGraphs(self._finder)
 
     @property
@@ -142,10 +147,25 @@ class GraphRestorer:
                 self._finder.begin_loading(images)
 
     def build(self, keys: Sequence[str]) -> None:
-        """Load images, relocate, and build these graphs. This needs the weights' addresses, but not their bytes."""
-        left = list(keys)
-        while left:
-            left.remove(self.build_one(left))
+        """Load images, relocate, and build these graphs, in several threads.
+
+        This needs the weights' addresses, but not their bytes.
+        """
+        with self._building(keys):
+            pass
+
+    def restore(self, keys: Sequence[str], validate: str = "all") -> GraphMismatch | None:
+        """Do the same as ``build`` and then ``verify``, but replay graphs while others are still built."""
+        checked = _to_check(keys, validate)
+        with self._building((*checked, *keys)):
+            wait([self._builds[key] for key in checked if key in self._builds])
+            early = bool(checked) and all(key in self.restored.graphs for key in checked)
+            wrong = self._difference(checked) if early else None
+        if not early:
+            return self.verify(keys, validate)
+        # What was uploaded behind the replays has to be there, too.
+        wrong = wrong or self._mismatch_of(partial(self._driver.call, "cuStreamSynchronize", self._stream))
+        return self._reject(keys, wrong)
 
     def build_one(self, keys: Sequence[str]) -> str:
         """Build one of these graphs, the first whose images are loaded, and return its key. Waits for such a graph.
@@ -153,9 +173,40 @@ class GraphRestorer:
         One image can be as large as all others together. The graphs that do not use it are built meanwhile.
         """
         self.begin_loading(keys)
+        key = self._next(keys)
+        if build := self._prepared(key):
+            self._build(key, build)
+        return key
+
+    @contextmanager
+    def _building(self, keys: Sequence[str]) -> Iterator[None]:
+        """Build graphs in threads. The block begins when all have their images, and ends when all are built."""
+        left = list(dict.fromkeys(keys))
+        is_alone = len(left) == 1  # and needs no thread
+        self.begin_loading(left)
+        with ThreadPoolExecutor(self.builders, "graphs") as threads:
+            try:
+                while left:
+                    left.remove(key := self._next(left))
+                    if (build := self._prepared(key)) and is_alone:
+                        self._build(key, build)
+                    elif build:
+                        with self._recording_reason(key):
+                            context = self._driver.current_context()
+                            self._builds[key] = threads.submit(self._build_in_thread, key, build, context)
+                yield
+            except BaseException:
+                threads.shutdown(cancel_futures=True)
+                raise
+            finally:
+                builds, self._builds = self._builds, {}
+        for done in builds.values():
+            done.result()
+
+    def _next(self, keys: Sequence[str]) -> str:
+        """Return the first of these keys whose graph has its images. Waits for such a graph."""
         while (key := next((key for key in keys if self._finder.has_loaded(self._images(key))), None)) is None:
             self._finder.wait_for_an_image()
-        self._build(key)
         return key
 
     def _images(self, key: str) -> tuple[str, ...]:
@@ -178,32 +229,52 @@ class GraphRestorer:
             self._needs[graph.key] = _Needs(used, tuple(dict.fromkeys(images)))
         return self._needs[graph.key]
 
-    def _build(self, key: str) -> None:
+    def _prepared(self, key: str) -> Callable[[], int] | None:
+        """Return what builds a graph; None if it has been built, or if it is known why it cannot be."""
         if key in self.restored.graphs or key in self.restored.reasons:
-            return
+            return None
         if self._rejected is not None:
             self.restored.reasons[key] = self._rejected
-            return
+            return None
         if key not in self._graphs:
             absent = f"{Reason.ABSENT}: it was not materialized"
             self.restored.reasons[key] = GraphMismatch.parse(self._blueprints.refused.get(key, absent))
-            return
-        try:
-            handle = self._restore(self._graphs[key])
-            self.restored.graphs[key] = RestoredGraph(self._driver, handle, self._current_stream)
-        except GraphMismatch as mismatch:
-            self.restored.reasons[key] = mismatch
-        except DeviceError as error:
-            self.restored.reasons[key] = GraphMismatch(Reason.DRIVER_CALL, str(error))
+            return None
+        with self._recording_reason(key):
+            return self._prepare(self._graphs[key])
+        return None
 
-    def _restore(self, graph: GraphBlueprint) -> int:
-        """Return the executable graph."""
+    def _prepare(self, graph: GraphBlueprint) -> Callable[[], int]:
+        """Return what builds a graph, in any thread."""
         _check_pins(self._blueprints, graph, self.placement)
         assert self._builder is not None  # else it was rejected
         used = self._needed(graph).used
         kernels = {number: self._finder.handle(number, graph.key) for number in used.kernels}
         addresses = {number: self._start(self._blueprints.ranges[number]) for number in used.ranges}
-        return self._builder.build(graph, kernels=kernels, addresses=addresses, stream=self._stream)
+        return partial(self._builder.build, graph, kernels=kernels, addresses=addresses, stream=self._stream)
+
+    def _build(self, key: str, build: Callable[[], int]) -> None:
+        with self._recording_reason(key):
+            self.restored.graphs[key] = RestoredGraph(self._driver, build(), self._current_stream)
+
+    def _build_in_thread(self, key: str, build: Callable[[], int], context: int) -> None:
+        with self._recording_reason(key):
+            self._driver.use_in_thread(context)
+            self._build(key, build)
+
+    @contextmanager
+    def _recording_reason(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except GraphMismatch as mismatch:
+            self.restored.reasons[key] = mismatch
+        except DeviceError as error:
+            self.restored.reasons[key] = GraphMismatch(Reason.DRIVER_CALL, str(error))
+
+    def _trigger_alone(self, trigger: Trigger, key: str) -> int:
+        """Capture a first layer while no graph is built."""
+        wait(self._builds.values())
+        return trigger(key)
 
     def _start(self, memory_range: MemoryRange) -> int:
         """Return where a range is now. Raises GraphMismatch if it is nowhere."""
@@ -225,33 +296,44 @@ class GraphRestorer:
         built = [key for key in keys if key in self.restored.graphs]
         if not built:
             return None
+        return self._reject(built, self._difference(_to_check(built, validate)))
+
+    def _reject(self, keys: Sequence[str], wrong: GraphMismatch | None) -> GraphMismatch | None:
+        """Reject those of these graphs that are built, if there is a difference, and return it."""
+        if wrong is not None:
+            self.restored.reject([key for key in keys if key in self.restored.graphs], wrong)
+        return wrong
+
+    def _difference(self, keys: Sequence[str]) -> GraphMismatch | None:
+        """Replay graphs, and return the first difference in outputs.
+
+        This is MEDUSA §4's validation, here done before the first token.
+        """
+        return self._mismatch_of(partial(self._replay, keys))
+
+    def _replay(self, keys: Sequence[str]) -> None:
+        replayer = Replayer(self._driver, self._at, self._stream)
+        if not self._filled:  # only once, because later the graphs have written there themselves
+            replayer.write(piece for piece in self._blueprints.contents if not self._is_unloaded(piece))
+            self._filled = True
+        for key in [*keys] * _REPLAYS:
+            blueprint, graph = self._graphs[key], self.restored.graphs[key]
+            found = replayer.run(partial(graph.launch, self._stream), blueprint.inputs, blueprint.outputs)
+            if found != blueprint.outputs:
+                raise GraphMismatch(Reason.OUTPUT, f"a replay of {key} did not give its stored outputs")
+
+    def _mismatch_of(self, work: Callable[[], None]) -> GraphMismatch | None:
+        """Return why some work failed; None if it did not. Raises DeviceError if it broke the context."""
         try:
-            replayer = Replayer(self._driver, self._at, self._stream)
-            if not self._filled:  # only once, because later the graphs have written there themselves
-                replayer.write(piece for piece in self._blueprints.contents if not self._is_unloaded(piece))
-                self._filled = True
-            wrong = self._first_difference(replayer, built, validate)
+            work()
         except GraphMismatch as mismatch:
-            wrong = mismatch
+            return mismatch
         except CudaError as error:
             if error.sticky:
                 raise DeviceError(
                     f"a restored CUDA graph broke the context ({error}); start with --state none"
                 ) from error
-            wrong = GraphMismatch(Reason.DRIVER_CALL, str(error))
-        if wrong is not None:
-            self.restored.reject(built, wrong)
-        return wrong
-
-    def _first_difference(self, replayer: Replayer, keys: Sequence[str], validate: str) -> GraphMismatch | None:
-        """Return the first difference in outputs. This is MEDUSA §4's validation, here done before the first token."""
-        if validate != "all":
-            keys = list(dict.fromkeys((keys[0], keys[-1]))) if validate == "ends" else []
-        for key in [*keys] * _REPLAYS:
-            blueprint, graph = self._graphs[key], self.restored.graphs[key]
-            found = replayer.run(partial(graph.launch, self._stream), blueprint.inputs, blueprint.outputs)
-            if found != blueprint.outputs:
-                return GraphMismatch(Reason.OUTPUT, f"a replay of {key} did not give its stored outputs")
+            return GraphMismatch(Reason.DRIVER_CALL, str(error))
         return None
 
     def _at(self, piece: Piece) -> int:
@@ -300,8 +382,7 @@ def restore_graphs(
         trigger=trigger,
     )
     restoration.begin_loading(keys)
-    restoration.build(keys)
-    restoration.verify(keys, validate)
+    restoration.restore(keys, validate)
     log_reasons(restoration.restored)
     return restoration.restored
 
@@ -314,6 +395,13 @@ def log_reasons(restored: RestoredGraphs, keys: Container[str] | None = None) ->
         first, _ = reasons.most_common(1)[0]
         more = f" (and {len(reasons) - 1} other reasons)" if len(reasons) > 1 else ""
         logger.warning("%d CUDA graphs are captured, not restored: %s%s", len(found), first, more)
+
+
+def _to_check(keys: Sequence[str], validate: str) -> list[str]:
+    """Return the keys of the graphs to replay, of those that are built."""
+    if validate == "all":
+        return list(keys)
+    return list(dict.fromkeys((keys[0], keys[-1]))) if validate == "ends" and keys else []
 
 
 def _check_pins(blueprints: Blueprints, graph: GraphBlueprint, placement: Placement) -> None:
