@@ -19,8 +19,12 @@ from medusa_runtime.timeline import Timeline
 from benchmarks.gpu.part_process import part_parser, prepare
 
 if TYPE_CHECKING:  # torch is imported in main, beside the context
+    from medusa_runtime.engine.gpu.decode_graphs import Restorer
+
     from benchmarks.gpu.machine import Machine
     from benchmarks.gpu.started import Started
+
+_BUILDERS = (1, 2, 3, 4)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -105,11 +109,14 @@ def restored(machine: Machine, options: Any) -> dict[str, Any]:
     from benchmarks.gpu.decoding import hashes, steps
     from benchmarks.gpu.started import started
 
+    data = options.bundle.read_bytes()
     with started(machine, _settings(options)) as one:
-        restore = _restore(machine, one, options.bundle.read_bytes())
+        restore, restorer = _restore(machine, one, data)
         if not one.graphs.graphs:
             raise RuntimeError("no graph was restored; the log says why")
-        return {"restore": restore, "hashes": hashes(machine, one), "steps": steps(machine, one)}
+        found = {"restore": restore, "hashes": hashes(machine, one), "steps": steps(machine, one)}
+        restorer.close()
+        return {**found, "builders": _by_builders(machine, one, data)}
 
 
 def triggered(machine: Machine, options: Any) -> dict[str, Any]:
@@ -118,14 +125,14 @@ def triggered(machine: Machine, options: Any) -> dict[str, Any]:
     from benchmarks.gpu.started import started
 
     with started(machine, _settings(options)) as one:
-        restore = _restore(machine, one, machine.without_images(options.bundle.read_bytes()))
+        restore, _ = _restore(machine, one, machine.without_images(options.bundle.read_bytes()))
         return {"restore": restore, "hashes": hashes(machine, one)}
 
 
-def _restore(machine: Machine, one: Started, data: bytes) -> dict[str, Any]:
-    """Restore all graphs.
+def _restore(machine: Machine, one: Started, data: bytes) -> tuple[dict[str, Any], Restorer]:
+    """Restore all graphs. The restorer owns them.
 
-    Returns the seconds of it all, of each step (the first two need no weights), of the driver's functions, and of each
+    Returns the seconds of it all, of each step (the first needs no weights), of the driver's functions, and of each
     thread in the driver.
     """
     timed = machine.timed(one.gpu)
@@ -133,16 +140,38 @@ def _restore(machine: Machine, one: Started, data: bytes) -> dict[str, Any]:
     restorer = one.gpu.restorer(one.runner.model, one.graphs)
     restorer.begin(data)
     mapped = time.perf_counter()
-    restorer.build(one.graphs.sizes)
-    built = time.perf_counter()
     one.graphs.adopt(restorer.restore_sizes(one.graphs.sizes, validate="ends"))
     machine.synchronize()
     end = time.perf_counter()
-    steps: dict[str, Any] = {"begin_s": mapped - began, "build_s": built - mapped, "check_s": end - built}
+    steps: dict[str, Any] = {"begin_s": mapped - began, "build_s": end - mapped}
     if timed is not None:
         steps |= {"calls": timed.times(), "threads": timed.threads()}
     missing = list(one.graphs.pending)
-    return {"seconds": end - began, **steps, "graphs": len(one.graphs.graphs), "missing": missing}
+    return {"seconds": end - began, **steps, "graphs": len(one.graphs.graphs), "missing": missing}, restorer
+
+
+def _by_builders(machine: Machine, one: Started, data: bytes) -> dict[str, Any]:
+    """Return the seconds of a restore by the number of threads that build graphs. These graphs are not used."""
+    from medusa_runtime.state.graphs import GraphRestorer
+
+    usual, found = GraphRestorer.builders, dict[str, Any]()
+    try:
+        for builders in _BUILDERS * 2:
+            GraphRestorer.builders = builders
+            restorer = one.gpu.restorer(one.runner.model, one.graphs)
+            machine.synchronize()
+            began = time.perf_counter()
+            restorer.begin(data)
+            restored = restorer.restore_sizes(one.graphs.sizes, validate="ends")
+            machine.synchronize()
+            seconds = time.perf_counter() - began
+            found.setdefault(str(builders), []).append({"seconds": seconds, "graphs": len(restored)})
+            restorer.close()
+    except Exception as error:  # noqa: BLE001  what has been measured before counts
+        found["error"] = f"{type(error).__name__}: {error}"
+    finally:
+        GraphRestorer.builders = usual
+    return found
 
 
 def phase(machine: Machine, options: Any) -> dict[str, Any]:

@@ -175,6 +175,7 @@ def _graphs(shape: str, captured: Results, restored: Results) -> list[str]:
         ),
     ]
     found += _restore_times(shape, restored["restore"])
+    found += _by_builders(shape, restored.get("builders", {}))
     different = differing(captured["hashes"], restored["hashes"])
     replays = min(map(len, restored["hashes"].values()), default=0)
     text = f"{shape}: {len(captured['hashes'])} sizes, {replays} replays of each: sizes whose bits differ"
@@ -196,9 +197,8 @@ def _restore_times(shape: str, restore: Results) -> list[str]:
 
     Another one says when what was done, and how long each thread was in the driver.
     """
-    steps = [
-        f"{restore[f'{name}_s'] * 1e3:.0f} to {name}" for name in ("begin", "build", "check") if f"{name}_s" in restore
-    ]
+    names = {"begin_s": "begin", "build_s": "build and check"}
+    steps = [f"{restore[key] * 1e3:.0f} to {name}" for key, name in names.items() if key in restore]
     longest = list(restore.get("calls", {}).items())[:_LONGEST]
     calls = [f"{name} {one['seconds'] * 1e3:.0f} ({one['calls']})" for name, one in longest]
     if not steps:
@@ -211,6 +211,18 @@ def _restore_times(shape: str, restore: Results) -> list[str]:
         busy = [f"{thread} {one['seconds'] * 1e3:.0f}" for thread, one in restore["threads"].items()]
         found.append(f"{shape}: ms since its start: {', '.join(moments)}; in the driver, by thread: {', '.join(busy)}")
     return found
+
+
+def _by_builders(shape: str, builders: Results) -> list[str]:
+    """Return a line with the times of more restores, by the number of threads that build graphs."""
+    times = [
+        f"{count}: " + ", ".join(f"{run['seconds'] * 1e3:.0f}" for run in runs)
+        for count, runs in builders.items()
+        if count != "error"
+    ]
+    failed = f"; then it failed: {builders['error']}" if "error" in builders else ""
+    said = f"{shape}: ms of one more restore, by threads that build graphs: {'; '.join(times)}{failed}"
+    return [said] if builders else []
 
 
 def differing(captured: dict[str, list[str]], restored: dict[str, list[str]]) -> list[str]:

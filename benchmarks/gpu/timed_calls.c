@@ -1,5 +1,5 @@
-/* Calls the driver's functions that build graphs, and measures how long each takes (timed_driver.py). One thread calls them.
- * The order is that of CALLS in state/graphs/compiled.py. */
+/* Calls the driver's functions that build graphs, and measures how long each takes (timed_driver.py). Several threads may call
+ * them. The order is that of CALLS in state/graphs/compiled.py. */
 #include <stddef.h>
 #include <stdint.h>
 #include <time.h>
@@ -7,11 +7,20 @@
 enum { FUNCTIONS = 7 };
 
 static void *functions[FUNCTIONS];
-static uint64_t calls[FUNCTIONS], spent_ns[FUNCTIONS];
+static _Atomic uint64_t calls[FUNCTIONS], spent_ns[FUNCTIONS];
+static _Thread_local uint64_t thread_ns;
 
 void medusa_timed_set(int number, void *function) { functions[number] = function; }
 uint64_t medusa_timed_calls(int number) { return calls[number]; }
 uint64_t medusa_timed_ns(int number) { return spent_ns[number]; }
+
+/* Return how long this thread's calls took since it last asked. */
+uint64_t medusa_timed_thread_ns(void)
+{
+    uint64_t spent = thread_ns;
+    thread_ns = 0;
+    return spent;
+}
 
 static uint64_t now_ns(void)
 {
@@ -25,7 +34,9 @@ static uint64_t now_ns(void)
     { \
         uint64_t began = now_ns(); \
         int result = ((int (*) type)functions[number])arguments; \
-        spent_ns[number] += now_ns() - began; \
+        uint64_t spent = now_ns() - began; \
+        spent_ns[number] += spent; \
+        thread_ns += spent; \
         calls[number]++; \
         return result; \
     }

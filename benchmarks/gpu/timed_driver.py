@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock, current_thread
@@ -34,11 +35,12 @@ class TimedDriver(CudaDriver):
     def __init__(self, file: str) -> None:
         super().__init__(file)
         self._spent: dict[str, list[_Span]] = {}
+        self._compiled: Counter[str] = Counter()  # nanoseconds of each thread in calls of compiled code
         self._lock = Lock()
         with compile_library(_SOURCE) as library:
             self._timed = ctypes.CDLL(str(library))
         self._timed.medusa_timed_set.argtypes = (ctypes.c_int, ctypes.c_void_p)
-        for name in ("medusa_timed_calls", "medusa_timed_ns"):
+        for name in ("medusa_timed_calls", "medusa_timed_ns", "medusa_timed_thread_ns"):
             getattr(self._timed, name).restype = ctypes.c_uint64
         for number, name in enumerate(CALLS):
             self._timed.medusa_timed_set(number, self.address(name))
@@ -53,6 +55,8 @@ class TimedDriver(CudaDriver):
         span = _Span(began - self._began, time.perf_counter() - self._began, current_thread().name)
         with self._lock:
             self._spent.setdefault(function, []).append(span)
+            if function == "cuGraphInstantiateWithParams":  # after the nodes of a graph
+                self._compiled[span.thread] += self._timed.medusa_timed_thread_ns()
         return found
 
     def times(self) -> dict[str, dict[str, float]]:
@@ -69,8 +73,8 @@ class TimedDriver(CudaDriver):
         found = {
             name: _sum([span for span in spans if span.thread == name]) for name in {span.thread for span in spans}
         }
-        for span in self._spent.get("cuGraphInstantiateWithParams", [])[:1]:  # its thread runs the compiled code
-            found[span.thread]["seconds"] += sum(map(self._timed.medusa_timed_ns, range(len(CALLS)))) / 1e9
+        for name, spent_ns in self._compiled.items():
+            found[name]["seconds"] += spent_ns / 1e9
         return dict(sorted(found.items()))
 
     def _times(self) -> Iterator[tuple[str, dict[str, float]]]:

@@ -84,7 +84,7 @@ def test_a_graph_that_fails_leaves_the_others(
     with restorer(driver, made) as one:
         one.build([*KEYS, "decode-absent"])
         assert sorted(one.restored.graphs) == [key for key in KEYS if key != failing.key]
-        assert list(one.restored.reasons) == ["decode-absent", failing.key]
+        assert sorted(one.restored.reasons) == [failing.key, "decode-absent"]
         assert str(one.restored.reasons[failing.key]).startswith("driver-call: cuGraphAddKernelNode_v2 failed")
 
 
