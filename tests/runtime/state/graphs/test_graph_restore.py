@@ -279,6 +279,7 @@ def test_graphs_whose_images_are_loaded_are_built_while_a_large_image_is_still_l
     finder = KernelFinder(None, Blueprints())  # type: ignore[arg-type] # nothing is asked of the driver
     large, small, last = Future[int](), Future[int](), Future[int]()
     finder._libraries.update(large=large, small=small, last=last)
+    finder._loading.update(finder._libraries)
     images = {"1": ("small", "large"), "8": ("small",), "16": ("last",), "absent": ()}
     restorer._finder = finder
 

@@ -50,6 +50,7 @@ class KernelFinder:
         self._blueprints = blueprints
         self._trigger = trigger
         self._libraries: dict[str, Future[int]] = {}  # of each image
+        self._loading: set[str] = set()  # images that were still being loaded when ``loading`` last looked
         self._modules: dict[str, int] = {}  # by image, the module of a triggered kernel of it
         self._found: dict[int, KernelHandle] = {}
         self._kernels: defaultdict[str, list[int]] = defaultdict(list)  # of each image, by number
@@ -90,6 +91,7 @@ class KernelFinder:
         return None if failed else address.value
 
     def close(self) -> None:
+        self._loading.clear()
         while self._libraries:
             _, loading = self._libraries.popitem()
             if not loading.exception():
@@ -109,15 +111,17 @@ class KernelFinder:
         for digest in dict.fromkeys((*first, *images)):
             if digest in images:
                 self._libraries[digest] = loaders.submit(self._load, digest, context)
+        self._loading = set(self._libraries)
         loaders.shutdown(wait=False)  # a graph waits for its own images
 
-    def has_loaded(self, images: Iterable[str]) -> bool:
-        """Return whether none of these images, by digest, is still being loaded."""
-        return all(image not in self._libraries or self._libraries[image].done() for image in images)
+    def loading(self) -> set[str]:
+        """Return the digests of the images that are still being loaded."""
+        self._loading = {image for image in self._loading if not self._libraries[image].done()}
+        return self._loading
 
     def wait_for_an_image(self) -> None:
-        """Wait until another image is loaded, if one is being loaded."""
-        wait([loading for loading in self._libraries.values() if not loading.done()], return_when=FIRST_COMPLETED)
+        """Wait until one more image is loaded than when ``loading`` last looked, if one was being loaded."""
+        wait([self._libraries[image] for image in self._loading], return_when=FIRST_COMPLETED)
 
     def _library(self, image: str) -> int:
         """Return the library of an image; 0 if the bundle does not have it, or it has not been loaded yet.

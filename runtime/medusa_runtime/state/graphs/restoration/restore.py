@@ -205,9 +205,12 @@ class GraphRestorer:
 
     def _next(self, keys: Sequence[str]) -> str:
         """Return the first of these keys whose graph has its images. Waits for such a graph."""
-        while (key := next((key for key in keys if self._finder.has_loaded(self._images(key))), None)) is None:
+        while True:
+            loading = self._finder.loading()
+            for key in keys:
+                if loading.isdisjoint(self._images(key)):
+                    return key
             self._finder.wait_for_an_image()
-        return key
 
     def _images(self, key: str) -> tuple[str, ...]:
         """Return the digests of the images that a graph uses; none if it does not fit here."""
