@@ -116,6 +116,9 @@ def restored(machine: Machine, options: Any) -> dict[str, Any]:
             raise RuntimeError("no graph was restored; the log says why")
         found = {"restore": restore, "hashes": hashes(machine, one), "steps": steps(machine, one)}
         restorer.close()
+        began = time.perf_counter()
+        machine.summary(data)
+        restore["decode_s"] = time.perf_counter() - began
         return {**found, "builders": _by_builders(machine, one, data)}
 
 

@@ -197,7 +197,7 @@ def _restore_times(shape: str, restore: Results) -> list[str]:
 
     Another one says when what was done, and how long each thread was in the driver.
     """
-    names = {"begin_s": "begin", "build_s": "build and check"}
+    names = {"begin_s": "begin", "decode_s": "decode the bundle, which is a part of that", "build_s": "build and check"}
     steps = [f"{restore[key] * 1e3:.0f} to {name}" for key, name in names.items() if key in restore]
     longest = list(restore.get("calls", {}).items())[:_LONGEST]
     calls = [f"{name} {one['seconds'] * 1e3:.0f} ({one['calls']})" for name, one in longest]
