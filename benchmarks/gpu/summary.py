@@ -175,7 +175,7 @@ def _graphs(shape: str, captured: Results, restored: Results) -> list[str]:
         ),
     ]
     found += _restore_times(shape, restored["restore"])
-    found += _by_builders(shape, restored.get("builders", {}))
+    found += _by_builders(shape, restored.get("builders", {}), count)
     different = differing(captured["hashes"], restored["hashes"])
     replays = min(map(len, restored["hashes"].values()), default=0)
     text = f"{shape}: {len(captured['hashes'])} sizes, {replays} replays of each: sizes whose bits differ"
@@ -213,16 +213,21 @@ def _restore_times(shape: str, restore: Results) -> list[str]:
     return found
 
 
-def _by_builders(shape: str, builders: Results) -> list[str]:
-    """Return a line with the times of more restores, by the number of threads that build graphs."""
+def _by_builders(shape: str, builders: Results, graphs: int) -> list[str]:
+    """Return a line with the times of more restores of so many graphs, by the number of threads that build them."""
     times = [
-        f"{count}: " + ", ".join(f"{run['seconds'] * 1e3:.0f}" for run in runs)
+        f"{count}: " + ", ".join(_restored_ms(run, graphs) for run in runs)
         for count, runs in builders.items()
         if count != "error"
     ]
     failed = f"; then it failed: {builders['error']}" if "error" in builders else ""
     said = f"{shape}: ms of one more restore, by threads that build graphs: {'; '.join(times)}{failed}"
     return [said] if builders else []
+
+
+def _restored_ms(run: Results, graphs: int) -> str:
+    fewer = f" (only {run['graphs']} graphs)" if run["graphs"] != graphs else ""
+    return f"{run['seconds'] * 1e3:.0f}{fewer}"
 
 
 def differing(captured: dict[str, list[str]], restored: dict[str, list[str]]) -> list[str]:
