@@ -365,6 +365,8 @@ class Cluster:
             raise ClusterError(f"{self._plan_path} could not be written: {error.strerror}") from error
         self.state.deployments, self.state.draining, self._save_at = deployments, draining, math.inf
         self.state.loads.keep(deployments)
+        for gateway in self.state.gateways.values():  # a later model of the same name has a load of its own
+            gateway.loads = {model: load for model, load in gateway.loads.items() if model in deployments}
         self.state.publish()
         self.state.wake()
 

@@ -91,9 +91,13 @@ def test_a_model_that_is_removed_leaves_its_nodes(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=2, max=2)
         await until(lambda: len(ready(cluster)) == 2)
+        await ask(cluster, "report", gateway="g", url=None, loads={"m": {"waiting": 1}})
         await ask(cluster, "remove", name="m")
         await until(lambda: not any(node.instances for node in net.nodes.values()))
         assert cluster.state.routes.current["models"] == {}
+        await deploy(cluster)
+        await asyncio.sleep(0.5)
+        assert instances(cluster) == [], "the load was that of the model which was removed"
 
     run(scenario, "a", "b")
 
