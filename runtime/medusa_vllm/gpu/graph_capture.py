@@ -112,7 +112,7 @@ def _check(settings: Settings, out: Path, unchecked: Path) -> None:
 
         try:
             serve_beside(engine, first_requests)
-        except EngineError as error:
+        except MedusaError as error:
             if not out.exists():
                 raise
             logger.warning("not all kernels of first requests can be kept: %s", error)
