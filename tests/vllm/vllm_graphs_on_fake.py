@@ -16,8 +16,6 @@ import logging
 import random
 import struct
 import sys
-import threading
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,9 +26,10 @@ from unittest.mock import patch
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime/engine/gpu"))
+from answering_engine import AnsweringEngine
 from fake_torch_cuda import HOST, FakeCuda, FakeMemPool
-from medusa_runtime.engine.base import Delta, GenerateRequest
 from medusa_runtime.engine.gpu.graph_pool import OTHER_POOL_BASE, POOL_BASE
 from medusa_runtime.engine.gpu.placed_memory import tensor_at
 from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
@@ -417,36 +416,15 @@ def online(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict[
 def check(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any], arguments: list[str]) -> None:
     """Run the process that checks graphs, in which a start of vLLM is one of our worker's graphs alone."""
 
-    class Start:
-        info = SimpleNamespace(vocab_size=64)
-
+    class Start(AnsweringEngine):
         def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__(lambda: capture(self._manager, self._runner))
             self.config = config  # as the engine has it
-            self._loaded = threading.Event()
-            self._error: Exception | None = None
             self._runner, manager = start(cuda, config, options)
             made = worker.GpuWorker.__new__(worker.GpuWorker)
             made.load_config, made.model_runner = SimpleNamespace(model_loader_extra_config={}), self._runner
             self._manager = GraphManager.of(manager, made.restore_graphs, NoTimeline(), made.restore_pieces)
             self._runner.cudagraph_manager = self._manager
-
-        def run(self, stop: threading.Event) -> None:
-            try:
-                capture(self._manager, self._runner)
-            except Exception as error:
-                self._error = error
-                raise
-            finally:
-                self._loaded.set()
-            stop.wait()
-
-        def wait_ready(self) -> None:
-            self._loaded.wait()
-            if self._error is not None:
-                raise self._error
-
-        def add(self, request: GenerateRequest, sink: Callable[[Delta], None]) -> None:
-            sink(Delta(request.id, "", finish_reason="length"))
 
         def close(self) -> None:
             print("the engine is closed", file=sys.stderr)

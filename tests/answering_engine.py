@@ -1,0 +1,40 @@
+"""An engine that loads something, and then ends each request at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from medusa_runtime.engine.base import Delta, GenerateRequest
+
+
+class AnsweringEngine:
+    info = SimpleNamespace(vocab_size=64)
+
+    def __init__(self, load: Callable[[], None] = lambda: None, reason: str = "length") -> None:
+        """``reason`` is why its requests end."""
+        self.asked: list[str | tuple[int, ...]] = []
+        self._load, self._reason = load, reason
+        self._loaded = threading.Event()
+        self._error: Exception | None = None
+
+    def run(self, stop: threading.Event) -> None:
+        try:
+            self._load()
+        except Exception as error:
+            self._error = error
+            raise
+        finally:
+            self._loaded.set()
+        stop.wait()
+
+    def wait_ready(self) -> None:
+        self._loaded.wait()
+        if self._error is not None:
+            raise self._error
+
+    def add(self, request: GenerateRequest, sink: Callable[[Delta], None]) -> None:
+        self.asked.append(request.prompt)
+        sink(Delta(request.id, "x"))
+        sink(Delta(request.id, "", finish_reason=self._reason))
