@@ -54,8 +54,8 @@ def import_those_there(modules: Sequence[str]) -> None:
     for module in modules:
         try:
             importlib.import_module(module)
-        except ImportError as error:
-            logger.debug("%s is not imported beforehand: %s", module, error)
+        except Exception as error:  # noqa: BLE001 - a module may raise anything when it is imported
+            logger.debug("%s is not imported beforehand: %s: %s", module, type(error).__name__, error)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from medusa_vllm.cpu import kv_budget as budgets
 from medusa_vllm.cpu.lazy_zeros import LazyZeros
 from medusa_vllm.flags import adapters, light_routes_suffice
 from medusa_vllm.gpu.arguments import warn_of_unused_flags
-from medusa_vllm.lean_imports import avoid_cache_folder, lean_imports, without_torch_compile
+from medusa_vllm.lean_imports import avoid_cache_folder, import_those_there, lean_imports, without_torch_compile
 from medusa_vllm.scratch import scratch_folder
 from medusa_vllm.version import PARTS, MissingPartError, check_version, is_tested, missing_parts
 
@@ -410,3 +410,13 @@ def test_adapters_are_named_in_both_of_vllms_forms() -> None:
 def test_flags_that_are_medusas_own_are_named(given: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         light_routes_suffice(Settings(engine="vllm", vllm_args=given))
+
+
+def test_what_cannot_be_imported_beforehand_is_left_to_whoever_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "medusa_test_broken.py").write_text("raise RuntimeError('of another version')")
+    (tmp_path / "medusa_test_fine.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import_those_there(("medusa_test_absent", "medusa_test_broken", "medusa_test_fine"))
+    assert sys.modules.pop("medusa_test_fine").__file__ == str(tmp_path / "medusa_test_fine.py")
