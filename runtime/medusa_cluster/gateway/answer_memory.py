@@ -4,6 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from medusa_runtime.limits import memory_available_bytes
+
+_MOST_BYTES = 1024 * 10**6
+_LEAST_BYTES = 16 * 10**6
+_PART = 4  # of the available memory: with their copies, answers take up to twice what they count
+
+
+def default_total_bytes(root: Path = Path("/")) -> int:
+    """Return the memory for answers where none is set: a quarter of what is available, from 16 to 1,024 MB.
+
+    All files about the memory are read below ``root``.
+    """
+    return min(max(memory_available_bytes(root) // _PART, _LEAST_BYTES), _MOST_BYTES)
 
 
 class AnswerMemory:

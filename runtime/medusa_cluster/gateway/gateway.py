@@ -15,7 +15,7 @@ from medusa_runtime.errors import MedusaError
 from medusa_runtime.prometheus import gauge
 from medusa_runtime.storage.peer_access import PeerAccess
 
-from .answer_memory import AnswerMemory
+from .answer_memory import AnswerMemory, default_total_bytes
 from .controller_api import ControllerApi, NodeServers
 from .dispatch import Dispatch
 from .health import Health
@@ -34,7 +34,7 @@ class GatewayOptions:
     ``addresses`` are node servers as ``host:port``, and ``client_token`` is the token that clients must send, if any.
     ``hold_s`` is how long a request may wait for an instance, and ``max_waiting`` how many may wait.
     ``body_memory_mb`` limits the bodies of all requests in flight together, and ``answer_memory_mb`` the answers that
-    are held.
+    are held; None: a part of the memory that is available.
     """
 
     addresses: tuple[str, ...]
@@ -47,7 +47,7 @@ class GatewayOptions:
     drain_s: float = 30.0
     max_body_mb: int = 32
     body_memory_mb: int = 512
-    answer_memory_mb: int = 1024
+    answer_memory_mb: int | None = None
     read_timeout_s: float = 60.0
     write_timeout_s: float = 60.0
     name: str = ""
@@ -74,7 +74,8 @@ class Gateway:
         self.dispatch = Dispatch(options.max_waiting, self.metrics, self.table.wake)
         self._health = Health(session, headers, self.dispatch)
         self.relay = Relay(session, headers, self.dispatch, self._health, self.metrics, options.hold_s)
-        self.answers = AnswerMemory(options.answer_memory_mb * 10**6)
+        given_mb = options.answer_memory_mb
+        self.answers = AnswerMemory(default_total_bytes() if given_mb is None else given_mb * 10**6)
         self._status: dict[str, Any] = {}
         self._status_at = 0.0
         self._asking: asyncio.Lock = asyncio.Lock()

@@ -9,11 +9,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from cluster_stand_in import StandIn
 from gateway_fixtures import NAME, GatewayProcess, peak_mb, resident_mb, until
-from medusa_cluster.gateway.answer_memory import AnswerMemory
+from medusa_cluster.gateway.answer_memory import AnswerMemory, default_total_bytes
+from memory_group import MemoryGroup, group
+
+__all__ = ["group"]
 
 Start = Callable[..., GatewayProcess]
 _USAGE = {"prompt_tokens": 1, "completion_tokens": 7}
@@ -95,6 +99,35 @@ def test_answers_that_are_held_have_a_budget_and_all_come_whole(start_gateway: S
     until(lambda: gateway.metric("medusa_gateway_answer_memory_bytes") == 0, gateway.output)
     assert gateway.metric("medusa_gateway_tokens_total", model=NAME) == 7 * len(clients)
     assert instance.runs == len(clients)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("group", [500], indirect=True)
+def test_answers_that_nobody_takes_leave_a_gateway_with_little_memory_alive(
+    group: MemoryGroup, start_gateway: Start, instance: _Instance
+) -> None:
+    gateway = start_gateway(wrapper=group.inside)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(ask(gateway)) for _ in range(24)]  # for 600 MB together
+        until(lambda: instance.runs == len(clients), gateway.output)
+        time.sleep(2)  # for the gateway to take what it can
+        assert gateway.process.poll() is None, "killed for want of memory"
+        assert 0 < gateway.metric("medusa_gateway_answer_memory_bytes") <= group.limit_bytes // 4
+        for client in clients:
+            assert read(client).endswith(_ANSWER)
+    assert group.kills() == 0
+
+
+@pytest.mark.parametrize(
+    ("available_mb", "expected_mb"),
+    [(16_000, 1024), (4096, 1024), (2000, 500), (400, 100), (64, 16), (20, 16), (0, 16)],
+)
+def test_the_memory_for_answers_is_by_default_a_part_of_what_is_available(
+    tmp_path: Path, available_mb: int, expected_mb: int
+) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {available_mb * 10**6 // 1024 + 1} kB\n")
+    assert default_total_bytes(tmp_path) // 10**6 == expected_mb
 
 
 def test_an_answer_that_breaks_off_while_it_is_passed_on_breaks_the_clients_connection(

@@ -16,6 +16,7 @@ from .connection import access, add_connection, ask
 from .start import bracketed, head_address, require_extra
 
 _CLIENT_TOKEN_FILE = "MEDUSA_CLIENT_TOKEN_FILE"
+_ANSWER_MEMORY = "default: a quarter of what is available, at most 1024"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, parse, default, text in (
         ("max-waiting", positive, 2048, "requests that may wait; more get 429"),
         ("max-body-mb", positive, 32, "largest request body"),
-        ("answer-memory-mb", positive, 1024, "memory for answers that are held, all together"),
+        ("answer-memory-mb", positive, None, f"memory for answers that are held, all together; {_ANSWER_MEMORY}"),
         ("hold-s", seconds, 600.0, "how long a request waits for an instance"),
         ("drain-s", seconds, 30.0, "how long running requests may go on after SIGTERM"),
         ("write-timeout-s", seconds, 60.0, "how long a client may take nothing of its answer"),
