@@ -35,6 +35,15 @@ class Fault(Exception):
         return {"Retry-After": str(max(1, min(3600, math.ceil(self.retry_after_s))))}
 
 
+class BrokenOffError(ConnectionResetError):
+    """The client's connection was broken in the middle of its answer, because the instance was lost.
+
+    ``status`` is what the request counts as.
+    """
+
+    status = 503
+
+
 def too_large(what: str, most_bytes: int) -> Fault:
     """Return the error for an answer that a gateway does not pass on. It is the request's fault, not the instance's."""
     text = f"expected at most {most_bytes >> 20} MiB as {what}, found more; "

@@ -14,7 +14,7 @@ import aiohttp
 from .answer_memory import Share
 from .call import SAMPLING_ROUTES, Call
 from .dispatch import Dispatch, Lease
-from .faults import Fault
+from .faults import BrokenOffError, Fault
 from .health import Health, InstanceLostError
 from .instance_response import Answer, BusyError, InstanceResponse, request_instance
 from .large_json import END_BYTES, run_beside, usage_at_end, usage_of
@@ -41,8 +41,11 @@ class Client(Protocol):
     async def send(self, data: bytes) -> None:
         """Send a part of an answer. Raises ConnectionError if the client is gone, or takes nothing or too slowly."""
 
-    def cut_off(self, reason: str) -> ConnectionResetError:
-        """Break the connection to the client, which has a part of an answer. Return the error to raise."""
+    async def fail(self, fault: Fault) -> None:
+        """Send the error that ends a streamed answer. Raises ConnectionError like ``send``."""
+
+    def cut_off(self) -> None:
+        """Break the connection to the client, which has a part of an answer."""
 
 
 @dataclass(slots=True)
@@ -82,7 +85,8 @@ class Relay:
         """Answer a request. Return the whole answer, or None if it was sent to ``client`` piece by piece.
 
         ``began`` is when the request arrived, by the monotonic clock. The answer takes its memory from ``share``.
-        Raises Fault if it cannot be answered, and ConnectionError if the client is gone.
+        Raises Fault if it cannot be answered, ConnectionError if the client is gone, and BrokenOffError, which is one,
+        if the instance is lost when the client has a part of an answer that cannot be run again.
         """
         hold_s = self._dispatch.deployed(call.model).hold_s
         progress = _Progress(began, began + (self._hold_s if hold_s is None else hold_s))
@@ -95,7 +99,7 @@ class Relay:
         except Fault as fault:
             if not progress.opened:
                 raise
-            await client.send(b"data: " + fault.body() + b"\n\n" + sse.DONE)
+            await client.fail(fault)
             return None
         finally:
             _note_times(metrics, transcript, progress)
@@ -123,6 +127,9 @@ class Relay:
                 metrics.retries["diverged"] += 1
                 if progress.runs >= _MOST_RUNS:
                     raise _diverged() from None
+            except BrokenOffError:
+                self._dispatch.pause(lease.instance.id)
+                raise
             else:
                 self._dispatch.answered(lease.instance.id)
                 metrics.finished.note(1)
@@ -196,7 +203,8 @@ class Relay:
                     del end[:-END_BYTES]
         except InstanceLostError as error:
             logger.warning("an answer of %s that was passed on in pieces broke off: %s", call.model, error.reason)
-            raise client.cut_off("the instance was lost in the middle of its answer") from None
+            client.cut_off()
+            raise BrokenOffError("the instance was lost in the middle of its answer") from None
         self._count(call, answer.status, usage_at_end, end)
 
     async def _stream(

@@ -20,7 +20,7 @@ from medusa_runtime.storage.base import redacted
 from ..connections import Handler, track_request
 from .access_log import MODEL, REQUEST_ID
 from .call import ROUTES, Call, parse_call
-from .faults import Fault, compact
+from .faults import BrokenOffError, Fault, compact
 from .gateway import Gateway
 from .instance_response import SMALL_BYTES, Answer
 from .page import page
@@ -96,11 +96,10 @@ class GatewayServer:
                     model = (await self._deployed(call.model)).name
                     request[MODEL] = model
                     call = replace(call, model=model, headers={**call.headers, "X-Request-Id": request[REQUEST_ID]})
-                    response = await self._relay(request, call, began)
-                    status = response.status
+                    response, status = await self._relay(request, call, began)
                     return response
-            except Fault as fault:
-                status = fault.status
+            except (Fault, BrokenOffError) as error:
+                status = error.status
                 raise
             except (asyncio.CancelledError, ConnectionError):
                 status = _CLIENT_CLOSED
@@ -130,16 +129,18 @@ class GatewayServer:
             text = f"{fault.message} as far as this gateway knows, and the cluster's controller is away; try again"
             raise Fault(503, text, code="not_ready", retry_after_s=1.0) from None
 
-    async def _relay(self, request: web.Request, call: Call, began: float) -> web.StreamResponse:
+    async def _relay(self, request: web.Request, call: Call, began: float) -> tuple[web.StreamResponse, int]:
+        """Return the answer and the status that it counts as: that of the error in which a stream has ended."""
         client = _Client(request, self._options.write_timeout_s)
         try:
             with self._gateway.answers.share() as share:
                 answer = await self._gateway.relay.run(call, client, began, share)
                 if answer is None:
-                    return await client.end()
+                    return await client.end(), client.status
                 if len(answer.body) > SMALL_BYTES:
-                    return await client.send_whole(answer)
-                return web.Response(status=answer.status, headers=answer.headers, body=bytes(answer.body))
+                    return await client.send_whole(answer), answer.status
+                body = bytes(answer.body)
+                return web.Response(status=answer.status, headers=answer.headers, body=body), answer.status
         finally:
             client.close()
 
@@ -328,7 +329,14 @@ class _Client:
         self._is_whole = False
         self._size_bytes = self._sent_bytes = 0
         self._waited_s = 0.0
+        self._fault: Fault | None = None
         self._heartbeat_task: asyncio.Task[None] | None = None
+
+    @property
+    def status(self) -> int:
+        """The status of an answer that has begun, or of the error in which it has ended."""
+        assert self._response is not None
+        return self._response.status if self._fault is None else self._fault.status
 
     async def begin(self, headers: Mapping[str, str]) -> None:
         self._response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
@@ -345,7 +353,12 @@ class _Client:
             self._sent_bytes += len(data)
             size = max(self._size_bytes, self._sent_bytes)
             if self._waited_s > self._write_timeout_s + size / _LEAST_BYTES_PER_S:
-                raise self.cut_off("the client takes its answer too slowly")
+                self.cut_off()
+                raise ConnectionResetError("the client takes its answer too slowly")
+
+    async def fail(self, fault: Fault) -> None:
+        self._fault = fault
+        await self.send(b"data: " + fault.body() + b"\n\n" + sse.DONE)
 
     async def send_whole(self, answer: Answer) -> web.StreamResponse:
         """Send a large answer that is no stream, in pieces. Raises ConnectionError like ``send``."""
@@ -365,12 +378,12 @@ class _Client:
             async with asyncio.timeout(self._write_timeout_s):
                 await writing
         except TimeoutError:
-            raise self.cut_off("the client takes nothing of its answer") from None
+            self.cut_off()
+            raise ConnectionResetError("the client takes nothing of its answer") from None
 
-    def cut_off(self, reason: str) -> ConnectionResetError:
+    def cut_off(self) -> None:
         if self._request.transport is not None:
             self._request.transport.abort()
-        return ConnectionResetError(reason)
 
     async def end(self) -> web.StreamResponse:
         assert self._response is not None

@@ -6,6 +6,8 @@ import contextlib
 import http.server
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +26,31 @@ _USAGE = {"prompt_tokens": 1, "completion_tokens": 7}
 _ANSWER = json.dumps({"choices": ["x" * (24 << 20)], "usage": _USAGE}).encode()
 _REQUEST = json.dumps({"model": NAME, "prompt": "text"}).encode()
 _EVENT = b'event: response.completed\ndata: {"type": "response.completed", "text": "' + b"x" * (8 << 20) + b'"}\n\n'
+
+# A process that is an instance, which sends 6 of the 8 MB of an answer and then nothing.
+_HALF = """
+import http.server, threading
+
+class Half(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(8 << 20))
+        self.end_headers()
+        self.wfile.write(b"x" * (6 << 20))
+        self.wfile.flush()
+        threading.Event().wait()
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Half)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
 
 
 class _Instance(http.server.ThreadingHTTPServer):
@@ -145,6 +172,31 @@ def test_an_answer_that_breaks_off_while_it_is_passed_on_breaks_the_clients_conn
     assert "broke off" in gateway.output()
     instance.broken = False
     assert gateway.post("/v1/completions", json.loads(_REQUEST)) == (200, json.loads(_ANSWER))
+
+
+def test_an_instance_killed_in_the_middle_of_an_answer_counts_as_lost_not_as_a_client_that_left(
+    cluster: StandIn, start_gateway: Start
+) -> None:
+    cluster.deploy(NAME)
+    with subprocess.Popen([sys.executable, "-c", _HALF], stdout=subprocess.PIPE) as victim:
+        assert victim.stdout is not None
+        cluster.add(NAME, "one", f"http://127.0.0.1:{int(victim.stdout.readline())}")
+        gateway = start_gateway("--answer-memory-mb", "1")
+        with ask(gateway) as client:
+            found = bytearray()
+            while len(found) < 4 << 20:
+                found += client.recv(1 << 20)
+            victim.kill()
+            with contextlib.suppress(ConnectionError):
+                found += read(client)
+        assert len(found) < 8 << 20
+        until(lambda: gateway.metric("medusa_gateway_requests_total", status="503") == 1, gateway.output)
+        with ask(gateway) as other:
+            until(lambda: gateway.metric("medusa_gateway_waiting") == 1, gateway.output)
+            other.close()
+        until(lambda: gateway.metric("medusa_gateway_requests_total", status="499") == 1, gateway.output)
+    assert gateway.metric("medusa_gateway_cancelled_total") == 1
+    assert gateway.metric("medusa_gateway_requests_total") == 2
 
 
 def test_an_event_of_a_stream_for_which_there_is_no_memory_now_ends_it_with_an_error(

@@ -151,6 +151,24 @@ def test_the_only_instance_is_waited_for(pair: Pair, start_instance: Start) -> N
     assert stream.texts() == pair.alone("/v1/completions", body)
 
 
+def test_a_stream_that_ends_with_an_error_counts_as_one(
+    cluster: StandIn, start_gateway: Start, start_instance: Start
+) -> None:
+    victim = start_instance()
+    cluster.deploy(NAME)
+    cluster.add(NAME, "a-victim", victim.url)
+    gateway = start_gateway("--hold-s", "1")
+    stream = Stream(gateway, "/v1/completions", {"prompt": PROMPT, **GREEDY, "max_tokens": 400})
+    stream.take(5)
+    victim.signal(signal.SIGKILL)
+    stream.rest()
+    assert stream.error is not None
+    assert "the last one that was tried was lost: a-victim" in stream.error["message"]
+    until(lambda: gateway.metric("medusa_gateway_requests_total") == 1, gateway.output)
+    assert gateway.metric("medusa_gateway_requests_total", status="503") == 1
+    assert gateway.metric("medusa_gateway_cancelled_total") == 0
+
+
 @pytest.mark.slow
 def test_a_request_that_ends_three_instances_is_not_given_to_a_fourth(
     cluster: StandIn, start_gateway: Start, start_instance: Start, served: tuple[Instance, ...]
