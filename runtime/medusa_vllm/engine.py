@@ -54,6 +54,8 @@ class VllmEngine:
     Construction waits for the checkpoint's index and configures vLLM; ``run`` loads and serves.
     """
 
+    mounts_when_idle = True  # vLLM's own HTTP server; False offline, where nobody sends it a request
+
     def __init__(
         self,
         region: Region,
@@ -232,7 +234,7 @@ class VllmEngine:
 
         The engine must be idle, and either have sent its first token or have imported the server's modules already.
         """
-        if self._mounting or not hasattr(self._core, "attach_front_end"):
+        if self._mounting or not self.mounts_when_idle or not hasattr(self._core, "attach_front_end"):
             return
         self._mounting = True
 

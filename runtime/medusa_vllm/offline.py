@@ -44,6 +44,7 @@ def serve_beside(engine: VllmEngine, work: Callable[[], Result]) -> Result:
 
     The engine can load nothing and serve nobody afterwards; it is not closed.
     """
+    engine.mounts_when_idle = False  # it would take memory beside what is measured, and leave sockets in /tmp
     stop, found = threading.Event(), queue.SimpleQueue[Callable[[], Result]]()
 
     def run() -> None:
@@ -51,7 +52,7 @@ def serve_beside(engine: VllmEngine, work: Callable[[], Result]) -> Result:
             engine.wait_ready()
             result = work()
             found.put(lambda: result)
-        except Exception as error:  # noqa: BLE001  raised again in the thread that waits
+        except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
             found.put(partial(_raise, error))
         finally:
             stop.set()
@@ -61,7 +62,7 @@ def serve_beside(engine: VllmEngine, work: Callable[[], Result]) -> Result:
     return found.get()()
 
 
-def _raise(error: Exception) -> NoReturn:
+def _raise(error: BaseException) -> NoReturn:
     raise error
 
 
