@@ -99,23 +99,23 @@ def _check(settings: Settings, out: Path, unchecked: Path) -> None:
 
     check = GraphCheck(decode_blueprints(unchecked.read_bytes()), Attempts(out.with_name(ATTEMPTS)))
     GpuWorker.check = check
-    with closed_after(VllmEngine(region, settings, timeline, code=_compiled_code(out))) as engine:
+    try:
+        with closed_after(VllmEngine(region, settings, timeline, code=_compiled_code(out))) as engine:
 
-        def first_requests() -> None:
-            checked = check.result()
-            save_blueprints(checked, out)
-            logger.info("restored in a process of its own: %s", summary(checked))
-            for number, params in enumerate(_SAMPLED):
-                for count in _BATCHES:
-                    prompts = [[(row + number) % engine.info.vocab_size] * count for row in range(count)]
-                    complete(engine, prompts[: settings.max_concurrency], params, f"first-{number}-{count}")
+            def first_requests() -> None:
+                checked = check.result()
+                save_blueprints(checked, out)
+                logger.info("restored in a process of its own: %s", summary(checked))
+                for number, params in enumerate(_SAMPLED):
+                    for count in _BATCHES:
+                        prompts = [[(row + number) % engine.info.vocab_size] * count for row in range(count)]
+                        complete(engine, prompts[: settings.max_concurrency], params, f"first-{number}-{count}")
 
-        try:
             serve_beside(engine, first_requests)
-        except MedusaError as error:
-            if not out.exists():
-                raise
-            logger.warning("not all kernels of first requests can be kept: %s", error)
+    except MedusaError as error:
+        if not out.exists():
+            raise
+        logger.warning("not all kernels of first requests can be kept: %s", error)
     made_for = triton_kernels.purpose(engine.config, settings.vllm_args)
     try:
         count = triton_kernels.pack(Path(os.environ["TRITON_CACHE_DIR"]), out.with_name(TRITON_KERNELS.name), made_for)

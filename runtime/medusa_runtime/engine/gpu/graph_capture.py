@@ -83,7 +83,7 @@ def _run_check(settings: Settings, out: Path, unchecked: Path) -> None:
                     "another process goes on without %s, which ended this one: %s", ", ".join(ended[-1][1:]), error
                 )
             elif out.exists():
-                logger.warning("CUDA graphs stay pinned to their addresses: %s", error)
+                logger.warning("the CUDA graphs are kept as they were checked, but then: %s", error)
                 return None
             elif count := _leave_out_pinned(unchecked):
                 logger.warning("%d CUDA graphs that two captures do not explain are left out: %s", count, error)

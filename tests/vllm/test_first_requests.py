@@ -1,0 +1,112 @@
+"""The requests that the last offline start answers, so that the kernels of an instance's first requests are kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.base import Delta
+from medusa_runtime.errors import DeviceError, EngineError
+from medusa_runtime.state.graphs import Blueprints
+from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
+from medusa_vllm import TRITON_KERNELS
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.vllm
+
+
+class Engine:
+    """An engine whose graphs are checked while it loads; ``breaks`` at the request of this name, which is its end."""
+
+    config = SimpleNamespace(compilation_config=SimpleNamespace(mode="NONE"))
+    info = SimpleNamespace(vocab_size=10)
+    breaks = ""
+    asked: list[tuple[str, int]]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.broken = threading.Event()
+
+    def wait_ready(self) -> None: ...
+
+    def run(self, stop: threading.Event) -> None:
+        while not stop.wait(0.01):
+            if self.broken.is_set():
+                raise DeviceError("a replay failed")
+
+    def add(self, request: Any, sink: Callable[[Delta], None]) -> None:
+        if request.id == self.breaks:
+            self.broken.set()
+        else:
+            self.asked.append((request.id, len(request.prompt)))
+            sink(Delta(request.id, "", finish_reason="length"))
+
+    def close(self) -> None:
+        if self.broken.is_set():
+            raise RuntimeError("CUDA error: the context is broken")
+
+
+@pytest.fixture
+def check(parts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], Path]:
+    """A function that checks blueprints without graphs in this process, and returns the folder with the results."""
+    from medusa_vllm import engine
+    from medusa_vllm.gpu import graph_capture
+
+    kernels = tmp_path / "caches" / "triton" / "ABC"
+    kernels.mkdir(parents=True)
+    (kernels / "add.cubin").write_bytes(b"kernel")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(kernels.parent))
+    monkeypatch.setattr(Engine, "asked", [], raising=False)
+    monkeypatch.setattr(engine, "VllmEngine", Engine)
+    monkeypatch.setattr(graph_capture, "fetch_and_import", lambda settings: (None, None))
+    monkeypatch.setattr(parts.worker.GpuWorker, "check", None)
+    save_blueprints(Blueprints(), tmp_path / "unchecked")
+
+    def check(max_concurrency: int) -> Path:
+        settings = Settings(engine="vllm", max_concurrency=max_concurrency)
+        graph_capture._check(settings, tmp_path / "out", tmp_path / "unchecked")
+        return tmp_path
+
+    return check
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("most", [1, 256])
+def test_batches_are_as_large_as_an_instances(check: Callable[[int], Path], most: int) -> None:
+    made = check(most)
+    batches = [(count, min(count, most)) for _ in range(3) for count in (1, 2, 16)]
+    assert [tokens for _, tokens in Engine.asked] == [tokens for tokens, rows in batches for _ in range(rows)]
+    assert (made / TRITON_KERNELS.name).exists()
+
+
+@pytest.mark.timeout(120)
+def test_an_engine_that_breaks_in_a_request_leaves_graphs_and_kernels(
+    check: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Engine, "breaks", "first-1-2-0")
+    with caplog.at_level(logging.WARNING):
+        made = check(256)
+    assert decode_blueprints((made / "out").read_bytes()) == Blueprints()
+    assert (made / TRITON_KERNELS.name).exists()
+    assert "not all kernels of first requests can be kept: a replay failed" in caplog.text
+
+
+@pytest.mark.timeout(120)
+def test_graphs_that_were_not_checked_are_not_kept(
+    check: Callable[[int], Path], parts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def result(self: Any) -> None:
+        raise EngineError("nothing was checked")
+
+    monkeypatch.setattr("medusa_vllm.gpu.graph_check.GraphCheck.result", result)
+    with pytest.raises(EngineError, match="nothing was checked"):
+        check(1)
+    assert not (tmp_path / "out").exists()
