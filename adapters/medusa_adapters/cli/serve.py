@@ -74,13 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"WARNING: {variable} is no setting and has no effect; did you mean {meant}?", file=sys.stderr)
     flags = {option.field: getattr(arguments, option.field) for option in OPTIONS}
     settings = resolve_settings(os.environ, flags | {"model": model_argument(arguments)})
-    for field, engine in _ENGINE_ONLY_FLAGS.items():
-        if flags[field] is not None and not settings.engine.startswith(engine):
-            flag = f"--{field.replace('_', '-')}"
-            print(
-                f"WARNING: {flag} has no effect with --engine {settings.engine}; it is for --engine {engine}",
-                file=sys.stderr,
-            )
+    warn_of_unread_flags(flags, settings.engine)
     settings = with_engine_flags(settings, arguments.engine_flags)
     if arguments.reload:
         from .reload import serve_with_reload
@@ -91,6 +85,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     observer = LoggedStart() if settings.log_format == "json" else Console(sys.stdout)
     return serve(settings, _run_function_process, observer)
+
+
+def warn_of_unread_flags(flags: Mapping[str, Any], engine: str) -> None:
+    """Print a warning for each flag that was given, and that only other engines read."""
+    for field, reader in _ENGINE_ONLY_FLAGS.items():
+        if flags.get(field) is not None and not engine.startswith(reader):
+            flag = f"--{field.replace('_', '-')}"
+            print(f"WARNING: {flag} has no effect with --engine {engine}; it is for --engine {reader}", file=sys.stderr)
 
 
 def with_engine_flags(settings: Settings, words: Sequence[str]) -> Settings:

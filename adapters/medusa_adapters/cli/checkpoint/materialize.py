@@ -25,7 +25,7 @@ from ...bench.coldstart.contestants import Medusa, Question
 from ..flags import add_model, model_argument, request_body
 from ..leftovers import Leftovers
 from ..progress import note, printable, size
-from ..serve import with_engine_flags
+from ..serve import warn_of_unread_flags, with_engine_flags
 
 if TYPE_CHECKING:
     from medusa_runtime.region.reader import Region
@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     flags = {name: getattr(arguments, name) for name in _FLAGS} | {"model": model_argument(arguments)}
     settings = with_engine_flags(from_env(os.environ, **flags), arguments.engine_flags)
+    warn_of_unread_flags(flags, settings.engine)
     if settings.model is None:
         raise ConfigError("expected a checkpoint: medusa materialize URL, or --model URL")
     if arguments.starts < 0:
@@ -195,7 +196,7 @@ def measure(settings: Settings, folder: Path, starts: int) -> StageTimes:
         for option in OPTIONS
         if option.field in _FLAGS and option.field not in ("model", "engine", "handler")
     }
-    flags = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
+    flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]  # a value may begin with --
     question = Question(
         settings.model, settings.model, _PROMPT, _TOKENS, flags=("--state", str(folder.resolve()), *flags)
     )
