@@ -19,7 +19,7 @@ from medusa_runtime.region.reader import Region
 from .cpu.amx import request_amx_tiles
 from .flags import MEDIA_ENVIRONMENT
 from .lean_imports import avoid_cache_folder, import_those_there, lean_imports, without_torch_compile
-from .version import check_version, is_tested
+from .version import check_version, is_for_gpus, is_tested
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +30,13 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_PLUGINS": "medusa",  # other plugins may import anything
-    "VLLM_USE_MEGA_AOT_ARTIFACT": "1",  # compiled functions bring all of Inductor's work: the default from torch 2.12
     **MEDIA_ENVIRONMENT,
     "HF_HUB_OFFLINE": "1",  # everything comes from the checkpoint, nothing from the network
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # each worker warns that its memory is bound to the only NUMA node there is
 }
+# With one of these, a user decides how vLLM keeps what it compiles.
+_CACHE_VARIABLES = ("VLLM_USE_STANDALONE_COMPILE", "VLLM_USE_AOT_COMPILE", "VLLM_DISABLE_COMPILE_CACHE")
 _MODULES = (
     "vllm",
     "vllm.engine.arg_utils",
@@ -79,10 +80,7 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     ConfigError and ImportError.
     """
     check_version()
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if importlib.util.find_spec("flashinfer") is None:  # vLLM imports it to find out that it samples without
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    set_variables()
     if settings.log_level != "debug":
         logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns about settings that we choose on purpose
     # A process that waits for its model has time to import everything.
@@ -114,6 +112,19 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     if region is not None and region.progress().state != "empty":
         for architecture in _architectures(region):
             import_model(architecture)
+
+
+def set_variables() -> None:
+    """Set the variables that vLLM reads, except those that a user has set."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not is_for_gpus():
+        return
+    if importlib.util.find_spec("flashinfer") is None:  # vLLM imports it to find out that it samples without
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if not any(name in os.environ for name in _CACHE_VARIABLES):
+        # Compiled functions bring all of Inductor's work: the default from torch 2.12.
+        os.environ.setdefault("VLLM_USE_MEGA_AOT_ARTIFACT", "1")
 
 
 def _import_all() -> None:

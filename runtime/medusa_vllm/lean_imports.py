@@ -50,7 +50,7 @@ def lean_imports() -> Iterator[None]:
 
 
 def import_those_there(modules: Sequence[str]) -> None:
-    """Import modules, without those that this version or installation lacks. Whoever needs one says so."""
+    """Import modules, without those that this version or installation lacks, or that fail. Their users say so."""
     for module in modules:
         try:
             importlib.import_module(module)

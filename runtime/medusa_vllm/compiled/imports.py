@@ -30,7 +30,7 @@ def import_compiled(*, on_gpu: bool) -> None:
         # Wrapping a first function makes torch look for its backends. Only a call would compile it.
         torch.compile(_nothing)
         return
-    with suppress(ImportError):  # loading a Triton kernel asks for a digest of torch's files, which is kept
+    with suppress(Exception):  # loading a Triton kernel asks for a digest of torch's files, which is kept
         from torch._inductor.codecache import torch_key
 
         torch_key()

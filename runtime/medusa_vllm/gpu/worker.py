@@ -25,6 +25,7 @@ from medusa_runtime.process import abort
 from medusa_runtime.state.graphs import Blueprints, CudaDriver
 from medusa_runtime.state.graphs.blob_format import decode_blueprints
 from medusa_runtime.timeline import Timeline
+from vllm import envs
 from vllm.config import CompilationMode
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
@@ -262,10 +263,10 @@ def _without_collections() -> Iterator[None]:
     """Let vLLM, which disables the garbage collector while it captures, not collect in this context, either.
 
     It would unfreeze all that was imported, which this process shares with the one that it was forked from, and go
-    through it twice: half a second.
+    through it twice: half a second. A user may have asked for collections (VLLM_ENABLE_CUDAGRAPH_GC).
     """
     name = "freeze_gc_for_cudagraph_capture"
-    if not hasattr(model_runner, name):
+    if not hasattr(model_runner, name) or getattr(envs, "VLLM_ENABLE_CUDAGRAPH_GC", False):
         yield
         return
     enabled = gc.isenabled()
