@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from answering_engine import AnsweringEngine
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.base import Delta
+from medusa_runtime.engine.base import Delta, GenerateRequest
 from medusa_runtime.errors import DeviceError, EngineError
 from medusa_runtime.state.graphs import Blueprints
 from medusa_runtime.state.graphs.blob_format import decode_blueprints, save_blueprints
@@ -24,30 +25,29 @@ if importlib.util.find_spec("vllm") is None:
 pytestmark = pytest.mark.vllm
 
 
-class Engine:
-    """An engine whose graphs are checked while it loads; ``breaks`` at the request of this name, which is its end."""
+class Engine(AnsweringEngine):
+    """An engine whose context breaks at the request of this name: it cannot be closed then."""
 
-    config = SimpleNamespace(compilation_config=SimpleNamespace(mode="NONE"))
-    info = SimpleNamespace(vocab_size=10)
     breaks = ""
-    asked: list[tuple[str, int]]
+    config = SimpleNamespace(compilation_config=SimpleNamespace(mode="NONE"))
+    opened: Engine
 
     def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
         self.broken = threading.Event()
-
-    def wait_ready(self) -> None: ...
+        Engine.opened = self
 
     def run(self, stop: threading.Event) -> None:
+        self._loaded.set()
         while not stop.wait(0.01):
             if self.broken.is_set():
                 raise DeviceError("a replay failed")
 
-    def add(self, request: Any, sink: Callable[[Delta], None]) -> None:
+    def add(self, request: GenerateRequest, sink: Callable[[Delta], None]) -> None:
         if request.id == self.breaks:
             self.broken.set()
         else:
-            self.asked.append((request.id, len(request.prompt)))
-            sink(Delta(request.id, "", finish_reason="length"))
+            super().add(request, sink)
 
     def close(self) -> None:
         if self.broken.is_set():
@@ -64,7 +64,6 @@ def check(parts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callab
     kernels.mkdir(parents=True)
     (kernels / "add.cubin").write_bytes(b"kernel")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(kernels.parent))
-    monkeypatch.setattr(Engine, "asked", [], raising=False)
     monkeypatch.setattr(engine, "VllmEngine", Engine)
     monkeypatch.setattr(graph_capture, "fetch_and_import", lambda settings: (None, None))
     monkeypatch.setattr(parts.worker.GpuWorker, "check", None)
@@ -83,7 +82,7 @@ def check(parts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callab
 def test_batches_are_as_large_as_an_instances(check: Callable[[int], Path], most: int) -> None:
     made = check(most)
     batches = [(count, min(count, most)) for _ in range(3) for count in (1, 2, 16)]
-    assert [tokens for _, tokens in Engine.asked] == [tokens for tokens, rows in batches for _ in range(rows)]
+    assert [len(prompt) for prompt in Engine.opened.asked] == [tokens for tokens, rows in batches for _ in range(rows)]
     assert (made / TRITON_KERNELS.name).exists()
 
 
