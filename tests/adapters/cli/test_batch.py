@@ -175,6 +175,32 @@ def test_a_batch_that_was_ended_goes_on(batch: Callable[..., Any], tmp_path: Pat
     assert all(one["response"]["status_code"] == 200 for one in results(output))
 
 
+def test_a_killed_batch_whose_output_is_in_a_store_goes_on(batch: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    names = [f"r{n}" for n in range(120)]
+    asked = write(tmp_path / "in.jsonl", [request(name, max_tokens=60) for name in names])
+    (folder := tmp_path / "store").mkdir()
+    output = f"local://{folder}/out.jsonl"
+    first = batch("-i", asked, "-o", output, "--max-concurrency", "4")
+
+    def left() -> int:
+        return sum(path.read_bytes().count(b"\n") for path in folder.glob("out.jsonl.*.new"))
+
+    until(lambda: left() >= 5)
+    own = set(descendants(first.pid))
+    first.kill()
+    finish(first)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in own))
+    before = left()
+    assert 5 <= before < 120
+    status, errors = finish(batch("-i", asked, "-o", output))
+    assert (status, "--resume uses them" in errors) == (2, True), errors
+    status, errors = finish(batch("-i", asked, "-o", output, "--resume"))
+    assert (status, f"{before} skipped" in errors) == (0, True), errors
+    assert f"{before} results are taken from {output}" in errors
+    assert sorted(one["custom_id"] for one in results(folder / "out.jsonl")) == sorted(names)
+
+
 def test_a_request_waits_for_its_answer_though_a_bad_line_has_its_id(batch: Callable[..., Any], tmp_path: Path) -> None:
     asked = write(tmp_path / "in.jsonl", [request("a"), request("a"), request("a", stream=True), request("a")])
     assert finish(batch("-i", asked, "-o", "out.jsonl"))[0] == 1

@@ -18,7 +18,13 @@ LINE = lines.failure("a", "connection_lost", "x" * 100)
 
 def begin(place: Path | str, *, resume: bool = False) -> tuple[Sink, list[str]]:
     found: list[str] = []
-    return open_sink(str(place), resume=resume, note=found.append), found
+
+    def note(key: str) -> bool:
+        is_new = key not in found
+        found.append(key)
+        return is_new
+
+    return open_sink(str(place), resume=resume, note=note), found
 
 
 @contextmanager
@@ -141,6 +147,66 @@ def test_a_batch_is_refused_at_its_first_result_if_there_are_others_by_then(stor
     second.close()
     assert list(store) == ["out.jsonl"]
     assert store["out.jsonl"] == LINE
+
+
+def result(custom_id: str) -> bytes:
+    return lines.failure(custom_id, "connection_lost", "x" * 100)
+
+
+def test_resume_uses_what_killed_batches_have_left_beside_the_output(
+    store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    one, other = "/out.jsonl.0123456789ab.new", "/out.jsonl.ba9876543210.new"
+    system.pipe_file("/out.jsonl", result("a") + result("b"))
+    system.pipe_file(one, result("a") + result("b") + result("c") + b"\n" + result("d")[:20])
+    system.pipe_file(other, result("c") + result("a") + result("e"))
+    for foreign in ("/out.jsonl.0123456789.new", "/more.jsonl.0123456789ab.new", "/out.jsonl.0123456789ab.new.txt"):
+        system.pipe_file(foreign, result("z"))
+    sink, found = begin("memory://out.jsonl", resume=True)
+    assert sorted(set(found)) == ["a", "b", "c", "e"]
+    assert caplog.text.count("1 results are taken from memory://out.jsonl.") == 2
+    sink.write(result("d"))
+    sink.close()
+    ids = [lines.key_of(line) for line in store["out.jsonl"].splitlines()]
+    assert ids == ["a", "b", "c", "e", "d"]
+    assert {one.strip("/"), other.strip("/")} < set(store), "another batch may still write to them"
+    again, found = begin("memory://out.jsonl", resume=True)
+    again.close()
+    assert ids == [lines.key_of(line) for line in store["out.jsonl"].splitlines()]
+
+
+def test_what_a_killed_batch_has_left_is_the_output_though_nothing_is_left_to_do(store: dict[str, bytes]) -> None:
+    import fsspec
+
+    left = result("a") + result("b")
+    fsspec.filesystem("memory").pipe_file("/out.jsonl.0123456789ab.new", left)
+    with pytest.raises(ConfigError, match=r"results beside it, in memory://out\.jsonl\.0123456789ab\.new.*--resume"):
+        begin("memory://out.jsonl")
+    sink, found = begin("memory://out.jsonl", resume=True)
+    assert found == ["a", "b"]
+    sink.close()
+    sink.close()
+    assert store["out.jsonl"] == left
+
+
+def test_a_store_that_lists_nothing_takes_batches(
+    store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def refuse(system: MemoryFileSystem, path: str, **options: object) -> None:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", refuse)
+    for resume in (False, True):
+        sink, _ = begin("memory://out.jsonl", resume=resume)
+        sink.write(LINE)
+        sink.close()
+    assert store["out.jsonl"] == LINE * 2
+    assert caplog.text.count("could not be looked for (Access Denied)") == 1
 
 
 def test_one_batch_at_a_time_writes_its_object(store: dict[str, bytes]) -> None:

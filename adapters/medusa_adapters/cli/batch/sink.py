@@ -7,7 +7,7 @@ import fcntl
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from medusa_runtime.storage.base import scheme_of
 
 from .lines import key_of
 
-NoteId = Callable[[str], object]
+NoteId = Callable[[str], bool]  # returns whether the key is new
 
 
 class Sink(Protocol):
@@ -33,6 +33,8 @@ class Sink(Protocol):
 
 def open_sink(place: str, *, resume: bool, note: NoteId) -> Sink:
     """Open the file of results. With ``resume``, call ``note`` with the key of each in it, and keep its lines.
+
+    Of an object in a store, so are those that killed batches have left beside it.
 
     Raises ConfigError if there are results already, unless ``resume``; StorageError; and MissingPackageError.
     """
@@ -103,18 +105,30 @@ def _lock_file(fd: int, path: Path) -> None:
 def note_ids(file: Any, name: str, note: NoteId) -> int:
     """Call ``note`` with the keys of a file's results, and return the size of its whole lines. Raises ConfigError."""
     whole = 0
+    for _, stop, key in whole_lines(file, name):
+        whole = stop
+        if key is not None:
+            note(key)
+    return whole
+
+
+def whole_lines(file: Any, name: str) -> Iterator[tuple[int, int, str | None]]:
+    """Yield where each whole line of a file of results begins and ends, and its key, or None for an empty line.
+
+    Raises ConfigError if a line is no result.
+    """
+    start = 0
     for number, line in enumerate(file, 1):
         if not line.endswith(b"\n"):
-            break
+            return
         try:
-            if line.strip():
-                note(key_of(line))
+            key = key_of(line) if line.strip() else None
         except (ValueError, RecursionError):
             raise ConfigError(
                 f"{name}: expected results of a batch, found something else in line {number}; choose another file"
             ) from None
-        whole += len(line)
-    return whole
+        yield start, start + len(line), key
+        start += len(line)
 
 
 def there_are_results(name: str) -> ConfigError:

@@ -19,6 +19,7 @@ from typing import Any
 from medusa_runtime.errors import ConfigError, MedusaError, MissingPackageError, StorageError
 from medusa_runtime.storage.base import FSSPEC_EXTRAS, redacted, scheme_of
 
+from .leftovers import Leftovers, new_suffix
 from .sink import NoteId, note_ids, there_are_results
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ _VERSION = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modifie
 class StoredObject:
     """An object that is there when it is closed, or as it was.
 
-    It is begun with the first result: a batch that is stopped before leaves none.
+    It is begun with the first result: a batch that is stopped before leaves none, unless killed ones have left some.
     """
 
     def __init__(self, url: str, resume: bool, note: NoteId) -> None:
@@ -47,9 +48,11 @@ class StoredObject:
             raise MissingPackageError(f"results at {scheme_of(url)}:// need an optional package: {wanted}") from None
         except ValueError as error:
             raise ConfigError(f"{self._name} cannot be written: {error}") from None
-        self._suffix = f".{os.urandom(6).hex()}.new"
+        self._suffix = new_suffix()
+        self._leftovers = Leftovers(self._system, self._path, url)
         self._whole_bytes = 0
         self._file: Any = None
+        self._closed = False
         self._failed: StorageError | None = None
         try:
             self._publication = _Publication(self._system, self._path + _LOCK)
@@ -58,17 +61,21 @@ class StoredObject:
             if self._version is not None and resume:
                 with self._system.open(self._path, "rb") as file:
                     self._whole_bytes = note_ids(file, self._name, note)
+            if resume:
+                self._leftovers.take_up(note)
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 each file system has errors of its own
             raise self._failure(error) from None
         if self._version is not None and not resume:
             raise there_are_results(self._name)
+        if not resume:
+            self._leftovers.require_none()
 
     def _refuse_if_published(self) -> None:
         if self._publication.holder() is not None:
             text = "another medusa batch writes its results there now, or was killed while it did"
-            kept = "one that was killed may have left its results in an object ….new beside it"
+            kept = "what one that was killed has left in an object ….new beside it, --resume takes up"
             todo = f"wait for its end, or remove {self._name}{_LOCK} if none runs; {kept}"
             raise ConfigError(f"{self._name}: {text}; {todo}")
 
@@ -123,22 +130,24 @@ class StoredObject:
             _remove(self._system, self._path + self._suffix)
 
     def _earlier(self) -> Iterator[bytes]:
-        if not self._whole_bytes:
-            return
-        whole = self._whole_bytes
-        with self._system.open(self._path, "rb") as file:
-            while whole and (piece := file.read(min(_PIECE_BYTES, whole))):
-                whole -= len(piece)
-                yield piece
+        if self._whole_bytes:
+            whole = self._whole_bytes
+            with self._system.open(self._path, "rb") as file:
+                while whole and (piece := file.read(min(_PIECE_BYTES, whole))):
+                    whole -= len(piece)
+                    yield piece
+        yield from self._leftovers.pieces()
 
     def close(self) -> None:
         """Put the object into the store. Raises StorageError; the results are then in an object of another name."""
         with self._lock:
             file, self._file = self._file, None
-            if file is None:
+            if self._closed or (file is None and (self._failed is not None or not self._leftovers)):
                 return
+            self._closed = True
             kept = ""
             try:
+                file = file or self._begin()
                 file.close()
                 kept = f"; the results of this batch are in {self._name}{self._suffix}"
                 with self._publication.alone():
