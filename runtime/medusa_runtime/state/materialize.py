@@ -73,6 +73,7 @@ class Materialization:
         self._region = Region.create()
         self._added: list[Artifact] = []
         self._facts: Facts | None = None
+        self._replaced: tuple[str, ...] = ()  # the kinds of which older ones for the same start are not kept
         self.continues_text = True  # known after ``prepare``: False for an encoder, or a model that cannot be run
 
     def __enter__(self) -> Self:
@@ -118,31 +119,35 @@ class Materialization:
         began = time.monotonic()
         recorded = record_index(self._region, order)
         self.add(WEIGHT_INDEX, recorded.to_bytes(), began)
-        for name, capture in engine.captures.items() if engine is not None else ():
-            self._capture(KINDS[name], capture)
+        captures = engine.captures if engine is not None else {}
+        succeeded = [self._capture(KINDS[name], capture) for name, capture in captures.items()]
+        if engine is not None and all(succeeded):
+            self._replaced = tuple(captures)  # one that was not made now, such as compiled code, would still be used
         if plan is not None and on_gpu and not any(made.kind == KV_PLAN.name for made in self._added):
             reason = "nothing was captured on the GPU, where it is measured; each start computes one"
             self._on_result(ArtifactResult(KV_PLAN.name, left_out=reason))
 
-    def _capture(self, kind: Kind, target: str) -> None:
+    def _capture(self, kind: Kind, target: str) -> bool:
+        """Add what a capture makes. Return False if it failed, so that what it made before is still of use."""
         began = time.monotonic()
         try:
             function = imported(target)
         except (ImportError, AttributeError):
             logger.debug("nothing here makes a %s", kind.name)
-            return
+            return False
         with tempfile.TemporaryDirectory(prefix="medusa-materialize-") as scratch:
             try:
                 blob = function(self._model, self._settings, Path(scratch))
             except MedusaError as error:
                 self._on_result(ArtifactResult(kind.name, left_out=str(error)))
-                return
+                return False
             if blob is not None:
                 self.add(kind, blob, began)
             # A capture may leave other artifacts beside its own, each named after its kind.
             for other in sorted(Path(scratch).iterdir()):
                 if other.name in KINDS and other.name != kind.name and other.is_file():
                     self.add(KINDS[other.name], other.read_bytes(), began)
+        return True
 
     def add(self, kind: Kind, data: bytes | Path, began: float) -> None:
         """Add an artifact. Work on it began at ``began``, a time of ``time.monotonic``."""
@@ -155,7 +160,7 @@ class Materialization:
         """Write the bundle with the artifacts that were added, and return its manifest.
 
         Earlier artifacts of the bundle are kept if they are for the same checkpoint, and for another engine, GPU or
-        length.
+        length. Those for the same ones are kept if a capture has failed.
         """
         assert self._facts is not None
         names = tuple(name for name in SMALL_FILES if name in self._facts.subject.files)
@@ -194,6 +199,8 @@ class Materialization:
         if artifact.kind not in KINDS:
             return True  # a newer version made it
         if any((made.kind, made.key) == (artifact.kind, artifact.key) for made in self._added):
+            return False
+        if artifact.kind in self._replaced and artifact.key == self._facts.key(KINDS[artifact.kind].facts):
             return False
         return all(artifact.key.get(fact, self._facts[fact]) == self._facts[fact] for fact in ("layout", "shape"))
 

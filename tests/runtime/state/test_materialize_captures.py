@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from medusa_runtime import registry
 from medusa_runtime.config import Settings
+from medusa_runtime.errors import EngineError
 from medusa_runtime.state import key
 from medusa_runtime.state.kv_plan import KvPlan
 from medusa_runtime.state.materialize import ArtifactResult, Materialization
@@ -31,6 +33,10 @@ def graphs_and_plan(model: str, settings: Settings, folder: Path) -> Path:
     (folder / "second.dump").write_bytes(b"no kind is named so")
     (folder / "cuda-graphs").write_bytes(b"graphs")
     return folder / "cuda-graphs"
+
+
+def failing(model: str, settings: Settings, folder: Path) -> None:
+    raise EngineError("the GPU is too small")
 
 
 def no_graphs(model: str, settings: Settings, folder: Path) -> None:
@@ -66,3 +72,36 @@ def test_a_gpus_plan_is_the_one_that_is_kept(capture: str, tmp_path: Path) -> No
     assert ON_GPU.to_bytes() in kept
     assert ON_CPU.to_bytes() not in kept
     assert b"no kind is named so" not in kept
+
+
+def engine_that_captures(how: str, name: str = "toy") -> None:
+    registry.register(
+        registry.EngineKind(name, "", "", (), profile=f"{HERE}:profile", captures={"cuda-graphs": f"{HERE}:{how}"})
+    )
+
+
+@pytest.mark.parametrize("capture", ["graphs_and_plan"], indirect=True)
+@pytest.mark.parametrize(
+    ("how", "engine", "length", "kept"),
+    [
+        ("no_graphs", "toy", None, False),  # as with other flags: a start would still use the old ones
+        ("failing", "toy", None, True),
+        ("no_graphs", "other", None, True),
+        ("no_graphs", "toy", 7, True),
+        ("graphs_and_plan", "toy", None, True),
+    ],
+)
+def test_what_is_not_made_again_for_the_same_start_is_not_kept(
+    capture: str, tmp_path: Path, how: str, engine: str, length: int | None, kept: bool
+) -> None:
+    header = b'{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"abcd")
+    settings = Settings(model=str(tmp_path), engine="toy", device="cuda")
+    for again in (False, True):
+        if again:
+            engine_that_captures(how, engine)
+            settings = replace(settings, engine=engine, max_model_len=length)
+        with Materialization(settings, None) as making:
+            making.prepare()
+            manifest = making.commit()
+    assert ([one.kind for one in manifest.artifacts].count("cuda-graphs") == 1) == kept
