@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _LISTENING = re.compile(r"listening on http://[^\s]+:(\d+)$")
 _LISTENS_WITHIN_S = 60.0
 _KILLED_AFTER_S = 10.0  # how long an instance without requests may take to end
+_LAST_WORDS_S = 1.0  # for the output of its last processes
 _POLL_S = 0.05  # between two checks of an instance that drains
 _KEPT_ENDS_S = 60.0  # how long the status shows an instance that ended by itself
 _KEPT_LOGS = 50  # of instances that ended by themselves
@@ -319,4 +320,7 @@ class Instances:
         ]
 
     async def end(self, drain_s: float) -> None:
+        """End all instances as ``stop`` does, and read what they still say."""
+        children = [instance.child for instance in self._instances.values() if instance.child is not None]
         await asyncio.gather(*(self.stop(instance_id, drain_s) for instance_id in list(self._instances)))
+        await asyncio.gather(*(child.read_rest(_LAST_WORDS_S) for child in children))

@@ -81,13 +81,24 @@ def test_a_last_line_without_an_end_is_known(tmp_path: Path) -> None:
         code = "import sys; sys.stderr.write('first\\nno end')"
         child = Child([sys.executable, "-c", code], os.environ, tmp_path / "log", lines.append)
         await child.wait()
-        deadline = time.monotonic() + 10
-        while len(lines) < 2 and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        await child.read_rest(10)
         assert list(child.last_lines) == lines
 
     asyncio.run(run())
     assert lines == ["first", "no end"]
+
+
+def test_what_its_own_children_say_after_its_end_is_read(tmp_path: Path) -> None:
+    async def run() -> None:
+        child = Child(["sh", "-c", "(sleep 0.5; echo late) & exit 3"], os.environ, tmp_path / "log")
+        assert await child.wait() == 3
+        await child.read_rest(0.05)
+        assert not child.last_lines, "it waits no longer than it is told"
+        await child.read_rest(20)
+        assert list(child.last_lines) == ["late"]
+
+    asyncio.run(run())
+    assert (tmp_path / "log").read_text() == "late\n"
 
 
 def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ class Child:
             raise
         self.pid = self._process.pid
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._read = asyncio.Event()  # all of its output
         try:
             self._watch_end()
             self._watch_output()
@@ -69,6 +70,12 @@ class Child:
 
     async def wait(self) -> int:
         return await asyncio.shield(self._ended)
+
+    async def read_rest(self, within_s: float) -> None:
+        """Read the output to its end. Other processes may write it for longer than this one runs."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._read.wait()
 
     def signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
@@ -121,6 +128,7 @@ class Child:
                 self._log.close()
                 if unfinished:
                     self._take_line(unfinished)
+                self._read.set()
                 return
             self._write(data)
             *lines, unfinished = (unfinished + data).split(b"\n")
