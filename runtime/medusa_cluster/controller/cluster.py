@@ -137,7 +137,7 @@ class Cluster:
 
     def _learn_start(self, node: KnownNode, instance: KnownInstance, start: Mapping[str, float]) -> None:
         """Learn from a start whose first token has come."""
-        if instance.helped is not None or instance.helps is not None:
+        if instance.helps is not None:
             return  # it helped another instance first, so its times say nothing
         deployment = self.state.deployments.get(instance.model)
         if deployment is not None and self.models.learn(node, instance, deployment, start):

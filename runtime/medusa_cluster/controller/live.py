@@ -76,10 +76,10 @@ class Live:
 
     def _note_deserted(self, item: KnownInstance) -> None:
         """Note that an instance prefills no more though nobody told it so: it has lost the one it prefilled for."""
-        source = self._state.instances.get(item.helped or "")
+        source = self._state.instances.get(item.helps or "")
         if source is not None:
             source.deserted = True
-        text = f"{item.id} takes requests of its own: it has lost {item.helped}, for which it prefilled"
+        text = f"{item.id} takes requests of its own: it has lost {item.helps}, for which it prefilled"
         self._state.record_event("role", text, node=item.node, model=item.model)
 
     def _note_whole(self) -> None:

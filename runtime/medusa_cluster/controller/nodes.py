@@ -137,10 +137,9 @@ class KnownInstance:
     helping: bool = False
     wanted_role: str = "both"  # for which it was started
     has_prefilled: bool = False
-    helped: str | None = None  # the last one that it helped: the times of its start say nothing then
     deserted: bool = False  # one that prefilled for it has lost it
     meets: Rendezvous | None = None
-    helps: str | None = None
+    helps: str | None = None  # or has helped: the times of its start say nothing then
     slots: int = 1
     device: Device = "auto"
     device_bytes: int = 0  # that it needs on each of its GPUs; 0: not known
@@ -153,9 +152,12 @@ class KnownInstance:
     def set_pair(self, shown: Mapping[str, Any]) -> None:
         """Set by the node's status what the instance does for another one, or others for it."""
         self.helping, self.helps = shown["helping"], shown["helps"]
-        self.helped = self.helps if self.helping else self.helped
+        if self.role == "both" and shown["lost"]:  # before the restart of the controller, as far as this one knows
+            self.wanted_role, self.has_prefilled = "prefill", True
         if self.role != "decode":  # else it was told to become one, and that takes a moment
             self.role = shown["role"]
+        if self.role == "prefill":
+            self.wanted_role = "prefill"
         self.loading = self.helping and not (self.role == "prefill" and shown["prefills"])
         meets, mode = shown["meets"], "live" if shown["role"] == "both" else "disaggregated"
         self.meets = None if meets is None else Rendezvous(meets["group"], meets["at"], mode)

@@ -91,6 +91,7 @@ _PAIR = _object(
     {
         "helping": lambda value: isinstance(value, bool),
         "prefills": lambda value: isinstance(value, bool),
+        "lost": lambda value: isinstance(value, bool),
         "role": lambda value: value in ("both", "prefill", "decode"),
         "helps": _text_or_none,
         "meets": lambda value: value is None or _MEETS(value),

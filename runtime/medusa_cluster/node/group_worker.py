@@ -21,12 +21,13 @@ class GroupWorker:
     """A worker's place in its group.
 
     ``layers`` is START:STOP, or None for an instance that will have all layers. Such a one may help another instance,
-    with the id ``helps``.
+    with the id ``helps``, or have helped it. ``lost``: it prefilled for it, and ended that though nobody told it so.
     """
 
     plan: GroupPlan
     layers: str | None
     helps: str | None = None
+    lost: bool = False
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any], host: str, tls: TlsFiles | None = None) -> GroupWorker:
@@ -64,17 +65,18 @@ class GroupWorker:
             raise ConfigError(f"expected an instance that prefills for another one, found rank {self.plan.rank}")
         return replace(self, plan=replace(self.plan, then="up"))
 
-    def as_instance(self) -> GroupWorker:
+    def as_instance(self, *, lost: bool = False) -> GroupWorker:
         """Return the same worker once it helps nobody any more. One that has prefilled is one that others can help.
 
-        If its engine is replaced, the new one does not look for the instance that this one helped.
+        ``lost``: nobody told it to end that. If its engine is replaced, the new one does not look for the instance that
+        this one helped.
         """
         plan = self.plan
         if plan.mode == "live" and plan.rank and plan.then != "up":
             return replace(self, plan=replace(plan, then="up"))
         if plan.rank == 0 or plan.listen is None:
             return self
-        return replace(self, plan=replace(plan, rank=0, leader=plan.listen, listen=None, then="stay"), helps=None)
+        return replace(self, plan=replace(plan, rank=0, leader=plan.listen, listen=None, then="stay"), lost=lost)
 
     @property
     def is_followed(self) -> bool:
@@ -92,7 +94,8 @@ class GroupWorker:
             return {"group": found | ({"state": state, "keep": plan.keep} if plan.rank == 0 else {})}
         helping = plan.rank > 0 and state in ("serving", "prefilling")
         found = {"helping": helping, "helps": self.helps, "prefills": helping and state == "prefilling"}
-        role = "both" if plan.mode == "live" else "prefill" if helping else "decode"
+        found |= {"lost": self.lost}
+        role = "both" if plan.mode == "live" else "prefill" if helping and plan.then != "up" else "decode"
         place = plan.partners_place
         meets = None if place is None or helping else {"group": plan.group, "at": place}
         return {"pair": found | {"role": role, "meets": meets}}

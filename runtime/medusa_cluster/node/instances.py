@@ -61,6 +61,7 @@ class RunningInstance:
     group_state: str = (
         "serving"  # a leader's becomes consolidated or alone; a helper's perhaps prefilling, then released
     )
+    has_prefilled: bool = False
 
     @property
     def works(self) -> bool:
@@ -220,7 +221,8 @@ class Instances:
 
     def note_released(self, instance: RunningInstance) -> None:
         """Let the instance's file say that it helps nobody any more."""
-        worker = None if instance.worker is None else instance.worker.as_instance()
+        lost = instance.has_prefilled and not instance.is_released
+        worker = None if instance.worker is None else instance.worker.as_instance(lost=lost)
         if worker is not None and worker is not instance.worker:
             instance.worker = worker
             if instance.failure is None and not instance.ending:

@@ -67,6 +67,7 @@ class TimelineReader:
             return
         instance.start = start or instance.start
         instance.group_state = states[-1] if states else instance.group_state
+        instance.has_prefilled |= "prefilling" in states
         if instance.group_state == "released":
             self._instances.note_released(instance)
 

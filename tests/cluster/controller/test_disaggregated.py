@@ -318,13 +318,79 @@ def test_nothing_is_learned_from_the_start_of_one_that_prefilled_first(run: Run)
         cluster.execution.begin(ChangeRole(prefill.id, prefill.node, "decode", "decode instances are missing"))
         await asked(cluster, lambda: prefill.id in routed(cluster), running=30, waiting=9)
         shown = net.nodes[prefill.node]
-        shown.workers[prefill.id] = shown.workers[prefill.id].as_instance()
-        shown.become(prefill.id, "released")
+        turned(net, prefill)
         shown.instances[prefill.id]["start"] = {"ttft_s": 99.0, "begins_s": 1.0, "prefill_s": 0.1}
-        await asked(cluster, lambda: prefill.helps is None, running=30, waiting=9)
+        await asked(cluster, lambda: not prefill.helping, running=30, waiting=9)
+        await learns_nothing(net, cluster)
+        nets.append(net)
+
+    async def learns_nothing(net: Any, cluster: Cluster) -> None:
+        await until(lambda: cluster.models.get(MODEL["url"]))
         end = time.monotonic() + 0.5
         await asked(cluster, lambda: time.monotonic() > end, running=30, waiting=9)
         assert "cold-start" not in [event["kind"] for event in cluster.state.events]
         assert not cluster.models.starts(MODEL["url"])
 
+    nets: list[Any] = []
     run(scenario, "n1", "n2", "n3")
+    run(learns_nothing, net=nets[0])  # a new controller
+
+
+def turned(net: Any, prefill: Any, *, lost: bool = False) -> None:
+    """Let an instance that prefilled for another one decode, as its node shows it."""
+    node = net.nodes[prefill.node]
+    node.workers[prefill.id] = node.workers[prefill.id].as_instance(lost=lost)
+    node.become(prefill.id, "released")
+
+
+@pytest.mark.parametrize("before_the_restart", [True, False])
+def test_a_new_controller_ends_the_one_whose_partner_left_it(run: Run, before_the_restart: bool) -> None:
+    """That one may hang, and the last controller is gone before, or after, the partner left it."""
+    kept: list[Any] = []
+
+    async def before(net: Any, cluster: Cluster) -> None:
+        decode, prefill = await started(net, cluster, max=1)
+        net.nodes[decode.node].instances[decode.id]["running"] = 8
+        await asked(cluster, lambda: decode.running, running=8)
+        kept.extend((net, decode, prefill))
+
+    async def after(net: Any, cluster: Cluster) -> None:
+        _, decode, prefill = kept
+        if not before_the_restart:
+            await asked(cluster, lambda: {decode.id, prefill.id} <= set(cluster.state.instances), running=8)
+            turned(net, prefill, lost=True)
+        await asked(cluster, lambda: decode.id not in cluster.state.instances, running=8)
+        assert [call["id"] for call in net.calls() if call["op"] == "stop"] == [decode.id]
+        assert routed(cluster) == {prefill.id}
+        (text,) = [event["text"] for event in cluster.state.events if event["kind"] == "role"]
+        assert text == f"{prefill.id} takes requests of its own: it has lost {decode.id}, for which it prefilled"
+
+    run(before, "n1", "n2", "n3")
+    if before_the_restart:
+        turned(kept[0], kept[2], lost=True)
+    run(after, net=kept[0])
+
+
+def test_a_new_controller_takes_none_for_lost_that_was_told_to_decode(run: Run) -> None:
+    kept: list[Any] = []
+
+    async def before(net: Any, cluster: Cluster) -> None:
+        kept.extend((net, *await started(net, cluster)))
+
+    async def after(net: Any, cluster: Cluster) -> None:
+        _, decode, prefill = kept
+        one = await asked(cluster, lambda: cluster.state.instances.get(prefill.id), running=30)
+        assert (one.role, one.helping) == ("decode", True)
+        turned(net, prefill)
+        await asked(cluster, lambda: not one.helping, running=30)
+        end = time.monotonic() + 0.5
+        await asked(cluster, lambda: time.monotonic() > end, running=30)
+        assert not cluster.state.instances[decode.id].deserted
+        assert "role" not in [event["kind"] for event in cluster.state.events]
+
+    run(before, "n1", "n2", "n3")
+    net, _, prefill = kept
+    node = net.nodes[prefill.node]
+    node.workers[prefill.id] = node.workers[prefill.id].released()
+    node.become(prefill.id, "prefilling")
+    run(after, net=net)

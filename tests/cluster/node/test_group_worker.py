@@ -65,7 +65,7 @@ def test_one_that_has_prefilled_says_so_in_its_file(tmp_path: Path) -> None:
     plan = {"mode": "disaggregated", "size": 9, "layers": None, "listen": "127.0.0.1:81"}
     prefills = worker(1, 80, helps="d", **plan)
     assert prefills.status("prefilling")["pair"] == {
-        "helping": True, "helps": "d", "prefills": True, "role": "prefill", "meets": None,
+        "helping": True, "helps": "d", "prefills": True, "lost": False, "role": "prefill", "meets": None,
     }  # fmt: skip
     with pytest.raises(ConfigError, match="expected an instance that prefills"):
         worker(0, 80, **plan | {"listen": None}).released()
@@ -78,6 +78,9 @@ def test_one_that_has_prefilled_says_so_in_its_file(tmp_path: Path) -> None:
         path = tmp_path / "group-i.json"
         instances.release("i")
         assert json.loads(path.read_text())["then"] == "up"
+        assert one.worker is not None
+        told = one.worker.status("prefilling")["pair"]
+        assert (told["helping"], told["role"]) == (True, "decode")
         one.group_state = "released"
         instances.note_released(one)
         found = json.loads(path.read_text())
@@ -85,8 +88,12 @@ def test_one_that_has_prefilled_says_so_in_its_file(tmp_path: Path) -> None:
         assert one.worker is not None
         meets = {"group": "g", "at": "127.0.0.1:81"}
         assert one.worker.status("released")["pair"] == {
-            "helping": False, "helps": None, "prefills": False, "role": "decode", "meets": meets,
+            "helping": False, "helps": "d", "prefills": False, "lost": False, "role": "decode", "meets": meets,
         }  # fmt: skip
+        for has_prefilled in (True, False):  # then its source is gone, or has refused it
+            one.worker, one.has_prefilled = prefills, has_prefilled
+            instances.note_released(one)
+            assert one.worker.status("released")["pair"]["lost"] is has_prefilled
         live = worker(1, 80, helps="d", mode="live", layers=None)
         one.worker = live
         for _ in range(2):
