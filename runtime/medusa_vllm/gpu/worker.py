@@ -260,7 +260,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Let vLLM, which disables the garbage collector while it captures, not collect in this context, either.
+    """Collect no garbage in this context. vLLM would do so before and after it captures graphs.
 
     It would unfreeze all that was imported, which this process shares with the one that it was forked from, and go
     through it twice: half a second. A user may have asked for collections (VLLM_ENABLE_CUDAGRAPH_GC).
