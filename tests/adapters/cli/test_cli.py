@@ -107,6 +107,12 @@ def test_flags_of_vllm_are_sent_behind_the_dashes() -> None:
         assert meant in refused("serve", "m", *given)
 
 
+@pytest.mark.parametrize("command", ["serve", "batch", "materialize"])
+def test_a_command_that_takes_flags_of_vllm_says_so(command: str) -> None:
+    said = " ".join(medusa(command, "--help").stdout.split())
+    assert "With --engine vllm, flags of vllm serve follow behind --." in said
+
+
 @pytest.mark.parametrize("command", ["serve", "materialize"])
 def test_flags_of_vllm_are_for_vllm(command: str) -> None:
     assert "need --engine vllm, found --engine torch" in refused(command, "m", "--engine", "torch", "--", "--seed", "0")

@@ -38,6 +38,9 @@ _PROMPT, _TOKENS = "The quick brown fox jumps over the lazy dog", 9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make the state bundle that lets starts skip work. With --engine vllm, flags of vllm serve follow behind --."
+    )
     add_model(parser)
     for option in OPTIONS:
         if option.field in _FLAGS and option.field != "model":
